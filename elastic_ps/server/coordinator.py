@@ -286,6 +286,7 @@ class Coordinator:
         skipped: Sequence[Range] = (),
         early: bool = False,
         data: str = "",
+        epoch: int | None = None,
     ) -> Taken:
         """Hand out records. With `wait` the worker has none, and no round waits for it until it gets some.
 
@@ -295,6 +296,7 @@ class Coordinator:
             skipped: with `wait`, records that nobody is to train; the worker must hold them.
             early: with `wait`, the worker's script is not in the last epoch; see `JobState.early`.
             data: what identifies the worker's records; see `JobState.fingerprint`.
+            epoch: that the script is in, if it asks for epochs and has begun one.
 
         Raises:
             Refused: STALE_INCARNATION; INVALID: the data set is not the one of the other workers.
@@ -305,6 +307,8 @@ class Coordinator:
             if (known := state.calls.answer(incarnation)) is not None:
                 return known
             self._open_ledger(records, epochs, batch, data)
+            if epoch is not None:
+                state.loops[worker] = epoch
             if not wait:
                 taken = Taken(state.take(worker, incarnation, batch), finished=state.finished)
                 return state.calls.answered(incarnation, taken)
@@ -328,8 +332,9 @@ class Coordinator:
                     state.early.discard(worker)
                 if not held and state.finished and state.choose_chief(stay, state.last_epoch):
                     continue  # it is kept with the last version
-                if not held and self._safekeeping.may_finish():
+                if not held and self._safekeeping.may_finish() and not state.awaits_chief(stay):
                     chief = state.is_chief(stay, state.last_epoch)
+                    self.job.changed.notify_all()
                     taken = Taken(finished=True, version=state.version, chief=chief)
                     return state.calls.answered(incarnation, taken)
                 if held and state.rounds.takes_part(worker) and not self._driver.behind:
@@ -404,8 +409,13 @@ class Coordinator:
         call: int,
         abandoned: bool = False,
         skipped: Sequence[Range] = (),
+        leaves: bool = False,
     ) -> None:
-        """A worker gives back its records; rounds no longer wait for it. It stays a member. See `take`."""
+        """A worker gives back its records; rounds no longer wait for it. It stays a member. See `take`.
+
+        Args:
+            leaves: see `JobState.resign`.
+        """
         with self.job.settled() as state:
             stay = self._check(worker, incarnation)
             if not state.calls.begin(incarnation, call):
@@ -413,6 +423,8 @@ class Coordinator:
             self._skip(state, stay, skipped)
             state.stop_computing(stay, abandoned=abandoned)
             state.starved.discard(worker)
+            if leaves:
+                state.resign(stay)
             self.job.told()
         self._driver.drive()
 
@@ -422,6 +434,22 @@ class Coordinator:
             stay = self._check(worker, incarnation)
             state.choose_chief(stay, epoch)
             return state.is_chief(stay, epoch)
+
+    def read_state(self) -> str:
+        """What scripts keep with the job; see `JobState.script_state`."""
+        with self.job.settled() as state:
+            return state.script_state
+
+    def write_state(self, worker: int, incarnation: int, text: str, *, call: int) -> None:
+        """The chief's script changes it. `call`: see `take`.
+
+        Raises:
+            Refused: INVALID; the worker is not the chief.
+        """
+        with self.job.settled() as state:
+            stay = self._check(worker, incarnation)
+            if state.calls.begin(incarnation, call):
+                state.write_state(stay, text)
 
     def stop(self, worker: int, incarnation: int, reason: str) -> None:
         """A script ends the training; see `JobState.stopped`. The first reason counts."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
+from elastic_ps.core import script_state
 from elastic_ps.core.balance import Balance
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.lanes import Lanes
@@ -58,6 +59,7 @@ def to_checkpoint(state: JobState) -> dict[str, Any]:
         "assigned": state.assigned,
         "bucket_bytes": state.bucket_bytes,
         "chiefs": [list(each) for each in state.chiefs.items()],
+        "script_state": state.script_state,
         "tuning": state.tuning.to_json() if state.tuning is not None else "",
     }
 
@@ -111,7 +113,9 @@ def from_checkpoint(
     state.assigned = saved.get("assigned", 0)
     state.bucket_bytes = saved.get("bucket_bytes", 0)
     state.chiefs = dict(saved["chiefs"])
+    state.script_state = saved.get("script_state", script_state.EMPTY)
     state.told = dict.fromkeys(state.chiefs)
+    state.chief = state.chiefs[max(state.chiefs)] if state.chiefs else None
     state.loss = Curve(points=[(at, loss) for at, loss in saved["loss"]])
     counts, largest = saved.get("staleness", ([], 0))
     state.staleness = Distribution(dict(counts), largest)

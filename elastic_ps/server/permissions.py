@@ -32,10 +32,12 @@ OF_WORKERS = frozenset(
         "Push",
         "PushTensor",
         "PutTensor",
+        "ReadState",
         "Release",
         "Report",
         "Stop",
         "Take",
+        "WriteState",
     }
 )
 OF_EVALUATORS = frozenset({"Evaluate", "ReadFile"})

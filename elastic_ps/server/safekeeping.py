@@ -55,8 +55,8 @@ class Safekeeping:
         self._job, self._orders, self._keeper = job, orders, keeper
         self._writing = False  # a thread writes a version that must be kept
         self._not_before = 0.0  # writing it has failed, and is not tried again before this time
-        self._ended: tuple[tuple[int, int], float] | None = None  # term and version, and since when
-        self._durable_end: tuple[int, int, int] | None = None  # see `JobState.end`
+        self._ended: tuple[tuple[int, int, str], float] | None = None  # what of `JobState.end`, since when
+        self._durable_end: tuple[int, int, int, str] | None = None  # see `JobState.end`
         self._told: tuple[int, int, int] | None = None  # term, version, number: not all shards may know it
 
     def may_finish(self) -> bool:
@@ -75,7 +75,7 @@ class Safekeeping:
         now, state = self._job.clock(), self._job.state
         if self._keeper is None or self._holds(self._keeper):
             return True
-        end = (state.term, state.version)
+        end = (state.term, state.version, state.script_state)
         if self._ended is None or self._ended[0] != end:
             self._ended = (end, now)
         return now - self._ended[1] > LAST.total_seconds()

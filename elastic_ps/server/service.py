@@ -17,6 +17,7 @@ from elastic_ps import codec
 from elastic_ps.codec.auto import CANDIDATES
 from elastic_ps.codec.optimizers import Entry
 from elastic_ps.codec.plan import Plan
+from elastic_ps.core import script_state
 from elastic_ps.core.consistency import After, Contribution
 from elastic_ps.core.reduced import Peer, Place
 from elastic_ps.core.sequence import PushKey
@@ -150,6 +151,8 @@ class Service:
                 "Release": self._release,
                 "Stop": self._stop,
                 "Chief": self._chief,
+                "ReadState": self._read_state,
+                "WriteState": self._write_state,
                 "Begin": self._begin,
                 "Await": self._await,
                 "Assign": self._assign,
@@ -514,6 +517,7 @@ class Service:
             skipped=ranges_from_message(request.skipped),
             early=request.early,
             data=request.data,
+            epoch=request.epoch if request.HasField("epoch") else None,
         )
         yield _frame(
             pb.TakeReply(
@@ -535,6 +539,7 @@ class Service:
             call=caller.call,
             abandoned=request.abandoned,
             skipped=ranges_from_message(request.skipped),
+            leaves=request.leaves,
         )
         yield _done()
 
@@ -551,6 +556,20 @@ class Service:
         caller = self._check(request.caller, incoming)
         chief = self._members.is_chief(caller.worker, caller.incarnation, epoch=request.epoch)
         yield _frame(pb.ChiefReply(chief=chief))
+
+    def _read_state(self, incoming: Incoming) -> Iterator[Frame]:
+        self._check(parse(pb.ReadStateRequest, incoming.header).caller, incoming, joined=False)
+        yield _frame(pb.ReadStateReply(text=self._members.read_state()))
+
+    def _write_state(self, incoming: Incoming) -> Iterator[Frame]:
+        request = parse(pb.WriteStateRequest, incoming.header)
+        caller = self._check(request.caller, incoming)
+        try:
+            script_state.from_text(request.text)
+        except ValueError as error:
+            raise Malformed(f"WriteState: {error}") from error
+        self._members.write_state(caller.worker, caller.incarnation, request.text, call=caller.call)
+        yield _done()
 
     def _begin(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.BeginRequest, incoming.header)

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from elastic_ps import scales
+from elastic_ps.core import script_state
 from elastic_ps.core.balance import Balance
 from elastic_ps.core.calls import Calls
 from elastic_ps.core.consistency import After, AskedRounds, Contribution, Entry, SyncRounds
@@ -89,12 +90,16 @@ class JobState:
             training is over when nobody takes part in the open round.
         bucket_bytes: the size of buckets that was chosen for this job; 0 for none.
         assigned: the last version that was made of values that a script assigned; 0 for none.
-        chiefs: for each epoch, the worker to evaluate and save at its end: the first that asks. The chief of
-            the last epoch is that of the job's end, also if a script has stopped the job before.
+        chief: the worker that evaluates and saves, in each epoch whose end is reached, as long as it is a
+            member and its script is in its loop; None before one is needed.
+        chiefs: for each epoch, who that is or was. The chief of the last epoch is that of the job's end, also
+            if a script has stopped the job before.
+        script_state: what scripts keep with the job, JSON; see `core.script_state`.
         told: for each epoch, the stay that was told last that it is the chief; None for one of an earlier
             term, which may have been told.
         early: workers that wait for records, and whose scripts have not begun the last epoch. They will not
             come to its end if training ends now.
+        loops: for members that have said so, the epoch that their scripts' loops are in.
         staleness: of all steps that are in the model.
         recent: of those that are in it since this was emptied last; see `changes`.
         batch: how many records a worker has in a batch, as the last one to ask has said; 0 before.
@@ -125,6 +130,8 @@ class JobState:
     stopped: str = ""
     bucket_bytes: int = 0
     assigned: int = 0
+    chief: int | None = None
+    script_state: str = script_state.EMPTY
     chiefs: dict[int, int] = field(default_factory=dict)
     told: dict[int, Stay | None] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -134,6 +141,7 @@ class JobState:
     recent: Distribution = field(default_factory=Distribution)
     last_round: dict[str, Any] = field(default_factory=dict)
     early: set[int] = field(default_factory=set)
+    loops: dict[int, int] = field(default_factory=dict)
     batch: int = 0
     turned_away: Counter[tuple[int, int]] = field(default_factory=Counter)
     starved: set[int] = field(default_factory=set)
@@ -440,22 +448,77 @@ class JobState:
         return self.ledger.epochs - 1
 
     @property
-    def end(self) -> tuple[int, int, int] | None:
-        """Term and version that training has ended with, and the chief; None before there is a chief."""
+    def end(self) -> tuple[int, int, int, str] | None:
+        """Term and version that training has ended with, the chief, and what scripts keep with the job.
+
+        None before there is a chief.
+        """
         if not self.finished or self.last_epoch not in self.chiefs:
             return None
-        return self.term, self.version, self.chiefs[self.last_epoch]
+        return self.term, self.version, self.chiefs[self.last_epoch], self.script_state
 
     def choose_chief(self, stay: Stay, epoch: int) -> bool:
-        """The member is the chief of the epoch, if nobody is. Returns whether it was chosen now.
+        """The epoch has a chief from now on, as the member asks for it. Returns whether it had none.
 
-        A member that does not come to the end of the last epoch is chosen only if no other one does.
+        It is the chief of before, as long as that is here and has not passed the epoch; else the member that
+        asks, unless another one has still to come to the end of an earlier epoch. One that does not come to
+        the end of the last epoch is chosen only if no other one does.
         """
-        early = stay.worker in self.early and epoch == self.last_epoch and not self.stopped
-        if epoch in self.chiefs or (early and self.members.live.keys() - self.early):
+        if epoch in self.chiefs:
             return False
-        self.chiefs[epoch] = stay.worker
+        if self.chief not in self.members.live:
+            early = stay.worker in self.early and epoch == self.last_epoch and not self.stopped
+            if early and self.members.live.keys() - self.early:
+                return False
+            self.chief = self._first_to_come(stay, epoch)
+        assert self.chief is not None
+        passed = any(told > epoch and self.chiefs.get(told) == self.chief for told in self.told)
+        self.chiefs[epoch] = stay.worker if passed else self.chief
         return True
+
+    def _first_to_come(self, stay: Stay, epoch: int) -> int:
+        """The worker that comes first to the end of an epoch without a chief, as far as is known.
+
+        The member that asks is at the end of `epoch`. Others may still be in an earlier one.
+        """
+        if self.ledger is None or epoch >= self.last_epoch:
+            return stay.worker
+        before: dict[int, int] = {}
+        for worker, other in self.members.live.items():
+            held = self.ledger.held(other.incarnation)
+            at = self.loops.get(worker, held[0].epoch if held else epoch)
+            if at < epoch and at not in self.chiefs:
+                before[worker] = at
+        return min(before, key=lambda worker: (before[worker], worker), default=stay.worker)
+
+    def awaits_chief(self, stay: Stay) -> bool:
+        """Whether another member is the chief of the end, and has not come to it yet.
+
+        Nobody else is told of the end meanwhile: if that one leaves, there has to be another chief.
+        """
+        chief = self.chiefs.get(self.last_epoch)
+        here = chief in self.members.live and chief != stay.worker
+        return here and self.last_epoch not in self.told
+
+    def write_state(self, stay: Stay, text: str) -> None:
+        """The chief's script changes what scripts keep with the job.
+
+        Raises:
+            Refused: INVALID; the member is not the chief, nor was it told to be that of any epoch.
+        """
+        if stay.worker != self.chief and not any(told is stay for told in self.told.values()):
+            chief = "no worker is yet" if self.chief is None else f"worker {self.chief} is"
+            raise Refused(
+                RefusalCode.INVALID,
+                f"session.state is written by the chief, which {chief}, but this is worker {stay.worker}. "
+                "Write it under `if session.is_chief:`, after the loop over an epoch or at the end",
+            )
+        self.script_state = text
+
+    def resign(self, stay: Stay) -> None:
+        """The member's script has left its loop, and comes to the end of no further epoch."""
+        if self.chief == stay.worker:
+            self.chief = None
 
     def is_chief(self, stay: Stay, epoch: int) -> bool:
         """Tell the member whether it is the one to evaluate and save at the end of the epoch.
@@ -543,8 +606,10 @@ class JobState:
             return None
         self.starved.discard(worker)
         self.early.discard(worker)
+        self.loops.pop(worker, None)
         self.calls.forget(stay.incarnation)
         if outcome == "left":  # before it was told that it is the chief: another one will be
+            self.resign(stay)
             self.chiefs = {e: w for e, w in self.chiefs.items() if w != worker or e in self.told}
         self._give_back_steps(self.rounds.lose(worker))
         self.give_back(stay.incarnation)

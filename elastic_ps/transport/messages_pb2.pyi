@@ -201,7 +201,7 @@ class Done(_message.Message):
     def __init__(self, duplicate: bool = ...) -> None: ...
 
 class TakeRequest(_message.Message):
-    __slots__ = ("caller", "records", "epochs", "batch", "wait", "abandoned", "skipped", "early", "data")
+    __slots__ = ("caller", "records", "epochs", "batch", "wait", "abandoned", "skipped", "early", "data", "epoch")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +211,7 @@ class TakeRequest(_message.Message):
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
     EARLY_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     records: int
     epochs: int
@@ -220,7 +221,8 @@ class TakeRequest(_message.Message):
     skipped: _containers.RepeatedCompositeFieldContainer[Range]
     early: bool
     data: str
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., records: _Optional[int] = ..., epochs: _Optional[int] = ..., batch: _Optional[int] = ..., wait: bool = ..., abandoned: bool = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., early: bool = ..., data: _Optional[str] = ...) -> None: ...
+    epoch: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., records: _Optional[int] = ..., epochs: _Optional[int] = ..., batch: _Optional[int] = ..., wait: bool = ..., abandoned: bool = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., early: bool = ..., data: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class TakeReply(_message.Message):
     __slots__ = ("ranges", "version", "finished", "chief", "pending", "stopped")
@@ -260,15 +262,37 @@ class ChiefReply(_message.Message):
     chief: bool
     def __init__(self, chief: bool = ...) -> None: ...
 
+class ReadStateRequest(_message.Message):
+    __slots__ = ("caller",)
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ...) -> None: ...
+
+class ReadStateReply(_message.Message):
+    __slots__ = ("text",)
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    def __init__(self, text: _Optional[str] = ...) -> None: ...
+
+class WriteStateRequest(_message.Message):
+    __slots__ = ("caller", "text")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    text: str
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., text: _Optional[str] = ...) -> None: ...
+
 class ReleaseRequest(_message.Message):
-    __slots__ = ("caller", "abandoned", "skipped")
+    __slots__ = ("caller", "abandoned", "skipped", "leaves")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     ABANDONED_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     abandoned: bool
     skipped: _containers.RepeatedCompositeFieldContainer[Range]
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., abandoned: bool = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ...) -> None: ...
+    leaves: bool
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., abandoned: bool = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., leaves: bool = ...) -> None: ...
 
 class BeginRequest(_message.Message):
     __slots__ = ("caller", "version", "step")

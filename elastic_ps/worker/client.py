@@ -319,17 +319,21 @@ class Client:
         request = pb.GoneRequest(job=self.stay.job, worker=self.worker, instance=self.instance)
         self._ask(0, "Gone", request, pb.Done)
 
-    def release(self, *, abandoned: bool = False, skipped: Sequence[Range] = ()) -> None:
-        """Give back the records, without leaving.
+    def release(
+        self, *, abandoned: bool = False, skipped: Sequence[Range] = (), leaves: bool = False
+    ) -> None:
+        """Give back the records, without leaving the job.
 
         Args:
             abandoned: a step has begun and will not be finished.
             skipped: records among these that nobody is to train.
+            leaves: the script has left its loop over the loader.
         """
         request = pb.ReleaseRequest(
             caller=self.stay.caller(next(self._calls)),
             abandoned=abandoned,
             skipped=ranges_to_message(skipped),
+            leaves=leaves,
         )
         self._pending = 0  # that call for records is over, whether it was answered or not
         self._ask(0, "Release", request, pb.Done)
@@ -349,6 +353,7 @@ class Client:
         skipped: Sequence[Range] = (),
         early: bool = False,
         data: str = "",
+        epoch: int | None = None,
     ) -> Granted:
         """Ask for records; with `wait` it blocks for some seconds at most, then the answer is `pending`.
 
@@ -357,6 +362,7 @@ class Client:
             skipped: with `wait`, records in hand that are not to be trained.
             early: with `wait`, the script is in an epoch before the last one, or before all of them.
             data: the data set's fingerprint; "" if the parameter server has it from this stay.
+            epoch: that the script is in; None if there is none.
 
         Raises:
             InvalidModel: the data set is not the one that the job trains.
@@ -372,6 +378,7 @@ class Client:
             skipped=ranges_to_message(skipped),
             early=early,
             data=data,
+            epoch=epoch,
         )
         try:
             reply = self._ask(0, "Take", request, pb.TakeReply)
@@ -393,6 +400,17 @@ class Client:
         """Whether this worker is the one to evaluate and save in this epoch."""
         request = pb.ChiefRequest(caller=self.stay.caller(), epoch=epoch)
         return self._ask(0, "Chief", request, pb.ChiefReply).chief
+
+    def read_state(self) -> str:
+        """What scripts keep with the job, as JSON."""
+        request = pb.ReadStateRequest(caller=self.stay.caller())
+        return self._ask(0, "ReadState", request, pb.ReadStateReply).text
+
+    def write_state(self, text: str) -> None:
+        """What they keep from now on. Raises Refused (INVALID): this worker is not the chief."""
+        request = pb.WriteStateRequest(caller=self.stay.caller(next(self._calls)), text=text)
+        self._pending = 0  # as in `release`
+        self._ask(0, "WriteState", request, pb.Done)
 
     def stop(self, reason: str) -> None:
         """End the training before all records are in the model."""

@@ -37,6 +37,7 @@ from elastic_ps.worker.records import Records
 from elastic_ps.worker.reporting import checked
 from elastic_ps.worker.schedule import Interval, Schedule
 from elastic_ps.worker.slices import Slices
+from elastic_ps.worker.state import State
 from elastic_ps.worker.stopping import Stopping
 
 logger = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ class Engine:
         slices: this process's of the batches.
         batches: what the script has in hand for the next step.
         records: asks for those of the batches to come.
+        state: what scripts keep with the job.
         generation: changes when this worker had to join again, so that all records in hand were dropped.
         iterating: a script is in a loop over a loader.
         gradients: the model's, from `session.optimizer` on.
@@ -157,6 +159,7 @@ class Engine:
         self._trace, self._history = trace, history
         self._stopped = Stopping(client, self.world)
         self.records = Records(self, client, self.world, self.batches, self._stopped)
+        self.state = State(self, client, self.world)
         self._entrance = Entrance(
             spec,
             client,
@@ -213,6 +216,11 @@ class Engine:
         return self.exchange.version if self.exchange else 0
 
     @property
+    def has_been_chief(self) -> bool:
+        """See `Records`."""
+        return self.records.has_been_chief
+
+    @property
     def made(self) -> Made:
         """What the version that this worker has was made of."""
         if self.flight is not None:
@@ -257,7 +265,12 @@ class Engine:
 
         The unfinished step and all records in hand are dropped. The records are handed out again.
         """
-        self._entrance.again(self._exchange(), reason, drop=self.drop_step, repeat=self._stopped.repeat)
+        self._entrance.again(self._exchange(), reason, drop=self.drop_step, repeat=self._repeat)
+
+    def _repeat(self) -> None:
+        """Say again what the parameter server may have forgotten. Blocks. Raises Refused."""
+        self._stopped.repeat()
+        self.state.repeat()
 
     def come_back(self, refusal: Refused) -> None:
         """Join again between two steps. Blocks."""

@@ -123,6 +123,7 @@ class ElasticLoader:
         self._ended_early = False
         self._ended: int | None = None  # the last epoch whose loop came to its end
         self._left: int | None = None  # the last epoch whose loop was left by a break
+        self._missed = False  # the epoch under way was trained by others, and this worker is its chief
 
     def __len__(self) -> int:
         """The number of batches in an epoch for a single worker. Several workers share them."""
@@ -135,7 +136,9 @@ class ElasticLoader:
         If another worker could not train records of an earlier epoch, they are trained in the current one. A
         script that leaves the loop over the loader with `break` continues with the next epoch; other workers
         train the records that are left, or this one does in the next epoch. An epoch is yielded again only if
-        another worker gives back records of it after this worker's loop over it has ended.
+        another worker gives back records of it after this worker's loop over it has ended. The chief of an
+        epoch is the chief of the next one, too: if others have trained that meanwhile, it is yielded all the
+        same, and the loop over the loader is empty.
 
         Raises:
             UsageError: training is over, and an earlier loop has trained all epochs.
@@ -145,17 +148,28 @@ class ElasticLoader:
             raise UsageError(_OVER)
         supply.only = NO_EPOCH
         try:
-            while not supply.over:
-                least = 0 if self._left is None else self._left + 1
-                none_left = least == self._epochs and not self._engine.stopped
-                if none_left or not supply.await_some():
-                    return
-                self.epoch = supply.only = max(supply.epoch, least)
+            while (epoch := self._next_epoch(supply.only)) is not None:
+                self.epoch = supply.only = epoch
                 self._ended = None
-                yield self.epoch
+                yield epoch
         finally:
-            supply.only = None
+            supply.only, self._missed = None, False
             supply.give_up()
+
+    def _next_epoch(self, last: int) -> int | None:
+        """The epoch to yield after the `last` one; None after all of them. Blocks."""
+        supply, engine = self._supply, self._engine
+        chief = engine.records.was_chief_of(last)
+        least = 0 if self._left is None else self._left + 1
+        none_left = least == self._epochs and not engine.stopped
+        if none_left:
+            return None
+        some = not supply.over and supply.await_some()
+        epoch = max(supply.epoch, least) if some else self._epochs
+        self._missed = chief and not engine.stopped and last + 1 < epoch
+        if self._missed:
+            return last + 1
+        return epoch if some else None
 
     def __iter__(self) -> Iterator[Any]:
         """Yield collated batches. Blocks while other workers hold the last records.
@@ -166,10 +180,13 @@ class ElasticLoader:
                 set's length has changed.
         """
         supply, engine = self._supply, self._engine
-        if engine.records.over:
+        if engine.records.over and not self._missed:
             raise UsageError(_OVER)
         if supply.only is not None and supply.only == self._ended:
             raise UsageError(_EPOCH_OVER.format(epoch=supply.only))
+        if self._missed:
+            self._ended = supply.only
+            return
         if engine.iterating:
             raise UsageError(_TWO_LOOPS)
         self._check_length()

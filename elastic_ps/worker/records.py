@@ -117,13 +117,13 @@ class Records:
         self._said: tuple[int, str] | None = None  # of the data, and in which generation
 
     def take(
-        self, *, records: int, epochs: int, batch: int, data: str, wait: bool, early: bool
+        self, *, records: int, epochs: int, batch: int, data: str, wait: bool, early: bool, epoch: int | None
     ) -> tuple[Range, ...]:
         """Get records; with `wait`, () means that all of them are in the model.
 
         Args:
             data: what identifies them; see `core.fingerprint`.
-            early: see `Client.take`.
+            early, epoch: see `Client.take`.
 
         Raises:
             InvalidModel: the data set is not that of the job, or of this worker's other processes.
@@ -148,6 +148,7 @@ class Records:
                         abandoned=worker.in_step,
                         skipped=self._batches.skipped if wait else (),
                         early=early,
+                        epoch=epoch,
                     )
 
                 granted = self._world.consult("the loader, where it gets records", mine, take)
@@ -205,6 +206,15 @@ class Records:
                 self._worker.come_back(refusal)
         return self._chief_of[epoch]
 
+    def was_chief_of(self, epoch: int) -> bool:
+        """Whether this worker has been told that it is the chief of the epoch."""
+        return self._chief_of.get(epoch, False)
+
+    @property
+    def has_been_chief(self) -> bool:
+        """Whether this worker has been told that it is the chief, of any epoch or at the end."""
+        return self.chief or any(self._chief_of.values())
+
     def pause(self) -> None:
         """Give back what this worker holds until it asks for the next batch, so that nobody waits for it.
 
@@ -223,8 +233,12 @@ class Records:
             self._worker.generation += 1  # what was fetched ahead goes to others, too
             self.stop_computing()
 
-    def stop_computing(self) -> None:
-        """Give back what was not computed on, after the step of what was; no round waits for this worker."""
+    def stop_computing(self, *, leaves: bool = False) -> None:
+        """Give back what was not computed on, after the step of what was; no round waits for this worker.
+
+        Args:
+            leaves: the script has left its loop over the loader, and comes to the end of no further epoch.
+        """
         worker = self._worker
         worker.in_batch = False
         self.stopping = bool(self._batches.computed)
@@ -236,7 +250,11 @@ class Records:
                 self._exchange().hand_over()
                 self._world.decide(
                     "the end of its loop over the loader",
-                    lambda: self._client.release(abandoned=abandoned, skipped=self._batches.skipped),
+                    lambda: self._client.release(
+                        abandoned=abandoned,
+                        skipped=self._batches.skipped,
+                        leaves=leaves and not self._stopped.reason,
+                    ),
                 )
                 self._stopped.heed()
                 worker.abandoned = False

@@ -32,6 +32,7 @@ from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.prepared import check_wrapper
 from elastic_ps.worker.schedule import Interval, check_interval
 from elastic_ps.worker.seed import seed_everything
+from elastic_ps.worker.state import State
 from elastic_ps.worker.tensors import Tensors
 from elastic_ps.worker.together import together
 
@@ -395,6 +396,20 @@ class Session:
         )
         self._loaders.append(loader)
         return loader
+
+    @property
+    def state(self) -> State:
+        """What the scripts keep with the job: a mapping of names to small plain data, such as a best score.
+
+        All workers read the same, which is asked of the parameter server at each use. The chief writes it
+        (see `is_chief`): `session.state["best"] = 0.9`, or several at once with `session.state.update(...)`.
+        It is part of the checkpoints that are made from then on. So it is there when another worker becomes
+        the chief, and after `--resume`; when the job goes back to a checkpoint, the state goes back with it.
+
+        Values are what JSON can have, and 64 KiB of text in all. Reading and writing block for a call. With
+        several processes in a worker, process 0 uses it.
+        """
+        return self._engine.state
 
     def scheduler(self, scheduler: S, *, interval: Interval | None = None) -> S:
         """Let the session step a learning-rate scheduler by the job's progress; returns the scheduler.

@@ -155,7 +155,7 @@ class Supply:
         """Nobody iterates any more: what is in hand goes to others."""
         if not self.over:
             self._kept.clear()
-            self._engine.records.stop_computing()
+            self._engine.records.stop_computing(leaves=True)
 
     def _take(self, *, wait: bool) -> bool:
         """Get more records; without `wait` only if there are any at the moment.
@@ -170,6 +170,7 @@ class Supply:
             data=self._data,
             wait=wait,
             early=self.only is not None and self.only < self._epochs - 1,
+            epoch=None if self.only in (None, NO_EPOCH) else self.only,
         )
         if wait:
             self._forget()

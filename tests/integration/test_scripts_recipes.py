@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import torch
 
 from elastic_ps.worker.session import Session
-from tests.testing.harness import make_mlp, running_job
+from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, mse
 
 DOCS = Path(__file__).parents[2] / "docs" / "scripts.md"
@@ -101,3 +103,74 @@ def test_an_average_of_the_epochs(tmp_path: Path) -> None:
     (average,) = (each for each in averages if each is not None)
     epochs = [torch.load(tmp_path / f"epoch-{epoch}.pt")["0.weight"] for epoch in range(3)]
     torch.testing.assert_close(average.module[0].weight.detach(), torch.stack(epochs).mean(0))
+
+
+SCORES = [0.5, 0.9, 0.6, 0.7, 0.65, 0.8]
+"""Of the epochs of a job that is continued after four of them."""
+
+
+@pytest.mark.parametrize(
+    "consistency", [{}, {"mode": "async"}, {"mode": "local", "steps": 2}], ids=["sync", "async", "local"]
+)
+def test_the_best_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, consistency: dict[str, Any]
+) -> None:
+    """The first chief dies after the best epoch, and the job is continued later."""
+    monkeypatch.chdir(tmp_path)
+
+    class Died(BaseException):
+        pass
+
+    died: list[int] = []
+
+    def script(session: Session, epochs: int) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+        loader = session.loader(Numbers(16), 4, epochs=epochs)
+
+        def validate(_: torch.nn.Module) -> float:
+            if not died and session.state.get("best_epoch") == 1:
+                died.append(session.worker)
+                raise Died
+            return SCORES[names["epoch"]]
+
+        names: dict[str, Any] = {"math": math, "os": os, "torch": torch, "loss_of": mse}
+        names |= {"session": session, "model": model, "optimizer": optimizer, "loader": loader}
+        names["validate"] = validate
+        try:
+            exec(recipe("The best checkpoint"), names)
+        except Died:
+            session.close()
+
+    settings = {"consistency": consistency, "checkpoints": tmp_path / "checkpoints"}
+    with running_job(tmp_path, **settings) as job:
+        job.run(lambda session: script(session, 4), workers=2)
+    with running_job(tmp_path, resume="require", **settings) as job:
+        job.run(lambda session: script(session, 6), workers=2)
+    best = torch.load("best.pt")
+    assert (best["epoch"], best["score"]) == (1, 0.9)
+    assert died
+
+
+def test_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    losses, validated = [0.9, 0.5, 0.7, 0.8, 0.6, 0.1], list[int]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+        loader = session.loader(Numbers(16), 4, epochs=6)
+
+        def validate(_: torch.nn.Module) -> float:
+            validated.append(names["epoch"])
+            return losses[names["epoch"]]
+
+        names: dict[str, Any] = {"math": math, "torch": torch, "loss_of": mse, "validate": validate}
+        names |= {"session": session, "model": model, "optimizer": optimizer, "loader": loader}
+        exec(recipe("Patience"), names)
+
+    with running_job(tmp_path) as job:
+        job.run(script, workers=2)
+        assert job.status().progress.stopped == "the validation loss has not improved for 3 epochs"
+    assert validated == [0, 1, 2, 3, 4]
+    assert Path("model.pt").exists()

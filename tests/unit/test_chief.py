@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.sequence import PushKey
-from elastic_ps.errors import NoCheckpoint, StorageUnavailable
+from elastic_ps.errors import NoCheckpoint, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server import coordinator as coordinator_module
 from elastic_ps.server import safekeeping
@@ -178,3 +179,107 @@ def test_a_process_in_the_place_of_one_that_was_lost_is_the_chief_of_its_epoch(s
     server.coordinator.gone(0, "a")
     second = start(server.coordinator, 0, instance="b", call=1)
     assert server.coordinator.is_chief(0, second.incarnation, epoch=0)
+
+
+def asks(server: Server, stay: Stay, epoch: int) -> bool:
+    return server.coordinator.is_chief(stay.worker, stay.incarnation, epoch=epoch)
+
+
+def test_the_chief_stays_while_it_lives(server: Server) -> None:
+    """What its script has kept in a variable, such as the best score, is still there in the next epoch."""
+    first, other = start(server.coordinator, 0, instance="a", call=1), start(server.coordinator, 1)
+    assert [asks(server, first, 0), asks(server, other, 0)] == [True, False]
+    assert [asks(server, other, 1), asks(server, first, 1)] == [False, True]
+    server.coordinator.gone(0, "a")
+    assert [asks(server, other, 2), asks(server, start(server.coordinator, 0), 2)] == [True, False]
+    assert [asks(server, other, 1), asks(server, other, 3)] == [False, True]
+
+
+def test_the_chief_stays_after_the_parameter_server_was_lost(server: Server) -> None:
+    first, other = start(server.coordinator, 0), start(server.coordinator, 1)
+    assert asks(server, other, 0)
+    server.train(first, take(server.coordinator, first, call=1))
+    server.lose()
+    server.start()
+    first, other = start(server.coordinator, 0), start(server.coordinator, 1)
+    assert [asks(server, first, 1), asks(server, other, 1)] == [False, True]
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_nobody_is_told_of_the_end_before_the_chief_comes_to_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch, leaves: bool
+) -> None:
+    """It may be busy in an earlier epoch. If it leaves there, another worker that waits is the chief."""
+    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=300))
+    chief, other = start(server.coordinator, 0), start(server.coordinator, 1)
+
+    def takes(stay: Stay, call: int, **more: Any) -> Taken:
+        who = stay.worker, stay.incarnation
+        return server.coordinator.take(*who, call=call, records=10, epochs=2, batch=10, wait=True, **more)
+
+    assert asks(server, chief, 0)
+    skipped = takes(other, 1)
+    skipped = takes(other, 2, skipped=skipped.ranges)
+    assert takes(other, 3, skipped=skipped.ranges).pending
+    if leaves:
+        server.coordinator.leave(0, chief.incarnation, call=1)
+        assert end_of(takes(other, 3)) == (True, True)
+    else:
+        assert end_of(takes(chief, 1, early=True)) == (True, True)
+        assert end_of(takes(other, 3)) == (True, False)
+
+
+def test_a_chief_whose_script_has_left_its_loop_is_the_chief_no_more(server: Server) -> None:
+    chief, other = start(server.coordinator, 0), start(server.coordinator, 1)
+    assert asks(server, chief, 0)
+    server.coordinator.release(0, chief.incarnation, call=1)  # it pauses
+    assert not asks(server, other, 1)
+    server.coordinator.release(0, chief.incarnation, call=2, leaves=True)
+    assert [asks(server, other, 2), asks(server, chief, 2)] == [True, False]
+
+
+def write(server: Server, stay: Stay, text: str, *, call: int) -> None:
+    server.coordinator.write_state(stay.worker, stay.incarnation, text, call=call)
+
+
+def test_the_chief_alone_writes_what_scripts_keep(server: Server) -> None:
+    first, other = start(server.coordinator, 0), start(server.coordinator, 1)
+    with pytest.raises(Refused, match="the chief, which no worker is yet, but this is worker 0"):
+        write(server, first, "{}", call=1)
+    assert asks(server, first, 0)
+    write(server, first, '{"best": 1}', call=2)
+    write(server, first, '{"best": 2}', call=3)
+    with pytest.raises(Refused) as late:
+        write(server, first, '{"best": 1}', call=2)
+    assert late.value.code is RefusalCode.STALE_CALL, "the network delivers it a second time"
+    with pytest.raises(Refused, match="which worker 0 is, but this is worker 1"):
+        write(server, other, '{"best": 3}', call=1)
+    assert server.coordinator.read_state() == '{"best": 2}'
+
+
+def test_what_scripts_keep_goes_back_with_the_job(server: Server) -> None:
+    """It is as the checkpoint has it that the job goes on from."""
+    first = start(server.coordinator, 0)
+    assert asks(server, first, 0)
+    write(server, first, '{"best": 1}', call=1)
+    server.train(first, take(server.coordinator, first, call=2))
+    write(server, first, '{"best": 2}', call=3)
+    server.lose()
+    server.start()
+    assert server.coordinator.read_state() == '{"best": 1}'
+
+
+def test_what_the_chief_keeps_after_the_end_is_in_the_last_checkpoint(server: Server) -> None:
+    """It evaluates the last version, of which there is a checkpoint by then. Nothing else follows."""
+    first = start(server.coordinator, 0)
+    server.train(first, take(server.coordinator, first, call=1))
+    assert end_of(server.skip_all(first, call=2)) == (True, True)
+    write(server, first, '{"best": 1}', call=100)
+
+    def kept() -> bool:
+        return server.store.manifest(1).state["script_state"] == '{"best": 1}'
+
+    eventually(kept, "it is on disk")
+    server.lose()
+    server.start()
+    assert server.coordinator.read_state() == '{"best": 1}'

@@ -112,12 +112,13 @@ def test_a_checkpoint_holds_all_that_the_job_goes_on_with(lanes: int) -> None:
     ]
     committed(state, steps)
     state.drop(0, "left")
-    state.chiefs = {0: 1, 1: 0}
+    state.chiefs, state.script_state = {0: 1, 1: 0}, '{"best": 0.5}'
     saved = json.loads(json.dumps(kept.to_checkpoint(state)))
     again = next_term(saved, version=1, data=Data(shard_records=10))
     assert (again.version, again.term, again.initialised, again.resumed) == (1, 2, True, True)
     assert again.settings == state.settings
-    assert (again.chiefs, again.stopped) == ({0: 1, 1: 0}, "")
+    assert (again.chiefs, again.chief, again.stopped) == ({0: 1, 1: 0}, 0, "")
+    assert again.script_state == '{"best": 0.5}'
     assert (again.metrics, again.loss.points) == (state.metrics, state.loss.points)
     assert again.last_round == json.loads(json.dumps(state.last_round))
     assert isinstance(again.ledger, Lanes if lanes else Ledger)

@@ -1,0 +1,114 @@
+"""What scripts keep with the job: see `Session.state`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, MutableMapping
+from typing import Any, Protocol
+
+from elastic_ps.core import script_state
+from elastic_ps.errors import RefusalCode, Refused, UsageError
+from elastic_ps.worker.client import Client, expelled
+from elastic_ps.worker.local_world import LocalWorld
+
+logger = logging.getLogger(__name__)
+
+
+class Driven(Protocol):
+    """What else a worker does, as far as its script's state depends on it: the engine."""
+
+    @property
+    def version(self) -> int:
+        """Of the model that this worker has."""
+
+    @property
+    def has_been_chief(self) -> bool:
+        """Whether this worker was told, at any time, that it is the chief."""
+
+    def come_back(self, refusal: Refused) -> None:
+        """Join again between two steps. Blocks."""
+
+
+class State(MutableMapping[str, Any]):
+    """The job's own small state; each use asks the parameter server. Belongs to the training thread.
+
+    What is read is not to be changed within: lists come as tuples, and dicts cannot be assigned to. To change
+    a value, assign it. `update` changes several at once.
+    """
+
+    def __init__(self, worker: Driven, client: Client, world: LocalWorld) -> None:
+        self._worker, self._client, self._world = worker, client, world
+        self._said: tuple[int, str] | None = None  # what this worker has written last, and at which version
+
+    def __getitem__(self, key: str) -> Any:
+        return self._read()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __repr__(self) -> str:
+        return f"State({self._read()!r})"
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.update({key: value})
+
+    def __delitem__(self, key: str) -> None:
+        state = self._read()
+        del state[key]
+        self._write(state)
+
+    def update(self, other: Any = (), /, **values: Any) -> None:
+        """As of a dict; all of it is written at once. Blocks.
+
+        Raises:
+            UsageError: this worker is not the chief; JSON cannot have a value; or it would be too large.
+        """
+        self._write({**self._read(), **dict(other, **values)})
+
+    def repeat(self) -> None:
+        """This worker has joined again: what it has written may be lost. Blocks. Raises Refused.
+
+        If the job has gone back to an earlier version than that it was written at, the state goes back, too.
+        """
+        self._world.decide("session.state", self._say_again)
+
+    def _say_again(self) -> None:
+        if self._said is not None and self._said[0] <= self._worker.version:
+            self._say(self._said[1])
+
+    def _read(self) -> dict[str, Any]:
+        if not self._world.leads:
+            raise UsageError(
+                "session.state is read and written by process 0 of a worker: use it where session.is_chief "
+                "is true, or where LOCAL_RANK is 0"
+            )
+        return script_state.from_text(self._client.read_state())
+
+    def _write(self, state: dict[str, Any]) -> None:
+        text = script_state.to_text(state)
+        before, self._said = self._said, (self._worker.version, text)
+        try:
+            self._say(text)
+        except UsageError:
+            self._said = before
+            raise
+        except Refused as refusal:
+            if not expelled(refusal):
+                raise
+            if self._world.alone:
+                self._worker.come_back(refusal)  # which says it again
+            # Of several processes all have to join again: at their next common call.
+
+    def _say(self, text: str) -> None:
+        try:
+            self._client.write_state(text)
+        except Refused as refusal:
+            if refusal.code is not RefusalCode.INVALID:
+                raise
+            self._said = None
+            if not self._worker.has_been_chief:
+                raise UsageError(str(refusal)) from refusal
+            logger.warning("what this worker has written into session.state does not count: %s", refusal)
