@@ -440,8 +440,14 @@ class Coordinator:
         with self.job.settled() as state:
             return state.script_state
 
-    def write_state(self, worker: int, incarnation: int, text: str, *, call: int) -> None:
-        """The chief's script changes it. `call`: see `take`.
+    def write_state(
+        self, worker: int, incarnation: int, text: str, *, call: int, again: bool = False
+    ) -> None:
+        """The chief's script changes it.
+
+        Args:
+            call: see `take`.
+            again: see `JobState.write_state`.
 
         Raises:
             Refused: INVALID; the worker is not the chief.
@@ -449,7 +455,7 @@ class Coordinator:
         with self.job.settled() as state:
             stay = self._check(worker, incarnation)
             if state.calls.begin(incarnation, call):
-                state.write_state(stay, text)
+                state.write_state(stay, text, again=again)
 
     def stop(self, worker: int, incarnation: int, reason: str) -> None:
         """A script ends the training; see `JobState.stopped`. The first reason counts."""

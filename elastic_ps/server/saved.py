@@ -18,9 +18,9 @@ from elastic_ps.checkpoint.tensors import MASTER, PULLED, Reader
 from elastic_ps.codec import dtype_of, name_of
 from elastic_ps.codec.optimizers import WIDE, Optimizers, usual_state
 from elastic_ps.codec.several import SEPARATOR, Kind
-from elastic_ps.core import script_state
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, partition
+from elastic_ps.core.script_state import EMPTY, from_text
 from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints
 from elastic_ps.core.sizing import CROWDED, SMALLEST
 from elastic_ps.errors import CheckpointCorrupt, InvalidJob, InvalidModel, UserError
@@ -45,7 +45,7 @@ class _Saved(BaseModel):
     stopped: str = ""
     assigned: int = 0
     bucket_bytes: int = 0
-    script_state: str = script_state.EMPTY
+    script_state: str = EMPTY
     tuning: str = ""
 
 
@@ -120,7 +120,7 @@ def _try(reader: Reader, spec: TrainingJobSpec, optimizers: Optimizers) -> tuple
         version=manifest.version,
         model=Model(layout, manifest.optimizer),
     )
-    script_state.from_text(saved.script_state)
+    from_text(saved.script_state)
     if saved.tuning:
         read_tuning(saved.tuning, source="tuning")
     return settings, kinds

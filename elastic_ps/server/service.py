@@ -568,7 +568,9 @@ class Service:
             script_state.from_text(request.text)
         except ValueError as error:
             raise Malformed(f"WriteState: {error}") from error
-        self._members.write_state(caller.worker, caller.incarnation, request.text, call=caller.call)
+        self._members.write_state(
+            caller.worker, caller.incarnation, request.text, call=caller.call, again=request.again
+        )
         yield _done()
 
     def _begin(self, incoming: Incoming) -> Iterator[Frame]:

@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any
 
 from elastic_ps import scales
-from elastic_ps.core import script_state
 from elastic_ps.core.balance import Balance
 from elastic_ps.core.calls import Calls
 from elastic_ps.core.consistency import After, AskedRounds, Contribution, Entry, SyncRounds
@@ -28,6 +27,7 @@ from elastic_ps.core.partition import Layout
 from elastic_ps.core.portions import LEAST, PortionedLedger
 from elastic_ps.core.progress import Curve, Distribution, Rate
 from elastic_ps.core.reduced import Custody, ReducedRounds
+from elastic_ps.core.script_state import EMPTY
 from elastic_ps.core.settings import Made, Position, Settings, read_settings
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.job import Data
@@ -131,7 +131,7 @@ class JobState:
     bucket_bytes: int = 0
     assigned: int = 0
     chief: int | None = None
-    script_state: str = script_state.EMPTY
+    script_state: str = EMPTY
     chiefs: dict[int, int] = field(default_factory=dict)
     told: dict[int, Stay | None] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -500,12 +500,18 @@ class JobState:
         here = chief in self.members.live and chief != stay.worker
         return here and self.last_epoch not in self.told
 
-    def write_state(self, stay: Stay, text: str) -> None:
+    def write_state(self, stay: Stay, text: str, *, again: bool = False) -> None:
         """The chief's script changes what scripts keep with the job.
+
+        Args:
+            again: the member wrote it in a stay before, as the chief. The job may have gone back to a
+                checkpoint from before it was chosen; then it is the chief again.
 
         Raises:
             Refused: INVALID; the member is not the chief, nor was it told to be that of any epoch.
         """
+        if self.chief is None and again:
+            self.chief = stay.worker
         if stay.worker != self.chief and not any(told is stay for told in self.told.values()):
             chief = "no worker is yet" if self.chief is None else f"worker {self.chief} is"
             raise Refused(

@@ -275,12 +275,14 @@ class ReadStateReply(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class WriteStateRequest(_message.Message):
-    __slots__ = ("caller", "text")
+    __slots__ = ("caller", "text", "again")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    AGAIN_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     text: str
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., text: _Optional[str] = ...) -> None: ...
+    again: bool
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., text: _Optional[str] = ..., again: bool = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("caller", "abandoned", "skipped", "leaves")

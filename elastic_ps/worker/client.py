@@ -406,9 +406,13 @@ class Client:
         request = pb.ReadStateRequest(caller=self.stay.caller())
         return self._ask(0, "ReadState", request, pb.ReadStateReply).text
 
-    def write_state(self, text: str) -> None:
-        """What they keep from now on. Raises Refused (INVALID): this worker is not the chief."""
-        request = pb.WriteStateRequest(caller=self.stay.caller(next(self._calls)), text=text)
+    def write_state(self, text: str, *, again: bool) -> None:
+        """What they keep from now on. Raises Refused (INVALID): this worker is not the chief.
+
+        Args:
+            again: it was written before this worker has joined again.
+        """
+        request = pb.WriteStateRequest(caller=self.stay.caller(next(self._calls)), text=text, again=again)
         self._pending = 0  # as in `release`
         self._ask(0, "WriteState", request, pb.Done)
 

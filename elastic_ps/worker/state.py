@@ -77,7 +77,7 @@ class State(MutableMapping[str, Any]):
 
     def _say_again(self) -> None:
         if self._said is not None and self._said[0] <= self._worker.version:
-            self._say(self._said[1])
+            self._say(self._said[1], again=True)
 
     def _read(self) -> dict[str, Any]:
         if not self._world.leads:
@@ -91,7 +91,7 @@ class State(MutableMapping[str, Any]):
         text = script_state.to_text(state)
         before, self._said = self._said, (self._worker.version, text)
         try:
-            self._say(text)
+            self._say(text, again=False)
         except UsageError:
             self._said = before
             raise
@@ -102,9 +102,9 @@ class State(MutableMapping[str, Any]):
                 self._worker.come_back(refusal)  # which says it again
             # Of several processes all have to join again: at their next common call.
 
-    def _say(self, text: str) -> None:
+    def _say(self, text: str, *, again: bool) -> None:
         try:
-            self._client.write_state(text)
+            self._client.write_state(text, again=again)
         except Refused as refusal:
             if refusal.code is not RefusalCode.INVALID:
                 raise
