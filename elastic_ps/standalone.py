@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import logging
 import os
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,10 +30,11 @@ PATIENCE = timedelta(days=7)
 
 
 def connect(job: str | os.PathLike[str] | None = None) -> Session:
-    """Return this process's session in the job that started it, or in a job of its own. Does not block.
+    """Return this process's session in the job that started it, or in a job of its own.
 
     If no job started this process, it becomes the only worker of a job of its own, and the parameter server
-    runs in this process, too. A warning says so.
+    runs in this process, too. A warning says so. Called again, as by a cell of a notebook, it closes that
+    session, and begins another job.
 
     Args:
         job: a job's YAML file. A job of its own takes its `data` and `consistency` from it, and ignores its
@@ -50,9 +52,16 @@ def connect(job: str | os.PathLike[str] | None = None) -> Session:
         "this process was not started as part of a job, so it trains alone: one worker, no checkpoints. "
         "To start a job, use `elastic-ps run`"
     )
+    for before in _sessions:
+        before.close(failed=True)
     session = _Standalone(spec)
-    atexit.register(session.close)
+    _sessions[:] = [session]
+    atexit.register(lambda: session.close(failed=hasattr(sys, "last_value")))  # of an exception that ends it
     return session
+
+
+_sessions: list[Session] = []
+"""The one that this process has made last."""
 
 
 def alone(spec: TrainingJobSpec) -> TrainingJobSpec:
@@ -80,12 +89,12 @@ class _Standalone(Session):
         self._server = process.ParameterServer(environment, transport, _no_other_shard)
         super().__init__(NAME, spec, 0, [connect(transport)])
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         if os.getpid() != self._process:  # a child of a fork: the threads are the parent's
             return
         # While the interpreter ends, newer Pythons start no thread, not even for a goodbye.
         with contextlib.suppress(RuntimeError):
-            super().close()
+            super().close(failed=failed)
         self._server.close(keep=False)
 
 

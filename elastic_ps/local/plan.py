@@ -316,7 +316,7 @@ def _verdict(desired: Desired, observed: Observed, now: float) -> Verdict | None
         return Verdict("Suspended", "Stopped", observed.stop.why)
     for process in observed.processes:
         if process.ending == "invalid" and process.role != "evaluator":
-            message = process.output.removeprefix("error: ") or f"{process.name} refused the job"
+            message = cause_of(process.output) or process.output or f"{process.name} refused the job"
             return Verdict("Failed", "InvalidJob", message)
     return (
         _deadline_exceeded(desired, observed, now)
@@ -359,6 +359,8 @@ def _failed_too_often(desired: Desired, observed: Observed) -> Verdict | None:
         f"processes failed {times}, more than backoffLimit {desired.backoff_limit} allows; "
         f"the last was {last.name}, which {describe_exit(last.exit or 0)}"
     )
+    if cause := cause_of(last.output):
+        message += f": {cause.splitlines()[0]}"
     return Verdict("Failed", "BackoffLimitExceeded", _with_output(message, last))
 
 
@@ -406,6 +408,20 @@ def _workers_done(desired: Desired, observed: Observed, now: float) -> Verdict |
         f"every worker has ended its script, but only {progress.records_applied} of "
         f"{progress.records_expected} records are in the model. {LEFT_EARLY}",
     )
+
+
+def cause_of(output: str) -> str:
+    """Why a process has failed, out of its last lines; "" if they do not say.
+
+    Others may have been written after that, such as warnings of libraries that are closed.
+    """
+    lines = output.splitlines()
+    for number in reversed(range(len(lines))):
+        if lines[number].startswith("error: "):
+            return "\n".join(lines[number:]).removeprefix("error: ")
+        if lines[number].startswith("Traceback (most recent call last):"):
+            return "\n".join(line for line in lines[number + 1 :] if line and not line.startswith(" "))
+    return ""
 
 
 def _with_output(message: str, process: Process) -> str:

@@ -344,7 +344,8 @@ class Launcher:
             own = self._issuer.own() if self._issuer is not None else None
             self._notices.submit(gone, self.job.name, addresses, process.index, instance, own)
         if status != 0 and not (process.killed or process.asked):
-            last = process.output.splitlines()[-1:] if process.ending != "killed" else []
+            said = planning.cause_of(process.output).splitlines()[:1] or process.output.splitlines()[-1:]
+            last = said if process.ending != "killed" else []
             words = describe_exit(status)
             self._event("process", ": ".join([f"{process.name} (pid {process.pid}) {words}", *last]))
             if process.role == "evaluator" and process.ending == "invalid":

@@ -20,11 +20,16 @@ _current: Session | None = None
 
 
 def connect() -> Session:
-    """Begin this process's stay in the job that it was started for. Reads the environment; does not block.
+    """This process's stay in the job that it was started for. Reads the environment; does not block.
+
+    It begins with the first call. Later ones return the same session, until it is closed.
 
     Raises:
         UsageError: the process was not started as a worker of a job.
     """
+    global _current
+    if _current is not None and _current.open:
+        return _current
     environment = env.read()
     if environment.role != "worker":
         what = "a standby" if environment.role == "standby" else "a parameter server"
@@ -33,7 +38,6 @@ def connect() -> Session:
         )
     from elastic_ps.transport import credentials, ways
 
-    global _current
     host = "127.0.0.1"
     if environment.spec.all_reduce:
         host = host_towards(ways.parse(environment.addresses[0])[1], within=PATIENCE)
@@ -90,7 +94,7 @@ def finish() -> None:
         _current.finish()
 
 
-def close() -> None:
-    """Close the session, if there is one."""
+def close(*, failed: bool = False) -> None:
+    """Close the session, if there is one; see `Session.close`."""
     if _current is not None:
-        _current.close()
+        _current.close(failed=failed)

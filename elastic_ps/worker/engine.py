@@ -287,12 +287,17 @@ class Engine:
             self.close()
             raise Drained
 
-    def close(self) -> None:
-        """Leave the job and free everything. What this worker holds goes to others. Idempotent."""
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the job and free everything. What this worker holds goes to others. Idempotent.
+
+        Args:
+            failed: the script has; it is not told then what it has left undone.
+        """
         if self._closed:
             return
         self._closed = True
-        if self.batches.computed and not (self.iterating or self.stopped or self.member.draining):
+        over = failed or self.iterating or self.stopped or self.member.draining
+        if self.batches.computed and not over:
             logger.warning(_LEFT, self.batches.samples)
         for call in self.at_close:
             call()

@@ -71,15 +71,15 @@ def main() -> int:
             raise
         current.finish()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        process.leave_reason(str(error))
-        return exits.INVALID
+        current.close(failed=True)  # so that the cause is said last
+        return _invalid(str(error))
     except Drained:
         return exits.LEFT
     except Exception as error:  # noqa: BLE001 (the script's own failure)
         if isinstance(error, TransportError) and current.asked_to_leave():
             print(f"left in the middle of a step: {error}", file=sys.stderr)
             return exits.LEFT
+        current.close(failed=True)
         traceback.print_exc()
         process.leave_reason(traceback.format_exc()[-2000:])
         return _STATUSES.get(error.code, 1) if isinstance(error, Refused) else 1
@@ -87,3 +87,10 @@ def main() -> int:
         current.close()
         process.end_soon()
     return 0
+
+
+def _invalid(problem: str) -> int:
+    """Say what a person has to change; returns the status."""
+    print(f"error: {problem}", file=sys.stderr)
+    process.leave_reason(problem)
+    return exits.INVALID

@@ -511,14 +511,26 @@ class Session:
         if self._tensors is not None and os.getpid() == self._owner:
             self._tensors.finish(lambda: self._member.draining)
 
-    def close(self) -> None:
-        """Leave the job and free all resources. This worker's records go to other workers. Idempotent."""
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the job and free all resources. This worker's records go to other workers. Idempotent.
+
+        It happens by itself when the process ends. In a notebook, call it before `elastic_ps.connect()` to
+        train anew.
+
+        Args:
+            failed: the script has failed, so it is no mistake that it leaves a step unmade.
+        """
         if os.getpid() == self._owner:
             if self._tensors is not None:
                 self._tensors.close()
-            self._engine.close()
+            self._engine.close(failed=failed)
             for loader in self._loaders:
                 loader.close()
+
+    @property
+    def open(self) -> bool:
+        """Whether this process has made it, and has not closed it."""
+        return os.getpid() == self._owner and not self._engine.closed
 
     @property
     def asked_to_leave(self) -> bool:

@@ -99,3 +99,20 @@ def test_a_script_that_makes_no_step_with_its_last_batches_is_told_so(
     with caplog.at_level(logging.WARNING, "elastic_ps.worker.engine"):
         assert len(alone(tmp_path, script)) == 2
     assert "has made no step with the last 4 records" in caplog.text
+
+
+def test_a_script_that_has_failed_is_not_told_what_it_has_left_undone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else that would be the last word, and look like the cause."""
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        session.optimizer(sgd(model), model, overlap=False)
+        for x, y in session.loader(Numbers(8), 4):
+            mse(model, x, y).backward()
+            break
+        session.close(failed=True)
+
+    alone(tmp_path, script)
+    assert "has made no step" not in caplog.text
