@@ -124,6 +124,7 @@ class Engine:
         state: what scripts keep with the job.
         generation: changes when this worker had to join again, so that all records in hand were dropped.
         iterating: a script is in a loop over a loader.
+        left: it has left the last one, by a break or an exception, with a batch that it has computed on.
         gradients: the model's, from `session.optimizer` on.
         local: in mode `local`, from there on.
         make_step: has the script's own optimizer make a step on this worker; from there on.
@@ -175,7 +176,7 @@ class Engine:
         self._steps = 0
         self.abandoned = False
         self._warned = False
-        self.iterating = False
+        self.iterating = self.left = False
         self._closed = False
 
     @property
@@ -602,6 +603,16 @@ class Engine:
         self.drop_step()
         self.abandoned = True
         self._exchange().reset()
+
+    def forget_left(self) -> None:
+        """Another loop begins: if the last one was left between backward() and step(), that step is void.
+
+        So after Ctrl-C in a notebook. The records go to others, or come again.
+        """
+        if self.left and self.batches.computed:
+            self.leave_step()
+            self.gradients.void()
+        self.left = False
 
     def _is_left_out(self, refusal: Refused) -> bool:
         """Whether this worker takes no part in the round any more, though it is a member: see `assign`."""

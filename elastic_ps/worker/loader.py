@@ -36,7 +36,8 @@ _OVER = (
     "training is over: an earlier loop over session.loader(...) has trained all epochs. To train 5 epochs, "
     "call session.loader(..., epochs=5) once, and write `for epoch in loader.epochs()` instead of "
     "`for epoch in range(5)`. To read the data again, for example to evaluate, use a "
-    "torch.utils.data.DataLoader of your own"
+    "torch.utils.data.DataLoader of your own. To train anew in a notebook, run the cells from "
+    "elastic_ps.connect() on again"
 )
 _TWO_LOOPS = (
     "a second loop over session.loader(...) begins during another one, as with zip(loader_a, loader_b). "
@@ -146,6 +147,8 @@ class ElasticLoader:
         supply = self._supply
         if self._engine.records.over:
             raise UsageError(_OVER)
+        self._engine.forget_left()
+        self._left = None  # by an earlier loop over epochs
         supply.only = NO_EPOCH
         try:
             while (epoch := self._next_epoch(supply.only)) is not None:
@@ -190,6 +193,8 @@ class ElasticLoader:
         if engine.iterating:
             raise UsageError(_TWO_LOOPS)
         self._check_length()
+        if supply.only is None:
+            engine.forget_left()
         if self._fetching is None or self._renew:
             self._fetching = DataLoader(
                 self._source.readable, batch_sampler=self._sampler, **self._source.options
@@ -228,6 +233,7 @@ class ElasticLoader:
             self._ended = supply.only
         except GeneratorExit:  # the script broke out of the loop; what it has not computed on is not its own
             engine.batches.drop()
+            engine.left = bool(engine.batches.computed)
             self._left = supply.only
             if supply.only is not None:
                 supply.leave_epoch()

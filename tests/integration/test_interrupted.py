@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from elastic_ps.server import coordinator
+from elastic_ps.standalone import connect
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.model import Flat
@@ -185,3 +186,49 @@ def test_while_an_exchange_under_way_is_taken_over(
     commits = alone(tmp_path, script, consistency={"mode": "local", "steps": 2, "overlap": 1})
     assert interrupted
     assert_each_record_once(commits, records=60, epochs=1)
+
+
+@pytest.mark.parametrize("by_epochs", [False, True])
+@pytest.mark.parametrize("consistency", [{}, {"mode": "local", "steps": 2}], ids=["sync", "local"])
+def test_between_backward_and_step(tmp_path: Path, consistency: dict[str, Any], by_epochs: bool) -> None:
+    """The loop is run again. The batch that was computed on comes once more."""
+    data = Numbers(20)
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        loader = session.loader(data, 5, epochs=2)
+
+        def train(interrupted: bool) -> None:
+            for _ in loader.epochs() if by_epochs else [0]:
+                for number, (x, y) in enumerate(loader):
+                    optimizer.zero_grad()
+                    mse(model, x, y).backward()
+                    if interrupted and number == 2:
+                        raise KeyboardInterrupt
+                    optimizer.step()
+
+        with suppress(KeyboardInterrupt):
+            train(True)
+        train(False)
+
+    commits = alone(tmp_path, script, consistency=consistency)
+    assert_each_record_once(commits, records=20, epochs=2)
+
+
+def test_cells_that_connect_are_run_a_second_time() -> None:
+    """The model goes on from the values that it has, with all epochs once more."""
+    data, model, versions = Numbers(20), make_mlp(), list[int]()
+    for _ in range(2):
+        session = connect()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(data, 5, epochs=2):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            if versions or session.version < 3:  # the first time the last cell is interrupted
+                optimizer.step()
+            else:
+                break
+        versions.append(session.version)
+    session.close()
+    assert versions == [3, 8]
