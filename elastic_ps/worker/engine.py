@@ -33,6 +33,7 @@ from elastic_ps.worker.local_world import Drained, LocalWorld
 from elastic_ps.worker.member import Member
 from elastic_ps.worker.model import Described, Flat
 from elastic_ps.worker.phases import Phases
+from elastic_ps.worker.prepared import check_loop
 from elastic_ps.worker.records import Records
 from elastic_ps.worker.reporting import checked
 from elastic_ps.worker.schedule import Interval, Schedule
@@ -173,6 +174,7 @@ class Engine:
             history=history,
         )
         self._phases = Phases(trace)
+        self._model: torch.nn.Module | None = None
         self._steps = 0
         self.abandoned = False
         self._warned = False
@@ -258,6 +260,7 @@ class Engine:
         See `Entrance.enter`.
         """
         flat = self._entrance.enter(described, model, optimizer, brought)
+        self._model = model
         self._phases.watch(model)
         return flat
 
@@ -582,6 +585,11 @@ class Engine:
         """If this worker has made steps by itself, see `LocalTraining.exchange`."""
         if self.local is not None:
             self.local.exchange()
+
+    def check_loop(self) -> None:
+        """A loop over a loader begins. Raises UsageError: it is that of another library's trainer."""
+        if self._model is not None:
+            check_loop(self._model)
 
     def forget(self) -> None:
         """What the script has in hand goes to others."""

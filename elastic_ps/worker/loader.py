@@ -183,6 +183,7 @@ class ElasticLoader:
                 set's length has changed.
         """
         supply, engine = self._supply, self._engine
+        engine.check_loop()
         if engine.records.over and not self._missed:
             raise UsageError(_OVER)
         if supply.only is not None and supply.only == self._ended:

@@ -54,7 +54,7 @@ def main() -> int:
         return processes.run(environment)
     with process.importing():
         from elastic_ps import compiler
-        from elastic_ps.worker import current
+        from elastic_ps.worker import current, prepared
     from elastic_ps.worker.local_world import Drained
 
     try:
@@ -80,6 +80,8 @@ def main() -> int:
             print(f"left in the middle of a step: {error}", file=sys.stderr)
             return exits.LEFT
         current.close(failed=True)
+        if left := prepared.left_over(error):
+            return _invalid(left)
         traceback.print_exc()
         process.leave_reason(traceback.format_exc()[-2000:])
         return _STATUSES.get(error.code, 1) if isinstance(error, Refused) else 1

@@ -29,7 +29,7 @@ from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.member import Member
 from elastic_ps.worker.model import Described
 from elastic_ps.worker.optimizer import ElasticOptimizer
-from elastic_ps.worker.prepared import check_wrapper
+from elastic_ps.worker.prepared import check_model, check_wrapper
 from elastic_ps.worker.schedule import Interval, check_interval
 from elastic_ps.worker.seed import seed_everything
 from elastic_ps.worker.state import State
@@ -229,8 +229,10 @@ class Session:
                 "session.optimizer({'generator': ..., 'critic': ...}, both): Two networks in turn in "
                 "docs/scripts.md. To train anew in a notebook, call elastic_ps.connect() again first"
             )
+        check_model(model)
         if isinstance(optimizer, Mapping):
             optimizer = together(optimizer, model)
+        check_wrapper(optimizer)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(
                 "session.optimizer(optimizer, model) takes a torch optimizer, or several by their names, and "

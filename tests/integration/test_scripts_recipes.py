@@ -174,3 +174,16 @@ def test_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert job.status().progress.stopped == "the validation loss has not improved for 3 epochs"
     assert validated == [0, 1, 2, 3, 4]
     assert Path("model.pt").exists()
+
+
+def test_episodes_in_place_of_a_data_set(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+        names = {"session": session, "model": model, "optimizer": optimizer}
+        names |= {"play_episode": lambda model: model(torch.randn(1, 6)), "loss_of": torch.sum}
+        exec(recipe("No data set"), names)
+
+    with running_job(tmp_path) as job:
+        job.run(script, workers=2)
+        assert_each_record_once(job.commits(), records=40, epochs=1)

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from elastic_ps.errors import ElasticPSError, InvalidModel, ModelMismatch, UsageError
+from elastic_ps.worker.prepared import left_over
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import (
@@ -137,6 +138,27 @@ def empty() -> torch.nn.Module:
     return model
 
 
+class Wrapped(torch.nn.parallel.DistributedDataParallel):
+    """As one that has been made, which needs a process group."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.module = make_mlp()
+
+
+class _FabricModule(torch.nn.Sequential):
+    """Stands for Lightning's, which is told by its name."""
+
+    __module__ = "lightning.fabric.wrappers"
+
+
+class LightningModule(torch.nn.Sequential):
+    """Stands for Lightning's, which is told by its name."""
+
+    __module__ = "pytorch_lightning.core.module"
+    _trainer: object = None
+
+
 class AcceleratedOptimizer(torch.optim.SGD):
     """Stands for accelerate's, which is told by its name."""
 
@@ -159,6 +181,8 @@ class AcceleratedOptimizer(torch.optim.SGD):
         (lambda: torch.nn.LazyLinear(3), sgd, "weight is lazy .* once on a batch"),
         (lambda: torch.nn.Linear(3, 3, device="meta"), sgd, "meta device"),
         (make_mlp, lambda m: AcceleratedOptimizer(m.parameters(), lr=0.1), "before accelerator.prepare"),
+        (Wrapped, sgd, "wrapped in torch's Wrapped.* Leave out the wrapper and init_process_group"),
+        (lambda: _FabricModule(torch.nn.Linear(3, 3)), sgd, r"_FabricModule.* before fabric\.setup"),
     ],
 )
 def test_what_cannot_be_trained(
@@ -369,3 +393,32 @@ def test_what_is_no_optimizer_or_no_scheduler(tmp_path: Path) -> None:
         session.stop("that was all")
 
     alone(tmp_path, script)
+
+
+@pytest.mark.parametrize("when", ["before", "later"])
+def test_the_loop_of_a_lightning_trainer_is_refused_before_it_trains(tmp_path: Path, when: str) -> None:
+    """Workers' epochs have different numbers of batches. Without a Trainer it is a model as others."""
+
+    def script(session: Session) -> None:
+        model = LightningModule(*make_mlp())
+        model._trainer = object() if when == "before" else None
+        optimizer = session.optimizer(sgd(model), model)
+        assert when == "later"
+        for x, y in session.loader(Numbers(4), 4):
+            mse(model, x, y).backward()
+            optimizer.step()
+        model._trainer = object()
+        next(iter(session.loader(Numbers(4), 4)))
+
+    failing(tmp_path, script, UsageError, r"loop over the data is Lightning's.* session\.loader")
+
+
+def test_what_a_script_for_torchrun_gets_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="RANK") as group:
+        torch.distributed.init_process_group("gloo")
+    with pytest.raises((ValueError, RuntimeError)) as wrapped:
+        torch.nn.parallel.DistributedDataParallel(make_mlp())
+    for error in (group.value, wrapped.value):
+        assert "leave out init_process_group and DistributedDataParallel" in left_over(error)
+    assert left_over(ValueError("another one")) == ""
