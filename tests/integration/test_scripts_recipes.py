@@ -132,7 +132,7 @@ def test_the_best_checkpoint(
             if not died and session.state.get("best_epoch") == 1:
                 died.append(session.worker)
                 raise Died
-            return SCORES[names["epoch"]]
+            return SCORES[int(names["epoch"])]
 
         names: dict[str, Any] = {"math": math, "os": os, "torch": torch, "loss_of": mse}
         names |= {"session": session, "model": model, "optimizer": optimizer, "loader": loader}
@@ -142,7 +142,7 @@ def test_the_best_checkpoint(
         except Died:
             session.close()
 
-    settings = {"consistency": consistency, "checkpoints": tmp_path / "checkpoints"}
+    settings: dict[str, Any] = {"consistency": consistency, "checkpoints": tmp_path / "checkpoints"}
     with running_job(tmp_path, **settings) as job:
         job.run(lambda session: script(session, 4), workers=2)
     with running_job(tmp_path, resume="require", **settings) as job:
@@ -163,7 +163,7 @@ def test_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         def validate(_: torch.nn.Module) -> float:
             validated.append(names["epoch"])
-            return losses[names["epoch"]]
+            return losses[int(names["epoch"])]
 
         names: dict[str, Any] = {"math": math, "torch": torch, "loss_of": mse, "validate": validate}
         names |= {"session": session, "model": model, "optimizer": optimizer, "loader": loader}

@@ -277,7 +277,7 @@ def test_what_the_chief_keeps_after_the_end_is_in_the_last_checkpoint(server: Se
     write(server, first, '{"best": 1}', call=100)
 
     def kept() -> bool:
-        return server.store.manifest(1).state["script_state"] == '{"best": 1}'
+        return bool(server.store.manifest(1).state["script_state"] == '{"best": 1}')
 
     eventually(kept, "it is on disk")
     server.lose()
