@@ -1,4 +1,4 @@
-"""By how much the learning rate of a stale step is divided: `consistency.stalenessScale`.
+"""By how much the learning rate of a stale step is divided: `Consistency.scale`.
 
 A function of the user's own is asked once for every staleness that matters, when the job begins or is
 changed. So nothing of it runs while a version is made, and what is wrong with it is said before anything
@@ -19,24 +19,25 @@ TRIED = 1000
 """The largest staleness that a function is asked for; staler steps have the same rate."""
 
 
-def divisor(scale: str | None, staleness: int) -> float:
+def divisor(scale: str, staleness: int) -> float:
     """What the learning rate of a step is divided by.
 
     `inverse` is after Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning", who
-    divide by the staleness. Here it is one more, so that a fresh step has the whole rate.
+    divide by the staleness. Here it is one more, so that a fresh step has the whole rate. `damped` has the
+    same rate, and less momentum: see `core.damping`.
 
     Args:
-        scale: `stalenessScale` of the job.
+        scale: `Consistency.scale` of the job.
         staleness: in versions.
 
     Raises:
         InvalidJob: see `check`; not after that.
     """
-    if scale in (None, "none"):
+    if scale == "none":
         return 1.0
-    if scale == "inverse":
+    if scale in STALENESS_SCALES:
         return 1.0 + staleness
-    return _of(scale or "")[min(staleness, TRIED)]
+    return _of(scale)[min(staleness, TRIED)]
 
 
 def check(scale: str | None) -> None:

@@ -75,7 +75,7 @@ def check_named(name: str, known: Sequence[str], *, what: str, own: str) -> str:
     raise ValueError(f"there is no {what} {name!r}; expected one of {', '.join(known)}, or {own}{hint}")
 
 
-STALENESS_SCALES = ("none", "inverse")
+STALENESS_SCALES = ("damped", "inverse", "none")
 
 STALENESS_SCALE = Annotated[
     str,
@@ -93,6 +93,8 @@ class OuterRule(NamedTuple):
 
     Attributes:
         learning_rate, momentum: of that step, unless the job says otherwise; Nesterov's if there is momentum.
+        warms: the momentum rises with the exchanges that were made; see `core.damping`.
+        divided: the learning rate of an exchange is divided by one more than its staleness.
         waits: a version is made of all workers' exchanges; else each exchange makes one.
         delayed: the momentum is made of the exchanges of as many workers as the job has at first.
         elastic: a worker keeps its own values, and both they and the job's move towards each other.
@@ -101,6 +103,8 @@ class OuterRule(NamedTuple):
 
     learning_rate: float
     momentum: float = 0.0
+    warms: bool = False
+    divided: bool = False
     waits: bool = True
     delayed: bool = False
     elastic: bool = False
@@ -108,22 +112,23 @@ class OuterRule(NamedTuple):
 
 
 OUTER_RULES: Mapping[str, OuterRule] = {
-    "diloco": OuterRule(0.7, 0.9, options=("outer_learning_rate", "outer_momentum")),
+    "diloco": OuterRule(0.7, 0.9, warms=True, options=("outer_learning_rate", "outer_momentum")),
     "delayed": OuterRule(
-        0.7, 0.9, waits=False, delayed=True, options=("outer_learning_rate", "outer_momentum")
+        0.7, 0.9, warms=True, waits=False, delayed=True, options=("outer_learning_rate", "outer_momentum")
     ),
     "average": OuterRule(1.0, options=()),
     "easgd": OuterRule(0.25, waits=False, elastic=True),
-    "downpour": OuterRule(1.0, waits=False),
+    "downpour": OuterRule(1.0, divided=True, waits=False),
 }
 """The outer rules of mode `local`; diloco if the job names none.
 
 diloco: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", with the
-outer rates that they found best. delayed: Liu et al. 2024, "Asynchronous Local-SGD Training for Language
-Modeling", the delayed Nesterov momentum. average: the mean of the workers' values, as in McMahan et al. 2017,
-"Communication-Efficient Learning of Deep Networks from Decentralized Data". easgd: Zhang et al. 2015, "Deep
-learning with Elastic Averaging SGD", algorithm 1. downpour: Dean et al. 2012, "Large Scale Distributed Deep
-Networks".
+outer rates that they found best for 128 exchanges. delayed: Liu et al. 2024, "Asynchronous Local-SGD
+Training for Language Modeling", the delayed Nesterov momentum. average: the mean of the workers' values, as
+in McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data". easgd:
+Zhang et al. 2015, "Deep learning with Elastic Averaging SGD", algorithm 1. downpour: Dean et al. 2012, "Large
+Scale Distributed Deep Networks", with the delay-adaptive rate of Mishchenko et al. 2022, "Asynchronous SGD
+Beats Minibatch SGD Under Arbitrary Delays".
 """
 
 
@@ -177,11 +182,13 @@ class Consistency(CamelModel):
     )
     staleness_scale: STALENESS_SCALE | None = Field(
         default=None,
-        description="Only with modes async and bounded; none if unset. With inverse, the learning rate of a "
-        "step is divided by one more than its staleness: a step that is 3 versions old is made with a "
-        "quarter of the rate. A function of your own is named as module:function. It takes the staleness, a "
-        "number of versions, and returns what the rate is multiplied by. A version of several steps has the "
-        "rate of the stalest one.",
+        description="Only with modes async and bounded; damped if unset. With inverse, the learning "
+        "rate of a step is divided by one more than its staleness: a step that is 3 versions old is made "
+        "with a quarter of the rate (delay-adaptive rates: Zhang et al. 2016, Mishchenko et al. 2022). With "
+        "damped, so is the memory of a momentum, since stale steps are a momentum of their own (Mitliagkas "
+        "et al. 2016): 0.9 becomes 0.69. With none, a stale step is made as any other. A function of your "
+        "own is named as module:function. It takes the staleness, a number of versions, and returns what the "
+        "rate is multiplied by. A version of several steps has the rate of the stalest one.",
     )
     max_staleness_p99: int | None = Field(
         default=None,
@@ -241,15 +248,19 @@ class Consistency(CamelModel):
         ge=0.0001,
         le=100,
         description="Only with mode local, and not with outer average: the share of the workers' change that "
-        "becomes part of the job's values. 0.7 if unset with diloco and delayed, 1 with downpour; with easgd "
-        "it is the share of their distance by which both sides move, 0.25 if unset, and 1 at most.",
+        "becomes part of the job's values. 0.7 if unset with diloco and delayed (Douillard et al. 2023). "
+        "With downpour, if unset, 1 divided by one more than the staleness of the exchange, as "
+        "delay-adaptive rates are (Mishchenko et al. 2022). With easgd it is the share of their distance by "
+        "which both sides move, 0.25 if unset, and 1 at most.",
     )
     outer_momentum: float | None = Field(
         default=None,
         ge=0,
         le=0.9999,
         description="Only with mode local and outer diloco or delayed: the Nesterov momentum of the outer "
-        "step; 0.9 if unset.",
+        "step. If unset it rises with the exchanges that the job has made (a schedule as in Sutskever et al. "
+        "2013): 0.05 in the first one, 0.5 in the 20th, and 0.9 from the 180th on (Douillard et al. 2023). "
+        "So it fits a job with few of them, too.",
     )
     deterministic: bool = Field(
         default=False,
@@ -295,8 +306,22 @@ class Consistency(CamelModel):
         rate, momentum = self.outer_learning_rate, self.outer_momentum
         return rule._replace(
             learning_rate=rule.learning_rate if rate is None else rate,
+            divided=rule.divided and rate is None,
             momentum=rule.momentum if momentum is None else momentum,
+            warms=rule.warms and momentum is None,
         )
+
+    @property
+    def scale(self) -> str:
+        """What a stale step is scaled with; see `staleness_scale`."""
+        if self.mode == "local":
+            return "inverse" if self.outer_rule.divided else "none"
+        return self.staleness_scale or ("damped" if self.may_be_stale else "none")
+
+    @property
+    def warms_momentum(self) -> bool:
+        """Whether the momentum follows from how many exchanges there were."""
+        return self.mode == "local" and self.outer_rule.warms
 
     @property
     def may_be_late(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -163,7 +163,19 @@ class Settings:
 
     def slowed(self, divisor: float) -> Settings:
         """The same settings, with the learning rate of each group divided by `divisor`."""
-        groups = [{**g, "lr": g["lr"] / divisor} if "lr" in g else g for g in self.groups]
+        return self._each("lr", lambda rate, _: rate / divisor)
+
+    def with_momentum(self, momentum: Callable[[float, Mapping[str, Any]], float]) -> Settings:
+        """The same settings, with another momentum in each group that has one.
+
+        Args:
+            momentum: gives it, of the one that there is and the whole group. It is not 0: without a momentum
+                torch's optimizers neither make a state for it, nor step the one that there is.
+        """
+        return self._each("momentum", momentum)
+
+    def _each(self, key: str, change: Callable[[float, Mapping[str, Any]], float]) -> Settings:
+        groups = [{**g, key: change(g[key], g)} if g.get(key) else g for g in self.groups]
         return replace(self, groups=tuple(groups))
 
     def check_follows(self, later: Settings) -> None:

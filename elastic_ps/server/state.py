@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from elastic_ps import scales
+from elastic_ps.core import damping
 from elastic_ps.core.balance import Balance
 from elastic_ps.core.calls import Calls
 from elastic_ps.core.consistency import After, AskedRounds, Contribution, Entry, SyncRounds
@@ -698,10 +699,17 @@ class JobState:
         return settings.of_version(position, made, self.settings)
 
     def settings_to_step_with(self, contributions: Sequence[Contribution]) -> Settings:
-        """The settings in force; with `stalenessScale`, a stale step has another learning rate."""
-        scale, staleness = self.consistency.staleness_scale, self.rounds.staleness
-        divisor = scales.divisor(scale, max(staleness[c.worker] for c in contributions))
-        return self.settings if divisor == 1 else self.settings.slowed(divisor)
+        """The settings in force; a stale step may have another learning rate, and another momentum.
+
+        So may an exchange; see `Consistency.scale` and `Consistency.warms_momentum`.
+        """
+        scale, settings = self.consistency.scale, self.settings
+        stalest = max(self.rounds.staleness[c.worker] for c in contributions)
+        if (divisor := scales.divisor(scale, stalest)) != 1:
+            settings = settings.slowed(divisor)
+        if scale == "damped" and stalest:
+            settings = settings.with_momentum(lambda momentum, _: damping.when_stale(momentum, stalest))
+        return damping.warmed(settings, self.consistency, self.settings_of_version.position.version)
 
     def _position_after(self, contributions: Sequence[Contribution]) -> Position:
         steps = self.settings.position.version + 1

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from elastic_ps.core import damping
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Bucket
 from elastic_ps.core.settings import NOTHING, Made, Settings, read_settings
@@ -398,6 +399,8 @@ class Engine:
         current = self.schedule.current() if exchange.asks_ahead else None
         if current is not None and current.max_grad_norm is not None:
             current = None  # no drafts: the norm is not known before all gradients are there
+        if current is not None:
+            current = damping.warmed(current, self.spec.consistency, exchange.version)
         step = self.new_step(exchange.version, samples)
         exchange.begin(step, current.to_json() if current else "", besides=besides)
 

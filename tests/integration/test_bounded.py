@@ -24,7 +24,7 @@ from elastic_ps.errors import InvalidJob, RefusalCode, Refused
 from elastic_ps.worker.order import permutation
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, events, make_mlp, make_spec, running_job
-from tests.testing.oracle import assert_each_record_once, mse, ranges_of
+from tests.testing.oracle import Adapted, assert_each_record_once, mse, ranges_of
 from tests.testing.polling import eventually
 from tests.testing.trained import adam, sgd, training
 
@@ -130,6 +130,7 @@ def test_the_others_go_on_as_far_as_the_bound(tmp_path: Path, shards: int, where
         (INCONSISTENT, {}),
         (ASYNC, {"bucketBytes": 1024}),
         (ASYNC | {"stalenessScale": "inverse"}, {"bucketBytes": 1024, "replicas": 2}),
+        (ASYNC | {"stalenessScale": "none"}, {}),
     ],
 )
 def test_the_result_is_that_of_the_recorded_rounds(
@@ -160,7 +161,7 @@ def test_the_result_is_that_of_the_recorded_rounds(
 
     model = make_mlp().double()
     optimizer = make(model)
-    rates = [group["lr"] for group in optimizer.param_groups]
+    adapted = Adapted(optimizer, spec.consistency)
     versions = [copy.deepcopy(model)]
     for commit in commits:
         total = [torch.zeros_like(p) for p in model.parameters()]
@@ -179,9 +180,7 @@ def test_the_result_is_that_of_the_recorded_rounds(
         samples = sum(c["samples"] for c in commit["contributions"])
         for p, one in zip(model.parameters(), total, strict=True):
             p.grad = one / samples
-        if spec.consistency.staleness_scale == "inverse":
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate / (1 + commit["contributions"][0]["staleness"])
+        adapted.before(commit)
         optimizer.step()
         versions.append(copy.deepcopy(model))
     for ours, exact in zip(models[0].parameters(), model.parameters(), strict=True):

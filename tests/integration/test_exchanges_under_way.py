@@ -26,7 +26,7 @@ from elastic_ps.worker.session import Session
 from tests.integration.test_fragments import fragments_of
 from tests.integration.test_local_steps import BATCH, Dying, adamw, check_histories, local, steps_on, train
 from tests.testing.harness import Numbers, make_mlp, make_spec, running_job
-from tests.testing.oracle import Commit, assert_equal_up_to_round_off, mse
+from tests.testing.oracle import Adapted, Commit, assert_equal_up_to_round_off, mse
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.trained import alone
 
@@ -66,6 +66,7 @@ def reference(
     outer: torch.optim.Optimizer = torch.optim.SGD(center, lr=lr, momentum=momentum, nesterov=momentum > 0)
     if rule.outer == "delayed":
         outer = DelayedNesterov(center, lr=lr, momentum=momentum, every=2)
+    adapted = Adapted(outer, rule)
     workers: dict[int, Worker] = {}
     versions = [copy.deepcopy(model)]
     for commit in commits:
@@ -94,6 +95,7 @@ def reference(
                     grad = (worker.base[i] - mine) * (c["samples"] / total)
                     center[i].grad = grad if center[i].grad is None else center[i].grad + grad
                     exchanged.append((worker, i, last))
+        adapted.before(commit)
         outer.step()
         for worker, i, last in exchanged:
             mine = list(worker.model.parameters())[i].detach()

@@ -24,6 +24,7 @@ from elastic_ps.worker.session import Session
 from tests.integration.test_local_steps import BATCH, Dying, adamw, local, steps_on, train
 from tests.testing.harness import Job, Numbers, make_mlp, make_spec, running_job
 from tests.testing.oracle import (
+    Adapted,
     Commit,
     assert_equal_up_to_round_off,
     mse,
@@ -66,6 +67,7 @@ def reference(
     assert rule.steps is not None
     center, count = list(model.parameters()), len(parts)
     outer = torch.optim.SGD(center, lr=rate, momentum=rule.outer_rule.momentum, nesterov=name == "diloco")
+    adapted = Adapted(outer, rule)
     workers: dict[int, Worker] = {}
     versions = [copy.deepcopy(model)]
     for commit in commits:
@@ -96,6 +98,7 @@ def reference(
                             mine.add_(distance, alpha=rate)
                         else:
                             exchanged.append((worker, i))
+        adapted.before(commit)
         outer.step()
         with torch.no_grad():
             for worker, i in exchanged:

@@ -26,6 +26,7 @@ from elastic_ps.worker.order import permutation
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Job, Numbers, Tally, make_mlp, make_spec, running_job
 from tests.testing.oracle import (
+    Adapted,
     Commit,
     MakeOptimizer,
     assert_each_record_once,
@@ -103,6 +104,7 @@ def reference(
         if name == "delayed"
         else torch.optim.SGD(center, lr=rate, momentum=momentum, nesterov=name == "diloco")
     )
+    adapted = Adapted(outer, rule)
     versions = [copy.deepcopy(model)]
     workers: dict[int, tuple[torch.nn.Module, torch.optim.Optimizer]] = {}
     for commit in commits:
@@ -127,6 +129,7 @@ def reference(
                         mine.sub_(distance, alpha=rate)
         for parameter, sum_ in zip(center, change, strict=True):
             parameter.grad = sum_ / total
+        adapted.before(commit)
         outer.step()
         versions.append(copy.deepcopy(model))
 

@@ -60,6 +60,11 @@ def _local(chance: random.Random) -> dict[str, Any]:
     fragments = chance.choice([1, 1, 2])
     steps = chance.choice([1, 2, 4]) * fragments
     given: dict[str, Any] = {"mode": "local", "steps": steps, "outer": outer, "fragments": fragments}
+    # The replay knows neither how stale an exchange is nor how many there were before.
+    if rule.warms:
+        given["outerMomentum"] = rule.momentum
+    if rule.divided:
+        given["outerLearningRate"] = rule.learning_rate
     between = steps // fragments
     if not rule.elastic and between > 1:
         given["overlap"] = chance.choice([0, 0, 1, between - 1])
@@ -111,9 +116,9 @@ def draw(seed: int, **fixed: Any) -> Plan:
         {"mode": "sync"},
         {"mode": "sync", "deterministic": True},
         {"mode": "sync", "backupWorkers": 1},
-        {"mode": "bounded", "maxStaleness": chance.choice([1, 3])},
-        {"mode": "async"},
-        {"mode": "async", "reads": "inconsistent"},
+        {"mode": "bounded", "maxStaleness": chance.choice([1, 3]), "stalenessScale": "none"},
+        {"mode": "async", "stalenessScale": "none"},
+        {"mode": "async", "reads": "inconsistent", "stalenessScale": "none"},
         {"mode": "accumulate", "gradients": chance.choice([1, 2, 4])},
         {"mode": "sync", "globalBatchSize": chance.choice([3, 4, 6]), **chance.choice(PORTIONS)},
         *(_local(chance) for _ in range(6)),

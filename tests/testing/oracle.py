@@ -16,6 +16,7 @@ import torch
 
 from elastic_ps.core.ledger import Range
 from elastic_ps.job import TrainingJobSpec
+from elastic_ps.training import Consistency
 from elastic_ps.worker.order import permutation
 
 Loss = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], Any]
@@ -88,6 +89,46 @@ def replay(
         if after is not None:
             after(version, optimizer)
     return optimizer
+
+
+class Adapted:
+    """The rates and momenta that a version is made with, where the job leaves them to the parameter server.
+
+    Args:
+        optimizer: as the script has made it, or as the outer rule's paper has it.
+        rule: the job's.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rule: Consistency) -> None:
+        self._optimizer, self._rule = optimizer, rule
+        self._asked = [(group["lr"], group.get("momentum", 0)) for group in optimizer.param_groups]
+
+    def before(self, commit: Commit) -> None:
+        """The optimizer is about to make this version."""
+        stale = max(c["staleness"] for c in commit["contributions"])
+        for group, (rate, momentum) in zip(self._optimizer.param_groups, self._asked, strict=True):
+            if self._scale == "none":
+                stale = 0
+            group["lr"] = rate / (stale + 1)
+            if momentum and self._scale == "damped":
+                group["momentum"] = 1 - 1 / (1 + momentum / (1 - momentum) / (stale + 1))
+            elif momentum and self._warms:
+                exchanges = group.get("every", 1) * (self._rule.fragments or 1)
+                group["momentum"] = min(momentum, 1 - 20 / (21 + (commit["version"] - 1) // exchanges))
+
+    @property
+    def _warms(self) -> bool:
+        rule = self._rule
+        diloco = rule.outer in (None, "diloco", "delayed")
+        return rule.mode == "local" and diloco and rule.outer_momentum is None
+
+    @property
+    def _scale(self) -> str:
+        rule = self._rule
+        if rule.mode == "local":
+            divided = rule.outer == "downpour" and rule.outer_learning_rate is None
+            return "inverse" if divided else "none"
+        return rule.staleness_scale or "damped"
 
 
 def assert_equal_up_to_round_off(

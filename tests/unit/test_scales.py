@@ -64,9 +64,9 @@ def test_a_function_is_asked_before_anything_happens_and_not_again() -> None:
 
 
 def test_built_in_ones() -> None:
-    assert [scales.divisor(scale, 3) for scale in (None, "none", "inverse")] == [1, 1, 4]
+    assert [scales.divisor(scale, 3) for scale in ("none", "inverse", "damped")] == [1, 4, 4]
     assert scales.divisor("inverse", 10**9) == 10**9 + 1
-    for scale in (None, "none", "inverse"):
+    for scale in (None, "none", "inverse", "damped"):
         scales.check(scale)
     assert scales.divisor("scales_of_a_user:whole", 7) == 1
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from datetime import timedelta
-from typing import Literal
 
 import pytest
 
@@ -215,14 +214,16 @@ def test_how_stale_steps_were_is_told_and_outlives_the_parameter_server() -> Non
         assert reported.progress(each, 0, None).staleness == Staleness(p50=0, p99=6, max=6)
 
 
-@pytest.mark.parametrize(("scale", "rates"), [("none", [0.1] * 4), ("inverse", [0.1, 0.1, 0.1, 0.025])])
-def test_the_learning_rate_of_a_stale_step_may_be_divided_by_how_stale_it_is(
-    scale: Literal["none", "inverse"], rates: list[float]
+@pytest.mark.parametrize(
+    ("scale", "rate", "momentum"), [("none", 0.1, 0.9), ("inverse", 0.025, 0.9), (None, 0.025, 9 / 13)]
+)
+def test_a_stale_step_is_made_with_a_lower_rate_and_less_momentum(
+    scale: str | None, rate: float, momentum: float
 ) -> None:
     consistency = Consistency(mode="async", staleness_scale=scale)
     state = JobState(term=1, lease=timedelta(seconds=10), consistency=consistency, initialised=True)
     state.ledger = Ledger(records=1000, epochs=1, shard_records=10)
-    state.settings = Settings(groups=({"lr": 0.1},))
+    state.settings = asked = Settings(groups=({"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "momentum": 0.0}))
     fast, slow = join(state, 0), join(state, 1)
     made = []
     for step, stay in enumerate((fast, fast, fast, slow)):
@@ -230,12 +231,15 @@ def test_the_learning_rate_of_a_stale_step_may_be_divided_by_how_stale_it_is(
         assert state.begin(stay, version=version, step=step) is Entry.IN
         finish(state, stay, step=step)
         contributions = state.rounds.begin_commit()
-        made += [group["lr"] for group in state.settings_to_step_with(contributions).groups]
+        made.append(state.settings_to_step_with(contributions))
         state.book(contributions, 0, decided=0)
         state.take(stay.worker, stay.incarnation, 10)
         state.rounds.computes_on(stay.worker, state.version)
-    assert made == pytest.approx(rates)
-    assert state.settings.groups == ({"lr": 0.1},), "a schedule goes on from the whole rate"
+    assert made[:3] == [asked] * 3
+    with_momentum, without = made[3].groups
+    assert (with_momentum["lr"], with_momentum["momentum"]) == (pytest.approx(rate), pytest.approx(momentum))
+    assert (without["lr"], without["momentum"]) == (pytest.approx(rate), 0)
+    assert state.settings.groups == asked.groups, "a schedule goes on from the whole rate"
 
 
 def test_with_bounded_staleness_only_who_holds_others_up_is_hung() -> None:

@@ -1,0 +1,45 @@
+"""How much momentum a version is made with, where the job leaves it to us.
+
+Asynchronous steps act like a momentum of their own (Mitliagkas et al. 2016, "Asynchrony begets Momentum, with
+an Application to Deep Learning"), so that what the script asks for is too much. An outer momentum that
+remembers about as many exchanges as there are overshoots, and so does one that begins with its last value,
+when changes are largest (Sutskever et al. 2013, "On the importance of initialization and momentum in deep
+learning", where it rises with the steps that were made).
+
+A momentum m remembers m / (1 - m) steps: that is the mean age of the gradients in it.
+"""
+
+from __future__ import annotations
+
+from elastic_ps.core.settings import Settings
+from elastic_ps.training import Consistency
+
+SHARE = 20
+"""The outer momentum remembers at most one of so many exchanges that the job has made. So one of 0.9 needs
+180 of them."""
+
+
+def when_stale(momentum: float, staleness: int) -> float:
+    """The momentum of a stale step: it remembers as many steps, divided by one more than the staleness.
+
+    It is never 0 unless `momentum` is.
+    """
+    return momentum / (momentum + (1 - momentum) * (1 + staleness))
+
+
+def of_exchange(momentum: float, number: int) -> float:
+    """The outer momentum of the `number`-th exchange of all workers and of the whole model, from 0.
+
+    It is never 0 unless `momentum` is.
+    """
+    return min(momentum, (number + 1) / (number + 1 + SHARE))
+
+
+def warmed(settings: Settings, consistency: Consistency, version: int) -> Settings:
+    """The settings of the exchange on this version, in mode `local`."""
+    if not consistency.warms_momentum:
+        return settings
+    fragments = consistency.fragments or 1
+    return settings.with_momentum(
+        lambda momentum, group: of_exchange(momentum, version // (fragments * group.get("every", 1)))
+    )
