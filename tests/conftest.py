@@ -7,7 +7,7 @@ from hypothesis import settings
 
 from tests.testing.tiers import mark_nightly
 
-settings.register_profile("nightly", deadline=None, max_examples=100, print_blob=True)
+settings.register_profile("nightly", deadline=None, max_examples=200, print_blob=True)
 settings.register_profile("change", settings.get_profile("nightly"), max_examples=25, derandomize=True)
 
 

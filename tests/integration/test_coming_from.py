@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.testing.datafiles import write_mnist
+from tests.testing.tiers import per_change
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "coming-from.md").read_text()
@@ -36,7 +37,7 @@ def test_every_system_whose_scripts_change_has_an_example() -> None:
     assert EXAMPLES.keys() == REPORTED.keys()
 
 
-@pytest.mark.parametrize("system", REPORTED)
+@pytest.mark.parametrize("system", per_change(REPORTED, keep=["TorchMPI"]))
 def test_a_rewritten_example_runs(tmp_path: Path, system: str) -> None:
     write_mnist(tmp_path)
     (tmp_path / "my_data.py").write_text(DATA)

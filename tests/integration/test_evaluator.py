@@ -205,6 +205,7 @@ def test_what_a_script_has_reported_before_it_failed_is_no_result(
         assert versions(job)[0] == EVERY
 
 
+@pytest.mark.nightly
 def test_a_directory_is_evaluated_without_a_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "checkpoints"
     entrypoint = f"{__name__}:total"

@@ -129,6 +129,7 @@ def launched(
         yield launcher
 
 
+@pytest.mark.nightly
 def test_scaling_a_kill_and_a_drain_with_real_processes(tmp_path: Path) -> None:
     records, epochs, hurry = 1500, 3, tmp_path / "hurry"
     arguments: dict[str, Any] = {

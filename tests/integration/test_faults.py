@@ -39,6 +39,7 @@ from elastic_ps.transport.grpc import GrpcConnection
 from elastic_ps.transport.wire import messages
 from tests.testing.launching import forks, version_of
 from tests.testing.polling import eventually
+from tests.testing.tiers import per_change
 
 LIMIT = timedelta(seconds=120)
 MIB = 1024 * 1024
@@ -105,7 +106,7 @@ def injected(result: Drill, kind: Kind) -> Injection:
     return next(each for each in result.injections if each.fault.kind == kind)
 
 
-@pytest.fixture(scope="module", params=["grpc", "tcp"])
+@pytest.fixture(scope="module", params=per_change(["grpc", "tcp"], keep=["tcp"]))
 def unharmed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drill:
     """A job whose parameter server lives on, whatever happens to workers and disk."""
     directory = tmp_path_factory.mktemp("workers")
@@ -133,7 +134,7 @@ def test_a_frozen_worker_is_waited_for_where_its_records_are_nobody_else_s(tmp_p
     assert injected(result, "freeze-worker").state == "recovered"
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", per_change(["shm", "tcp"], keep=["shm"]))
 def test_the_parameter_server_is_killed_frozen_and_taken_over_from(tmp_path: Path, transport: Scheme) -> None:
     """Also with a broken checkpoint. Of the five starts, that of the rival commits nothing."""
     kinds: list[Kind] = ["kill-ps", "corrupt-checkpoint", "freeze-ps", "rival-ps"]
@@ -148,7 +149,7 @@ def test_the_parameter_server_is_killed_frozen_and_taken_over_from(tmp_path: Pat
     assert result.result.failures == 0
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", per_change(["shm", "tcp"], keep=["tcp"]))
 def test_shards_with_standbys_are_killed_and_nothing_is_trained_again(
     tmp_path: Path, transport: Scheme
 ) -> None:
@@ -162,11 +163,14 @@ def test_shards_with_standbys_are_killed_and_nothing_is_trained_again(
 
 @pytest.mark.parametrize(
     "consistency",
-    [
-        {"mode": "bounded", "maxStaleness": 3},
-        {"mode": "async"},
-        {"mode": "local", "steps": 4, "fragments": 2, "quorum": 1},
-    ],
+    per_change(
+        [
+            {"mode": "bounded", "maxStaleness": 3},
+            {"mode": "async"},
+            {"mode": "local", "steps": 4, "fragments": 2, "quorum": 1},
+        ],
+        keep=[{"mode": "bounded", "maxStaleness": 3}],
+    ),
     ids=["bounded", "async", "local"],
 )
 def test_workers_parameter_server_and_evaluator_are_killed_in_other_modes(

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import psutil
+import pytest
 import torch
 
 from elastic_ps.env import ProcessEnvironment, inherited
@@ -26,6 +27,7 @@ from tests.testing.trained import training
 MB = 1e6
 
 
+@pytest.mark.nightly
 def test_two_thousand_steps(tmp_path: Path) -> None:
     """Between step 400 and the end, no process gains a thread, or more than a few megabytes."""
     job = make_job(
@@ -140,6 +142,7 @@ def test_the_servers_memory_does_not_grow_with_the_workers(tmp_path: Path) -> No
     assert grown < 80 * MB, f"grew by {grown / MB:.1f} MB"
 
 
+@pytest.mark.nightly
 def test_fifty_times_three_workers_and_one_again(tmp_path: Path) -> None:
     """Nobody leaves a thread, a descriptor or memory behind, as worker or on the parameter server."""
     data, over = Numbers(100_000), threading.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from elastic_ps.codec import as_bytes
@@ -70,6 +71,7 @@ def scores(weight: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
     return torch.cat((flat, torch.ones(len(flat), 1)), 1) @ weight
 
 
+@pytest.mark.nightly
 def test_what_is_lost_with_a_worker_is_made_up_for_by_later_gradients() -> None:
     """Here with a worker that lives for 50 steps only, 1500 steps long.
 
@@ -86,6 +88,7 @@ def test_what_is_lost_with_a_worker_is_made_up_for_by_later_gradients() -> None:
     assert abs(kept - kept_lost) <= 0.02
 
 
+@pytest.mark.nightly
 def test_what_undone_versions_have_left_over_is_made_up_for_by_later_gradients() -> None:
     """Here half of all versions are undone, so what waits in the worker is of other steps than the model."""
     kept, _, _ = trained()

@@ -119,6 +119,7 @@ def test_each_rank_but_the_first_is_a_worker_and_the_summary_is_printed_once(ran
     assert sorted(worker["id"] for worker in report["workers"]) == [0, 1]
 
 
+@pytest.mark.nightly
 def test_what_is_trained_is_the_same_to_the_bit_as_without_mpi(ranks: Ranks) -> None:
     """With two parameter servers, of which the file says nothing. Also if MPI carries the gradients."""
     kept: list[dict[str, torch.Tensor]] = []
@@ -155,6 +156,7 @@ def test_what_is_trained_is_the_same_to_the_bit_as_without_mpi(ranks: Ranks) -> 
         assert all(torch.equal(value, alone[name]) for name, value in each.items())
 
 
+@pytest.mark.nightly
 def test_a_worker_that_dies_is_started_again_on_its_rank_and_more_can_be_added(ranks: Ranks) -> None:
     run = ranks.start(3, ranks.job(worker={"replicas": 1, "maxReplicas": 3}, **slow(600)))
     ranks.trains(3)
@@ -201,6 +203,7 @@ def test_through_mpi_a_worker_and_a_parameter_server_that_die_are_replaced_and_n
     assert check(read(history), Data(600, 1)) == []
 
 
+@pytest.mark.nightly
 def test_what_ends_mpirun_ends_everything_and_the_job_goes_on_with_resume(ranks: Ranks) -> None:
     job = ranks.job(
         parameterServer={"checkpoint": {"interval": "200ms", "path": str(ranks.directory / "kept")}},
@@ -221,6 +224,7 @@ def test_what_ends_mpirun_ends_everything_and_the_job_goes_on_with_resume(ranks:
     assert "800 of 800 in the model" in out
 
 
+@pytest.mark.nightly
 def test_a_script_that_uses_mpi_itself_is_alone_there(ranks: Ranks) -> None:
     (ranks.directory / "alone.py").write_text(
         "from mpi4py import MPI\n"

@@ -39,7 +39,7 @@ def two_classes(model: torch.nn.Sequential) -> dict[str, torch.optim.Optimizer]:
     [
         pytest.param(Odd, adam, id="tied, frozen, scalar and empty"),
         pytest.param(Quantised, sgd, id="integers"),
-        pytest.param(Adapted, sgd, id="a large frozen layer"),
+        pytest.param(Adapted, sgd, id="a large frozen layer", marks=pytest.mark.nightly),
         pytest.param(lambda: make_mlp().bfloat16(), adam, id="half precision"),
         pytest.param(make_mlp, two_classes, id="several optimizers"),
     ],

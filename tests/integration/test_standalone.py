@@ -93,6 +93,7 @@ def write_job(folder: Path, **spec: Any) -> None:
     (folder / "job.yaml").write_text(yaml.safe_dump(document))
 
 
+@pytest.mark.nightly
 def test_a_script_alone_trains_what_a_job_with_one_worker_trains(folder: Path) -> None:
     write_job(
         folder,

@@ -35,6 +35,7 @@ from tests.testing.oracle import (
 )
 from tests.testing.polling import eventually
 from tests.testing.scripts.streamed import Counted, Sought
+from tests.testing.tiers import per_change
 from tests.testing.trained import failing, sgd
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -409,7 +410,7 @@ def test_a_session_does_not_wait_for_a_record_that_does_not_come(
 # --- real processes
 
 
-@pytest.mark.parametrize(("seeks", "processes"), [(False, 0), (True, 2)])
+@pytest.mark.parametrize(("seeks", "processes"), per_change([(False, 0), (True, 2)], keep=[(True, 2)]))
 def test_a_worker_is_killed_and_the_job_continues_from_a_checkpoint(
     tmp_path: Path, seeks: bool, processes: int
 ) -> None:

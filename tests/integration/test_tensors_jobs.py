@@ -22,6 +22,7 @@ from tests.testing.launching import forks, wait_for_end
 from tests.testing.oracle import mse
 from tests.testing.polling import eventually
 from tests.testing.scripts import last_pushes
+from tests.testing.tiers import per_change
 
 ROOT = Path(__file__).parents[2]
 DOCS = (ROOT / "docs" / "tensors.md").read_text()
@@ -39,7 +40,9 @@ def job(script: str, *, bucket_bytes: int = 1024, **arguments: Any) -> TrainingJ
     return parse_job({**document, "metadata": {"name": "counted"}, "spec": spec}, source="test")
 
 
-@pytest.mark.parametrize(("transport", "shard"), [("shm", 0), ("tcp", 1), ("grpc", 0)])
+@pytest.mark.parametrize(
+    ("transport", "shard"), per_change([("shm", 0), ("tcp", 1), ("grpc", 0)], keep=[("tcp", 1)])
+)
 def test_a_server_is_killed_and_the_job_succeeds(tmp_path: Path, transport: Scheme, shard: int) -> None:
     """With certificates, as every job: all of it is a worker's right."""
     options = Options(forks=forks(), root=tmp_path / "state", transport=transport)
@@ -74,7 +77,7 @@ def test_a_server_is_killed_and_the_job_succeeds(tmp_path: Path, transport: Sche
     assert outcome.status.failures == 0
 
 
-@pytest.mark.parametrize("exits", [False, True])
+@pytest.mark.parametrize("exits", per_change([False, True], keep=[True]))
 def test_what_a_script_has_pushed_last_is_carried_out(tmp_path: Path, exits: bool) -> None:
     """It comes to its end, or calls sys.exit, while its pushes are on their way."""
     ending = job("last_pushes", bucket_bytes=1 << 20, exits=exits)

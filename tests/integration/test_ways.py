@@ -30,6 +30,7 @@ from elastic_ps.transport.base import Connection, Frame, Incoming, Server, unary
 from elastic_ps.transport.grpc import GrpcServer
 from elastic_ps.transport.tcp import TcpServer, data_address
 from tests.testing.polling import eventually
+from tests.testing.tiers import per_change
 from tests.testing.transports import LONG, Reading
 
 
@@ -558,7 +559,7 @@ def test_a_firewall_in_front_of_the_data_port_leaves_grpc(how: str) -> None:
     assert done.stderr.count("127.0.0.1:2222 is reached over gRPC, because not at its data port: ") == 1
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
+@pytest.mark.parametrize("transport", per_change(["shm", "tcp", "grpc"], keep=["tcp"]))
 def test_a_job_may_name_its_transport(tmp_path: Path, transport: str) -> None:
     """It is named in the summary and in the status of each member."""
     spec = {

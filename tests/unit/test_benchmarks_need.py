@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.testing.tiers import per_change
+
 NEEDS = {
     "buckets": "iproute2",
     "fleet": "unshare",
@@ -20,7 +22,7 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("name", per_change(NEEDS, keep=["operator"]))
 def test_what_is_missing_is_said(name: str, tmp_path: Path) -> None:
     (tmp_path / "kwok").touch()
     environment = {**os.environ, "PATH": str(tmp_path), "ELASTIC_PS_KUBERNETES_BIN": str(tmp_path)}

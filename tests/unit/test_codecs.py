@@ -490,7 +490,6 @@ def test_a_frame_that_is_cut_off_or_too_long_is_refused(kind: type[Compressed]) 
             codec.decode(Encoded({kind.name: data}, encoded.values), torch.empty(1000))
 
 
-@settings(max_examples=200)
 @given(place=st.integers(0, 1 << 16), value=st.integers(0, 255))
 def test_bytes_that_blosc_did_not_make_give_some_numbers_or_are_refused(place: int, value: int) -> None:
     """Nothing is read or written that is not there; it has no checksum, the connection has."""

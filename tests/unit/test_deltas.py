@@ -184,7 +184,6 @@ def test_where_most_elements_change_their_bits_are_sent_if_that_saves_anything(
     assert (pulled < 0.8 * BUCKET.nbytes) is less
 
 
-@settings(max_examples=50)
 @given(
     bits=st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40),
     changes=st.dictionaries(st.integers(0, 39), st.integers(-(2**31), 2**31 - 1)),

@@ -135,7 +135,6 @@ def kinds(histories: Histories, data: Data | None = DATA) -> set[Kind]:
     return {violation.kind for violation in check(histories, data)}
 
 
-@settings(max_examples=80, deadline=None)
 @given(seed=st.integers(0, 2**32), crashes=st.integers(0, 4))
 def test_nothing_is_found_in_a_run_that_lost_nothing(seed: int, crashes: int) -> None:
     assert check(Simulation(seed, crashes).run(), DATA) == []
@@ -252,7 +251,7 @@ def pull_a_torn_model(histories: Histories, rng: random.Random) -> None:
         (pull_a_torn_model, "values differ"),
     ],
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32), crashes=st.integers(0, 3))
 def test_what_is_planted_is_found(plant: Plant, kind: Kind, seed: int, crashes: int) -> None:
     histories = Simulation(seed, crashes).run()

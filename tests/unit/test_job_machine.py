@@ -255,5 +255,5 @@ class Job(RuleBasedStateMachine):
 
 TestMembers = Members.TestCase
 TestJob = Job.TestCase
-TestMembers.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestJob.settings = settings(max_examples=80, stateful_step_count=60, deadline=None)
+TestMembers.settings = settings(stateful_step_count=40)
+TestJob.settings = settings(stateful_step_count=60)

@@ -390,4 +390,4 @@ class Model(RuleBasedStateMachine):
 
 
 TestAgainstAModel = Model.TestCase
-TestAgainstAModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAgainstAModel.settings = settings(stateful_step_count=30)

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_operator.documents import read_server_status, read_status
@@ -914,7 +914,6 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(events, max_size=30))
 def test_from_anywhere_it_comes_to_rest_where_it_should(happened: list[tuple[str, Any, int]]) -> None:
     """An operator killed after any write neither forgets nor double counts, and reaches the same end."""

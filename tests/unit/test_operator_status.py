@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_operator.documents import over, read_status
@@ -252,7 +252,6 @@ JUNK = st.recursive(
 FIELDS = (*TrainingJobStatus.model_json_schema()["properties"], "phase2")
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     st.dictionaries(st.sampled_from(FIELDS), JUNK, max_size=6),
     st.lists(JUNK, max_size=3),

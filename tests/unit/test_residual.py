@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ps.worker.residual import Residual, Rest
@@ -156,7 +156,6 @@ def test_what_codecs_keep_goes_back_too() -> None:
     assert steps.left == 100, "what is left over is not a codec's own"
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_what_is_in_the_model_and_what_waits_are_the_gradients_of_its_steps(data: st.DataObject) -> None:
     """However rounds go: committed, started again, or over without the worker, in any order."""

@@ -19,6 +19,7 @@ from elastic_ps.job import TrainingJobSpec
 from elastic_ps.local.processes import free_addresses
 from elastic_ps.status import Progress, ServerStatus
 from tests.testing.polling import eventually
+from tests.testing.tiers import per_change
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,7 +91,7 @@ class Process:
             return text
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", per_change([signal.SIGTERM, signal.SIGINT], keep=[signal.SIGTERM]))
 def test_it_serves_until_it_is_asked_to_end(tmp_path: Path, number: signal.Signals) -> None:
     process = Process(tmp_path)
     try:
