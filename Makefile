@@ -94,12 +94,16 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# The lowest versions that pyproject.toml allows.
-$(LOWEST)/ready: pyproject.toml constraints.txt tools/lowest.py | $(VENV)/ready
+# The lowest versions that pyproject.toml allows; installed anew only if they have changed.
+$(LOWEST)/ready: build/lowest.txt
 	$(PYTHON) -m venv --clear $(LOWEST)
-	$(BIN)/python tools/lowest.py >$(LOWEST)/requirements.txt
-	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $(LOWEST)/requirements.txt
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
 	touch $@
+
+build/lowest.txt: pyproject.toml constraints.txt tools/lowest.py | $(VENV)/ready
+	@mkdir -p build
+	@$(BIN)/python tools/lowest.py >$@.new
+	@cmp --silent $@.new $@ || cp $@.new $@
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
