@@ -210,9 +210,14 @@ class Settings:
                         f"param_groups[{index}]: {key} is {theirs[key]!r}, which is not of the same kind as "
                         f"{value!r}"
                     )
-            if self.position.version:
-                _check_state(ours, theirs, index)
+        if self.position.version:
+            self.check_state(later)
         check_one_limit(later.groups)
+
+    def check_state(self, later: Settings) -> None:
+        """Raise InvalidModel if an optimizer that has state already needs more of it with `later`."""
+        for index, (ours, theirs) in enumerate(zip(self.groups, later.groups, strict=False)):
+            _check_state(ours, theirs, index)
 
 
 def _check_state(before: Mapping[str, Any], later: Mapping[str, Any], index: int) -> None:

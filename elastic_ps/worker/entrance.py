@@ -98,6 +98,8 @@ class Entrance:
             self._store = Store(self._host)
             self._client.address = self._store.address
         self.schedule = Schedule(optimizer, own=local)
+        if brought is not None:
+            self.schedule.has_state()
         membership = self._member.join(described, self.schedule.current())
         self._adopt(membership)
         self.check(self.schedule.current())

@@ -122,7 +122,12 @@ class Schedule:
         self._kept: list[_Kept] = []
         self._first: tuple[Mapping[str, Any], ...] = ()  # groups as the schedulers' constructors made them
         self._in_force: Settings | None = None
+        self._stepped: Settings | None = None  # what the state that the script has brought was made with
         self._current: Settings = Settings(groups=())
+
+    def has_state(self) -> None:
+        """The optimizer begins with a state, which was made with the hyperparameters as they are now."""
+        self._stepped = self.current()
 
     def current(self) -> Settings:
         """Hyperparameters and scheduler states as they are now."""
@@ -187,7 +192,12 @@ class Schedule:
             self.take_over(in_force)
 
     def check(self) -> None:
-        """Raise UsageError if the script has stepped a scheduler that is not its own to step."""
+        """Raise UsageError if the script has stepped a scheduler that is not its own to step.
+
+        And InvalidModel if it has set what the state that it has brought lacks: no step could be made.
+        """
+        if self._stepped is not None:
+            self._stepped.check_state(self.current())
         for kept in self._kept:
             kept.check()
 

@@ -283,6 +283,25 @@ def test_names_that_mean_nothing_are_refused(tmp_path: Path, names: Any, match: 
     failing(tmp_path, script, InvalidModel, match)
 
 
+def test_a_hyperparameter_that_a_state_lacks_which_was_brought_cannot_be_switched_on(tmp_path: Path) -> None:
+    """No step could be made with it, so the job would go back to its first version again and again."""
+    data = Numbers(40)
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        raw = torch.optim.Adam(model.parameters())
+        mse(model, data.x[:4], data.y[:4]).backward()
+        raw.step()
+        optimizer = session.optimizer(raw, model, state=raw.state_dict())
+        optimizer.param_groups[0]["amsgrad"] = True
+        for x, y in session.loader(data, 5):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    failing(tmp_path, script, InvalidModel, "amsgrad is True, and was False before")
+
+
 def test_a_hyperparameter_that_needs_more_state_cannot_be_switched_on_later(tmp_path: Path) -> None:
     data = Numbers(40)
 
