@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 from elastic_operator import builders
 from elastic_operator.desired import Desired
 from elastic_operator.plan import Note, Observed
-from elastic_operator.pods import Pod, Problem
+from elastic_operator.pods import LOST, Pod, Problem
 from elastic_ps.policies import FailureRule, PodFailurePolicy
 from elastic_ps.status import TrainingJobStatus
 
@@ -78,7 +78,11 @@ def counted(
     }
     if fresh:
         update["last_failure"] = describe(fresh[-1]).message[:1000]
-    notes = [Note(pod.uid, "Warning", describe(pod).reason, describe(pod).message) for pod in fresh]
+    notes = [
+        Note(pod.uid, "Warning", describe(pod).reason, describe(pod).message)
+        for pod in fresh
+        if describe(pod).reason != LOST  # that is told once for all of them, see `status.model_lost`
+    ]
     return status.model_copy(update={"worker": worker.model_copy(update=update)}), notes
 
 

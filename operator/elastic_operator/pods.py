@@ -51,6 +51,7 @@ _REASONS = {"failed": "WorkerFailed", "crashed": "WorkerCrashed", "killed": "Wor
 _OWN_LIMIT = re.compile(r"exceed(s|ed) (the|the total|its local ephemeral storage) limit")
 """What the kubelet says when it evicts a pod for its own sake, though its node has room left."""
 
+LOST = "ModelLost"
 MODEL_LOST = (
     "the parameter server was lost, and its checkpoints with it. Training begins again from the start. With "
     "parameterServer.checkpoint.volumeClaim a model outlives its pod"
@@ -375,7 +376,7 @@ def _ended(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[E
     if end.get("exitCode") == exits.LEFT:
         return "failed", Problem("WorkerLeft", f"{name} got SIGTERM, finished its step and left")
     if end.get("exitCode") == exits.LOST:
-        return "disrupted", Problem("ModelLost", f"{name} ended: {MODEL_LOST}")
+        return "disrupted", Problem(LOST, f"{name} ended: {MODEL_LOST}")
     if end.get("exitCode") == exits.HUNG:
         return "failed", Problem("WorkerHung", _said(f"{name} ended itself: it made no progress", end))
     return "failed", _exit(name, end, limit=_limit(manifest))

@@ -44,6 +44,7 @@ from elastic_operator.status import (
     condition,
     ended,
     explained,
+    model_lost,
     stays,
     turned,
     with_condition,
@@ -88,6 +89,7 @@ def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Op
         return Plan(actions=left, status=status, requeue=options.retry if observed.refusals else ZERO)
     status, notes = counted(status, desired, observed)
     status = _with_counts(status, observed, desired, now)
+    notes += model_lost(old, status, observed)
     if desired.spec.run_policy.suspend:
         return _suspended(old, status, desired, observed, notes, now, options)
     status = _resumed(status, now)

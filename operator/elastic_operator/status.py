@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 from elastic_operator import names
 from elastic_operator.plan import Note, Observed, stamp
-from elastic_operator.pods import MODEL_LOST, Pod, Problem
+from elastic_operator.pods import LOST, MODEL_LOST, Pod, Problem
 from elastic_ps.status import (
     Condition,
     EvaluationStatus,
@@ -184,8 +184,8 @@ def _summary(worker: WorkerStatus, progress: Progress, replicas: int) -> Summary
 def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
     """An Event for each condition that turned True, or is no longer Degraded, since `old`.
 
-    And for what the evaluator has found and has missed since, for another consistency or compression that is
-    in force, and for a model that is lost.
+    And for what the evaluator has found and has missed since, and for another consistency or compression that
+    is in force.
     """
     notes = list(_evaluated(old.progress.evaluation or EvaluationStatus(), new.progress.evaluation))
     was, now = old.parameter_server, new.parameter_server
@@ -195,11 +195,6 @@ def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
     if was.compression and now.compression != was.compression:
         text = f"compression is ({now.compression}) now; it was ({was.compression})"
         notes.append(Note(f"Encoded/{now.term}/{now.compression}", "Normal", "CompressionChanged", text))
-    version, new_term = old.progress.version, (now.term or 0) > (was.term or 0)
-    to_nothing = new.progress.version == 0 and (old.progress.durable_version or 0) > 0
-    if new.progress.version < version and (to_nothing or not new_term):  # else they went back to a checkpoint
-        text = f"version {version} is gone: {MODEL_LOST}"
-        notes.append(Note(f"Lost/{version}", "Warning", "ModelLost", text))
     for after in new.conditions:
         before = condition(old, after.type)
         since = "first"
@@ -217,6 +212,23 @@ def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
         elif after.type == "Degraded" and before is not None and new.phase == "Running":
             notes.append(Note(key, "Normal", "Recovered", after.message))
     return notes
+
+
+def model_lost(old: TrainingJobStatus, new: TrainingJobStatus, observed: Observed) -> Iterator[Note]:
+    """An Event if the model is lost: the version says so, or a worker that has ended over it.
+
+    For all of them together it is one: its key is the parameter server that came after the loss.
+    """
+    was, now = old.parameter_server, new.parameter_server
+    version, new_term = old.progress.version, (now.term or 0) > (was.term or 0)
+    to_nothing = new.progress.version == 0 and (old.progress.durable_version or 0) > 0
+    said = [pod.problem for pod in observed.of("worker") if pod.uid not in old.worker.counted_pods]
+    lost = [problem.message for problem in said if problem is not None and problem.reason == LOST]
+    if new.progress.version < version and (to_nothing or not new_term):  # else they went back to a checkpoint
+        lost = [f"version {version} is gone: {MODEL_LOST}"]
+    if lost:
+        leader = next((pod.uid for pod in observed.of("ps")), "")
+        yield Note(f"{LOST}/{leader}", "Warning", LOST, lost[0])
 
 
 def _evaluated(old: EvaluationStatus, new: EvaluationStatus | None) -> Iterator[Note]:

@@ -404,7 +404,12 @@ def test_a_model_that_is_lost_with_its_server_ends_no_job_and_the_job_says_so() 
     simulation.settle()
     assert simulation.status["phase"] == "Running"
     assert simulation.status["worker"].items() >= {"failures": 0, "restarts": 2}.items()
-    assert "ModelLost" in simulation.notes.values()
+    assert list(simulation.notes.values()).count("ModelLost") == 1, "for all workers together"
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True)
+    simulation.pods["digits-ps-0"]["metadata"]["uid"] = "next"
+    assert simulation.end("digits-worker-0", exits.LOST)
+    simulation.settle()
+    assert list(simulation.notes.values()).count("ModelLost") == 2, "it has been lost again"
 
 
 def test_a_parameter_server_that_is_evicted_for_its_own_limit_is_not_made_again_for_ever() -> None:

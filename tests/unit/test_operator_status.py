@@ -16,7 +16,7 @@ from elastic_operator.documents import over, read_status
 from elastic_operator.plan import DeleteJob, Observed, Options, Plan
 from elastic_operator.pods import Pod
 from elastic_operator.reconcile import reconcile
-from elastic_operator.status import dump_status, explained, holds, turned, with_counts
+from elastic_operator.status import dump_status, explained, holds, model_lost, turned, with_counts
 from elastic_ps.status import Member, Progress, ServerStatus, Traffic, TrainingJobStatus, WorkerStatus
 from tests.testing.simulation import START, Simulation, finish, job_document, running, tell
 
@@ -80,7 +80,7 @@ def at(version: int, term: int) -> TrainingJobStatus:
 def test_an_event_tells_that_training_begins_again(
     before: tuple[int, int], after: tuple[int, int], lost: bool
 ) -> None:
-    notes = turned(at(*before), at(*after))
+    notes = list(model_lost(at(*before), at(*after), Observed()))
     assert [(note.kind, note.reason) for note in notes] == ([("Warning", "ModelLost")] if lost else [])
     assert all("version 7 is gone" in note.message for note in notes)
 
