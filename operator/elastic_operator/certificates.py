@@ -81,12 +81,12 @@ def renewed(
 ) -> TrainingJobStatus:
     """The status once they have been issued.
 
-    Where they are refused, it says no more than that the job is to have some: a Service that would say so may
-    be refused as well.
+    Where they are refused, or what they need is, it says no more than that the job is to have some: a Service
+    that would say so may be refused as well.
     """
     if certify is None:
         return status
-    if any(problem.reason == REFUSED for problem in observed.refusals):
+    if observed.refusals and observed.certified is None:
         return status.model_copy(update={"certificates": status.certificates or CertificatesStatus()})
     until = observed.certified or now + certify.lifetime
     workers = certify.processes["worker"]

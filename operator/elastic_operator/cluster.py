@@ -76,7 +76,7 @@ class Cluster:
         missing: set[Kind] = set()
         broken = 0
         for action in actions:
-            if isinstance(action, Create) and action.needs in missing:
+            if isinstance(action, Create | Certify) and action.needs in missing:
                 continue
             try:
                 result = self._carry_out(job, action)

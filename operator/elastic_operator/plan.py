@@ -115,7 +115,8 @@ class Create:
 class Certify:
     """Issue new certificates for all processes of the job, into its Secrets.
 
-    `processes`: how many there are of each role. `first`: there are no Secrets yet.
+    `processes`: how many there are of each role. `first`: there are no Secrets yet. `needs`: see `Create`; if
+    the job's Service belongs to another one, which was orphaned, so do the Secrets of these names.
     """
 
     processes: Mapping[Role, int]
@@ -123,6 +124,7 @@ class Certify:
     lifetime: timedelta
     reason: str
     first: bool = False
+    needs: Kind | None = "Service"
 
 
 @dataclass(frozen=True)

@@ -345,6 +345,27 @@ def test_a_job_keeps_tls_though_everything_that_says_so_is_refused_at_first(
     assert operator.status.certificates.issued
 
 
+def test_the_secrets_of_an_orphaned_job_are_left_to_its_pods(server: ApiServer, tmp_path: Path) -> None:
+    """It was deleted with `--cascade=orphan`, and its processes go on; then there is one of the same name."""
+    operator = operator_of(server, tmp_path)
+    job = server.add_job()
+    operator.turns()
+    before = file(server, "digits-tls-ps-0", "0.crt")
+    server.remove(JOBS, "digits")
+    job["metadata"]["uid"] = "uid-of-the-next"
+    server.put(JOBS, {**job, "status": {}})
+    operator.controller.list_all()
+    operator.turns()
+    assert file(server, "digits-tls-ps-0", "0.crt") == before
+    assert operator.status.certificates == CertificatesStatus(), "it is to have some, and has none"
+    server.remove("services", "digits-servers")
+    operator.controller.list_all()
+    operator.turns()
+    assert file(server, "digits-tls-ps-0", "0.crt") != before
+    (owner,) = server.get("secrets", "digits-tls-ps-0")["metadata"]["ownerReferences"]
+    assert owner["uid"] == "uid-of-the-next"
+
+
 def encoded(**data: bytes) -> dict[str, Any]:
     named = {key.replace("_", "."): base64.b64encode(value).decode() for key, value in data.items()}
     metadata = {"name": SEED_PLACE[1], "namespace": SEED_PLACE[0]}
