@@ -23,6 +23,7 @@ from elastic_operator.plan import (
     Kind,
     Note,
     Outcome,
+    Remember,
     TellPod,
     stamp,
 )
@@ -114,23 +115,33 @@ class Cluster:
         if isinstance(action, Certify):
             return self._certify(job, action)
         if isinstance(action, TellPod):
-            self._tell(job, action)
+            self._annotate(job, "pods", action.name, action.annotations, uid=action.uid)
+        elif isinstance(action, Remember):
+            self._annotate(job, "services", action.name, {names.VALID_ANNOTATION: action.spec})
         else:
             self._delete(job, action)
         return None
 
-    def _tell(self, job: Mapping[str, Any], action: TellPod) -> None:
-        """A pod that has gone since is told when it is made again."""
-        path = f"{path_of('pods', job['metadata']['namespace'])}/{action.name}"
-        metadata = {"uid": action.uid, "annotations": action.annotations}  # another pod's is refused (422)
-        body = {"metadata": metadata}
+    def _annotate(
+        self,
+        job: Mapping[str, Any],
+        resource: Resource,
+        name: str,
+        annotations: Mapping[str, str],
+        *,
+        uid: str = "",
+    ) -> None:
+        """An object that has gone since gets its annotations when it is made again."""
+        path = f"{path_of(resource, job['metadata']['namespace'])}/{name}"
+        named = {"uid": uid} if uid else {}  # that of another one is refused (422)
+        body = {"metadata": {**named, "annotations": annotations}}
         try:
-            written = self._api.request("patch", "pods", path, body=body)
+            written = self._api.request("patch", resource, path, body=body)
         except ApiError as error:
             if error.status not in (404, 409, 422):
                 raise
             return
-        self._store.put("pods", written, ours=True)
+        self._store.put(resource, written, ours=True)
 
     def _create(self, job: Mapping[str, Any], action: Create) -> Problem | None:
         resource = _RESOURCES[action.kind]
@@ -276,10 +287,12 @@ def _words(action: Action, job: str) -> str:
         return f"issued certificates for {sum(action.processes.values())} processes"
     if isinstance(action, TellPod):
         return f"told Pod {action.name} of a change"
+    if isinstance(action, Remember):
+        return f"wrote the spec down on Service {action.name}"
     return f"deleted Pod {action.name}" if isinstance(action, DeletePod) else f"deleted Job {job}"
 
 
-def _refusal(action: Create | Certify | DeletePod | TellPod, error: ApiError) -> Problem:
+def _refusal(action: Create | Certify | DeletePod | TellPod | Remember, error: ApiError) -> Problem:
     """A policy or a webhook of the cluster, say, refuses one action."""
     name = "the certificates" if isinstance(action, Certify) else action.name
     reason = "Forbidden" if error.status == 403 else "Refused"

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -29,6 +29,7 @@ class Desired:
         spec: the spec; what describes the training itself is as it was when the job started.
         replicas: wanted workers, within the bounds.
         ignored: why `spec` is not quite what the resource says; empty if it is.
+        invalid: why `spec` is the last one that could be followed; "" if that of the resource can be.
         restart: what was made before then is to be made again; None if nobody has asked for that.
         generation: the number of what shard 0 is told; 0 if it is not known what the job wants, because the
             spec cannot be followed and the pod is gone that was told before. Then a checkpoint's word counts.
@@ -39,6 +40,7 @@ class Desired:
     spec: TrainingJobSpec
     replicas: int
     ignored: tuple[str, ...] = ()
+    invalid: str = ""
     restart: datetime | None = None
     generation: int = 0
     wiring: Wiring = HEADLESS
@@ -115,6 +117,28 @@ def read_desired(
         generation=builders.generation(job) if known else 0,
         wiring=wiring.of(name, observed.services, secured=secured),
     )
+
+
+def read_last_valid(
+    job: Mapping[str, Any], observed: Observed, policy: Policy, why: str, *, secured: bool = False
+) -> Desired | None:
+    """What a job that has started goes on with, since its spec cannot be followed. None: that is not known.
+
+    `why`: what is wrong with the spec. See `read_desired` for the rest.
+    """
+    if not (observed.valid_spec and started(job, observed)):
+        return None
+    try:
+        spec = json.loads(observed.valid_spec)
+        known = read_desired({**job, "spec": spec}, observed, policy, secured=secured)
+    except (ValueError, InvalidJob):
+        return None
+    return replace(known, invalid=kept_valid(why))
+
+
+def kept_valid(why: str) -> str:
+    """That a job goes on though its spec is invalid, in words."""
+    return f"the job keeps running with its last valid spec until you correct this: {why}"
 
 
 def _is_secured(job: Mapping[str, Any], observed: Observed, default: bool) -> bool:

@@ -16,6 +16,9 @@ PLURAL = "trainingjobs"
 SPEC_ANNOTATION = f"{GROUP}/spec"
 """On the job's Service: the part of the spec that stays as it was when the job started."""
 
+VALID_ANNOTATION = f"{GROUP}/last-valid-spec"
+"""On the job's Service: the whole spec, as it was when it could be followed last."""
+
 TEMPLATE_ANNOTATION = f"{GROUP}/template-hash"
 """On each pod: what of the spec it was made from."""
 

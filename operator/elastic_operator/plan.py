@@ -63,6 +63,7 @@ class Observed:
     Attributes:
         pods: its pods.
         services: names of its Services, with the spec annotation of the one that has it.
+        valid_spec: the last spec that could be followed, as JSON, which one of them has; "" if none has.
         secured: whether one of them says that the job's processes talk to each other over TLS.
         claims: names of its volume claims.
         policies: names of its network policies; looked for only if there is to be one.
@@ -73,6 +74,7 @@ class Observed:
 
     pods: tuple[Pod, ...] = ()
     services: Mapping[str, str | None] = field(default_factory=dict)
+    valid_spec: str = ""
     secured: bool = False
     claims: frozenset[str] = frozenset()
     policies: frozenset[str] = frozenset()
@@ -164,7 +166,16 @@ class TellPod:
     reason: str
 
 
-Action: TypeAlias = Create | Certify | DeletePod | DeleteJob | TellPod
+@dataclass(frozen=True)
+class Remember:
+    """Write down on the job's Service of this name that its spec, which is JSON, can be followed."""
+
+    name: str
+    spec: str
+    reason: str
+
+
+Action: TypeAlias = Create | Certify | DeletePod | DeleteJob | TellPod | Remember
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,22 @@ and only a job whose written status says that it is over is cleaned up.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
 from elastic_operator import builders, certificates, names, network
-from elastic_operator.desired import Desired, read_desired, revision, started, tuning_to_tell
+from elastic_operator.desired import (
+    Desired,
+    kept_valid,
+    read_desired,
+    read_last_valid,
+    revision,
+    started,
+    tuning_to_tell,
+)
 from elastic_operator.documents import read_status
 from elastic_operator.failures import counted, has_to_be_counted
 from elastic_operator.plan import (
@@ -27,6 +36,7 @@ from elastic_operator.plan import (
     Observed,
     Options,
     Plan,
+    Remember,
     TellPod,
     stamp,
 )
@@ -63,6 +73,10 @@ _NEED: dict[Role, str] = {
 }
 
 
+_MOST_VALID = 200 * 1024
+"""Characters of a spec that is written down; Kubernetes takes 256 KiB for all annotations of an object."""
+
+
 def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options: Options) -> Plan:
     """One pass over one job."""
     plan = _plan(job, observed, now, options)
@@ -82,7 +96,10 @@ def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Op
     try:
         desired = read_desired(job, observed, options.policy, secured=options.secured)
     except InvalidJob as error:
-        return _invalid(old, status, str(error), started=started(job, observed), now=now)
+        last = read_last_valid(job, observed, options.policy, str(error), secured=options.secured)
+        if last is None:
+            return _invalid(old, status, str(error), started=started(job, observed), now=now)
+        desired = last
     if desired.restart is not None and desired.restart > now:
         desired = replace(desired, restart=None)
     if left := left_over(desired, observed):
@@ -135,8 +152,8 @@ def _invalid(
     """An invalid spec ends a job that has not started. One that runs goes on as it was."""
     why = Problem("InvalidSpec", message)
     if started:
-        kept = f"the job keeps running with its last valid spec until you correct this: {message}"
-        status = with_condition(status, "Degraded", True, Problem("InvalidSpec", kept), now=now)
+        kept = Problem("InvalidSpec", kept_valid(message))
+        status = with_condition(status, "Degraded", True, kept, now=now)
         return Plan(status=status, notes=tuple(turned(old, status)))
     return _conclude(old, status, Verdict("Failed", why), [], now)
 
@@ -268,9 +285,16 @@ def _services(job: Mapping[str, Any], desired: Desired, observed: Observed) -> I
     """They record how the job is wired, and with what spec it has started, so they come before all others."""
     revision = builders.revision(desired.spec)
     wanted = desired.wiring.services(job, builders.servers(desired.spec), revision=revision)
+    first, valid = next(iter(wanted)), json.dumps(job.get("spec"), sort_keys=True)
+    if desired.invalid or len(valid) > _MOST_VALID:
+        valid = ""
+    if valid:
+        wanted[first]["metadata"]["annotations"][names.VALID_ANNOTATION] = valid
     for address, manifest in wanted.items():
         if address not in observed.services:
             yield Create("Service", address, manifest, "the address of the job's servers")
+    if valid and first in observed.services and observed.valid_spec != valid:
+        yield Remember(first, valid, "the job goes on with it if the next one cannot be followed")
 
 
 def _servers(

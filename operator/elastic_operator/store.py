@@ -162,8 +162,9 @@ class Store:
         services = {place[2]: other.value for place, other in owned if place[0] == "services"}
         observed = Observed(
             pods=tuple(sorted(found, key=lambda pod: pod.name)),
-            services={name: revision for name, (revision, _) in services.items()},
-            secured=any(secured for _, secured in services.values()),
+            services={name: revision for name, (revision, _, _) in services.items()},
+            secured=any(secured for _, secured, _ in services.values()),
+            valid_spec=next((valid for _, _, valid in services.values() if valid), ""),
             claims=frozenset(place[2] for place, _ in owned if place[0] == "persistentvolumeclaims"),
             policies=frozenset(place[2] for place, _ in owned if place[0] == "networkpolicies"),
         )
@@ -213,7 +214,9 @@ def _read(resource: Resource, manifest: Mapping[str, Any]) -> _Item | None:
     if resource == "pods":
         value = pods.read(manifest)
     elif resource == "services":
-        value = (annotations.get(names.SPEC_ANNOTATION), annotations.get(names.TLS_ANNOTATION) == "true")
+        valid = str(annotations.get(names.VALID_ANNOTATION) or "")
+        secured = annotations.get(names.TLS_ANNOTATION) == "true"
+        value = (annotations.get(names.SPEC_ANNOTATION), secured, valid)
     key = (metadata["namespace"], labels[names.JOB_LABEL])
     return _Item(uid, version, key, frozenset(owners), value, value)
 

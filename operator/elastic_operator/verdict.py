@@ -209,7 +209,8 @@ def _degraded(
 
 def _problems(desired: Desired, observed: Observed, now: datetime, options: Options) -> list[Problem]:
     """What keeps parameter servers, workers and the evaluator from working, the most telling first."""
-    problems = list(observed.refusals)
+    problems = [Problem("InvalidSpec", desired.invalid)] if desired.invalid else []
+    problems += observed.refusals
     for pod in observed.of("ps", "worker", "evaluator"):
         unplaced = pod.unplaced(now)
         settled = unplaced is None or unplaced >= options.place_limit

@@ -245,7 +245,8 @@ def test_granted_is_what_is_used(installed: None, cluster: GivenCluster, jobs: J
     # Only looked at when a name is taken: by what of an earlier job is still being deleted.
     named = ("pods", "services", "persistentvolumeclaims", "networkpolicies")
     used |= {("get", resource) for resource in named}
-    used |= {("update", "secrets"), ("patch", "pods")}  # certificates are renewed; a running job is changed
+    # Certificates are renewed; a running job is changed.
+    used |= {("update", "secrets"), ("patch", "pods"), ("patch", "services")}
     used -= {("get", "secrets")}  # the operator's own one, by its name, in its own namespace
     role = cluster.get("clusterrole", "elastic-ps")
     granted = {

@@ -259,6 +259,10 @@ class ApiServer:
                 raise Refusal(422, "Invalid", f"{name} is invalid: type: field is immutable")
             return self.put(resource, request.body)
         if request.method == "PATCH":
+            if resource == "services":
+                return self.put(
+                    resource, {**found, "metadata": _merged(found["metadata"], request.body["metadata"])}
+                )
             whole = resource == "leases"
             patch = request.headers.get("content-type") == "application/merge-patch+json"
             if not patch or sub != ("" if whole else "status"):

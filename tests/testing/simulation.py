@@ -23,6 +23,7 @@ from elastic_operator.plan import (
     Observed,
     Options,
     Plan,
+    Remember,
     TellPod,
     stamp,
 )
@@ -51,6 +52,7 @@ class Simulation:
         self.job: dict[str, Any] | None = copy.deepcopy(dict(job))
         self.pods: dict[str, dict[str, Any]] = {}
         self.services: dict[str, str | None] = {}
+        self.valid_spec = ""
         self.claims: set[str] = set()
         self.policies: set[str] = set()
         self.server: ServerStatus | None = None
@@ -88,6 +90,7 @@ class Simulation:
         return Observed(
             pods=tuple(pod for pod in found if pod is not None),
             services=dict(self.services),
+            valid_spec=self.valid_spec if self.services else "",
             secured=self.secured,
             claims=frozenset(self.claims),
             policies=frozenset(self.policies),
@@ -126,9 +129,12 @@ class Simulation:
             self._delete(action)
         elif isinstance(action, TellPod):
             self.pods[action.name]["metadata"]["annotations"].update(action.annotations)
+        elif isinstance(action, Remember):
+            self.valid_spec = action.spec
         elif action.kind == "Service":
             metadata = action.manifest["metadata"]
             self.secured = self.secured or names.TLS_ANNOTATION in metadata["annotations"]
+            self.valid_spec = metadata["annotations"].get(names.VALID_ANNOTATION) or self.valid_spec
             self.services.setdefault(action.name, metadata["annotations"].get(names.SPEC_ANNOTATION))
         elif action.kind == "NetworkPolicy":
             self.policies.add(action.name)

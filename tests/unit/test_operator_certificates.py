@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from elastic_operator import builders, names
 from elastic_operator.certificates import REFUSED, room
-from elastic_operator.plan import Certify, Create, Options, Outcome, stamp
+from elastic_operator.plan import Certify, Create, Options, Outcome, Remember, stamp
 from elastic_operator.pods import Problem, parse_time
 from elastic_operator.reconcile import reconcile
 from elastic_operator.wiring import Wiring
@@ -83,7 +83,8 @@ def test_a_pass_that_changes_nothing_issues_nothing() -> None:
 def test_more_workers_than_there_are_certificates_for() -> None:
     simulation = secured(worker={"replicas": 2})
     simulation.scale(5)
-    first, *others = simulation.plan().actions
+    noted, first, *others = simulation.plan().actions
+    assert isinstance(noted, Remember)
     assert isinstance(first, Certify)
     assert first.processes == {"ps": 1, "worker": 8}
     assert len(others) == 3, "the pods come after the Secrets that they mount"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -199,6 +200,29 @@ def test_objects_of_a_job_of_the_same_name_are_neither_counted_nor_taken(
     assert (degraded.status, degraded.reason) == ("True", "NameTaken")
     assert "digits-servers of services exists already and does not belong to this job" in degraded.message
     assert "digits-ps-0 of pods belongs to an earlier job and is still being deleted" in degraded.message
+
+
+def test_the_last_valid_spec_stands_on_the_service_and_is_written_when_it_changes(
+    server: ApiServer, operator: Operator
+) -> None:
+    job = server.add_job()
+    operator.turns()
+
+    def written() -> dict[str, Any]:
+        annotations = server.get("services", "digits-servers")["metadata"]["annotations"]
+        found: dict[str, Any] = json.loads(annotations[names.VALID_ANNOTATION])
+        return found
+
+    assert written() == job["spec"]
+    assert not server.asked("PATCH", "services"), "it was created with that"
+    found = server.get(JOBS, "digits")
+    found["metadata"]["generation"] += 1
+    found["spec"] = {**found["spec"], "worker": {"replicas": 3}}
+    server.put(JOBS, found)
+    operator.controller.list_all()
+    operator.turns()
+    assert written()["worker"] == {"replicas": 3}
+    assert len(server.asked("PATCH", "services")) == 1
 
 
 def test_what_exists_already_and_is_the_jobs_is_as_good_as_created(
@@ -462,7 +486,8 @@ def test_what_the_parameter_server_says_is_in_the_status(
     assert operator.status.progress == progress
     assert operator.status.parameter_server.term == 2
     assert operator.status.phase == "Running"
-    assert operator.status.summary.model_dump() == {"workers": "1/1", "progress": "30%", "loss": "0.25"}
+    summary = {"workers": "1/1", "progress": "30%", "loss": "0.25", "reason": ""}
+    assert operator.status.summary.model_dump() == summary
 
 
 @pytest.mark.parametrize(

@@ -458,6 +458,47 @@ def test_an_edit_of_what_may_change_that_is_invalid_is_told_and_the_job_goes_on_
     assert "DegradedInvalidSpec" in simulation.notes.values()
 
 
+def forbid(simulation: Simulation) -> None:
+    """An edit that cannot be followed, of a part that decides how all workers are made."""
+    simulation.edit(worker={"replicas": 1, "template": {"spec": {"hostNetwork": True}}})
+
+
+def test_pods_that_end_while_the_spec_is_invalid_are_replaced_as_the_last_valid_one_says() -> None:
+    template = {"spec": {"nodeSelector": {"gpu": "yes"}}}
+    simulation = running(worker={"replicas": 1})
+    simulation.edit(worker={"replicas": 2, "template": template})
+    simulation.settle()
+    forbid(simulation)
+    assert simulation.step().actions == (), "what runs is left alone"
+    simulation.end("digits-worker-1", 1)
+    del simulation.pods["digits-ps-0"]
+    simulation.settle()
+    assert simulation.workers() == ["digits-worker-0", "digits-worker-1"]
+    assert simulation.pods["digits-worker-1"]["spec"]["nodeSelector"] == {"gpu": "yes"}
+    assert "digits-ps-0" in simulation.pods
+    degraded = simulation.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "InvalidSpec")
+    assert "keeps running with its last valid spec until you correct this: " in degraded["message"]
+    assert "hostNetwork" in degraded["message"]
+    simulation.edit(worker={"replicas": 1, "template": template})
+    simulation.settle()
+    assert simulation.workers() == ["digits-worker-0"]
+    assert simulation.condition("Degraded")["status"] == "False"
+
+
+@pytest.mark.parametrize("known", ["", "{", "[]", '{"entrypoint": "nonsense"}'])
+def test_a_job_of_which_no_valid_spec_is_known_is_left_alone_until_it_has_one(known: str) -> None:
+    """An earlier version of the operator has started it, or somebody has written into its Service."""
+    simulation = running()
+    forbid(simulation)
+    simulation.valid_spec = known
+    simulation.end("digits-worker-0", 1)
+    simulation.now += timedelta(minutes=1)
+    for _ in range(3):
+        assert simulation.step().actions == ()
+    assert simulation.condition("Degraded")["reason"] == "InvalidSpec"
+
+
 def test_running_job_keeps_what_it_trains_and_goes_to_the_bound() -> None:
     simulation = running(worker={"replicas": 1, "maxReplicas": 2})
     simulation.edit(entrypoint="other:main")

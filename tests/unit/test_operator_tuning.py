@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_operator import names
-from elastic_operator.plan import TellPod
+from elastic_operator.plan import Remember, TellPod
 from elastic_ps.env import DURABLE, read
 from elastic_ps.job import parse_spec
 from elastic_ps.status import Progress, ServerStatus, TuningStatus
@@ -47,7 +47,7 @@ def test_a_change_is_written_to_the_pod_of_shard_0_alone() -> None:
     assert (told(simulation).generation, told(simulation).consistency.mode) == (1, "sync")
     assert names.TUNING_ANNOTATION not in simulation.pods["digits-ps-1"]["metadata"]["annotations"]
     simulation.edit(consistency=BOUNDED)
-    assert [type(action) for action in simulation.step().actions] == [TellPod]
+    assert [type(action) for action in simulation.step().actions] == [Remember, TellPod]
     assert (told(simulation).generation, told(simulation).consistency.max_staleness) == (2, 8)
     simulation.settle()
     assert uids(simulation) == before
@@ -182,7 +182,7 @@ def test_the_compression_changes_as_the_consistency_does() -> None:
     simulation = running()
     before = uids(simulation)
     simulation.edit(compression={"codec": "int8", "rules": [{"match": "*.bias", "codec": "none"}]})
-    assert [type(action) for action in simulation.step().actions] == [TellPod]
+    assert [type(action) for action in simulation.step().actions] == [Remember, TellPod]
     compression = told(simulation).compression
     assert compression is not None
     assert (compression.codec, [rule.match for rule in compression.rules]) == ("int8", ["*.bias"])

@@ -51,7 +51,10 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
   resources: ["pods"]
   verbs: ["get", "list", "watch", "create", "patch", "delete"]
 - apiGroups: [""]
-  resources: ["services", "persistentvolumeclaims"]
+  resources: ["services"]
+  verbs: ["get", "list", "watch", "create", "patch"]
+- apiGroups: [""]
+  resources: ["persistentvolumeclaims"]
   verbs: ["get", "list", "watch", "create"]
 {{- if .Values.tls.enabled }}
 - apiGroups: [""]
