@@ -92,6 +92,16 @@ def revision(spec: TrainingJobSpec) -> str:
     return json.dumps(fixed_part(spec), sort_keys=True)
 
 
+def short_revision(spec: TrainingJobSpec) -> str:
+    """The same without what `overlay_fixed` fills in with the defaults: for a person who reads the status."""
+    fixed, plain = fixed_part(spec), fixed_part(TrainingJobSpec(entrypoint=spec.entrypoint))
+    for name in FIXED_FIELDS:
+        if isinstance(fixed[name], Mapping):
+            defaults = plain[name].items()
+            fixed[name] = {key: item for key, item in fixed[name].items() if (key, item) not in defaults}
+    return json.dumps({name: item for name, item in fixed.items() if item != {}}, sort_keys=True)
+
+
 def overlay_fixed(spec: Mapping[str, Any], fixed: Mapping[str, Any]) -> Manifest:
     """`spec` as a document, with the fields of `fixed` in the place of its own.
 

@@ -20,7 +20,6 @@ from elastic_operator.desired import (
     kept_valid,
     read_desired,
     read_last_valid,
-    revision,
     started,
     tuning_to_tell,
 )
@@ -120,9 +119,7 @@ def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Op
     actions += _servers(job, desired, old, status, observed, now, options)
     actions += _workers(job, desired, old, status, observed, now, options)
     actions += _evaluator(job, desired, status, observed, now, options)
-    status = status.model_copy(
-        update={"revision": revision(job, observed) or builders.revision(desired.spec)}
-    )
+    status = status.model_copy(update={"revision": builders.short_revision(desired.spec)})
     status = health(status, desired, observed, now=now, options=options)
     return Plan(
         actions=tuple(actions),
