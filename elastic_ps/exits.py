@@ -7,8 +7,8 @@ exit status      meaning
 ================ ============================================================================
 0                a worker or the evaluator finished its script, or a parameter server was asked to end
                  (SIGTERM)
-INVALID (78)     the job cannot work as it is specified (`UserError`); the process is not replaced, on a
-                 cluster only before the first step
+INVALID (78)     the job cannot work as it is specified (`UserError`), or the script lacks a module; the
+                 process is not replaced, on a cluster only before the first step
 1 to 127         the script failed; counts against `runPolicy.backoffLimit`
 HUNG (124)       a worker that kept the others waiting for too long ended itself; counts, too
 128 to 255,      killed from outside (out of memory, preemption) or crashed; replaced. On a cluster

@@ -44,10 +44,10 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         process.leave_reason(str(error))
         return exits.INVALID
-    except Exception:  # noqa: BLE001 (the script's own failure)
+    except Exception as error:  # noqa: BLE001 (the script's own failure)
         traceback.print_exc()
         process.leave_reason(traceback.format_exc()[-2000:])
-        return 1
+        return exits.INVALID if isinstance(error, entrypoint.ALWAYS) else 1
     finally:
         process.end_soon()
     return 0

@@ -96,14 +96,16 @@ def useful(process: Process, server: ServerStatus | None, ready: Container[int])
     return process.alive and (process.role == "standby" or process.index in ready)
 
 
-def was_finished(status: ServerStatus, last: ServerStatus | None, was: bool) -> bool:
+def was_finished(status: ServerStatus, last: ServerStatus | None, was: bool, *, resumed: int | None) -> bool:
     """Whether a job that continues from a checkpoint had been finished there, and has trained nothing since.
 
     Args:
         last, was: the answer before `status`, and what was known then.
+        resumed: the version of that checkpoint; None for a job that starts from scratch, whose first answer
+            may come when all is trained.
     """
     if last is None or not last.begun:
-        return status.progress.finished
+        return status.progress.finished and status.progress.version == resumed
     return was and status.progress.finished and status.progress.version == last.progress.version
 
 

@@ -96,6 +96,7 @@ class Launcher:
         self._lock_file = self.directory.claim()
         with self.directory.kept():
             self.checkpoints = self._choose_checkpoints()
+            self._resumed = newest_checkpoint(self.checkpoints) if self.options.resume is not None else None
             self.directory.write_job(job)
             self._tuning = self.directory.write_tuning(job)
             self._stamp = self.directory.job_stamp()
@@ -387,7 +388,7 @@ class Launcher:
 
     def _note_whether_finished_before(self, status: ServerStatus) -> None:
         """A job that continues from a checkpoint may have nothing left to do."""
-        was = was_finished(status, self.record.last, self._observed.was_finished)
+        was = was_finished(status, self.record.last, self._observed.was_finished, resumed=self._resumed)
         if was and not self._observed.was_finished:
             epochs = status.progress.epochs
             self._event(

@@ -16,6 +16,9 @@ from typing import Any, Union, get_args, get_origin
 from elastic_ps.errors import InvalidJob
 from elastic_ps.process import find_own_modules
 
+ALWAYS = (ImportError, SyntaxError)
+"""What a script that has raised it raises again when it is started again: something is missing, or wrong."""
+
 _PLAIN = (bool, int, float, str, NoneType)
 
 

@@ -22,6 +22,13 @@ _STATUSES = {RefusalCode.HUNG: exits.HUNG, RefusalCode.MODEL_LOST: exits.LOST}
 """What a worker ends with that was refused for such a reason."""
 
 
+def status_of(error: Exception) -> int:
+    """The exit status of a worker whose script has failed."""
+    if isinstance(error, entrypoint.ALWAYS):
+        return exits.INVALID
+    return _STATUSES.get(error.code, 1) if isinstance(error, Refused) else 1
+
+
 def check(text: str) -> int:
     """Print what is wrong with the entrypoints, their arguments, codecs or optimizers; returns the status."""
     try:
@@ -84,7 +91,7 @@ def main() -> int:
             return _invalid(left)
         traceback.print_exc()
         process.leave_reason(traceback.format_exc()[-2000:])
-        return _STATUSES.get(error.code, 1) if isinstance(error, Refused) else 1
+        return status_of(error)
     finally:
         current.close()
         process.end_soon()

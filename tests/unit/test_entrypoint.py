@@ -9,8 +9,10 @@ from typing import Any, Optional
 
 import pytest
 
-from elastic_ps.errors import InvalidJob
+from elastic_ps import exits
+from elastic_ps.errors import InvalidJob, RefusalCode, Refused
 from elastic_ps.worker.entrypoint import load
+from elastic_ps.worker.script import status_of
 
 CALLED: list[tuple[Any, ...]] = []
 
@@ -111,3 +113,17 @@ def test_what_cannot_be_called_is_refused(name: str, arguments: dict[str, Any], 
     with pytest.raises(InvalidJob, match=said):
         load(f"{__name__}:{name}", arguments)
     assert CALLED == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ModuleNotFoundError("No module named 'pandas'"), exits.INVALID),
+        (ImportError("cannot import name 'f'"), exits.INVALID),
+        (SyntaxError("invalid syntax"), exits.INVALID),
+        (RuntimeError("out of memory"), 1),
+        (Refused(RefusalCode.HUNG, "too late"), exits.HUNG),
+    ],
+)
+def test_a_script_that_would_fail_alike_each_time_is_not_started_again(error: Exception, status: int) -> None:
+    assert status_of(error) == status

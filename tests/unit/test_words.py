@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -65,11 +66,14 @@ def test_a_job_that_has_trained_more_epochs_was_not_finished_before() -> None:
         progress = Progress(version=version, finished=True)
         return ServerStatus(job="j", shard=0, shards=1, term=term, ready=True, progress=progress)
 
-    assert was_finished(answer(24), None, False)
-    assert was_finished(answer(24), answer(24, term=0), False)
-    assert was_finished(answer(24), answer(24), True)
-    assert not was_finished(answer(32), answer(24), True)
-    assert not was_finished(answer(32), answer(32), False)
+    found = partial(was_finished, resumed=24)
+    assert found(answer(24), None, False)
+    assert found(answer(24), answer(24, term=0), False)
+    assert found(answer(24), answer(24), True)
+    assert not found(answer(32), None, False), "more epochs were trained before the first answer"
+    assert not found(answer(32), answer(24), True)
+    assert not found(answer(32), answer(32), False)
+    assert not was_finished(answer(24), None, False, resumed=None), "the first answer of a short job"
 
 
 def test_which_checkpoint_is_the_newest(tmp_path: Path) -> None:
