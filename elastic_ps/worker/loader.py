@@ -123,6 +123,7 @@ class ElasticLoader:
         self._fetching: DataLoader[Any] | None = None
         self._ended_early = False
         self._ended: int | None = None  # the last epoch whose loop came to its end
+        self._all_had = False  # a loop over all epochs came to its end, maybe before its last step
         self._left: int | None = None  # the last epoch whose loop was left by a break
         self._missed = False  # the epoch under way was trained by others, and this worker is its chief
 
@@ -184,7 +185,7 @@ class ElasticLoader:
         """
         supply, engine = self._supply, self._engine
         engine.check_loop()
-        if engine.records.over and not self._missed:
+        if (engine.records.over and not self._missed) or (self._all_had and supply.only is None):
             raise UsageError(_OVER)
         if supply.only is not None and supply.only == self._ended:
             raise UsageError(_EPOCH_OVER.format(epoch=supply.only))
@@ -232,6 +233,7 @@ class ElasticLoader:
                     self._ended_early = True
                     break
             self._ended = supply.only
+            self._all_had = supply.only is None
         except GeneratorExit:  # the script broke out of the loop; what it has not computed on is not its own
             engine.batches.drop()
             engine.left = bool(engine.batches.computed)

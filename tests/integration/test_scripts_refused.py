@@ -100,6 +100,31 @@ def test_a_second_step_with_a_batch_is_told_what_to_do(tmp_path: Path, overlap: 
     failing(tmp_path, script, UsageError, r"has had its step, .*for one step.* One model, one or")
 
 
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_a_loop_around_the_loop_over_the_loader_is_refused(tmp_path: Path, accumulated: int) -> None:
+    """Where it begins again: the first time has trained all epochs, also if the last step comes after it."""
+    begun = 0
+
+    def script(session: Session) -> None:
+        nonlocal begun
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model, overlap=False)
+        loader = session.loader(Numbers(40), batch_size=4, epochs=2)
+        for _ in range(2):
+            begun += 1
+            for number, (x, y) in enumerate(loader, start=1):
+                mse(model, x, y).backward()
+                if number % accumulated == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if accumulated > 1:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    failing(tmp_path, script, UsageError, r"for epoch in loader\.epochs\(\)` instead of")
+    assert begun == 2
+
+
 def test_a_batch_from_elsewhere_is_refused(tmp_path: Path) -> None:
     def script(session: Session) -> None:
         model, data = make_mlp(), Numbers(40)
