@@ -227,7 +227,7 @@ class Session:
                 "session.optimizer was called twice, but a job trains one model. Put several networks, as "
                 "those of a GAN, into one torch.nn.ModuleDict, and pass their optimizers together, as in "
                 "session.optimizer({'generator': ..., 'critic': ...}, both): Two networks in turn in "
-                "docs/scripts.md. To train anew in a notebook, call elastic_ps.connect() again first"
+                "docs/scripts.md. To train anew in a notebook without a job, call connect() again first"
             )
         check_model(model)
         if isinstance(optimizer, Mapping):
