@@ -149,7 +149,9 @@ class Encoding(Counting):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("mode", [{"mode": "accumulate", "gradients": 4}, {"mode": "async"}])
+@pytest.mark.parametrize(
+    "mode", [{"mode": "accumulate", "gradients": 4}, {"mode": "async", "stalenessScale": "none"}]
+)
 @pytest.mark.parametrize("shards", [1, 2])
 def test_what_waits_is_sent_with_whatever_codec_comes_next(
     tmp_path: Path, mode: dict[str, Any], shards: int

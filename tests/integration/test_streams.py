@@ -160,8 +160,8 @@ MODES: list[dict[str, Any]] = [
     {"globalBatchSize": 7},
     {"backupWorkers": 1},
     {"mode": "accumulate", "gradients": 2},
-    {"mode": "bounded", "maxStaleness": 2},
-    {"mode": "async"},
+    {"mode": "bounded", "maxStaleness": 2, "stalenessScale": "none"},
+    {"mode": "async", "stalenessScale": "none"},
 ]
 
 
