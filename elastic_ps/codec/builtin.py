@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -294,10 +295,15 @@ def _largest(tensor: torch.Tensor, count: int) -> torch.Tensor:
 class SignSGD(Codec):
     """One bit for each element, and the mean magnitude of each block (Karimireddy et al. 2019, EF-SGD).
 
-    Larger blocks take fewer bytes, and need a smaller learning rate where gradients differ in size.
+    Elements of very different size share a magnitude badly: what is left over of the large ones waits for as
+    many steps as there are in a block, and the small ones become noise. So it is not the elements whose signs
+    are sent, but as many sums and differences of all of a block, which are of about the same size: a random
+    Hadamard transform, as in Vargaftik et al. 2021, "DRIVE: One-bit Distributed Mean Estimation". Whatever a
+    gradient is like, about 0.6 of it is left over, and soon made up for.
     """
 
     feedback = True
+    version = "2"
 
     def __init__(self, block: int = 64) -> None:
         """`block`: how many elements share a magnitude."""
@@ -307,18 +313,50 @@ class SignSGD(Codec):
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:  # noqa: ARG002
         """See `Codec.encode`."""
-        missing = -tensor.numel() % self._block
-        blocks = torch.nn.functional.pad(tensor, (0, missing)).view(-1, self._block)
+        mixing = self._mixing(tensor.numel())
+        flat = (_padded(tensor, len(mixing)).view(-1, len(mixing)) @ mixing).view(-1)
+        blocks = _padded(flat, self._block).view(-1, self._block)
         scale = blocks.abs().mean(dim=1)
-        if missing:
+        if missing := blocks.numel() - flat.numel():
             scale[-1] *= self._block / (self._block - missing)
-        signs = np.packbits(tensor.numpy() >= 0)
-        return Encoded({"scale": scale, "signs": torch.from_numpy(signs)})
+        return Encoded({"scale": scale, "signs": torch.from_numpy(np.packbits(flat.numpy() >= 0))})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
         """See `Codec.decode`."""
         elements = out.numel()
-        signs = _require("signs", encoded.tensors["signs"], torch.uint8, -(-elements // 8))
+        mixing = self._mixing(elements)
+        signs = _require("signs", encoded.tensors["signs"], torch.uint8, _whole(elements, len(mixing)) // 8)
         scale = _require("scale", encoded.tensors["scale"], torch.float32, -(-elements // self._block))
-        bits = torch.from_numpy(np.unpackbits(signs.numpy(), count=elements))
-        torch.mul(bits, 2, out=out).sub_(1).mul_(scale.repeat_interleave(self._block)[:elements])
+        bits = torch.from_numpy(np.unpackbits(signs.numpy())).to(torch.float32).mul_(2).sub_(1)
+        # Sums of ones are exact, in whatever order they are added: all get the same values, bit for bit.
+        counts = (bits.view(-1, len(mixing)) @ mixing.T).view(-1)[:elements]
+        torch.mul(counts, (scale / len(mixing)).repeat_interleave(self._block)[:elements], out=out)
+
+    def _mixing(self, elements: int) -> torch.Tensor:
+        """What so many elements are mixed with: whole parts of a block, and not much more than there are."""
+        return _mixing(min(self._block & -self._block, _MIXED, max(8, 1 << elements.bit_length() - 1)))
+
+
+_MIXED = 256
+"""The most elements that `signsgd` takes sums and differences of."""
+
+
+@cache
+def _mixing(size: int) -> torch.Tensor:
+    """Hadamard's matrix with the signs of its rows drawn once for all; it times its transpose is `size`."""
+    matrix = torch.ones(1, 1, **FLOATS)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    random = torch.Generator("cpu").manual_seed(0)
+    return matrix * (torch.randint(2, (size, 1), generator=random, device="cpu") * 2 - 1)
+
+
+def _whole(elements: int, block: int) -> int:
+    """How many elements as many whole blocks have as these need."""
+    return -(-elements // block) * block
+
+
+def _padded(flat: torch.Tensor, block: int) -> torch.Tensor:
+    """With zeros at its end, so that there are whole blocks."""
+    missing = _whole(flat.numel(), block) - flat.numel()
+    return torch.nn.functional.pad(flat, (0, missing)) if missing else flat

@@ -186,6 +186,22 @@ def test_zeros_stay_zeros(name: str) -> None:
     assert not through(codec, torch.zeros(1000)).any()
 
 
+@pytest.mark.parametrize("block", [64, 256, 24])
+def test_signs_of_elements_of_different_size_hold_none_up(block: int) -> None:
+    """A large one does not wait for the others, and these do not get its magnitude."""
+    codec = make("signsgd", {"block": block})
+    assert codec is not None
+    step = gradient(1000, 0, scale=0.1)
+    step[::block] = 10
+    sent, rest = torch.zeros(1000), torch.zeros(1000)
+    for _ in range(16):
+        decoded = through(codec, step + rest)
+        rest = step + rest - decoded
+        sent += decoded
+    assert float((sent / 16 - step).norm()) < 0.15 * float(step.norm())
+    assert float(rest.norm()) < 2 * float(step.norm())
+
+
 def test_what_is_left_over_comes_in_the_end() -> None:
     """With error feedback the sum of what was sent is the sum of the gradients, but for the last rest."""
     for codec in (make("topk", {}), make("signsgd", {}), powersgd(25, 20)):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from elastic_ps.codec.base import Codec, Encoded, Sparse
+from elastic_ps.codec.builtin import SignSGD
 from elastic_ps.codec.memory import as_bytes, as_tensor, dtype_of
 from elastic_ps.codec.plan import BUILT_IN, Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
@@ -591,6 +592,11 @@ def test_what_a_codec_makes_is_never_too_long(dtype: str, codec: str, options: d
     bucket = Bucket(0, 0, dtype, Rule.GRADIENT, (Piece(tensor=0, start=0, length=elements),))
     layout, used = Layout(tensors, (bucket,), 1), plan(codec=codec, options=options)
     gradient = torch.ones(elements, dtype=dtype_of(dtype))
+    if (
+        codec == "signsgd"
+    ):  # a sum or difference of all, and no other one: its sign and magnitude is all of it
+        signs = SignSGD(**options)
+        signs.decode(signs.encode(torch.ones(elements), {}, torch.Generator()), gradient)
     encoder = Encoder(layout, used, worker=3, seed=0)
     payload = encoder.encode(bucket, gradient, as_bytes(gradient), (), step=0, version=0)
     request = pb.PushRequest(codec=payload.codec, runs=payload.runs)
