@@ -2,7 +2,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-LOWEST := build/lowest
+# The lowest versions that pyproject.toml allows, for all checkouts on this machine that allow the same.
+LOWEST := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/elastic-ps/lowest-$(shell { $(PYTHON) -VV; $(PYTHON) tools/lowest.py; } | sha256sum | cut -c 1-12)
 TIER ?= not nightly
 UNIT ?= $(LOWEST)
 INTEGRATION ?= $(VENV)
@@ -94,16 +95,11 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# The lowest versions that pyproject.toml allows; installed anew only if they have changed.
-$(LOWEST)/ready: build/lowest.txt
+$(LOWEST)/ready:
 	$(PYTHON) -m venv --clear $(LOWEST)
-	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $<
+	$(PYTHON) tools/lowest.py >$(LOWEST)/requirements.txt
+	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $(LOWEST)/requirements.txt
 	touch $@
-
-build/lowest.txt: pyproject.toml constraints.txt tools/lowest.py | $(VENV)/ready
-	@mkdir -p build
-	@$(BIN)/python tools/lowest.py >$@.new
-	@cmp --silent $@.new $@ || cp $@.new $@
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
