@@ -38,13 +38,13 @@ from tests.simulator.world import Process, World, world
 CHANGES: list[dict[str, Any]] = [
     {"mode": "sync"},
     {"mode": "sync", "backupWorkers": 1},
-    {"mode": "bounded", "maxStaleness": 1, "stalenessScale": "none"},
-    {"mode": "bounded", "maxStaleness": 3, "stalenessScale": "none"},
-    {"mode": "async", "stalenessScale": "none"},
-    {"mode": "async", "reads": "inconsistent", "stalenessScale": "none"},
+    {"mode": "bounded", "maxStaleness": 1},
+    {"mode": "bounded", "maxStaleness": 3},
+    {"mode": "async"},
+    {"mode": "async", "reads": "inconsistent"},
     {"mode": "accumulate", "gradients": 3},
     {"mode": "bounded", "maxStaleness": 3, "stalenessScale": "inverse"},
-    {"mode": "async", "maxStalenessP99": 1, "stalenessScale": "none"},
+    {"mode": "async", "maxStalenessP99": 1},
 ]
 """What a person may want of a running job that is not in mode local."""
 

@@ -93,8 +93,8 @@ def _staleness(chance: random.Random, plan: Plan) -> Plan:
     given = {**plan.consistency}
     stale = given["mode"] in ("bounded", "async")
     if stale:
-        scale = chance.choice([None, "inverse", f"{halved.__module__}:{halved.__name__}"])
-        given |= {"stalenessScale": scale} if scale else {}
+        scales = ["none", "damped", "inverse", f"{halved.__module__}:{halved.__name__}"]
+        given["stalenessScale"] = chance.choice(scales)
     plain = given == {"mode": "sync"} and plan.strategy != "all-reduce" and not plan.assigning
     if (stale or plain) and chance.random() < 0.5:
         given["maxStalenessP99"] = chance.choice([0, 1, 2])
@@ -116,9 +116,9 @@ def draw(seed: int, **fixed: Any) -> Plan:
         {"mode": "sync"},
         {"mode": "sync", "deterministic": True},
         {"mode": "sync", "backupWorkers": 1},
-        {"mode": "bounded", "maxStaleness": chance.choice([1, 3]), "stalenessScale": "none"},
-        {"mode": "async", "stalenessScale": "none"},
-        {"mode": "async", "reads": "inconsistent", "stalenessScale": "none"},
+        {"mode": "bounded", "maxStaleness": chance.choice([1, 3])},
+        {"mode": "async"},
+        {"mode": "async", "reads": "inconsistent"},
         {"mode": "accumulate", "gradients": chance.choice([1, 2, 4])},
         {"mode": "sync", "globalBatchSize": chance.choice([3, 4, 6]), **chance.choice(PORTIONS)},
         *(_local(chance) for _ in range(6)),

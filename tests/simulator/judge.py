@@ -261,22 +261,26 @@ class Replay:
             if consistency.outer_rule.elastic and consistency.mode == "local":
                 value.grad = self._distance(commit, made)
             if consistency.mode != "local":
-                optimizer.param_groups[0]["lr"] = self._rate(commit)
+                rate, momentum = self._scaled(commit)
+                optimizer.param_groups[0].update(lr=rate, momentum=momentum)
             optimizer.step()
             made.append(value.detach().clone())
         return made
 
-    def _rate(self, commit: history.Committed) -> float:
-        """The learning rate of a commit, which has that of its stalest step."""
+    def _scaled(self, commit: history.Committed) -> tuple[float, float]:
+        """The learning rate and the momentum of a commit, which has those of its stalest step."""
         said = history.consistencies(self._histories).get(commit.term)
         stale = _stalest(self._histories, commit)
-        match said.staleness_scale if said else None:
-            case None:
-                return 1.0
+        match said.scale if said else "none":
+            case "none":
+                return 1.0, MOMENTUM
             case "inverse":
-                return 1 / (1 + stale)
+                return 1 / (1 + stale), MOMENTUM
+            case "damped":
+                remembered = MOMENTUM / (1 - MOMENTUM) / (1 + stale)
+                return 1 / (1 + stale), remembered / (1 + remembered)
             case _:
-                return halved(stale)
+                return halved(stale), MOMENTUM
 
     def _distance(self, commit: history.Committed, made: list[torch.Tensor]) -> torch.Tensor:
         """What an elastic worker has pushed: how far the values that it had pulled are from its own."""
