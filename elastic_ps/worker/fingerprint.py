@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from elastic_ps.core.fingerprint import Mark, to_text
+from elastic_ps.core.fingerprint import MOST, Mark, to_text
 
 PARTS = 64
 """That a fingerprint has at most; and how many entries a list of parts has at most."""
@@ -49,8 +49,10 @@ _WEIGHTS = (2654435761, 2246822519)  # multipliers that scatter positions over 3
 def fingerprint(dataset: Any, records: int) -> str:
     """What identifies its `records`, for `core.fingerprint.differing`; "" if nothing does."""
     looked = _Looked()
-    looked.at(type(dataset).__name__, dataset, records)
-    return to_text(looked.marks)
+    with suppress(Exception):  # it may be made of anything
+        looked.at(type(dataset).__name__, dataset, records)
+    text = to_text(looked.marks)
+    return text if len(text) <= MOST else ""
 
 
 class _Looked:
@@ -58,17 +60,19 @@ class _Looked:
 
     def __init__(self) -> None:
         self.marks: dict[str, Mark] = {}
-        self._seen: list[Any] = []
+        self._seen: dict[tuple[int, int | None], Any] = {}  # kept, so that no id is another one's later
 
     def at(self, name: str, value: Any, records: int | None, depth: int = 0) -> None:
         """Look at a data set, or at a part of one with so many records; None: of a stream."""
-        if depth > DEPTH or len(self.marks) >= PARTS or any(value is each for each in self._seen):
+        is_data_set = _is_data_set(value)
+        seen = id(value), None if is_data_set else records
+        if depth > DEPTH or len(self.marks) >= PARTS or seen in self._seen:
             return
-        if _is_data_set(value):
-            self._seen.append(value)
+        self._seen[seen] = value
+        if is_data_set:
             length = None if isinstance(value, IterableDataset) else _length(value)
             for key, each in vars(value).items():
-                if key == "_indices" and hasattr(each, "column"):  # Hugging Face's, after select or shuffle
+                if key == "_indices" and _has(each, "column"):  # Hugging Face's, after select or shuffle
                     each = np.asarray(each.column(0))
                 self.at(f"{name}.{key}", each, length, depth + 1)
         elif _length(value) == records or (records is None and _are_names(value)):
@@ -81,11 +85,13 @@ class _Looked:
     def _note(self, name: str, value: Any) -> None:
         exact: list[str] = []
         floats: list[float] = []
-        for entry in _entries(value):
+        entries = _entries(value)
+        if any(entry is None for entry in entries):
+            return  # a cache, of which each process may have filled another part
+        for entry in entries:
             _flatten(entry, exact, floats)
         if not (exact or floats):
             return
-        self._seen.append(value)
         paths = [text for text in exact if text.startswith("/")]
         root = os.path.commonpath(paths) if paths else ""  # a worker may have a directory of its own
         digest = hashlib.blake2b(f"{len(floats)}\0".encode(), digest_size=8)
@@ -96,10 +102,17 @@ class _Looked:
 
 def _is_data_set(value: Any) -> bool:
     """Whether it may hold records among its attributes."""
-    if isinstance(value, torch.Tensor | type) or hasattr(value, "iloc") or not hasattr(value, "__dict__"):
+    if isinstance(value, torch.Tensor | np.ndarray | type) or not _has(value, "__dict__"):
         return False
-    readable = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+    readable = _has(value, "__getitem__") and _has(value, "__len__") and not _has(value, "iloc")
     return readable or isinstance(value, IterableDataset)
+
+
+def _has(value: Any, name: str) -> bool:
+    """As `hasattr`. A `__getattr__` of the script's may raise anything, such as KeyError."""
+    with suppress(Exception):
+        return hasattr(value, name)
+    return False
 
 
 def _length(value: Any) -> int:
@@ -126,7 +139,7 @@ def _entries(value: Any) -> Sequence[Any]:
         return _of_array(value, value.nbytes)
     if isinstance(value, list | tuple | range):
         return [value[i] for i in _spread(len(value), ENTRIES)]
-    if hasattr(value, "iloc"):  # pandas'
+    if _has(value, "iloc"):  # pandas'
         rows: list[Any] = value.iloc[_spread(len(value), ENTRIES)].to_numpy(dtype=object).tolist()
         return rows
     return ()

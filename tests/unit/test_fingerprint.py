@@ -41,6 +41,13 @@ class Stream(IterableDataset[Any]):
         raise AssertionError("a record was read")
 
 
+class Options(dict[str, Any]):
+    """Its items are its attributes, as of many a configuration."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
 class Column:
     """As an Arrow table of one column."""
 
@@ -122,6 +129,9 @@ class Cached:
         (Unreadable(samples=[f"/a/b/{n}" for n in NAMES]), Unreadable(samples=[f"/c/{n}" for n in NAMES])),
         (Unreadable(cache=[None] * RECORDS), Unreadable(cache=[Cached(1)] * RECORDS)),
         (Unreadable(cache=[None] * RECORDS), Unreadable(cache=[torch.ones(2)] * RECORDS)),
+        (Unreadable(cache=[1.0, 3.0, *[None] * (RECORDS - 2)]), Unreadable(cache=[*[None] * (RECORDS - 1), 2.0])),
+        (Unreadable(options=Options(size=3)), Unreadable(options=Options(size=4))),
+        (Unreadable(x={"k" * 900 + str(i): range(RECORDS) for i in range(60)}), Unreadable()),
         (Unreadable(noise=torch.rand(7)), Unreadable(noise=torch.rand(7))),
         (Unreadable(seed=random.random()), Unreadable(seed=random.random())),
         (Unreadable(x=torch.ones(RECORDS, 0)), Unreadable(x=torch.ones(RECORDS, 0))),
@@ -132,6 +142,27 @@ class Cached:
 def test_what_may_differ(one: Any, other: Any) -> None:
     """Where files lie, what is cached, and what is not of the records."""
     assert between(one, other) == []
+
+
+def test_what_comes_after_an_object_that_raises_is_compared() -> None:
+    one, other = (Unreadable(options=Options(a=1), order=shuffled(range(RECORDS))) for _ in range(2))
+    assert between(one, other) == ["Unreadable.order"]
+
+
+def test_an_array_in_a_file_is_compared(tmp_path: Path) -> None:
+    arrays = []
+    for number in range(2):
+        array = np.memmap(tmp_path / str(number), np.int64, "w+", shape=(RECORDS,))
+        array[:] = np.arange(RECORDS) * (number + 1)
+        arrays.append(Unreadable(tokens=array))
+    assert between(*arrays) == ["Unreadable.tokens"]
+
+
+def test_objects_that_refer_to_each_other_are_looked_at_once() -> None:
+    nodes: list[Any] = [[] for _ in range(30)]
+    for node in nodes:
+        node += nodes
+    assert fingerprint(Unreadable(graph=nodes, x=range(RECORDS)), RECORDS)
 
 
 def test_rounding_makes_no_difference_and_order_does() -> None:
