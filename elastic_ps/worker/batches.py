@@ -102,6 +102,12 @@ class Batches:
             self._computed.append(self._open.pop(-1 if self._new else 0))
         self._new = 0
 
+    def under_way(self, *, begins: bool) -> list[Range]:
+        """The records that a backward() is for, if it `begins`, or has begun; [] if there are none."""
+        if begins and self._open:
+            return self._open[-1 if self._new else 0]
+        return self._computed[-1] if self._computed else []
+
     def compute_all(self) -> None:
         """All batches belong to the next step."""
         self._computed += self._open

@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -142,6 +143,19 @@ class Gradients:
         hook = parameter.register_post_accumulate_grad_hook(computed)
         # A parameter and its hook hold each other, where Python's garbage collector does not see it.
         self._engine.at_close.append(hook.remove)
+        if self._engine.slices.processes > 1:
+            self._engine.at_close.append(parameter.register_hook(partial(self._counted, index)).remove)
+
+    def _counted(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """What is added to a parameter's gradient: nothing if this process has no record of the batch.
+
+        Then it computes on process 0's records, and its other batches of the same step may have weight.
+        """
+        batches = self._engine.batches
+        with self._lock:
+            ranges = batches.under_way(begins=batches.fresh or index in self._ran)
+        none = bool(ranges) and not batches.lost and self._engine.slices.has_none(ranges[0])
+        return torch.zeros_like(gradient) if none else None
 
     def _first(self, index: int) -> bool:
         """Whether no other parameter has a gradient: those of the batches before were set to None.

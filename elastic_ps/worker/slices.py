@@ -34,7 +34,7 @@ class Slices:
         """This process's slice of a batch.
 
         Of a batch with fewer records than processes, those without one compute on the slice of process 0, for
-        the script has to compute on something. It has no weight then.
+        the script has to compute on something. It has no weight then: see `has_none`.
         """
         if self.processes == 1:
             return batch
@@ -50,6 +50,12 @@ class Slices:
     def note(self, batch: Sequence[Range]) -> None:
         """The script is handed its slice of a batch."""
         self._batches[batch[0]] = sum(ranges.records for ranges in batch)
+
+    def has_none(self, first: Range) -> bool:
+        """Whether this process has no record of the noted batch that begins with these."""
+        if self.processes == 1 or first not in self._batches:
+            return False
+        return not slice_sizes(self._batches[first], self.processes, least=self.least)[self._rank]
 
     def weights(self, computed: Sequence[Range]) -> list[float]:
         """For each process, its share of the records that a step is computed on.

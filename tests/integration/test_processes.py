@@ -20,7 +20,7 @@ from elastic_ps.errors import ModelMismatch, UsageError
 from elastic_ps.local import Launcher, Options
 from elastic_ps.worker import local_world
 from elastic_ps.worker.session import Session
-from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.harness import Indexes, Numbers, Tally, make_mlp, running_job
 from tests.testing.histories import check_histories
 from tests.testing.launching import forks, gone, make_job, version_of, wait_for_end, wait_for_workers
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
@@ -178,6 +178,31 @@ def test_accumulated_batches_that_do_not_divide(tmp_path: Path, overlap: bool) -
             optimizer.zero_grad()
     for ours, theirs in zip(results[1].parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_batch_without_a_record_for_a_process_adds_nothing_to_its_gradient(
+    tmp_path: Path, overlap: bool
+) -> None:
+    """It computes on process 0's records then, and its slice of the batch before has weight."""
+    models: dict[int, Tally] = {}
+
+    def script(session: Session, rank: int) -> None:
+        model = models[rank] = Tally(6)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, overlap=overlap)
+        for step, batch in enumerate(session.loader(Indexes(6), 4)):
+            with optimizer.no_sync() if step == 0 else nullcontext():
+                (model(batch) / len(batch)).backward()
+            if step:
+                optimizer.step()
+
+    with running_job(tmp_path, worker={"processes": 3}, data={"shuffle": False}) as job:
+        job.start_processes(0, script)
+        job.join()
+    # Slices of 2, 1 and 1 records, and of 1, 1 and 0. So the processes weigh 3, 2 and 1 sixths.
+    expected = -torch.tensor([1 / 4, 1 / 4, 2 / 6, 1 / 6, 3 / 6, 2 / 6])
+    for model in models.values():
+        torch.testing.assert_close(model.weight.detach(), expected)
 
 
 def test_buffers_and_reported_values_are_means_over_the_processes(tmp_path: Path) -> None:
