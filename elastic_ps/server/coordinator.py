@@ -428,11 +428,18 @@ class Coordinator:
             self.job.told()
         self._driver.drive()
 
-    def is_chief(self, worker: int, incarnation: int, *, epoch: int) -> bool:
-        """Whether the worker is the one to evaluate and save in this epoch; see `JobState.chiefs`."""
+    def is_chief(self, worker: int, incarnation: int, *, epoch: int, passes: bool = False) -> bool:
+        """Whether the worker is the one to evaluate and save in this epoch; see `JobState.chiefs`.
+
+        Args:
+            passes: others have trained the epoch, and its script comes to the end of it only if it is.
+        """
         with self.job.settled() as state:
             stay = self._check(worker, incarnation)
-            state.choose_chief(stay, epoch)
+            if not passes:
+                state.choose_chief(stay, epoch)
+            elif state.chiefs.get(epoch) != worker:
+                state.loops[worker] = epoch + 1
             return state.is_chief(stay, epoch)
 
     def read_state(self) -> str:

@@ -554,7 +554,9 @@ class Service:
     def _chief(self, incoming: Incoming) -> Iterator[Frame]:
         request = parse(pb.ChiefRequest, incoming.header)
         caller = self._check(request.caller, incoming)
-        chief = self._members.is_chief(caller.worker, caller.incarnation, epoch=request.epoch)
+        chief = self._members.is_chief(
+            caller.worker, caller.incarnation, epoch=request.epoch, passes=request.passes
+        )
         yield _frame(pb.ChiefReply(chief=chief))
 
     def _read_state(self, incoming: Incoming) -> Iterator[Frame]:

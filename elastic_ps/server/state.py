@@ -523,9 +523,14 @@ class JobState:
         self.script_state = text
 
     def resign(self, stay: Stay) -> None:
-        """The member's script has left its loop, and comes to the end of no further epoch."""
+        """The member's script has left its loop, and comes to the end of no further epoch.
+
+        Of those of which it was not told that it is their chief, another one will be.
+        """
         if self.chief == stay.worker:
             self.chief = None
+        self.chiefs = {e: w for e, w in self.chiefs.items() if w != stay.worker or e in self.told}
+        self.loops.pop(stay.worker, None)
 
     def is_chief(self, stay: Stay, epoch: int) -> bool:
         """Tell the member whether it is the one to evaluate and save at the end of the epoch.
@@ -615,9 +620,8 @@ class JobState:
         self.early.discard(worker)
         self.loops.pop(worker, None)
         self.calls.forget(stay.incarnation)
-        if outcome == "left":  # before it was told that it is the chief: another one will be
+        if outcome == "left":
             self.resign(stay)
-            self.chiefs = {e: w for e, w in self.chiefs.items() if w != worker or e in self.told}
         self._give_back_steps(self.rounds.lose(worker))
         self.give_back(stay.incarnation)
         if self.initialiser == worker:

@@ -249,12 +249,14 @@ class StopRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ChiefRequest(_message.Message):
-    __slots__ = ("caller", "epoch")
+    __slots__ = ("caller", "epoch", "passes")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PASSES_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     epoch: int
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
+    passes: bool
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., epoch: _Optional[int] = ..., passes: bool = ...) -> None: ...
 
 class ChiefReply(_message.Message):
     __slots__ = ("chief",)

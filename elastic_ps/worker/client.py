@@ -396,9 +396,9 @@ class Client:
             reply.stopped,
         )
 
-    def is_chief(self, epoch: int) -> bool:
+    def is_chief(self, epoch: int, *, passes: bool = False) -> bool:
         """Whether this worker is the one to evaluate and save in this epoch."""
-        request = pb.ChiefRequest(caller=self.stay.caller(), epoch=epoch)
+        request = pb.ChiefRequest(caller=self.stay.caller(), epoch=epoch, passes=passes)
         return self._ask(0, "Chief", request, pb.ChiefReply).chief
 
     def read_state(self) -> str:

@@ -163,16 +163,17 @@ class ElasticLoader:
     def _next_epoch(self, last: int) -> int | None:
         """The epoch to yield after the `last` one; None after all of them. Blocks."""
         supply, engine = self._supply, self._engine
-        chief = engine.records.was_chief_of(last)
         least = 0 if self._left is None else self._left + 1
         none_left = least == self._epochs and not engine.stopped
         if none_left:
             return None
         some = not supply.over and supply.await_some()
         epoch = max(supply.epoch, least) if some else self._epochs
-        self._missed = chief and not engine.stopped and last + 1 < epoch
-        if self._missed:
-            return last + 1
+        missed = range(last + 1, 0 if last == NO_EPOCH or engine.stopped else epoch)
+        chief_of = next((each for each in missed if engine.records.comes_to(each)), None)
+        self._missed = chief_of is not None
+        if chief_of is not None:
+            return chief_of
         return epoch if some else None
 
     def __iter__(self) -> Iterator[Any]:

@@ -115,6 +115,7 @@ class Records:
         self._batches, self._stopped = batches, stopped
         self._chief_of: dict[int, bool] = {}
         self._said: tuple[int, str] | None = None  # of the data, and in which generation
+        self._leaves = False  # see `stop_computing`; the parameter server was not told yet
 
     def take(
         self, *, records: int, epochs: int, batch: int, data: str, wait: bool, early: bool, epoch: int | None
@@ -137,6 +138,7 @@ class Records:
                 if wait and self.computing:
                     self._exchange().hand_over()
                 self.computing |= wait  # the answer may be lost
+                self._leaves &= not wait
                 stay = worker.generation, data
                 mine = _Mine(records, epochs, batch, "" if self._said == stay else data)
 
@@ -206,9 +208,27 @@ class Records:
                 self._worker.come_back(refusal)
         return self._chief_of[epoch]
 
-    def was_chief_of(self, epoch: int) -> bool:
-        """Whether this worker has been told that it is the chief of the epoch."""
-        return self._chief_of.get(epoch, False)
+    def comes_to(self, epoch: int) -> bool:
+        """Whether this worker comes to the end of an epoch that others have trained: as its chief. Blocks.
+
+        The chief stays while it lives, and its script may ask in some epochs only. If it was not told yet
+        that it is the chief, the parameter server knows.
+        """
+        if self._chief_of and self._chief_of[max(self._chief_of)]:
+            return True
+        while True:
+            try:
+                chief = self._world.decide(
+                    "the next epoch", partial(self._client.is_chief, epoch, passes=True)
+                )
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
+                self._worker.come_back(refusal)
+            else:
+                if chief:
+                    self._chief_of[epoch] = True
+                return chief
 
     @property
     def has_been_chief(self) -> bool:
@@ -242,7 +262,8 @@ class Records:
         worker = self._worker
         worker.in_batch = False
         self.stopping = bool(self._batches.computed)
-        if self.computing and not worker.closed and not self.stopping:
+        self._leaves |= leaves
+        if (self.computing or self._leaves) and worker.entered and not worker.closed and not self.stopping:
             worker.exchange_steps()
             self.computing = False
             try:
@@ -253,11 +274,11 @@ class Records:
                     lambda: self._client.release(
                         abandoned=abandoned,
                         skipped=self._batches.skipped,
-                        leaves=leaves and not self._stopped.reason,
+                        leaves=self._leaves and not self._stopped.reason,
                     ),
                 )
                 self._stopped.heed()
-                worker.abandoned = False
+                self._leaves = worker.abandoned = False
                 worker.forget()
             except Refused as refusal:
                 if not expelled(refusal):

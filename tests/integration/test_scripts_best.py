@@ -45,6 +45,55 @@ def test_one_worker_is_the_chief_of_all_epochs(tmp_path: Path, consistency: dict
     assert len({worker for _, worker in chiefs}) == 1
 
 
+def test_a_chief_that_asks_in_some_epochs_comes_to_all_of_them(tmp_path: Path) -> None:
+    """It saves each second one, and the others have trained several while it was busy."""
+    epochs, chiefs = 6, list[tuple[int, int]]()
+
+    def script(session: Session) -> None:
+        model = Tally(16)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        for epoch in (loader := session.loader(Indexes(16), 4, epochs=epochs)).epochs():
+            for batch in loader:
+                optimizer.zero_grad()
+                model(batch).backward()
+                optimizer.step()
+            if epoch % 2 and session.is_chief:
+                chiefs.append((epoch, session.worker))
+                if epoch == 1:
+                    session.pause()
+                    job.until(lambda: job.status().progress.records_applied == 16 * epochs, "all are trained")
+
+    with running_job(tmp_path) as job:
+        job.run(script, workers=2)
+    assert [epoch for epoch, _ in chiefs] == [1, 3, 5]
+
+
+def test_a_chief_that_breaks_out_of_both_loops_is_the_chief_no_more(tmp_path: Path) -> None:
+    """The inner `break` gives its records back, so that it computes nothing at the outer one."""
+    chiefs: dict[int, int] = {}
+
+    def script(session: Session) -> None:
+        model = Tally(16)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        for epoch in (loader := session.loader(Indexes(16), 4, epochs=3)).epochs():
+            for batch in loader:
+                optimizer.zero_grad()
+                model(batch).backward()
+                optimizer.step()
+                if chiefs.get(0) == session.worker:
+                    break
+            if chiefs.get(0) == session.worker:
+                break
+            if session.is_chief:
+                chiefs[epoch] = session.worker
+        if chiefs[0] == session.worker:
+            job.until(lambda: 2 in chiefs, "the other one is the chief of the last epoch")
+
+    with running_job(tmp_path) as job:
+        job.run(script, workers=2)
+    assert chiefs[2] != chiefs[0]
+
+
 def test_what_the_chief_has_written_outlives_the_parameter_server(tmp_path: Path) -> None:
     """It goes on from a checkpoint of the same version that was made before."""
 
