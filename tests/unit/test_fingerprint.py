@@ -129,7 +129,7 @@ class Cached:
         (Unreadable(samples=[f"/a/b/{n}" for n in NAMES]), Unreadable(samples=[f"/c/{n}" for n in NAMES])),
         (Unreadable(cache=[None] * RECORDS), Unreadable(cache=[Cached(1)] * RECORDS)),
         (Unreadable(cache=[None] * RECORDS), Unreadable(cache=[torch.ones(2)] * RECORDS)),
-        (Unreadable(cache=[1.0, 3.0, *[None] * (RECORDS - 2)]), Unreadable(cache=[*[None] * (RECORDS - 1), 2.0])),
+        (Unreadable(cache=[1, 3, *[None] * (RECORDS - 2)]), Unreadable(cache=[*[None] * (RECORDS - 1), 2])),
         (Unreadable(options=Options(size=3)), Unreadable(options=Options(size=4))),
         (Unreadable(x={"k" * 900 + str(i): range(RECORDS) for i in range(60)}), Unreadable()),
         (Unreadable(noise=torch.rand(7)), Unreadable(noise=torch.rand(7))),
