@@ -339,6 +339,8 @@ class Coordinator:
                     return state.calls.answered(incarnation, taken)
                 if held and state.rounds.takes_part(worker) and not self._driver.behind:
                     state.rounds.hand_out(worker)
+                    if early and epoch is None:  # its script asks for epochs, and begins with this one
+                        state.loops[worker] = held[0].epoch
                     return state.calls.answered(incarnation, Taken(held, state.version))
                 if self.job.stale and not told:
                     continue  # what is new here is told to the shards at once, not by the ticker

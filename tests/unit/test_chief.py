@@ -250,6 +250,15 @@ def test_a_chief_that_has_left_its_loop_keeps_nobody_waiting_at_the_end(server: 
     assert asks(server, other, 1)
 
 
+def test_who_asks_for_a_later_epoch_leaves_it_to_a_script_that_has_begun(server: Server) -> None:
+    """It has asked for records once, has made its step, and has not asked since."""
+    slow, other = start(server.coordinator, 0), start(server.coordinator, 1)
+    who = slow.worker, slow.incarnation
+    taken = server.coordinator.take(*who, call=1, records=10, epochs=3, batch=10, wait=True, early=True)
+    server.train(slow, taken)
+    assert [asks(server, other, 1), asks(server, slow, 0), asks(server, slow, 1)] == [False, True, True]
+
+
 def test_a_worker_that_passes_an_epoch_is_not_its_chief(server: Server) -> None:
     """It said that it is in an earlier one, and then that its script goes on with a later one."""
     slow, other = start(server.coordinator, 0), start(server.coordinator, 1)
