@@ -506,12 +506,12 @@ class JobState:
 
         Args:
             again: the member wrote it in a stay before, as the chief. The job may have gone back to a
-                checkpoint from before it was chosen; then it is the chief again.
+                checkpoint from before any chief was chosen; then it is the chief again.
 
         Raises:
             Refused: INVALID; the member is not the chief, nor was it told to be that of any epoch.
         """
-        if self.chief is None and again:
+        if again and self.chief is None and not self.chiefs:
             self.chief = stay.worker
         if stay.worker != self.chief and not any(told is stay for told in self.told.values()):
             chief = "no worker is yet" if self.chief is None else f"worker {self.chief} is"

@@ -298,6 +298,21 @@ def test_the_chief_alone_writes_what_scripts_keep(server: Server) -> None:
     assert server.coordinator.read_state() == '{"best": 2}'
 
 
+def test_a_chief_of_before_does_not_replace_what_later_ones_have_written(server: Server) -> None:
+    """It joins again when the chief after it has left."""
+    first, other = start(server.coordinator, 0, instance="a", call=1), start(server.coordinator, 1)
+    assert asks(server, first, 0)
+    write(server, first, '{"best": 1}', call=1)
+    server.coordinator.gone(0, "a")
+    assert asks(server, other, 1)
+    write(server, other, '{"best": 2}', call=1)
+    server.coordinator.leave(1, other.incarnation, call=2)
+    again = start(server.coordinator, 0, instance="a", call=2)
+    with pytest.raises(Refused, match=r"no worker is yet"):
+        server.coordinator.write_state(0, again.incarnation, '{"best": 1}', call=1, again=True)
+    assert server.coordinator.read_state() == '{"best": 2}'
+
+
 def test_what_scripts_keep_goes_back_with_the_job(server: Server) -> None:
     """It is as the checkpoint has it that the job goes on from."""
     first = start(server.coordinator, 0)
