@@ -211,6 +211,9 @@ def test_helm_test_upgrade_and_schema(
         helm.upgrade(str(CHART), "elastic-ps", {"operator": {"concurrency": 0}})
     with pytest.raises(HelmError, match="there is no namespace no-such-namespace"):
         helm.upgrade(str(CHART), "elastic-ps", {"namespaces": [jobs.namespace, "no-such-namespace"]})
+    # Its own namespace may not be there yet.
+    own = {"namespaces": ["fresh"], "crd": {"install": False}}
+    helm.install(str(CHART), "fresh", own, namespace="fresh", create_namespace=True, dry_run="server")
     jobs.wait_status("trains", phase="Running", workers="1/1")
     before = jobs.identities("trains")
     older = tmp_path / "elastic-ps"
