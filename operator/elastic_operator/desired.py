@@ -53,9 +53,12 @@ class Desired:
     def workers(self, observed: Observed) -> list[int]:
         """The indexes of the wanted workers: of those that are there, and the lowest free ones.
 
+        Where each has a fixed share of the records, there are no others than the first ones.
         There may be too many. Then those go first that lose the least, as a ReplicaSet's pods do, and of
         equal ones those with the highest indexes. So the indexes of the others may have holes.
         """
+        if self.spec.consistency.fixed_workers:
+            return list(range(self.replicas))
         there = sorted((_loss(pod), pod.index) for pod in observed.of("worker") if pod.deleting is None)
         kept = {index for _, index in there[: self.replicas]}
         held = {pod.index for pod in observed.of("worker") if pod.held_by}
@@ -124,21 +127,30 @@ def read_last_valid(
 ) -> Desired | None:
     """What a job that has started goes on with, since its spec cannot be followed. None: that is not known.
 
+    The resource still says whether the job is suspended.
+
     `why`: what is wrong with the spec. See `read_desired` for the rest.
     """
     if not (observed.valid_spec and started(job, observed)):
         return None
     try:
-        spec = json.loads(observed.valid_spec)
+        spec = dict(json.loads(observed.valid_spec))
+        spec["runPolicy"] = {**(spec.get("runPolicy") or {}), **_suspend(job)}
         known = read_desired({**job, "spec": spec}, observed, policy, secured=secured)
-    except (ValueError, InvalidJob):
+    except (ValueError, TypeError, InvalidJob):
         return None
     return replace(known, invalid=kept_valid(why))
 
 
+def _suspend(job: Mapping[str, Any]) -> dict[str, bool]:
+    policy = (job.get("spec") or {}).get("runPolicy") or {}
+    asked = policy.get("suspend", False) if isinstance(policy, Mapping) else None
+    return {"suspend": asked} if isinstance(asked, bool) else {}
+
+
 def kept_valid(why: str) -> str:
     """That a job goes on though its spec is invalid, in words."""
-    return f"the job keeps running with its last valid spec until you correct this: {why}"
+    return f"the job keeps its last valid spec until you correct this: {why}"
 
 
 def _is_secured(job: Mapping[str, Any], observed: Observed, default: bool) -> bool:

@@ -107,7 +107,7 @@ def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Op
     status = _with_counts(status, observed, desired, now)
     notes += model_lost(old, status, observed)
     if desired.spec.run_policy.suspend:
-        return _suspended(old, status, desired, observed, notes, now, options)
+        return _suspended(job, old, status, desired, observed, notes, now, options)
     status = _resumed(status, now)
     end = verdict(status, desired, observed, now)
     if end is not None:
@@ -211,6 +211,7 @@ def _finished(
 
 
 def _suspended(
+    job: Mapping[str, Any],
     old: TrainingJobStatus,
     status: TrainingJobStatus,
     desired: Desired,
@@ -221,12 +222,16 @@ def _suspended(
 ) -> Plan:
     """Workers and evaluator leave first; then the parameter servers write a checkpoint and end."""
     reason = "the job is suspended"
+    # Nothing is created: a job that has not begun may change in any way.
+    actions: list[Action] = [a for a in _services(job, desired, observed) if isinstance(a, Remember)]
+    # A finalizer keeps only the object.
+    observed = replace(observed, pods=tuple(pod for pod in observed.pods if not pod.held_by))
     workers = [pod for pod in observed.of("worker") if pod.ending != "done" or pod.live]
     deletable = [pod for pod in workers if not pod.over or pod.uid in old.worker.counted_pods]
     # The evaluator has nothing to save.
     evaluators = [pod for pod in observed.of("evaluator") if pod.ending != "done" or pod.live]
     leaving = [*deletable, *evaluators] if workers or evaluators else observed.of("ps", "standby")
-    actions: list[Action] = [DeletePod.of(p, reason) for p in leaving if p.deleting is None]
+    actions += [DeletePod.of(p, reason) for p in leaving if p.deleting is None]
     actions += _lingering(observed, now, options)
     rest = [*workers, *evaluators, *observed.of("ps", "standby")]
     if rest:
@@ -249,7 +254,9 @@ def _suspended(
         status = status.model_copy(update={"phase": "Suspended", "start_time": None})
     off = Problem("Suspended", reason)
     status = with_condition(status, "Running", False, off, now=now)
-    if condition(status, "Degraded") is not None:
+    if desired.invalid:
+        status = with_condition(status, "Degraded", True, Problem("InvalidSpec", desired.invalid), now=now)
+    elif condition(status, "Degraded") is not None:
         status = with_condition(status, "Degraded", False, off, now=now)
     return Plan(
         actions=tuple(actions),

@@ -105,8 +105,15 @@ def _evaluates(observed: Observed) -> bool:
 
 
 def _begun(observed: Observed) -> list[Pod]:
-    """The workers, but for those that go before they have begun; a finalizer may hold their pods."""
-    return [pod for pod in observed.of("worker") if pod.deleting is None or not pod.unbegun]
+    """The workers that may still say something: not those that go before they have begun.
+
+    Nor those of which a finalizer keeps the object alone.
+    """
+    return [
+        pod
+        for pod in observed.of("worker")
+        if pod.ending == "done" or not (pod.held_by or (pod.deleting is not None and pod.unbegun))
+    ]
 
 
 def _all_done(desired: Desired, observed: Observed) -> bool:
@@ -211,6 +218,7 @@ def _problems(desired: Desired, observed: Observed, now: datetime, options: Opti
     """What keeps parameter servers, workers and the evaluator from working, the most telling first."""
     problems = [Problem("InvalidSpec", desired.invalid)] if desired.invalid else []
     problems += observed.refusals
+    wanted = desired.workers(observed)
     for pod in observed.of("ps", "worker", "evaluator"):
         unplaced = pod.unplaced(now)
         settled = unplaced is None or unplaced >= options.place_limit
@@ -218,7 +226,8 @@ def _problems(desired: Desired, observed: Observed, now: datetime, options: Opti
             problems.append(_with_class(pod.problem, desired) if pod.role == "ps" else pod.problem)
         if pod.active and (why := _unheard(pod, observed, now)):
             problems.append(why)
-        if pod.held_by and pod.role != "worker" and pod.deleting and now - pod.deleting > options.force_after:
+        held = pod.held_by and (pod.role != "worker" or pod.index in wanted)
+        if held and pod.deleting and now - pod.deleting > options.force_after:
             text = f"{pod.name} is deleted, but its finalizers ({pod.held_by}) keep it, so it is not replaced"
             problems.append(Problem("FinalizerRemains", f"{text}; who has set them has to remove them"))
         waits = pod.unstarted(now)

@@ -453,7 +453,7 @@ def test_an_edit_of_what_may_change_that_is_invalid_is_told_and_the_job_goes_on_
     assert simulation.status["phase"] == "Running"
     degraded = simulation.condition("Degraded")
     assert (degraded["status"], degraded["reason"]) == ("True", "InvalidSpec")
-    assert "keeps running with its last valid spec until you correct this: " in degraded["message"]
+    assert "keeps its last valid spec until you correct this: " in degraded["message"]
     assert "backoffLimit" in degraded["message"]
     assert "DegradedInvalidSpec" in simulation.notes.values()
 
@@ -478,7 +478,7 @@ def test_pods_that_end_while_the_spec_is_invalid_are_replaced_as_the_last_valid_
     assert "digits-ps-0" in simulation.pods
     degraded = simulation.condition("Degraded")
     assert (degraded["status"], degraded["reason"]) == ("True", "InvalidSpec")
-    assert "keeps running with its last valid spec until you correct this: " in degraded["message"]
+    assert "keeps its last valid spec until you correct this: " in degraded["message"]
     assert "hostNetwork" in degraded["message"]
     simulation.edit(worker={"replicas": 1, "template": template})
     simulation.settle()
@@ -486,7 +486,38 @@ def test_pods_that_end_while_the_spec_is_invalid_are_replaced_as_the_last_valid_
     assert simulation.condition("Degraded")["status"] == "False"
 
 
-@pytest.mark.parametrize("known", ["", "{", "[]", '{"entrypoint": "nonsense"}'])
+def test_a_suspended_job_whose_spec_becomes_invalid_stays_suspended_until_it_is_resumed() -> None:
+    simulation = running()
+    simulation.edit(runPolicy={"suspend": True})
+    simulation.settle()
+    forbid(simulation)
+    simulation.settle()
+    assert simulation.pods == {}
+    assert simulation.status["phase"] == "Suspended"
+    degraded = simulation.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "InvalidSpec")
+    simulation.edit(runPolicy={"suspend": False})
+    simulation.settle()
+    assert simulation.workers() == ["digits-worker-0"], "as the last valid spec says"
+    assert simulation.condition("Degraded")["reason"] == "InvalidSpec"
+    simulation.edit(runPolicy={"suspend": True})
+    simulation.settle()
+    assert simulation.status["phase"] == "Suspended", "nobody has to correct the spec for that"
+
+
+def test_what_a_person_edits_while_the_job_is_suspended_is_the_last_valid_spec_too() -> None:
+    simulation = running()
+    simulation.edit(runPolicy={"suspend": True})
+    simulation.settle()
+    simulation.edit(worker={"replicas": 2})
+    simulation.settle()
+    forbid(simulation)
+    simulation.edit(runPolicy={})
+    simulation.settle()
+    assert simulation.workers() == ["digits-worker-0", "digits-worker-1"]
+
+
+@pytest.mark.parametrize("known", ["", "{", "[]", "5", '{"entrypoint": "nonsense"}'])
 def test_a_job_of_which_no_valid_spec_is_known_is_left_alone_until_it_has_one(known: str) -> None:
     """An earlier version of the operator has started it, or somebody has written into its Service."""
     simulation = running()
@@ -918,6 +949,41 @@ def test_a_worker_that_a_finalizer_holds_is_deleted_by_force_once_and_replaced()
     simulation.settle()
     assert simulation.workers() == ["digits-worker-0", "digits-worker-1", "digits-worker-2"]
     assert simulation.status["summary"]["workers"] == "2/2"
+    assert simulation.condition("Degraded")["status"] == "False"
+
+
+def test_a_worker_that_has_failed_and_that_a_finalizer_holds_keeps_no_finished_job_open() -> None:
+    simulation = running(worker={"replicas": 1})
+    finalize(simulation, "digits-worker-0")
+    simulation.end("digits-worker-0", 1)
+    simulation.settle()
+    assert simulation.workers() == ["digits-worker-0", "digits-worker-1"]
+    finish(simulation)
+    simulation.end("digits-worker-1", 0)
+    simulation.settle()
+    assert simulation.status["phase"] == "Succeeded"
+
+
+def test_a_worker_that_a_finalizer_holds_keeps_no_job_from_being_suspended() -> None:
+    simulation = running(worker={"replicas": 1})
+    finalize(simulation, "digits-worker-0")
+    simulation.end("digits-worker-0", 1)
+    simulation.settle()
+    simulation.edit(runPolicy={"suspend": True})
+    simulation.settle()
+    assert simulation.status["phase"] == "Suspended"
+    assert list(simulation.pods) == ["digits-worker-0"], "its parameter server has written a checkpoint"
+
+
+def test_a_worker_with_a_fixed_share_of_the_records_waits_for_its_name_and_that_is_told() -> None:
+    simulation = running(worker={"replicas": 2}, consistency={"deterministic": True})
+    finalize(simulation, "digits-worker-0")
+    simulation.end("digits-worker-0", 1)
+    simulation.settle()
+    assert simulation.workers() == ["digits-worker-0", "digits-worker-1"], "a third one would get no records"
+    assert simulation.condition("Degraded")["reason"] == "FinalizerRemains"
+    del simulation.pods["digits-worker-0"]
+    simulation.settle()
     assert simulation.condition("Degraded")["status"] == "False"
 
 
