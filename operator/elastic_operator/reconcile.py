@@ -72,8 +72,11 @@ _NEED: dict[Role, str] = {
 }
 
 
-_MOST_VALID = 200 * 1024
-"""Characters of a spec that is written down; Kubernetes takes 256 KiB for all annotations of an object."""
+_MOST_KEPT = 200 * 1024
+"""Characters of a spec and of its fixed part, if both are written down on a Service.
+
+Kubernetes takes 256 KiB for all annotations of an object, and refuses one that has more.
+"""
 
 
 def reconcile(job: Mapping[str, Any], observed: Observed, now: datetime, options: Options) -> Plan:
@@ -290,7 +293,7 @@ def _services(job: Mapping[str, Any], desired: Desired, observed: Observed) -> I
     revision = builders.revision(desired.spec)
     wanted = desired.wiring.services(job, builders.servers(desired.spec), revision=revision)
     first, valid = next(iter(wanted)), json.dumps(job.get("spec"), sort_keys=True)
-    if desired.invalid or len(valid) > _MOST_VALID:
+    if desired.invalid or len(revision) + len(valid) > _MOST_KEPT:
         valid = ""
     if valid:
         wanted[first]["metadata"]["annotations"][names.VALID_ANNOTATION] = valid

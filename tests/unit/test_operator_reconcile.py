@@ -505,6 +505,16 @@ def test_a_suspended_job_whose_spec_becomes_invalid_stays_suspended_until_it_is_
     assert simulation.status["phase"] == "Suspended", "nobody has to correct the spec for that"
 
 
+def test_a_spec_is_not_written_down_where_the_service_would_be_too_large_for_it() -> None:
+    template = {"metadata": {"annotations": {"note": "x" * 20_000}}}
+    simulation = Simulation(job_document(arguments={"text": "x" * 125_000}, worker={"template": template}))
+    service = next(a.manifest for a in simulation.plan().actions if isinstance(a, Create))
+    annotations = service["metadata"]["annotations"]
+    assert sum(len(name) + len(value) for name, value in annotations.items()) <= 256 * 1024
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
+
+
 def test_what_a_person_edits_while_the_job_is_suspended_is_the_last_valid_spec_too() -> None:
     simulation = running()
     simulation.edit(runPolicy={"suspend": True})
