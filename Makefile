@@ -10,7 +10,7 @@ INTEGRATION ?= $(VENV)
 # A test that hangs fails after 10 minutes: it prints where its threads are, and is tried again, with the others.
 PYTEST = -m pytest -m '$(TIER)' --durations=50 --durations-min=1 -o faulthandler_timeout=600 \
   -o faulthandler_exit_on_timeout=true
-PARALLEL := --numprocesses=logical --maxprocesses=4 --dist=loadscope --max-worker-restart=2
+PARALLEL := --dist=loadscope --max-worker-restart=2
 # 0 for the nightly tests, one of which brings up a cluster of its own.
 CLUSTER_PROCESSES ?= 2
 SCALE ?= --scale 100:4 --scale 1700:2
@@ -33,10 +33,11 @@ test-here: $(VENV)/ready $(LOWEST)/ready  ## The tests that need no cluster
 	$(MAKE) --jobs=1 --keep-going test-unit test-integration
 
 test-unit: $(VENV)/ready $(LOWEST)/ready
-	PYTHONPATH=$(CURDIR):$(CURDIR)/operator $(UNIT)/bin/python $(PYTEST) $(PARALLEL) tests/unit
+	PYTHONPATH=$(CURDIR):$(CURDIR)/operator $(UNIT)/bin/python $(PYTEST) $(PARALLEL) --numprocesses=logical --maxprocesses=4 tests/unit
 
+# They compute half of the time and wait the other half.
 test-integration: $(VENV)/ready $(LOWEST)/ready
-	PYTHONPATH=$(CURDIR):$(CURDIR)/operator $(INTEGRATION)/bin/python $(PYTEST) $(PARALLEL) tests/integration
+	PYTHONPATH=$(CURDIR):$(CURDIR)/operator $(INTEGRATION)/bin/python $(PYTEST) $(PARALLEL) --numprocesses=4 tests/integration
 
 test-cluster: $(VENV)/ready  ## The tests on a real Kubernetes, see `make cluster`
 	$(BIN)/python $(PYTEST) --numprocesses=$(CLUSTER_PROCESSES) --dist=loadscope --no-loadscope-reorder tests/e2e

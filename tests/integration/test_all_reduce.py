@@ -711,6 +711,7 @@ def test_workers_are_killed_and_their_number_changes(tmp_path: Path) -> None:
     assert not check(read(tmp_path / "history"), Data(records, 1))
 
 
+@pytest.mark.nightly
 def test_all_workers_are_killed_and_the_parameter_server_too(tmp_path: Path) -> None:
     """The job goes back to a checkpoint: what it had of later versions is undone, and trained again."""
     hurry, records = tmp_path / "hurry", 1500

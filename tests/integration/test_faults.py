@@ -128,6 +128,7 @@ def test_the_disk_is_full(unharmed: Drill) -> None:
     assert "No space left" in fault.detail
 
 
+@pytest.mark.nightly
 def test_a_frozen_worker_is_waited_for_where_its_records_are_nobody_else_s(tmp_path: Path) -> None:
     """In deterministic mode no version is made without it, so a drill does not wait for one."""
     result = drill(tmp_path, ["freeze-worker"], seed=1, consistency={"deterministic": True})
@@ -173,6 +174,7 @@ def test_shards_with_standbys_are_killed_and_nothing_is_trained_again(
     ),
     ids=["bounded", "async", "local"],
 )
+@pytest.mark.nightly
 def test_workers_parameter_server_and_evaluator_are_killed_in_other_modes(
     tmp_path: Path, consistency: dict[str, Any]
 ) -> None:

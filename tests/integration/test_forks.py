@@ -23,6 +23,7 @@ from elastic_ps.drill.recorded import read
 from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options, Programs
 from elastic_ps.local.forks import ForkServer
+from tests.testing import launching
 from tests.testing.forked import forked
 from tests.testing.launching import gone, version_of, wait_for_workers
 from tests.testing.polling import eventually
@@ -45,8 +46,8 @@ def job(name: str = "forks", **spec: Any) -> TrainingJob:
 
 
 def servers() -> list[psutil.Process]:
-    """The fork servers of this process."""
-    children = psutil.Process().children()
+    """The fork servers of this process, but for the one that tests share."""
+    children = [each for each in psutil.Process().children() if each.pid != launching.forks().pid]
     return [each for each in children if each.cmdline()[1:3] == ["-m", "elastic_ps.forkserver"]]
 
 

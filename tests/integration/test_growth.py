@@ -71,6 +71,7 @@ def test_two_thousand_steps(tmp_path: Path) -> None:
         assert min(n for _, n in seen[-quarter:]) <= max(n for _, n in seen[:quarter]) + 1
 
 
+@pytest.mark.nightly
 def test_the_servers_memory_does_not_grow_with_the_workers(tmp_path: Path) -> None:
     """Six workers push 38 MB each. Keeping their contributions would take 190 MB more than with one.
 

@@ -435,6 +435,7 @@ def test_a_loop_that_one_process_leaves_is_named(tmp_path: Path, overlap: int | 
 # --- real processes
 
 
+@pytest.mark.nightly
 def test_a_process_that_is_killed_ends_its_learner_whose_records_others_train(tmp_path: Path) -> None:
     hurry = tmp_path / "hurry"
     job = make_job(

@@ -240,6 +240,7 @@ def test_a_script_that_uses_mpi_itself_is_alone_there(ranks: Ranks) -> None:
     assert "40 of 40 in the model" in out
 
 
+@pytest.mark.nightly
 def test_a_rank_that_fails_ends_all_ranks(ranks: Ranks) -> None:
     module = "tests.testing.scripts.failing_rank"
     run = ranks.start_module(3, module, "run", ranks.job(**slow(2000)))

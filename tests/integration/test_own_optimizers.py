@@ -150,7 +150,7 @@ def test_a_class_that_the_job_does_not_name_is_refused(tmp_path: Path) -> None:
         model = make_mlp()
         session.optimizer(Lion(model.parameters()), model)
 
-    failing(tmp_path, script, InvalidModel, r"optimizers: \['tests\.integration\.optimizers:Lion'\]")
+    failing(tmp_path, script, InvalidModel, r"optimizers: \['tests\.testing\.optimizers:Lion'\]")
 
 
 def test_a_job_that_no_longer_names_it_does_not_go_on(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_class_that_has_changed_is_no_mistake_of_the_checkpoint(
     versions = Store(kept).versions()
     monkeypatch.setattr(optimizers, "Lion", Counted)
     with (
-        pytest.raises(InvalidJob, match=r"If tests\.integration\.optimizers:Lion has changed"),
+        pytest.raises(InvalidJob, match=r"If tests\.testing\.optimizers:Lion has changed"),
         running_job(tmp_path / "again", resume="require", **fields),
     ):
         pass

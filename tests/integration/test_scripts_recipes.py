@@ -83,13 +83,14 @@ def test_a_stream_and_chunks(tmp_path: Path, heading: str, records: int) -> None
 def test_an_average_of_the_epochs(tmp_path: Path) -> None:
     """One worker averages all epochs, also those of which another one was the chief."""
     averages: list[Any] = []
+    dataset = torch.utils.data.TensorDataset(torch.randn(64, 2), torch.randn(64, 1))
 
     def script(session: Session) -> None:
         model = make_mlp((2, 1))
         names: dict[str, Any] = {
             "torch": torch,
             "session": session,
-            "dataset": torch.utils.data.TensorDataset(torch.randn(64, 2), torch.randn(64, 1)),
+            "dataset": dataset,
             "model": model,
             "optimizer": session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model),
             "loss_of": mse,

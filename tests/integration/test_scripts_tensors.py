@@ -43,7 +43,8 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tens
         optimizer.zero_grad()
         loss = (model(x) ** 2).mean()
         loss.backward()
-        return float(loss)
+        value: float = loss.item()
+        return value
 
     optimizer.step(closure)
 

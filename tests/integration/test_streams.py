@@ -411,6 +411,7 @@ def test_a_session_does_not_wait_for_a_record_that_does_not_come(
 
 
 @pytest.mark.parametrize(("seeks", "processes"), per_change([(False, 0), (True, 2)], keep=[(True, 2)]))
+@pytest.mark.nightly
 def test_a_worker_is_killed_and_the_job_continues_from_a_checkpoint(
     tmp_path: Path, seeks: bool, processes: int
 ) -> None:

@@ -165,6 +165,7 @@ def test_certificates_end_during_a_run_and_nobody_notices(tmp_path: Path) -> Non
     assert check(read(history), Data(RECORDS, 1)) == []
 
 
+@pytest.mark.nightly
 def test_an_insecure_job_has_no_certificates_and_trains(tmp_path: Path) -> None:
     wanted = job("open", tmp_path, records=RECORDS)
     with running(wanted, Options(forks=forks(), root=tmp_path, transport="tcp", tls=False)) as launcher:

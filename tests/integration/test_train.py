@@ -118,6 +118,7 @@ ON_DIGITS = {"LeNet": (15, 90), "ResNet32": (5, 90)}
 
 
 @pytest.mark.parametrize("network", per_change(ALONE, keep=["GPT"]))
+@pytest.mark.nightly
 def test_other_networks_train_on_other_data(tmp_path: Path, network: str) -> None:
     write_mnist(tmp_path / "mnist_data")
     (tmp_path / "text.txt").write_text("0123456789" * 300)
