@@ -102,7 +102,7 @@ class Looked:
 
 
 def _version_of(path: Path) -> tuple[int, ...]:
-    """What changes whenever a file is written or replaced; empty if that cannot be seen."""
+    """Device, inode, size and times of a file; a write or a replacement changes them. () if unreadable."""
     try:
         found = path.lstat()
     except OSError:

@@ -333,7 +333,7 @@ class SignSGD(Codec):
         torch.mul(counts, (scale / len(mixing)).repeat_interleave(self._block)[:elements], out=out)
 
     def _mixing(self, elements: int) -> torch.Tensor:
-        """What so many elements are mixed with: whole parts of a block, and not much more than there are."""
+        """The mixing matrix for so many elements: it divides a block, and is little larger than they are."""
         return _mixing(min(self._block & -self._block, _MIXED, max(8, 1 << elements.bit_length() - 1)))
 
 

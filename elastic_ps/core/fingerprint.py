@@ -20,7 +20,7 @@ TOLERANCE = 1e-4
 
 
 class Mark(NamedTuple):
-    """What identifies the records as one part of a data set has them."""
+    """Identifies the records by one part of a data set, an attribute with an entry for each record."""
 
     digest: str
     sums: tuple[float, float] = (0.0, 0.0)

@@ -461,9 +461,9 @@ class JobState:
     def choose_chief(self, stay: Stay, epoch: int) -> bool:
         """The epoch has a chief from now on, as the member asks for it. Returns whether it had none.
 
-        It is the chief of before, as long as that is here and has not passed the epoch; else the member that
-        asks, unless another one has still to come to the end of an earlier epoch. One that does not come to
-        the end of the last epoch is chosen only if no other one does.
+        The chief stays as long as it is a member and has not passed the epoch; else the member that
+        asks becomes it, unless another one has still to come to the end of an earlier epoch. A member that
+        does not come to the end of the last epoch is chosen only if no other one does.
         """
         if epoch in self.chiefs:
             return False

@@ -17,7 +17,7 @@ from elastic_ps.errors import InvalidJob
 from elastic_ps.process import find_own_modules
 
 ALWAYS = (ImportError, SyntaxError)
-"""What a script that has raised it raises again when it is started again: something is missing, or wrong."""
+"""Errors that a script raises again at each start: something is missing, or its text is wrong."""
 
 _PLAIN = (bool, int, float, str, NoneType)
 
