@@ -22,21 +22,20 @@ SIMULATOR_SECONDS ?= 3600
 run: $(VENV)/ready  ## Train on real data: 2 workers, then 4, then 2 again
 	$(BIN)/elastic-ps run examples/digits/job.yaml $(SCALE) --report runs/digits
 
-# The tests on the cluster mostly wait, so the others run beside them. Each part is printed when it is over.
-test: $(VENV)/ready $(LOWEST)/ready  ## The tests that judge a change
-	$(MAKE) --jobs=2 --keep-going --output-sync=target test-here test-cluster
+# Half of the time tests wait, those on the cluster most of all. Each part is printed when it is over.
+test:  ## The tests that judge a change
+	$(MAKE) --jobs=3 --keep-going --output-sync=target test-unit test-integration test-cluster
 
 test-all:  ## Every test, with the versions swapped: unit tests the newest, integration tests the lowest
 	$(MAKE) test TIER='nightly or not nightly' UNIT=$(VENV) INTEGRATION=$(LOWEST) CLUSTER_PROCESSES=0
 
-test-here: $(VENV)/ready $(LOWEST)/ready  ## The tests that need no cluster
-	$(MAKE) --jobs=1 --keep-going test-unit test-integration
+test-here:  ## The tests that need no cluster
+	$(MAKE) --jobs=2 --keep-going --output-sync=target test-unit test-integration
 
-test-unit: $(VENV)/ready $(LOWEST)/ready
+test-unit: $(UNIT)/ready
 	PYTHONPATH=$(CURDIR):$(CURDIR)/operator $(UNIT)/bin/python $(PYTEST) $(PARALLEL) --numprocesses=logical --maxprocesses=4 tests/unit
 
-# They compute half of the time and wait the other half.
-test-integration: $(VENV)/ready $(LOWEST)/ready
+test-integration: $(INTEGRATION)/ready
 	PYTHONPATH=$(CURDIR):$(CURDIR)/operator $(INTEGRATION)/bin/python $(PYTEST) $(PARALLEL) --numprocesses=4 tests/integration
 
 test-cluster: $(VENV)/ready  ## The tests on a real Kubernetes, see `make cluster`
