@@ -516,7 +516,7 @@ class Flat:
         Args:
             thorough: look at all tensors, because the values are about to be replaced.
         """
-        self._check_memory()
+        self.check_memory()
         changed = self._seal.changed(thorough=thorough)
         if changed is None:
             return
@@ -548,7 +548,7 @@ class Flat:
         Raises:
             UsageError: what the script has changed is not to be changed, or its values are not finite.
         """
-        self._check_memory()
+        self.check_memory()
         for index, tensor in enumerate(self.tensors):
             spec = self.layout.tensors[index]
             if spec.rule is Rule.GRADIENT and not bool(torch.isfinite(tensor).all()):
@@ -570,8 +570,11 @@ class Flat:
         self._staging.settle()
         self._seal.open()
 
-    def _check_memory(self) -> None:
-        """Raise UsageError if the model's tensors were moved away from where they are pulled to."""
+    def check_memory(self) -> None:
+        """Take over what the script has assigned to buffers.
+
+        Raises UsageError if the model's tensors were replaced, or moved away from where they are pulled to.
+        """
         if self._registered is not None:
             self._registered.settle()
         for tensor, address, spec in zip(self.tensors, self._addresses, self.layout.tensors, strict=True):
