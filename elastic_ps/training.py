@@ -313,7 +313,7 @@ class Consistency(CamelModel):
 
     @property
     def scale(self) -> str:
-        """What a stale step is scaled with; see `staleness_scale`."""
+        """How stale steps are scaled; see `staleness_scale`."""
         if self.mode == "local":
             return "inverse" if self.outer_rule.divided else "none"
         return self.staleness_scale or ("damped" if self.may_be_stale else "none")

@@ -1,6 +1,6 @@
-"""What another library has prepared for work that it divides among processes itself.
+"""Recognises objects that another library has prepared to divide work among processes itself.
 
-Such a library is told by its name, and need not be there.
+The library is recognised by its name, and need not be installed.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class Registered:
         return None
 
     def _goes_with(self, name: str, other: str, named: Mapping[str, torch.Tensor]) -> bool:
-        """Whether two names are of one tensor, or of two, as they were."""
+        """Whether two names still stand for one tensor, or still for two."""
         if self._given.get(other) is self._given[name]:
             return named[other] is named[name]
         return not named[name].numel() or _memory(named[other]) != _memory(named[name])

@@ -419,7 +419,7 @@ def _not_starting(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> 
         gates = (manifest.get("spec") or {}).get("schedulingGates") or []
         listed = ", ".join(str(gate.get("name")) for gate in gates)
         text = f"{name} waits for its scheduling gates to be removed: {listed}"
-        return Problem(_GATED, f"{text}. Whoever has set them, such as a queue, removes them")
+        return Problem(_GATED, f"{text}. Their owner, such as a queue, removes them")
     why = _waiting(name, name, container, limit=_limit(manifest))
     if why is not None or "running" in (container.get("state") or {}):
         return why
