@@ -2,8 +2,12 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-# The lowest versions that pyproject.toml allows, for all checkouts on this machine that allow the same.
-LOWEST := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/elastic-ps/lowest-$(shell { $(PYTHON) -VV; $(PYTHON) tools/lowest.py; } | sha256sum | cut -c 1-12)
+# Two environments for all checkouts on this machine that need the same: the versions of constraints.txt, without
+# the project itself, which .venv is a copy of; and the lowest that pyproject.toml allows, for the unit tests.
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/elastic-ps
+hash = $(shell { $(PYTHON) -VV; $(PYTHON) tools/requirements.py $(1); cat $(2); } | grep -v '^--' | sha256sum | cut -c 1-12)
+NEWEST := $(CACHE)/newest-$(call hash,newest,constraints.txt)
+LOWEST := $(CACHE)/lowest-$(call hash,lowest,/dev/null)
 TIER ?= not nightly
 UNIT ?= $(LOWEST)
 INTEGRATION ?= $(VENV)
@@ -44,7 +48,7 @@ test-cluster: $(VENV)/ready  ## The tests on a real Kubernetes, see `make cluste
 check: $(VENV)/ready  ## Format, lint, types, layers, generated files
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/mypy --cache-dir $(CACHE)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/generate_protobuf.py --check
 	PYTHONPATH=.:operator $(BIN)/python -m elastic_operator.crd --check
@@ -89,16 +93,19 @@ install: $(VENV)/ready  ## The operator's chart on the cluster of $$KUBECONFIG, 
 uninstall: $(VENV)/ready
 	@PYTHONPATH=. $(BIN)/python tools/install_chart.py uninstall
 
-# The constraints pin torch, so that pip takes the CPU build where that is the one on offer.
-$(VENV)/ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	touch $@
+# Hard links where the cache is on the same disk. Its scripts name the environment that they belong to.
+$(VENV)/ready: pyproject.toml constraints.txt $(NEWEST)/ready
+	rm -rf $(VENV)
+	cp -al $(NEWEST) $(VENV) 2>/dev/null || { rm -rf $(VENV); cp -a $(NEWEST) $(VENV); }
+	grep -rlI $(NEWEST) $(BIN) | xargs sed -i 's#$(NEWEST)#$(abspath $(VENV))#g'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	rm -f $@ && touch $@
 
-$(LOWEST)/ready:
-	$(PYTHON) -m venv --clear $(LOWEST)
-	$(PYTHON) tools/lowest.py >$(LOWEST)/requirements.txt
-	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $(LOWEST)/requirements.txt
+# The constraints pin torch, so that pip takes the CPU build where that is the one on offer.
+$(CACHE)/%/ready:
+	$(PYTHON) -m venv --clear $(@D)
+	$(PYTHON) tools/requirements.py $(firstword $(subst -, ,$*)) >$(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $(@D)/requirements.txt
 	touch $@
 
 clean:
