@@ -5,7 +5,7 @@
 Modules that a newer compiler writes refuse every protobuf library older than the compiler, and every one
 that is two major versions newer. The compiler used here is the last one whose modules run with all
 libraries since its own version, 4.25. It comes with grpcio-tools, whose dependencies do not fit beside those
-of this project, so it is installed into a folder of its own at first use.
+of this project, so it is installed into a folder of its own, in the user's cache, at first use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ COMPILER = "grpcio-tools==1.62.3"
 
 def compiler() -> Path:
     """The folder that holds the compiler; installs it with pip unless it is there."""
-    folder = Path(sys.prefix) / "share" / COMPILER
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "elastic-ps"
+    folder = cache / f"{COMPILER}-{sys.implementation.cache_tag}"
     if folder.is_dir():
         return folder
     if sys.version_info >= (3, 13):
