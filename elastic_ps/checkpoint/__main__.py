@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_ps.checkpoint import evaluations
@@ -12,12 +13,12 @@ from elastic_ps.checkpoint.plain import export
 from elastic_ps.errors import ElasticPSError, UserError
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m elastic_ps.checkpoint", description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--version")
-    parsed = parser.parse_args()
+    parsed = parser.parse_args(arguments)
     try:
         best = parsed.version == "best"
         wanted = (

@@ -23,7 +23,7 @@ from elastic_ps.job import API_VERSION, KIND
 from tests.e2e.cluster import Cluster, wait_for
 from tests.testing.operator_process import Jobs, OperatorProcess
 
-pytestmark = pytest.mark.usefixtures("definition")
+pytestmark = [pytest.mark.usefixtures("definition"), pytest.mark.nightly]
 
 BUSY = """
 import signal, time

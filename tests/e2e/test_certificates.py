@@ -60,6 +60,7 @@ def members(jobs: Jobs) -> list[dict[str, object]]:
     return list(json.loads(answer)["members"]) if answer else []
 
 
+@pytest.mark.nightly
 def test_certificates_end_during_a_run_and_nobody_notices(issuing: OperatorProcess, jobs: Jobs) -> None:
     issuing.start(
         f"--tls-secret={jobs.namespace}/authority", f"--certificate-lifetime={LIFETIME.total_seconds():g}s"

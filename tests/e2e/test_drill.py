@@ -23,6 +23,7 @@ def jobs(cluster: GivenCluster, namespace: str) -> Jobs:
     return Jobs(cluster, namespace, TRAINING_IMAGE)
 
 
+@pytest.mark.nightly
 def test_a_drill_loses_nothing(operator: OperatorProcess, jobs: Jobs, tmp_path: Path) -> None:
     """As the histories of all pods say, not as the parameter server counts."""
     jobs.cluster.apply(HISTORIES, namespace=jobs.namespace)

@@ -143,6 +143,7 @@ def test_lost_parameter_server_and_lost_workers(
     assert jobs.job("lost")["status"]["worker"]["failures"] == 0
 
 
+@pytest.mark.nightly
 def test_workers_that_add_up_gradients_among_themselves(
     jobs: Jobs, idle: OperatorProcess, local_cluster: Cluster, tmp_path: Path
 ) -> None:

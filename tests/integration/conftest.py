@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from elastic_ps.cli import main
+from elastic_ps.local import Programs
 from tests.testing.certificates import remove_pair
+from tests.testing.launching import PROGRAMS, Here
 from tests.testing.polling import eventually
 from tests.testing.transports import TRANSPORTS, World
 
@@ -26,3 +31,23 @@ def world(request: pytest.FixtureRequest, certificates_of_transports: None) -> I
     yield world
     world.close()
     eventually(lambda: set(threading.enumerate()) <= before, "the threads end")
+
+
+@pytest.fixture
+def elastic_ps_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Here:
+    """`elastic-ps` in this process and in the test's directory: spares a test the start of a Python."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*words: object, programs: Programs | None = PROGRAMS) -> subprocess.CompletedProcess[str]:
+        try:
+            code = main([str(word) for word in words], programs=programs)
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        said = capfd.readouterr()
+        return subprocess.CompletedProcess([str(word) for word in words], code, said.out, said.err)
+
+    return run

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from elastic_ps.cli.run import AT_ONCE
-from tests.testing.launching import FAKE, gone, job_document
+from tests.testing.launching import FAKE, Here, gone, job_document
 from tests.testing.polling import LIMIT, eventually
 
 FOREVER = 10_000_000
@@ -380,11 +380,11 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_starts_nothing(place: Place, case: str) -> None:
+def test_bad_input_starts_nothing(place: Place, elastic_ps_here: Here, case: str) -> None:
     arguments, spec, message = BAD_INPUT[case]
     (place.path / "broken.py").write_text("1 / 0\n")
     place.job(spec=spec, records=8)
-    done = place.run(*arguments)
+    done = elastic_ps_here(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stdout == ""

@@ -15,11 +15,13 @@ import safetensors.torch
 import torch
 
 import elastic_ps
+from elastic_ps.checkpoint import __main__ as export_program
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Stored
 from elastic_ps.errors import CheckpointCorrupt, InvalidModel, ModelMismatch, UserError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job
+from tests.testing.launching import Here
 
 SERVER = {"replicas": 2, "bucketBytes": 1024, "checkpoint": {"interval": "1h", "everyVersions": 4, "keep": 9}}
 TOKENS = torch.randint(0, 50, (60, 8), generator=torch.Generator().manual_seed(1))
@@ -119,11 +121,12 @@ def test_a_checkpoint_can_be_named_by_its_own_directory(trained: Trained) -> Non
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
-def test_export_writes_a_plain_state_dict(trained: Trained, tmp_path: Path, name: str) -> None:
+def test_export_writes_a_plain_state_dict(
+    trained: Trained, tmp_path: Path, elastic_ps_here: Here, name: str
+) -> None:
     out = tmp_path / name
     out.write_text("what was there before is replaced")
-    command = [sys.executable, "-m", "elastic_ps.cli", "export", str(trained.directory), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = elastic_ps_here("export", trained.directory, out)
     assert done.returncode == 0, done.stderr
     assert f"version {trained.version}, {len(trained.values)} tensors" in done.stdout
     values = safetensors.torch.load_file(out) if name.endswith("s") else torch.load(out)
@@ -179,12 +182,14 @@ def test_a_script_without_our_library_trains_on(trained: Trained, tmp_path: Path
     assert float(done.stdout) == pytest.approx(expected)
 
 
-def test_export_says_what_is_wrong(trained: Trained, tmp_path: Path) -> None:
+def test_export_says_what_is_wrong(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def export(*arguments: str) -> str:
-        command = [sys.executable, "-m", "elastic_ps.checkpoint", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stdout) == (2, "")
-        return done.stderr
+        assert export_program.main(arguments) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        return said.err
 
     directory, out = str(trained.directory), str(tmp_path / "model.pt")
     assert "ends with .safetensors or .pt" in export(directory, str(tmp_path / "model.bin"))
@@ -303,7 +308,7 @@ def test_a_broken_checkpoint_is_said_so_and_left_where_it_is(trained: Trained, t
     assert store.versions() == [before, newest]
 
 
-def test_a_broken_checkpoint_is_not_exported(trained: Trained, tmp_path: Path) -> None:
+def test_a_broken_checkpoint_is_not_exported(trained: Trained, tmp_path: Path, elastic_ps_here: Here) -> None:
     """Nothing is written; without a version, an older one that is whole is, and the command says so."""
     directory, out = tmp_path / "checkpoints", tmp_path / "model.pt"
     shutil.copytree(trained.directory, directory)
@@ -313,17 +318,13 @@ def test_a_broken_checkpoint_is_not_exported(trained: Trained, tmp_path: Path) -
     broken.write_bytes(broken.read_bytes()[:-1])
     out.write_text("what was there before")
 
-    def export(*version: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "elastic_ps.cli", "export", str(directory), str(out), *version]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    done = export("--version", str(newest))
+    done = elastic_ps_here("export", directory, out, "--version", newest)
     assert (done.returncode, done.stdout) == (1, "")
     assert len(done.stderr.splitlines()) == 1
     assert "error: " in done.stderr
     assert f"version-{newest:010d}" in done.stderr
     assert out.read_text() == "what was there before"
-    done = export()
+    done = elastic_ps_here("export", directory, out)
     assert done.returncode == 0
     assert f"version {before}," in done.stdout
     assert done.stderr.startswith("warning: a newer checkpoint is broken, so an older one is used: ")

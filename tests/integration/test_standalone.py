@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from elastic_ps import env
+from tests.testing.launching import Here
 from tests.testing.polling import LIMIT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,28 +147,31 @@ def test_the_same_script_runs_alone(folder: Path) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_starts(
-    folder: Path, command: list[str], said: str
+    folder: Path, elastic_ps_here: Here, monkeypatch: pytest.MonkeyPatch, command: list[str], said: str
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (folder / "broken.py").write_text("print(\n")
     write_job(folder, arguments={"epochs": 1})
-    done = run(folder, "-m", "elastic_ps.cli", "run", *command)
+    done = elastic_ps_here("run", *command, programs=None)
     assert done.returncode == 2
     assert said in done.stderr
     assert not list((folder / "state").rglob("logs"))
 
 
-def test_an_argument_of_the_script_without_dashes_is_told_where_it_belongs(folder: Path) -> None:
-    done = run(folder, "-m", "elastic_ps.cli", "run", "plain.py", "--workers", "2", "--lr", "0.1")
+def test_an_argument_of_the_script_without_dashes_is_told_where_it_belongs(
+    folder: Path, elastic_ps_here: Here
+) -> None:
+    done = elastic_ps_here("run", "plain.py", "--workers", "2", "--lr", "0.1")
     assert done.returncode == 2
     assert (
         "unrecognized arguments: --lr 0.1. Arguments of the script follow --: plain.py -- --lr 0.1"
         in done.stderr
     )
-    done = run(folder, "-m", "elastic_ps.cli", "run", "job.yaml", "--lr", "0.1")
+    done = elastic_ps_here("run", "job.yaml", "--lr", "0.1")
     assert done.stderr.endswith("unrecognized arguments: --lr 0.1\n")
 
 
-def test_arguments_after_dashes_belong_to_run(folder: Path) -> None:
-    done = run(folder, "-m", "elastic_ps.cli", "stop", "plain.py", "--", "1")
+def test_arguments_after_dashes_belong_to_run(folder: Path, elastic_ps_here: Here) -> None:
+    done = elastic_ps_here("stop", "plain.py", "--", "1")
     assert done.returncode == 2
     assert "only `elastic-ps run` takes arguments after --" in done.stderr

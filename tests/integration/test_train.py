@@ -19,6 +19,7 @@ from elastic_ps.models import LeNet
 from elastic_ps.zoo.scores import evaluate
 from tests.testing import mpirun
 from tests.testing.datafiles import write_cifar10, write_mnist
+from tests.testing.launching import Here
 from tests.testing.tiers import per_change
 
 LIMIT = 300
@@ -143,9 +144,9 @@ def trained_alone(directory: Path, network: str, arguments: dict[str, Any]) -> f
     return float(scores.partition("prec@1 ")[2].partition(",")[0])
 
 
-def test_a_dry_run_prints_the_job_that_would_run(tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_job_that_would_run(tmp_path: Path, elastic_ps_here: Here) -> None:
     flags = ("--network", "vgg-11", "--dataset", "cifar10", "--num-workers", 4, "--num-aggregate", 3)
-    done = elastic_ps(tmp_path, "train", *flags, "--weight-decay", 5e-4, "--enable-gpu", "--dry-run")
+    done = elastic_ps_here("train", *flags, "--weight-decay", 5e-4, "--enable-gpu", "--dry-run")
     assert done.returncode == 0, done.stderr
     job = parse_job(yaml.safe_load(done.stdout), source="the output")
     assert job.name == "vgg11-cifar10"
@@ -181,9 +182,9 @@ BAD_INPUT = {
 
 
 @pytest.mark.parametrize("case", BAD_INPUT)
-def test_bad_input_starts_nothing(tmp_path: Path, case: str) -> None:
+def test_bad_input_starts_nothing(tmp_path: Path, elastic_ps_here: Here, case: str) -> None:
     flags, message = BAD_INPUT[case]
-    done = elastic_ps(tmp_path, "train", *flags.split())
+    done = elastic_ps_here("train", *flags.split())
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stdout == ""

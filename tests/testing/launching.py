@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from elastic_ps.local.processes import with_threads
 from tests.testing.polling import eventually, while_moving
 
 FAKE = str(Path(__file__).with_name("fake_programs.py"))
+Here = Callable[..., subprocess.CompletedProcess[str]]
+"""`elastic-ps` with these words, see the fixture `elastic_ps_here`."""
 PROGRAMS = Programs(server=(sys.executable, FAKE, "ps"), worker=(sys.executable, FAKE, "worker"))
 
 
