@@ -46,8 +46,8 @@ def english() -> torch.Tensor:
 def train(epochs: int, lr: float, share: float, batch: int, optimizer: str) -> None:
     """What a worker runs, on this share of the text, with one of `OPTIMIZERS`."""
     import elastic_ps
-    from elastic_ps.datasets.text import Text
-    from elastic_ps.models import GPT
+    from elastic_ps.contrib.datasets.text import Text
+    from elastic_ps.contrib.models import GPT
 
     torch.set_num_threads(1)
     text = english()

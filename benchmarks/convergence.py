@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from elastic_ps.job import TrainingJob, parse_job
+from elastic_ps.api.job import TrainingJob, parse_job
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = timedelta(minutes=10)
@@ -32,8 +32,8 @@ BATCH = 16
 def train(epochs: int, lr: float, pause: float, slowness: float) -> None:
     """What a worker runs. Each batch takes `pause` seconds longer, of worker 0 `slowness` times as much."""
     import elastic_ps
-    from elastic_ps.datasets import digits
-    from elastic_ps.models import LeNet, accuracy
+    from elastic_ps.contrib.datasets import digits
+    from elastic_ps.contrib.models import LeNet, accuracy
 
     torch.set_num_threads(1)
     training, test = digits()

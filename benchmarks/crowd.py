@@ -29,9 +29,9 @@ import psutil
 import torch
 
 from benchmarks.figures import Figure, write
+from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.contract.env import ProcessEnvironment
 from elastic_ps.core.partition import Layout, Rule
-from elastic_ps.env import ProcessEnvironment
-from elastic_ps.job import TrainingJobSpec
 from elastic_ps.transport.ways import connect
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Ending, Step, Wanted

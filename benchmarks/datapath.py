@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.figures import Figure, write
 from benchmarks.recovery import ROOT, torchrun
-from elastic_ps.schemes import WITHOUT_RANKS, Scheme
+from elastic_ps.contract.schemes import WITHOUT_RANKS, Scheme
 
 LIMIT = 300.0
 LOOK = 0.5
@@ -261,7 +261,7 @@ def measure_parameter_server(
     tls: bool = False,
 ) -> Measured:
     """`workers`: as many as the case says, if it is not given."""
-    from elastic_ps.job import parse_job
+    from elastic_ps.api.job import parse_job
     from elastic_ps.local import Launcher, Options
     from elastic_ps.local.poller import fetch_status
 

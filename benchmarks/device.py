@@ -100,7 +100,7 @@ def train(directory: str, overlap: bool) -> None:
 
 def measure(*, overlap: bool, trace: Path | None) -> Found:
     """Run the job once."""
-    from elastic_ps.job import parse_job
+    from elastic_ps.api.job import parse_job
     from elastic_ps.local import Launcher, Options
 
     with tempfile.TemporaryDirectory() as name:

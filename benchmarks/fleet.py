@@ -38,9 +38,9 @@ from elastic_operator.crd import crd
 from elastic_operator.metrics import Metrics
 from elastic_operator.poller import POLLS_PER_SECOND
 from elastic_operator.settings import Settings
-from elastic_ps.env import DEFAULT_HTTP_PORT
+from elastic_ps.api.status import Member, Progress, ServerStatus
+from elastic_ps.contract.env import DEFAULT_HTTP_PORT
 from elastic_ps.errors import ConnectionLost
-from elastic_ps.status import Member, Progress, ServerStatus
 from tests.testing.operator_process import requests
 from tests.testing.simulation import job_document
 

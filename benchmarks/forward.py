@@ -42,8 +42,8 @@ from benchmarks.datapath import (
     make_optimizer,
 )
 from benchmarks.network import Hosts, killed_at_the_end, require_alive, start_job
+from elastic_ps.api.job import BUCKET_BYTES, TrainingJobSpec
 from elastic_ps.core.partition import Rule, partition
-from elastic_ps.job import BUCKET_BYTES, TrainingJobSpec
 from elastic_ps.worker.model import Described
 
 STEPS, WARM = 24, 6

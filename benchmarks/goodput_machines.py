@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from elastic_ps.env import PREFIX
+from elastic_ps.contract.env import PREFIX
 
 ROOT = Path(__file__).resolve().parents[1]
 

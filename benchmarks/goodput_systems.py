@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 
 from benchmarks import goodput_machines as machines
-from elastic_ps.job import TrainingJob, parse_job
+from elastic_ps.api.job import TrainingJob, parse_job
 
 WIDTH, BATCH, RECORDS = 64, 16, 100_000
 PAUSE = 0.02

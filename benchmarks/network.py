@@ -41,10 +41,10 @@ import yaml
 from benchmarks.datapath import CASES, HOOKS, Measured, collect, make_model, median
 from benchmarks.figures import Figure, write
 from benchmarks.recovery import ROOT
+from elastic_ps.api.job import BUCKET_BYTES, TrainingJobSpec
+from elastic_ps.api.training import AUTO, CODECS
 from elastic_ps.codec import NONE
-from elastic_ps.env import DEFAULT_HTTP_PORT, DEFAULT_PORT, ProcessEnvironment, Role
-from elastic_ps.job import BUCKET_BYTES, TrainingJobSpec
-from elastic_ps.training import AUTO, CODECS
+from elastic_ps.contract.env import DEFAULT_HTTP_PORT, DEFAULT_PORT, ProcessEnvironment, Role
 
 MASTER = 29500
 """The port of DistributedDataParallel's store."""

@@ -23,7 +23,7 @@ from typing import Any
 
 from elastic_operator import builders
 from elastic_operator.wiring import HEADLESS
-from elastic_ps.job import TrainingJobSpec
+from elastic_ps.api.job import TrainingJobSpec
 from tests.e2e.cluster import GivenCluster, wait_for
 from tests.testing.operator_process import OperatorProcess, requests, sleeper
 

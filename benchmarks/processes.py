@@ -29,7 +29,7 @@ import torch
 from benchmarks.figures import Figure, write
 from benchmarks.network import Hosts, killed_at_the_end, require_alive, start_job
 from benchmarks.recovery import EPOCHS, LIMIT, ROOT, Zeros, make_model, step
-from elastic_ps.job import TrainingJobSpec
+from elastic_ps.api.job import TrainingJobSpec
 
 BATCH = 16
 """Records of one process."""

@@ -33,7 +33,7 @@ import torch
 from benchmarks.figures import Figure, write
 
 if TYPE_CHECKING:
-    from elastic_ps.job import TrainingJob
+    from elastic_ps.api.job import TrainingJob
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
@@ -155,7 +155,7 @@ def make_job(
     workers: int, interval: float, durability: str = "checkpoint", strategy: str = "parameter-server"
 ) -> TrainingJob:
     """A job of `train_with_parameter_server`, with that many seconds between checkpoints."""
-    from elastic_ps.job import parse_job
+    from elastic_ps.api.job import parse_job
 
     spec = {
         "entrypoint": "benchmarks.recovery:train_with_parameter_server",

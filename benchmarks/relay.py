@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
-from elastic_ps.env import PREFIX
+from elastic_ps.contract.env import PREFIX
 from elastic_ps.local import mpi
 from elastic_ps.local.processes import free_addresses
 from elastic_ps.transport import ways

@@ -20,8 +20,8 @@ import torch
 from benchmarks.datapath import CASES, make_model, measure_parameter_server
 from benchmarks.figures import Figure, write
 from benchmarks.recovery import ROOT
+from elastic_ps.api.job import BUCKET_BYTES
 from elastic_ps.core.partition import Rule, partition
-from elastic_ps.job import BUCKET_BYTES
 from elastic_ps.server.values import BucketValues
 from elastic_ps.worker.model import Described
 

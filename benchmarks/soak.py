@@ -36,14 +36,14 @@ import psutil
 import torch
 
 from benchmarks.soak_modes import MODES
+from elastic_ps.api.job import TrainingJob, parse_job
+from elastic_ps.api.training import Consistency
+from elastic_ps.contract.env import Role
+from elastic_ps.contract.schemes import WITHOUT_RANKS, Scheme
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.drill.wire import Wires
-from elastic_ps.env import Role
-from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options
-from elastic_ps.schemes import WITHOUT_RANKS, Scheme
-from elastic_ps.training import Consistency
 
 WORKERS, MOST_WORKERS, EPOCHS, BATCH = 3, 4, 2, 4
 CLOCK = 4096

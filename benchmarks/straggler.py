@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.figures import Figure, write
 from benchmarks.recovery import BATCH, LIMIT, ROOT, WIDTH, Zeros, make_model, step, torchrun
-from elastic_ps.job import TrainingJob, parse_job
+from elastic_ps.api.job import TrainingJob, parse_job
 
 WARM = 20
 """Steps before the measurement."""

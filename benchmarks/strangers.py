@@ -29,7 +29,7 @@ from typing import Any, Literal, TypeAlias
 
 import grpc
 
-from elastic_ps.identity import CA_FILE, CERTIFICATE_FILE, KEY_FILE, server_name
+from elastic_ps.contract.identity import CA_FILE, CERTIFICATE_FILE, KEY_FILE, server_name
 from elastic_ps.transport import tcp
 from elastic_ps.transport.base import Frame, Incoming, Server
 from elastic_ps.transport.credentials import Credentials

@@ -16,8 +16,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from elastic_ps.api.job import TrainingJob, load_job
     from elastic_ps.checkpoint.plain import load_checkpoint
-    from elastic_ps.engine import Engine
+    from elastic_ps.contrib.engine import Engine
     from elastic_ps.errors import (
         ConnectionLost,
         ElasticPSError,
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
         UsageError,
         UserError,
     )
-    from elastic_ps.evaluator.checkpoints import Checkpoint, checkpoints
-    from elastic_ps.job import TrainingJob, load_job
+    from elastic_ps.evaluation.checkpoints import Checkpoint, checkpoints
     from elastic_ps.standalone import connect
     from elastic_ps.worker.local_world import Drained
     from elastic_ps.worker.optimizer import ElasticOptimizer
@@ -42,11 +42,11 @@ _PLACES = {
     "Drained": "elastic_ps.worker.local_world",
     "ElasticOptimizer": "elastic_ps.worker.optimizer",
     "load_checkpoint": "elastic_ps.checkpoint.plain",
-    "Engine": "elastic_ps.engine",
-    "checkpoints": "elastic_ps.evaluator.checkpoints",
-    "Checkpoint": "elastic_ps.evaluator.checkpoints",
-    "TrainingJob": "elastic_ps.job",
-    "load_job": "elastic_ps.job",
+    "Engine": "elastic_ps.contrib.engine",
+    "checkpoints": "elastic_ps.evaluation.checkpoints",
+    "Checkpoint": "elastic_ps.evaluation.checkpoints",
+    "TrainingJob": "elastic_ps.api.job",
+    "load_job": "elastic_ps.api.job",
     "ElasticPSError": "elastic_ps.errors",
     "UserError": "elastic_ps.errors",
     "InvalidJob": "elastic_ps.errors",

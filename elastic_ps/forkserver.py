@@ -23,9 +23,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_ps import exits, process
-from elastic_ps.env import THREAD_VARIABLES, disable_grpc_fork_hooks
-from elastic_ps.packets import Packets
+from elastic_ps.contract import exits
+from elastic_ps.contract.env import THREAD_VARIABLES, disable_grpc_fork_hooks
+from elastic_ps.contract.packets import Packets
+from elastic_ps.process import lifecycle
 
 FOR_ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """What a system sends to all processes of a session or service that it ends. The launcher decides."""
@@ -33,11 +34,11 @@ FOR_ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 def _programs() -> Mapping[str, Callable[[], int]]:
     """What a fork can become, by the name of the module; imports what they need."""
-    with process.importing():
+    with lifecycle.importing():
         disable_grpc_fork_hooks()
-        from elastic_ps import compiler  # noqa: F401
-        from elastic_ps.evaluator import __main__ as evaluator
-        from elastic_ps.evaluator import script  # noqa: F401
+        from elastic_ps.evaluation import __main__ as evaluator
+        from elastic_ps.evaluation import script  # noqa: F401
+        from elastic_ps.process import compiler  # noqa: F401
         from elastic_ps.server import __main__ as server
         from elastic_ps.server import process as parameter_server  # noqa: F401
         from elastic_ps.server import serving, status  # noqa: F401
@@ -46,7 +47,7 @@ def _programs() -> Mapping[str, Callable[[], int]]:
         from elastic_ps.worker import current  # noqa: F401
         from elastic_ps.worker import script as workers_script  # noqa: F401
     return {
-        "elastic_ps.evaluator": evaluator.main,
+        "elastic_ps.evaluation": evaluator.main,
         "elastic_ps.server": server.main,
         "elastic_ps.worker": worker.main,
     }

@@ -15,8 +15,8 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-from elastic_ps import env
-from elastic_ps.job import ParameterServer, TrainingJobSpec, Worker, load_job
+from elastic_ps.api.job import ParameterServer, TrainingJobSpec, Worker, load_job
+from elastic_ps.contract import env
 from elastic_ps.transport.base import Connection
 from elastic_ps.worker import current
 from elastic_ps.worker.session import Session

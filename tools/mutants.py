@@ -165,7 +165,7 @@ def _replaced(source: str, number: int, after: ast.AST) -> str:
 def chosen_tests(file: Path, tree: Path) -> list[str]:
     """The test files below `tree` that speak of the module's package."""
     package = ".".join(file.relative_to(ROOT).parts[-3:-1]).removeprefix("operator.")
-    tests = sorted((tree / "tests" / "unit").glob("test_*.py"))
+    tests = sorted((tree / "tests" / "unit").rglob("test_*.py"))
     return [str(path.relative_to(tree)) for path in tests if package in _with_helpers(path, tree)]
 
 

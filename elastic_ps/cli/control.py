@@ -14,9 +14,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import get_args
 
-from elastic_ps.env import Role
+from elastic_ps.api.job import load_job
+from elastic_ps.contract.env import Role
 from elastic_ps.errors import ElasticPSError, UserError
-from elastic_ps.job import load_job
 from elastic_ps.local import script
 from elastic_ps.local.state import JobDirectory, LocalStatus, known_jobs, newest_checkpoint, start_time
 

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from elastic_ps import manifest
+from elastic_ps.api import manifest
+from elastic_ps.api.job import TrainingJob, load_job
 from elastic_ps.drill.cluster import run_on_cluster
 from elastic_ps.drill.faults import Fault, Kind, schedule
 from elastic_ps.drill.report import build_report
 from elastic_ps.drill.runner import Drill, Injection, run
 from elastic_ps.errors import UserError
-from elastic_ps.job import TrainingJob, load_job
 from elastic_ps.local import JobDirectory, Options, Programs, preflight, script
 from elastic_ps.local.state import write_atomically
 

@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from elastic_ps.checkpoint import evaluations
+from elastic_ps.api.job import load_job
 from elastic_ps.errors import CheckpointError, UserError
-from elastic_ps.job import load_job
+from elastic_ps.evaluation import results as evaluations
 
 
 def evaluate(parsed: argparse.Namespace) -> int:
     """Evaluate the checkpoints of a directory; returns the exit code."""
     entrypoint, arguments = _evaluator(parsed)
-    program = [sys.executable, "-m", "elastic_ps.evaluator", str(parsed.directory)]
+    program = [sys.executable, "-m", "elastic_ps.evaluation", str(parsed.directory)]
     options = [] if parsed.version is None else ["--version", str(parsed.version)]
     options += ["--json"] if parsed.json else []
     return subprocess.call([*program, entrypoint, json.dumps(arguments), *options])

@@ -18,10 +18,10 @@ from types import FrameType
 
 from rich.console import Console
 
+from elastic_ps.api.job import TrainingJob, load_job, parse_job
 from elastic_ps.cli.view import Display, LiveDisplay, PlainDisplay, print_outcome
-from elastic_ps.env import inherited, started_by_mpirun
+from elastic_ps.contract.env import inherited, started_by_mpirun
 from elastic_ps.errors import UserError
-from elastic_ps.job import TrainingJob, load_job, parse_job
 from elastic_ps.local import (
     JobDirectory,
     Launcher,

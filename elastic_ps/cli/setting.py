@@ -10,13 +10,13 @@ from typing import Any
 
 import yaml
 
-from elastic_ps import manifest
+from elastic_ps.api import manifest
+from elastic_ps.api.job import TrainingJob, parse_job
+from elastic_ps.api.status import TuningStatus
+from elastic_ps.api.tuning import Tuning, without_options_of_other_codecs, without_options_of_other_modes
 from elastic_ps.cli.control import directory_of, status_of
 from elastic_ps.errors import UserError
-from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local.state import JobDirectory, generation_of
-from elastic_ps.status import TuningStatus
-from elastic_ps.tuning import Tuning, without_options_of_other_codecs, without_options_of_other_modes
 
 LIMIT = timedelta(seconds=60)
 """For how long the command waits until the change is in force."""

@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from elastic_ps import manifest
+from elastic_ps.api import manifest
+from elastic_ps.api.job import TrainingJob
 from elastic_ps.cli.run import run_job
 from elastic_ps.cli.train_flags import ARGUMENTS
-from elastic_ps.env import started_by_mpirun
+from elastic_ps.contract.env import started_by_mpirun
+from elastic_ps.contrib.zoo.catalog import find_dataset
+from elastic_ps.contrib.zoo.job import FOREIGN, Flags, job_of
 from elastic_ps.errors import UserError
-from elastic_ps.job import TrainingJob
 from elastic_ps.local import Programs
-from elastic_ps.zoo.catalog import find_dataset
-from elastic_ps.zoo.job import FOREIGN, Flags, job_of
 
 SUBMIT = "elastic_operator.submit"
 

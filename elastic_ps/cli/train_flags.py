@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from elastic_ps.zoo.catalog import DATA_SETS, NETWORKS
+from elastic_ps.contrib.zoo.catalog import DATA_SETS, NETWORKS
 
 DESCRIPTION = """\
 Train a network of the zoo on one of its data sets, without a job file. The flags have the names of

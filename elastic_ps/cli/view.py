@@ -12,8 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from elastic_ps import exits
 from elastic_ps.cli import words
+from elastic_ps.contract import exits
 from elastic_ps.local import Event, LocalStatus, Outcome, ProcessStatus, Record
 from elastic_ps.local.snapshot import member_of
 

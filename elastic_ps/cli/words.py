@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from elastic_ps.api.status import EvaluationStatus, Member, Progress, Traffic
 from elastic_ps.local import LocalStatus, Outcome
 from elastic_ps.local.plan import WAS_FINISHED
-from elastic_ps.status import EvaluationStatus, Member, Progress, Traffic
 
 
 def duration(seconds: float) -> str:

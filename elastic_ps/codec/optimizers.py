@@ -19,7 +19,7 @@ from elastic_ps.codec.several import SEPARATOR, Kind, name_of_all, parts_of
 from elastic_ps.core.partition import ITEM_SIZE
 from elastic_ps.core.settings import check_optimizer
 from elastic_ps.errors import InvalidJob, InvalidModel
-from elastic_ps.process import import_own
+from elastic_ps.process.lifecycle import import_own
 
 WIDE = {"float16": torch.float32, "bfloat16": torch.float32}
 """Half precision is too coarse to add small numbers up in. Sums of gradients are kept in single precision,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elastic_ps.api.training import AUTO, MAX_ERROR, Compression
 from elastic_ps.codec import NONE
 from elastic_ps.codec.auto import Auto
 from elastic_ps.codec.base import Codec, pack
@@ -19,8 +20,7 @@ from elastic_ps.codec.lossless import LOSSLESS, Plain
 from elastic_ps.codec.powersgd import PowerSGD
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import InvalidJob
-from elastic_ps.process import import_own
-from elastic_ps.training import AUTO, MAX_ERROR, Compression
+from elastic_ps.process.lifecycle import import_own
 
 BUILT_IN: Mapping[str, type[Codec]] = {
     "bf16": Bf16,

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore  # torch.distributed has it, but does not say so to mypy
 
-from elastic_ps import env
 from elastic_ps.collectives.communicator import Communicator
 from elastic_ps.collectives.operations import Handle, Op, Operations
 from elastic_ps.collectives.over_mpi import MPIGroup
@@ -25,6 +24,7 @@ from elastic_ps.collectives.replicas import (
     synchronize_parameters,
     synchronized_backward,
 )
+from elastic_ps.contract import env
 from elastic_ps.errors import UsageError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ A momentum m remembers m / (1 - m) steps: that is the mean age of the gradients 
 
 from __future__ import annotations
 
+from elastic_ps.api.training import Consistency
 from elastic_ps.core.settings import Settings
-from elastic_ps.training import Consistency
 
 SHARE = 20
 """The outer momentum remembers at most one of so many exchanges that the job has made. So one of 0.9 needs

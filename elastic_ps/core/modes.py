@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from elastic_ps.api.training import Consistency
 from elastic_ps.core.accumulate import AccumulateRounds
 from elastic_ps.core.asynchronous import AsyncRounds
 from elastic_ps.core.backup import BackupRounds
@@ -11,7 +12,6 @@ from elastic_ps.core.bounded import BoundedRounds
 from elastic_ps.core.consistency import SyncRounds
 from elastic_ps.core.portioned import PortionedRounds
 from elastic_ps.core.quorum import QuorumRounds
-from elastic_ps.training import Consistency
 
 ROUNDS: Mapping[str, Callable[[Consistency], SyncRounds]] = {
     "sync": lambda c: _rounds_of_all(c),

@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from elastic_ps.training import Consistency
-from elastic_ps.tuning import without_options_of_other_modes
+from elastic_ps.api.training import Consistency
+from elastic_ps.api.tuning import without_options_of_other_modes
 
 WINDOW = 200
 """Steps that are measured for a decision: two of them may be more stale than the 99th percentile."""

@@ -24,14 +24,22 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from elastic_ps.api.job import TrainingJob
+from elastic_ps.api.status import ServerStatus, TrainingJobStatus
+from elastic_ps.contract.env import (
+    CONTAINER,
+    DEFAULT_HTTP_PORT,
+    INDEX_LABEL,
+    JOB_LABEL,
+    PREFIX,
+    ROLE_LABEL,
+    Role,
+)
 from elastic_ps.drill.faults import Fault
 from elastic_ps.drill.recorded import read
 from elastic_ps.drill.runner import LIMIT, Drill, judge, train
 from elastic_ps.drill.target import Result, Target, Unavailable
-from elastic_ps.env import CONTAINER, DEFAULT_HTTP_PORT, INDEX_LABEL, JOB_LABEL, PREFIX, ROLE_LABEL, Role
 from elastic_ps.errors import UserError
-from elastic_ps.job import TrainingJob
-from elastic_ps.status import ServerStatus, TrainingJobStatus
 
 MOUNT = "/var/lib/elastic-ps-histories"
 TEMPLATES: Mapping[str, Role] = {"parameterServer": "ps", "worker": "worker"}

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
+from elastic_ps.api.training import Compression, Consistency
 from elastic_ps.core.ledger import Range
-from elastic_ps.training import Compression, Consistency
 
 Kind: TypeAlias = Literal[
     "record missing",  # a record's gradient is not in the model

@@ -15,14 +15,14 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+from elastic_ps.api.status import Member
+from elastic_ps.contract.env import ProcessEnvironment, inherited
 from elastic_ps.drill import disk
 from elastic_ps.drill.faults import Fault, Kind
 from elastic_ps.drill.target import LocalTarget, NotRecovered, Target, Unavailable
 from elastic_ps.drill.wire import Wires
-from elastic_ps.env import ProcessEnvironment, inherited
 from elastic_ps.local.poller import fetch_status
 from elastic_ps.local.processes import Child, Lifeline, free_addresses, with_threads
-from elastic_ps.status import Member
 
 BEYOND = timedelta(seconds=1)
 """How much longer than a lease something is kept frozen."""

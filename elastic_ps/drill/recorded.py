@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from elastic_ps.api.training import Compression, Consistency
 from elastic_ps.core.ledger import Range
 from elastic_ps.drill.history import (
     Acknowledged,
@@ -20,7 +21,6 @@ from elastic_ps.drill.history import (
     StepId,
     Values,
 )
-from elastic_ps.training import Compression, Consistency
 
 
 def read(directory: Path) -> Histories:

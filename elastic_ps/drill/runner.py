@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
+from elastic_ps.api.job import TrainingJob
 from elastic_ps.drill.disk import NoDisk, small_disk
 from elastic_ps.drill.faults import Fault
 from elastic_ps.drill.history import Data, Histories, Violation, check, fate
@@ -19,7 +20,6 @@ from elastic_ps.drill.inflict import inflict
 from elastic_ps.drill.recorded import read
 from elastic_ps.drill.target import JobOver, LocalTarget, NotRecovered, Result, Target, Unavailable
 from elastic_ps.drill.wire import Wires
-from elastic_ps.job import TrainingJob
 from elastic_ps.local import JobDirectory, Launcher, Options
 
 LIMIT = timedelta(seconds=90)

@@ -11,12 +11,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from elastic_ps.api.status import Member, Phase, Progress, ServerStatus
+from elastic_ps.contract.env import Role
 from elastic_ps.drill.wire import Wires
-from elastic_ps.env import Role
 from elastic_ps.errors import UserError
 from elastic_ps.local import Launcher
 from elastic_ps.local.poller import fetch_status
-from elastic_ps.status import Member, Phase, Progress, ServerStatus
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from elastic_ps.contract.packets import Packets
 from elastic_ps.local.processes import Lifeline, last_lines, opened
-from elastic_ps.packets import Packets
 
 END = timedelta(seconds=10)
 """How long the fork server may take to end before it is killed."""

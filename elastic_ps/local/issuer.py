@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from elastic_ps.certificates import issue, make_authority
-from elastic_ps.env import IDENTITIES, Role
-from elastic_ps.identity import CA_FILE, CERTIFICATE_FILE, KEY_FILE, Identity
+from elastic_ps.contract.certificates import issue, make_authority
+from elastic_ps.contract.env import IDENTITIES, Role
+from elastic_ps.contract.identity import CA_FILE, CERTIFICATE_FILE, KEY_FILE, Identity
 
 LIFETIME = timedelta(days=3650)
 """Longer than any run: the directory goes with the run, and nobody renews it."""

@@ -31,11 +31,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from elastic_ps.env import PREFIX, inherited
+from elastic_ps.contract.env import PREFIX, inherited
 from elastic_ps.errors import CannotListen, ElasticPSError, UserError
 from elastic_ps.local import issuer
 from elastic_ps.local.processes import PIDS, Child, Lifeline, with_threads
-from elastic_ps.process import take_descriptors
+from elastic_ps.process.lifecycle import take_descriptors
 
 if TYPE_CHECKING:
     from elastic_ps.local.relay import Relay

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from elastic_ps.contract.schemes import Scheme
 from elastic_ps.local.forks import ForkServer
 from elastic_ps.local.gone import tell_parameter_server
 from elastic_ps.local.mpi import Slots
@@ -14,7 +15,6 @@ from elastic_ps.local.plan import ScaleAt, Verdict
 from elastic_ps.local.processes import Programs
 from elastic_ps.local.record import Record
 from elastic_ps.local.state import LocalStatus
-from elastic_ps.schemes import Scheme
 
 WorkerGone = Callable[[str, tuple[str, ...], int, str, Path | None], None]
 """Called with (job, addresses of the shards, worker index, instance, directory of the launcher's certificate)

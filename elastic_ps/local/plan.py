@@ -13,10 +13,10 @@ from datetime import timedelta
 from itertools import takewhile
 from typing import Literal, TypeAlias
 
-from elastic_ps import deaths, exits
-from elastic_ps.deaths import Death, Kind, describe_exit, kind_of
-from elastic_ps.env import Role
-from elastic_ps.status import LEFT_EARLY, Phase, Progress
+from elastic_ps.api.status import LEFT_EARLY, Phase, Progress
+from elastic_ps.contract import deaths, exits
+from elastic_ps.contract.deaths import Death, Kind, describe_exit, kind_of
+from elastic_ps.contract.env import Role
 
 Ending: TypeAlias = Literal["done", "left", "killed", "failed", "invalid"]
 
@@ -299,7 +299,7 @@ def restart_delay(attempts: Iterable[Process]) -> timedelta:
 
 
 def failures(observed: Observed) -> list[Process]:
-    """The processes whose ends count against `backoffLimit` (see `elastic_ps.deaths`), first ends first.
+    """The processes whose ends count against `backoffLimit` (see `contract.deaths`), first ends first.
 
     Those of the evaluator never do.
     """

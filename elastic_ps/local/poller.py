@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
-from elastic_ps.status import ServerStatus
+from elastic_ps.api.status import ServerStatus
 
 INTERVAL = timedelta(milliseconds=200)
 TIMEOUT = timedelta(seconds=2)

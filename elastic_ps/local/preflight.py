@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from elastic_ps import exits
+from elastic_ps.api.job import TrainingJob
 from elastic_ps.checkpoint.owner import running
-from elastic_ps.env import inherited
+from elastic_ps.contract import exits
+from elastic_ps.contract.env import inherited
+from elastic_ps.contract.schemes import Scheme
 from elastic_ps.errors import StorageUnavailable, UserError
-from elastic_ps.job import TrainingJob
 from elastic_ps.local.forks import ForkServer
 from elastic_ps.local.plan import ScaleAt
 from elastic_ps.local.processes import Programs
 from elastic_ps.local.state import newest_checkpoint
-from elastic_ps.schemes import Scheme
 
 CHECK_TIMEOUT = timedelta(minutes=2)
 

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from elastic_ps.env import THREAD_VARIABLES
+from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.contract.env import THREAD_VARIABLES
+from elastic_ps.contract.schemes import name_of
 from elastic_ps.errors import CannotListen
-from elastic_ps.job import TrainingJobSpec
-from elastic_ps.process import usable_cores
-from elastic_ps.schemes import name_of
+from elastic_ps.process.lifecycle import usable_cores
 
 OUTPUT_LINES = 30
 
@@ -40,7 +40,7 @@ class Programs:
 
     server: Sequence[str] = (sys.executable, "-m", "elastic_ps.server")
     worker: Sequence[str] = (sys.executable, "-m", "elastic_ps.worker")
-    evaluator: Sequence[str] = (sys.executable, "-m", "elastic_ps.evaluator")
+    evaluator: Sequence[str] = (sys.executable, "-m", "elastic_ps.evaluation")
 
     @property
     def forkable(self) -> bool:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from elastic_ps.status import EvaluationStatus, Member, ServerStatus, TuningStatus
+from elastic_ps.api.status import EvaluationStatus, Member, ServerStatus, TuningStatus
 
 MAX_POINTS = 4000
 

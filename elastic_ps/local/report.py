@@ -8,10 +8,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from elastic_ps.api.status import Member, Progress
 from elastic_ps.local.options import Outcome
 from elastic_ps.local.record import Point
 from elastic_ps.local.state import write_atomically
-from elastic_ps.status import Member, Progress
 
 LOSS, SPEED, WORKERS, INK, GRID = "#c2410c", "#0f766e", "#3730a3", "#1f2937", "#e5e7eb"
 LABEL = 0.06

@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from elastic_ps.api.job import API_VERSION, KIND, TrainingJob, parse_job
 from elastic_ps.errors import UserError
-from elastic_ps.job import API_VERSION, KIND, TrainingJob, parse_job
 
-ENTRYPOINT = "elastic_ps.worker.entrypoint:run_script"
+ENTRYPOINT = "elastic_ps.process.entrypoint:run_script"
 
 
 def is_script(path: Path) -> bool:

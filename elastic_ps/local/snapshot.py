@@ -7,11 +7,11 @@ from collections.abc import Container, Mapping
 from datetime import timedelta
 from typing import get_args
 
-from elastic_ps.env import Role
+from elastic_ps.api.status import FINISHED_GRACE, Member, Phase, ServerStatus
+from elastic_ps.contract.env import Role
 from elastic_ps.local.plan import Observed, Process
 from elastic_ps.local.processes import PIDS
 from elastic_ps.local.state import ProcessStatus
-from elastic_ps.status import FINISHED_GRACE, Member, Phase, ServerStatus
 
 
 def process_statuses(

@@ -31,12 +31,12 @@ from typing import TextIO
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
+from elastic_ps.api.job import ObjectMeta, TrainingJob, parse_job
+from elastic_ps.api.status import Phase, ServerStatus
+from elastic_ps.api.tuning import Tuning
 from elastic_ps.checkpoint import files, owner
-from elastic_ps.env import Role, state_directory
+from elastic_ps.contract.env import Role, state_directory
 from elastic_ps.errors import UserError
-from elastic_ps.job import ObjectMeta, TrainingJob, parse_job
-from elastic_ps.status import Phase, ServerStatus
-from elastic_ps.tuning import Tuning
 
 KEEP_RUNS = 3
 """How many runs of a job keep their checkpoints in the job's directory."""

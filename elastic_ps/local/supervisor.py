@@ -22,12 +22,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import assert_never
 
-from elastic_ps import exits
+from elastic_ps.api.job import TrainingJob
+from elastic_ps.api.status import ServerStatus
+from elastic_ps.api.tuning import Tuning
 from elastic_ps.checkpoint import files
-from elastic_ps.deaths import describe_exit
-from elastic_ps.env import ProcessEnvironment, Resume, Role, inherited
+from elastic_ps.contract import exits
+from elastic_ps.contract.deaths import describe_exit
+from elastic_ps.contract.env import ProcessEnvironment, Resume, Role, inherited
 from elastic_ps.errors import ElasticPSError, InvalidJob, UserError
-from elastic_ps.job import TrainingJob
 from elastic_ps.local import issuer
 from elastic_ps.local import plan as planning
 from elastic_ps.local.forks import Fork, ForkServer
@@ -64,9 +66,7 @@ from elastic_ps.local.state import (
     start_time,
 )
 from elastic_ps.local.trace import merge_traces
-from elastic_ps.process import Alarm, usable_cores
-from elastic_ps.status import ServerStatus
-from elastic_ps.tuning import Tuning
+from elastic_ps.process.lifecycle import Alarm, usable_cores
 
 TICK = timedelta(milliseconds=50)
 STATUS_INTERVAL = timedelta(milliseconds=500)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from elastic_ps import exits
+from elastic_ps.contract import exits
 
 
 def main() -> int:
-    """Be a shard or its standby; returns the exit status, see `elastic_ps.exits`."""
+    """Be a shard or its standby; returns the exit status, see `elastic_ps.contract.exits`."""
     exits.end_on_request(0)
     from elastic_ps.server import serving
 
@@ -15,6 +15,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     status = main()
-    from elastic_ps import process
+    from elastic_ps.process import lifecycle
 
-    process.end_now(status)
+    lifecycle.end_now(status)

@@ -13,9 +13,10 @@ from __future__ import annotations
 import logging
 from datetime import timedelta
 
-from elastic_ps import scales
+from elastic_ps.api.tuning import Tuning
 from elastic_ps.codec.optimizers import second_momentum
 from elastic_ps.codec.plan import Plan
+from elastic_ps.core import scales
 from elastic_ps.core.objective import WINDOW, Objective, ways
 from elastic_ps.core.progress import Distribution
 from elastic_ps.errors import InvalidJob
@@ -25,7 +26,6 @@ from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.safekeeping import Safekeeping
 from elastic_ps.server.state import JobState
 from elastic_ps.server.wishes import Wishes
-from elastic_ps.tuning import Tuning
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from datetime import timedelta
 from enum import Enum, auto
 from typing import Any
 
+from elastic_ps.api.tuning import Tuning
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.consistency import After, Contribution, Entry
 from elastic_ps.core.ledger import LedgerError, Range
@@ -23,12 +24,11 @@ from elastic_ps.core.reduced import Peer
 from elastic_ps.core.settings import Settings, read_settings
 from elastic_ps.core.sizing import Link, Turn
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
+from elastic_ps.process.telemetry import History
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.safekeeping import Safekeeping
 from elastic_ps.server.state import JobState, Model, Taken
-from elastic_ps.telemetry import History
-from elastic_ps.tuning import Tuning
 
 logger = logging.getLogger(__name__)
 

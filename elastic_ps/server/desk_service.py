@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from elastic_ps.server.desk import Desk
+from elastic_ps.evaluation.queue import Desk
 from elastic_ps.server.service import parse, require_job
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming

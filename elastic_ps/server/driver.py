@@ -19,9 +19,10 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
-from elastic_ps import scales
+from elastic_ps.api.job import BUCKET_BYTES
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.codec.plan import Plan
+from elastic_ps.core import scales
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.fragments import fragments
 from elastic_ps.core.partition import Layout, TensorSpec, cut_rows, partition
@@ -37,7 +38,7 @@ from elastic_ps.errors import (
     TransportError,
     UserError,
 )
-from elastic_ps.job import BUCKET_BYTES
+from elastic_ps.process.telemetry import History
 from elastic_ps.server import kept
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.keeper import PATIENCE, Keeper, of_same_run, tuning_of
@@ -46,7 +47,6 @@ from elastic_ps.server.patience import Patience
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.rescue import held, rescue
 from elastic_ps.server.state import Model
-from elastic_ps.telemetry import History
 
 logger = logging.getLogger(__name__)
 

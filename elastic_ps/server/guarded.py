@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from datetime import timedelta
 
+from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.api.tuning import Tuning
 from elastic_ps.core.reduced import Custody
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server.state import JobState
-from elastic_ps.tuning import Tuning
 
 logger = logging.getLogger(__name__)
 

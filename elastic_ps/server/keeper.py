@@ -11,6 +11,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from elastic_ps.api.tuning import Times, Tuning, read_tuning
 from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Check, Store
 from elastic_ps.errors import (
@@ -19,9 +20,8 @@ from elastic_ps.errors import (
     Refused,
     TransportError,
 )
-from elastic_ps.server.desk import Desk
+from elastic_ps.evaluation.queue import Desk
 from elastic_ps.server.orders import Written
-from elastic_ps.tuning import Times, Tuning, read_tuning
 
 logger = logging.getLogger(__name__)
 

@@ -8,6 +8,8 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
+from elastic_ps.api.job import Data
+from elastic_ps.api.training import Consistency
 from elastic_ps.core import script_state
 from elastic_ps.core.balance import Balance
 from elastic_ps.core.consistency import Contribution
@@ -20,9 +22,7 @@ from elastic_ps.core.progress import Curve, Distribution, Rate
 from elastic_ps.core.reduced import Custody
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import InvalidJob
-from elastic_ps.job import Data
 from elastic_ps.server.state import JobState, Model
-from elastic_ps.training import Consistency
 
 
 def foreseen(state: JobState, contributions: Sequence[Contribution], *, decided: float) -> dict[str, Any]:

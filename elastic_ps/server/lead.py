@@ -6,13 +6,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.api.status import ServerStatus, TuningStatus
+from elastic_ps.api.tuning import Tuning, describe, describe_compression
 from elastic_ps.checkpoint.manifest import Manifest
-from elastic_ps.core.evaluation import Evaluation
-from elastic_ps.job import TrainingJobSpec
+from elastic_ps.evaluation.decisions import Evaluation
+from elastic_ps.evaluation.queue import Desk
+from elastic_ps.process.telemetry import History
 from elastic_ps.server import reported
 from elastic_ps.server.changes import Changes
 from elastic_ps.server.coordinator import TICK, Coordinator
-from elastic_ps.server.desk import Desk
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.keeper import Keeper
@@ -22,9 +25,6 @@ from elastic_ps.server.patience import Patience
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.safekeeping import Safekeeping
 from elastic_ps.server.wishes import Wishes
-from elastic_ps.status import ServerStatus, TuningStatus
-from elastic_ps.telemetry import History
-from elastic_ps.tuning import Tuning, describe, describe_compression
 
 
 class Lead:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
 
+from elastic_ps.api.training import Compression, Consistency
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Stored
@@ -21,6 +22,7 @@ from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Rule
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
+from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.copying import Part
 from elastic_ps.server.follower import Follower, for_standby, sum_key
 from elastic_ps.server.orders import (
@@ -33,8 +35,6 @@ from elastic_ps.server.orders import (
     Written,
 )
 from elastic_ps.server.shard import Shard
-from elastic_ps.telemetry import History, Trace
-from elastic_ps.training import Compression, Consistency
 from elastic_ps.transport.base import Incoming
 
 logger = logging.getLogger(__name__)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
+from elastic_ps.api.tuning import Tuning, read_tuning
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.core.partition import Layout
 from elastic_ps.core.settings import Settings, read_settings
 from elastic_ps.errors import InvalidJob, Malformed
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import layout_from_message, layout_to_message
-from elastic_ps.tuning import Tuning, read_tuning
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ call says is checked elsewhere, as for everybody.
 
 from __future__ import annotations
 
-from elastic_ps.identity import Identity
+from elastic_ps.contract.identity import Identity
 
 OF_WORKERS = frozenset(
     {

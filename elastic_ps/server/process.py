@@ -8,16 +8,19 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
-from elastic_ps import scales
+from elastic_ps.api.status import ServerStatus
+from elastic_ps.api.tuning import Tuning
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.owner import running, used_by
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.plan import Plan
-from elastic_ps.core.evaluation import Evaluation
-from elastic_ps.env import ProcessEnvironment
+from elastic_ps.contract.env import ProcessEnvironment
+from elastic_ps.core import scales
 from elastic_ps.errors import InvalidJob, NoCheckpoint
-from elastic_ps.server.desk import Desk
+from elastic_ps.evaluation.decisions import Evaluation
+from elastic_ps.evaluation.queue import Desk
+from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.desk_service import DeskService
 from elastic_ps.server.follower import Follower
 from elastic_ps.server.keeper import Keeper
@@ -31,10 +34,7 @@ from elastic_ps.server.service import Calls, Service
 from elastic_ps.server.tensor_service import TensorService
 from elastic_ps.server.tensors import Tensors
 from elastic_ps.server.wishes import Wishes
-from elastic_ps.status import ServerStatus
-from elastic_ps.telemetry import History, Trace
 from elastic_ps.transport.base import Connection, Server
-from elastic_ps.tuning import Tuning
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+from elastic_ps.api.status import Member, Progress, Staleness
 from elastic_ps.core.membership import Stay
 from elastic_ps.server.state import JobState
-from elastic_ps.status import Member, Progress, Staleness
 
 
 def progress(state: JobState, now: float, durable: tuple[int, float] | None) -> Progress:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from elastic_ps.api.job import BUCKET_BYTES, Data, TrainingJobSpec
+from elastic_ps.api.tuning import read_tuning
 from elastic_ps.checkpoint.tensors import MASTER, PULLED, Reader
 from elastic_ps.codec import dtype_of, name_of
 from elastic_ps.codec.optimizers import WIDE, Optimizers, usual_state
@@ -24,10 +26,8 @@ from elastic_ps.core.script_state import EMPTY, from_text
 from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints
 from elastic_ps.core.sizing import CROWDED, SMALLEST
 from elastic_ps.errors import CheckpointCorrupt, InvalidJob, InvalidModel, UserError
-from elastic_ps.job import BUCKET_BYTES, Data, TrainingJobSpec
 from elastic_ps.server import kept
 from elastic_ps.server.state import INCARNATIONS_PER_TERM, Model
-from elastic_ps.tuning import read_tuning
 
 
 class _Saved(BaseModel):

@@ -7,8 +7,9 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from elastic_ps import env, exits, process
+from elastic_ps.contract import env, exits
 from elastic_ps.errors import AskedToEnd, CheckpointError, Fenced, UserError
+from elastic_ps.process import lifecycle
 
 if TYPE_CHECKING:
     from elastic_ps.server.process import ParameterServer
@@ -25,24 +26,24 @@ def main() -> int:
 
     HTTP is served until the process has ended: each probe that nobody answers becomes a Warning event.
 
-    Returns the exit status, see `elastic_ps.exits`.
+    Returns the exit status, see `elastic_ps.contract.exits`.
     """
-    with process.importing():
-        from elastic_ps import compiler
+    with lifecycle.importing():
+        from elastic_ps.process import compiler
         from elastic_ps.server.patience import Patience
         from elastic_ps.server.process import ParameterServer, waiting_status
         from elastic_ps.server.status import StatusServer
         from elastic_ps.transport import credentials, ways
 
-    stop = process.Alarm()
+    stop = lifecycle.Alarm()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is for whoever has started this process
     try:
         environment = env.read()
-        process.begin(environment)
-        process.take_descriptors()
-        process.end_if_a_thread_fails()
+        lifecycle.begin(environment)
+        lifecycle.take_descriptors()
+        lifecycle.end_if_a_thread_fails()
         compiler.defer()
         own = credentials.of_process(environment)
         transport = ways.listen(environment.bind, credentials=own)
@@ -78,7 +79,7 @@ def main() -> int:
     _leave_last_words(server)  # also before, since closing may take longer than it is given
     server.close()
     _leave_last_words(server)
-    process.end_soon()  # mutant: equal
+    lifecycle.end_soon()  # mutant: equal
     return exits.FENCED if fenced else 0
 
 
@@ -91,4 +92,4 @@ def _reached(bind: str, address: str) -> str:
 def _leave_last_words(server: ParameterServer) -> None:
     """Hand over how far training is: nobody can ask when the process has ended."""
     if server.lead is not None and not server.fenced:
-        process.leave_reason(server.status().last_words())
+        lifecycle.leave_reason(server.status().last_words())

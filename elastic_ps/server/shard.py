@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elastic_ps.api.training import Compression, Consistency
 from elastic_ps.checkpoint.tensors import Source, Stored
 from elastic_ps.codec import as_bytes
 from elastic_ps.codec.base import Sparse
@@ -31,6 +32,7 @@ from elastic_ps.core.partition import Bucket, Layout, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
 from elastic_ps.core.settings import Settings, clip_divisor
 from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.process.telemetry import Trace
 from elastic_ps.server import copying
 from elastic_ps.server.copying import Catching, Part
 from elastic_ps.server.decoder import Decoded
@@ -39,8 +41,6 @@ from elastic_ps.server.orders import Application
 from elastic_ps.server.pulls import NO_DRAFTS, Pulled, RestartedAs
 from elastic_ps.server.receiving import Buffers, read_state
 from elastic_ps.server.values import BucketValues, StateEntry
-from elastic_ps.telemetry import Trace
-from elastic_ps.training import Compression, Consistency
 from elastic_ps.transport.base import EMPTY, Incoming
 from elastic_ps.transport.memory import shared_if_possible
 

@@ -12,8 +12,10 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
-from elastic_ps import scales
-from elastic_ps.core import damping
+from elastic_ps.api.job import Data
+from elastic_ps.api.training import Consistency
+from elastic_ps.api.tuning import Tuning
+from elastic_ps.core import damping, scales
 from elastic_ps.core.balance import Balance
 from elastic_ps.core.calls import Calls
 from elastic_ps.core.consistency import After, AskedRounds, Contribution, Entry, SyncRounds
@@ -31,9 +33,6 @@ from elastic_ps.core.reduced import Custody, ReducedRounds
 from elastic_ps.core.script_state import EMPTY
 from elastic_ps.core.settings import Made, Position, Settings, read_settings
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.job import Data
-from elastic_ps.training import Consistency
-from elastic_ps.tuning import Tuning
 
 INCARNATIONS_PER_TERM = 1 << 32
 """Incarnations start at a multiple of this in each term, so that none is given twice after a roll-back."""

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler
 
-from elastic_ps.core.evaluation import Evaluation
+from elastic_ps.api.status import ServerStatus, Traffic
 from elastic_ps.errors import CannotListen
-from elastic_ps.listening import HttpServer
-from elastic_ps.status import ServerStatus, Traffic
+from elastic_ps.evaluation.decisions import Evaluation
+from elastic_ps.process.listening import HttpServer
 
 
 class StatusServer:

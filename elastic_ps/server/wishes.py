@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from elastic_ps.api.tuning import Tuning, read_tuning
 from elastic_ps.errors import InvalidJob
-from elastic_ps.tuning import Tuning, read_tuning
 
 LIMIT = 1 << 20
 """Most bytes of the file."""

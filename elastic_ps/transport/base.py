@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
+from elastic_ps.contract.identity import Identity
 from elastic_ps.errors import Malformed
-from elastic_ps.identity import Identity
 
 EMPTY = memoryview(b"")
 

@@ -1,4 +1,4 @@
-"""What this process shows to others, and whom it trusts: the files of `elastic_ps.identity`, as they are now.
+"""What this process shows to others, and whom it trusts: the files of `contract.identity`, as they are now.
 
 The files are looked at for each new connection and read again when they have changed, so certificates and
 authorities are replaced without a break. Both ends check the chain of the other's certificate, that it is
@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from elastic_ps import env
-from elastic_ps.certificates import identity_of, validity_of
-from elastic_ps.errors import UsageError
-from elastic_ps.identity import (
+from elastic_ps.contract import env
+from elastic_ps.contract.certificates import identity_of, validity_of
+from elastic_ps.contract.identity import (
     CA_FILE,
     CERTIFICATE_FILE,
     KEY_FILE,
@@ -28,6 +27,7 @@ from elastic_ps.identity import (
     from_names,
     server_name,
 )
+from elastic_ps.errors import UsageError
 
 logger = logging.getLogger(__name__)
 

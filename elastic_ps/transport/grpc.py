@@ -21,13 +21,14 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import cast
 
-from elastic_ps.env import disable_grpc_fork_hooks
+from elastic_ps.contract.env import disable_grpc_fork_hooks
 
 disable_grpc_fork_hooks()
 
 import grpc  # noqa: E402
 
-from elastic_ps.certificates import uris_of  # noqa: E402
+from elastic_ps.contract.certificates import uris_of  # noqa: E402
+from elastic_ps.contract.identity import Identity  # noqa: E402
 from elastic_ps.errors import (  # noqa: E402
     CannotListen,
     ConnectionLost,
@@ -35,7 +36,6 @@ from elastic_ps.errors import (  # noqa: E402
     Malformed,
     TransportError,
 )
-from elastic_ps.identity import Identity  # noqa: E402
 from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server  # noqa: E402
 from elastic_ps.transport.credentials import Credentials, Loaded  # noqa: E402
 from elastic_ps.transport.refusal import Refusal, answers  # noqa: E402

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from elastic_ps.contract.identity import Identity
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed
-from elastic_ps.identity import Identity
 from elastic_ps.transport import sockets
 from elastic_ps.transport.base import EMPTY, Frame, Limits
 from elastic_ps.transport.memory import Handle, Mapped, place_of

@@ -13,9 +13,9 @@ import socket
 import struct
 from datetime import timedelta
 
+from elastic_ps.contract.schemes import is_loopback as is_loopback
+from elastic_ps.contract.schemes import name_of as name_of
 from elastic_ps.errors import CannotListen
-from elastic_ps.schemes import is_loopback as is_loopback
-from elastic_ps.schemes import name_of as name_of
 from elastic_ps.transport.base import Limits
 from elastic_ps.transport.stream import STALL, StreamConnection, StreamServer
 

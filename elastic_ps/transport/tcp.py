@@ -19,7 +19,7 @@ import time
 from datetime import timedelta
 
 from elastic_ps.errors import CannotListen
-from elastic_ps.listening import place_of
+from elastic_ps.process.listening import place_of
 from elastic_ps.transport.base import Limits
 from elastic_ps.transport.credentials import Credentials, UntrustedError
 from elastic_ps.transport.stream import PROTOCOL, STALL, StreamConnection, StreamServer

@@ -23,8 +23,8 @@ from datetime import timedelta
 from functools import partial
 from typing import get_args
 
+from elastic_ps.contract.schemes import Scheme
 from elastic_ps.errors import CannotListen, ConnectionLost, UsageError
-from elastic_ps.schemes import Scheme
 from elastic_ps.transport import local, mpi, tcp
 from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server
 from elastic_ps.transport.credentials import Credentials, UntrustedError

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
+from elastic_ps.contract.identity import Identity
 from elastic_ps.errors import Malformed
-from elastic_ps.identity import Identity
 from elastic_ps.transport import frame_pb2
 from elastic_ps.transport.base import EMPTY, Frame, Limits
 from elastic_ps.transport.refusal import Refusal

@@ -21,6 +21,7 @@ from typing import TypeVar
 import torch
 from google.protobuf.message import Message
 
+from elastic_ps.api.tuning import read_tuning
 from elastic_ps.codec.optimizers import Entry
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import TensorSpec
@@ -43,7 +44,6 @@ from elastic_ps.transport.convert import (
     ranges_to_message,
     tensors_to_message,
 )
-from elastic_ps.tuning import read_tuning
 from elastic_ps.worker.dialogue import Answers, Ending, Granted, Membership, Stay, Step, Wanted
 from elastic_ps.worker.encoder import Payload
 from elastic_ps.worker.probe import measure

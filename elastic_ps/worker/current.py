@@ -7,10 +7,10 @@ import os
 from functools import partial
 from multiprocessing.connection import Connection
 
-from elastic_ps import env
+from elastic_ps.contract import env
 from elastic_ps.errors import UsageError
-from elastic_ps.process import end_hung, tell_joined
-from elastic_ps.telemetry import History, Trace
+from elastic_ps.process.lifecycle import end_hung, tell_joined
+from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.worker.client import PATIENCE
 from elastic_ps.worker.group import host_towards, require_safe
 from elastic_ps.worker.local_world import Drained, Links, LocalWorld

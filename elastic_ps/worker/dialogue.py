@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from elastic_ps.api.tuning import Tuning
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Layout
 from elastic_ps.core.settings import Settings
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
-from elastic_ps.tuning import Tuning
 
 
 @dataclass(frozen=True)

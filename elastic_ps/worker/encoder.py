@@ -31,7 +31,7 @@ from elastic_ps.codec.finite import is_finite
 from elastic_ps.codec.memory import as_bytes, name_of
 from elastic_ps.codec.plan import Plan, Run
 from elastic_ps.core.partition import Bucket, Layout
-from elastic_ps.telemetry import Trace
+from elastic_ps.process.telemetry import Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import run_to_message
 from elastic_ps.worker.residual import Residual, Rest, State

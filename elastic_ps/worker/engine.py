@@ -15,13 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.core import damping
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Bucket
 from elastic_ps.core.settings import NOTHING, Made, Settings, read_settings
 from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
-from elastic_ps.job import TrainingJobSpec
-from elastic_ps.telemetry import History, Trace
+from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.batches import Batches
 from elastic_ps.worker.brought import Brought

@@ -10,14 +10,14 @@ from typing import cast
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.api.tuning import Tuning
 from elastic_ps.codec.optimizers import second_momentum
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Layout
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, InvalidJob, InvalidModel, Refused
-from elastic_ps.job import TrainingJobSpec
-from elastic_ps.telemetry import History, Trace
-from elastic_ps.tuning import Tuning
+from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.worker.brought import Brought
 from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.dialogue import Membership

@@ -21,12 +21,12 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 
+from elastic_ps.api.training import Consistency
 from elastic_ps.codec import checksum
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.errors import ConnectionLost, Refused, UsageError
-from elastic_ps.telemetry import History, Trace
-from elastic_ps.training import Consistency
+from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.worker.awaited import FINISH, Awaited, end_of
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Ending, Step

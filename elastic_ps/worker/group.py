@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.errors import ConnectionLost, UsageError
-from elastic_ps.job import TrainingJobSpec
 
 _c10d: Any = dist
 """Some of its names are not among those that mypy knows."""

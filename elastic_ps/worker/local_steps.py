@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence, Set
 
 import torch
 
+from elastic_ps.api.training import OuterRule
 from elastic_ps.codec.delayed import DelayedNesterov
 from elastic_ps.core.fragments import fragments, steps_before, turn
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.settings import KEEP_ZEROS, LIMITS
 from elastic_ps.errors import InvalidModel
-from elastic_ps.training import OuterRule
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.model import Flat
 

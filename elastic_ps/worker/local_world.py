@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from elastic_ps import exits
+from elastic_ps.contract import exits
 from elastic_ps.errors import ElasticPSError, Refused, UsageError
 from elastic_ps.transport.memory import ALIGNMENT, Allocate, SharedMemory
 

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from elastic_ps.core.partition import TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ElasticPSError, ModelMismatch
-from elastic_ps.telemetry import History
+from elastic_ps.process.telemetry import History
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Membership
 from elastic_ps.worker.heart import Heart

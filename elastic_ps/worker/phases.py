@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from elastic_ps.telemetry import Trace
+from elastic_ps.process.telemetry import Trace
 
 
 class Phases:

@@ -17,16 +17,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing import Pipe
 
-from elastic_ps import env, exits, process
-from elastic_ps.deaths import describe_exit
+from elastic_ps.contract import env, exits
+from elastic_ps.contract.deaths import describe_exit
+from elastic_ps.process import lifecycle
 
 SAYS = 0.5
 """Seconds that the others have to write down where they are, when one has found that the worker hangs."""
 
 
 def run(environment: env.ProcessEnvironment) -> int:
-    """Run a worker's processes to their end; returns its exit status, see `elastic_ps.exits`. Blocks."""
-    process.begin(environment)
+    """Run a worker's processes to their end; returns its exit status, see `contract.exits`. Blocks."""
+    lifecycle.begin(environment)
     lifeline, held = os.pipe()  # the kernel closes it when this process ends, however it ends
     children = _start(environment, lifeline)
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -36,7 +37,7 @@ def run(environment: env.ProcessEnvironment) -> int:
     finally:
         _signal(children, signal.SIGKILL)
         os.close(held)
-        process.end_soon()
+        lifecycle.end_soon()
 
 
 def _start(environment: env.ProcessEnvironment, lifeline: int) -> list[subprocess.Popen[bytes]]:
@@ -66,7 +67,7 @@ def _start(environment: env.ProcessEnvironment, lifeline: int) -> list[subproces
 def _threads(processes: int) -> dict[str, str]:
     """The threads that the worker was given, shared out."""
     given = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(given) if given.isdecimal() else process.usable_cores()
+    threads = int(given) if given.isdecimal() else lifecycle.usable_cores()
     return dict.fromkeys(env.THREAD_VARIABLES, str(max(1, threads // processes)))
 
 
@@ -94,7 +95,7 @@ def _end(children: Sequence[subprocess.Popen[bytes]], rank: int, status: int) ->
     text = f"process {rank} of this worker (pid {children[rank].pid}) {describe_exit(status)}"
     print(f"{text}; the others are ended with it", file=sys.stderr, flush=True)
     if status < 0:
-        process.leave_reason(text)
+        lifecycle.leave_reason(text)
     if status == exits.HUNG:
         _signal(children, signal.SIGUSR1)
         time.sleep(SAYS)

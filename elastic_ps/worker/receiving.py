@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, RefusalCode, Refused
-from elastic_ps.telemetry import Trace
+from elastic_ps.process.telemetry import Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
 from elastic_ps.worker.ahead import Ahead

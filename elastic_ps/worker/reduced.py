@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from elastic_ps.api.training import Consistency
 from elastic_ps.codec import checksum
 from elastic_ps.codec.finite import WHAT_TO_DO, require_finite
 from elastic_ps.codec.optimizers import WIDE
@@ -26,8 +27,7 @@ from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.reduced import Place
 from elastic_ps.core.settings import Settings, clip_divisor
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.telemetry import History, Trace
-from elastic_ps.training import Consistency
+from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Ending, Step

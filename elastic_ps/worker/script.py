@@ -13,10 +13,10 @@ import signal
 import sys
 import traceback
 
-from elastic_ps import env, exits, process
+from elastic_ps.api.job import parse_spec
+from elastic_ps.contract import env, exits
 from elastic_ps.errors import InvalidJob, RefusalCode, Refused, TransportError, UserError
-from elastic_ps.job import parse_spec
-from elastic_ps.worker import entrypoint
+from elastic_ps.process import entrypoint, lifecycle
 
 _STATUSES = {RefusalCode.HUNG: exits.HUNG, RefusalCode.MODEL_LOST: exits.LOST}
 """What a worker ends with that was refused for such a reason."""
@@ -32,10 +32,10 @@ def status_of(error: Exception) -> int:
 def check(text: str) -> int:
     """Print what is wrong with the entrypoints, their arguments, codecs or optimizers; returns the status."""
     try:
-        with process.importing():
-            from elastic_ps import scales
+        with lifecycle.importing():
             from elastic_ps.codec.optimizers import Optimizers
             from elastic_ps.codec.plan import Plan
+            from elastic_ps.core import scales
 
             spec = parse_spec(json.loads(text), source="spec")
             entrypoint.load(spec.entrypoint, spec.arguments)
@@ -47,27 +47,27 @@ def check(text: str) -> int:
     except InvalidJob as error:
         print(f"error: {error}", file=sys.stderr)
         return exits.INVALID
-    process.end_soon()
+    lifecycle.end_soon()
     return 0
 
 
 def main() -> int:
-    """Run the script; returns the exit status, see `elastic_ps.exits`."""
+    """Run the script; returns the exit status, see `elastic_ps.contract.exits`."""
     if len(sys.argv) == 3 and sys.argv[1] == "--check":
         return check(sys.argv[2])
     if env.in_job() and (environment := env.read()).spec.worker.processes > 1 and not environment.links:
         from elastic_ps.worker import processes
 
         return processes.run(environment)
-    with process.importing():
-        from elastic_ps import compiler
+    with lifecycle.importing():
+        from elastic_ps.process import compiler
         from elastic_ps.worker import current, prepared
     from elastic_ps.worker.local_world import Drained
 
     try:
         environment = env.read()
-        process.begin(environment)
-        process.keep_freed_memory()
+        lifecycle.begin(environment)
+        lifecycle.keep_freed_memory()
         compiler.defer()
         signal.signal(signal.SIGTERM, lambda *_: current.drain())
         try:
@@ -90,16 +90,16 @@ def main() -> int:
         if left := prepared.left_over(error):
             return _invalid(left)
         traceback.print_exc()
-        process.leave_reason(traceback.format_exc()[-2000:])
+        lifecycle.leave_reason(traceback.format_exc()[-2000:])
         return status_of(error)
     finally:
         current.close()
-        process.end_soon()
+        lifecycle.end_soon()
     return 0
 
 
 def _invalid(problem: str) -> int:
     """Say what a person has to change; returns the status."""
     print(f"error: {problem}", file=sys.stderr)
-    process.leave_reason(problem)
+    lifecycle.leave_reason(problem)
     return exits.INVALID

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
+from elastic_ps.api.training import Consistency
 from elastic_ps.core.partition import Bucket
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.telemetry import History, Trace
-from elastic_ps.training import Consistency
+from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport.base import EMPTY
 from elastic_ps.worker.awaited import FINISH, Awaited
 from elastic_ps.worker.client import Client

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.several import parts_of
 from elastic_ps.core.metrics import Reduction
 from elastic_ps.core.settings import CLAMP, MAX_GRAD_NORM
 from elastic_ps.errors import UsageError
-from elastic_ps.job import TrainingJobSpec
-from elastic_ps.telemetry import History, Trace
+from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport.base import Connection
 from elastic_ps.worker.averages import Averages
 from elastic_ps.worker.brought import Brought

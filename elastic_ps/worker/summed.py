@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elastic_ps.api.training import Consistency
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.metrics import Metrics, reduce_all
 from elastic_ps.core.partition import Bucket, Rule
-from elastic_ps.training import Consistency
 from elastic_ps.worker.dialogue import Ending, Step
 from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.local_world import LocalWorld

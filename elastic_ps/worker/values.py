@@ -14,7 +14,7 @@ from elastic_ps.codec.changes import FewChanges, follow
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket
 from elastic_ps.errors import Malformed
-from elastic_ps.telemetry import Trace
+from elastic_ps.process.telemetry import Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
 from elastic_ps.transport.convert import parts_from_message

@@ -7,9 +7,9 @@ elastic-ps evaluate DIR, or by itself: python examples/digits/evaluate.py DIR
 import sys
 
 import elastic_ps
-from elastic_ps.datasets import digits
-from elastic_ps.models import LeNet
-from elastic_ps.zoo.scores import evaluate
+from elastic_ps.contrib.datasets import digits
+from elastic_ps.contrib.models import LeNet
+from elastic_ps.contrib.zoo.scores import evaluate
 
 
 def main(directory: str | None = None) -> None:

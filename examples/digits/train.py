@@ -6,8 +6,8 @@ elastic-ps run examples/digits/job.yaml, or alone in one process: python example
 import torch
 
 import elastic_ps
-from elastic_ps.datasets import digits
-from elastic_ps.models import LeNet, accuracy
+from elastic_ps.contrib.datasets import digits
+from elastic_ps.contrib.models import LeNet, accuracy
 
 
 def main(epochs: int = 30, batch_size: int = 16, lr: float = 0.05) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import elastic_ps
-from elastic_ps.datasets import digits
-from elastic_ps.models import LeNet, accuracy
+from elastic_ps.contrib.datasets import digits
+from elastic_ps.contrib.models import LeNet, accuracy
 
 
 def main(epochs: int = 10, batch_size: int = 16, lr: float = 0.05, tau: int = 5, alpha: float = 0.3) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import yaml
 
 from elastic_operator import names, permissions
-from elastic_ps.job import GROUP
+from elastic_ps.api.job import GROUP
 
 _ROLES = ("parameterServer", "worker", "evaluator")
 _SWITCHES = ("hostNamespaces", "privileged", "nodeNames")

@@ -18,10 +18,10 @@ from datetime import datetime, timedelta
 
 from elastic_operator.api import Api, ApiError
 from elastic_operator.certificates import Issued
-from elastic_ps.certificates import KeyPair, issue, make_authority, trusts_itself, validity_of
-from elastic_ps.env import IDENTITIES, Role
+from elastic_ps.contract.certificates import KeyPair, issue, make_authority, trusts_itself, validity_of
+from elastic_ps.contract.env import IDENTITIES, Role
+from elastic_ps.contract.identity import CA_FILE, CERTIFICATE_FILE, KEY_FILE, Identity
 from elastic_ps.errors import UsageError
-from elastic_ps.identity import CA_FILE, CERTIFICATE_FILE, KEY_FILE, Identity
 
 SEED = "seed"
 _SEED_BYTES = 32

@@ -18,7 +18,10 @@ from elastic_operator.manifests import Manifest
 from elastic_operator.manifests import metadata as metadata_of
 from elastic_operator.merging import merge
 from elastic_operator.wiring import HEADLESS, Wiring
-from elastic_ps.env import (
+from elastic_ps.api.job import API_VERSION, KIND, TrainingJobSpec
+from elastic_ps.api.policies import RunPolicy
+from elastic_ps.api.tuning import Tuning
+from elastic_ps.contract.env import (
     DEFAULT_DATA_PORT,
     DEFAULT_HTTP_PORT,
     DEFAULT_PORT,
@@ -27,9 +30,6 @@ from elastic_ps.env import (
     ProcessEnvironment,
     Role,
 )
-from elastic_ps.job import API_VERSION, KIND, TrainingJobSpec
-from elastic_ps.policies import RunPolicy
-from elastic_ps.tuning import Tuning
 
 USER_ID = 65532
 WORKER_GRACE_SECONDS = 60
@@ -59,6 +59,10 @@ FREE_EVALUATOR_FIELDS = ("template", "finishTimeout")
 OTHER_VOLUMES = ("existingClaim", "resumeFrom")
 YOUNGER = ("accessMode", "retain")
 YOUNGER_FIELDS = ("strategy", "unencryptedAllReduce")
+
+
+_PROGRAMS = {"worker": "elastic_ps.worker", "evaluator": "elastic_ps.evaluation"}
+"""What the processes of a role run, if not a parameter server."""
 
 
 def fixed_part(spec: TrainingJobSpec) -> Manifest:
@@ -382,7 +386,7 @@ def _default_pod_spec(job: str, spec: TrainingJobSpec, role: Role, index: int) -
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     container: Manifest = {
         "name": names.CONTAINER[role],
-        "command": ["python", "-m", "elastic_ps.server" if serves else f"elastic_ps.{role}"],
+        "command": ["python", "-m", _PROGRAMS.get(role, "elastic_ps.server")],
         "imagePullPolicy": "IfNotPresent",
         # The user has no entry in /etc/passwd, so what asks for its name or home finds them here.
         "env": [

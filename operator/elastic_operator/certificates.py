@@ -1,7 +1,7 @@
 """When the certificates of a job's processes are issued, and what Secrets hold them. Pure.
 
 A Secret holds the certificates of the processes of one role, as `0.crt`, `0.key`, `1.crt`, ...; a pod mounts
-its own, under the names that `elastic_ps.identity` gives. There are some for workers that do not exist yet,
+its own, under the names that `contract.identity` gives. There are some for workers that do not exist yet,
 so that a job can grow without new ones. When they were issued, and until when they are valid, stands in the
 job's status: the operator reads no Secret of a job, and needs no right to.
 """
@@ -18,9 +18,9 @@ from elastic_operator.desired import Desired
 from elastic_operator.manifests import Manifest, metadata
 from elastic_operator.plan import Certify, Observed, Options, stamp
 from elastic_operator.pods import parse_time
-from elastic_ps.env import Role
-from elastic_ps.identity import CA_FILE
-from elastic_ps.status import CertificatesStatus, TrainingJobStatus
+from elastic_ps.api.status import CertificatesStatus, TrainingJobStatus
+from elastic_ps.contract.env import Role
+from elastic_ps.contract.identity import CA_FILE
 
 REFUSED = "CertificatesRefused"
 """The reason of a problem for which there are no certificates, or only the old ones."""

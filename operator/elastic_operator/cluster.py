@@ -30,8 +30,8 @@ from elastic_operator.plan import (
 from elastic_operator.pods import Problem
 from elastic_operator.status import dump_status
 from elastic_operator.store import Resource, Store, is_owned, path_of
+from elastic_ps.api.status import TrainingJobStatus
 from elastic_ps.errors import ConnectionLost, UsageError
-from elastic_ps.status import TrainingJobStatus
 
 logger = logging.getLogger(__name__)
 

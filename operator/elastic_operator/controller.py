@@ -24,8 +24,8 @@ from elastic_operator.reflector import Reflectors
 from elastic_operator.settings import Settings
 from elastic_operator.status import holds
 from elastic_operator.store import Snapshot, Store, is_over
+from elastic_ps.api.status import ServerStatus, TrainingJobStatus
 from elastic_ps.errors import ConnectionLost
-from elastic_ps.status import ServerStatus, TrainingJobStatus
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition, generated from `elastic_ps.job` and its parts, and from `elastic_ps.status`.
+"""The CustomResourceDefinition, generated from `job` and `status` of `elastic_ps.api`.
 
 `python -m elastic_operator.crd --write` writes it to `manifests/crd/` and into the chart, `--check` fails
 where the files differ from what would be written. There are two variants: rules in CEL (comparisons between
@@ -19,9 +19,9 @@ import yaml
 from pydantic.alias_generators import to_camel
 
 from elastic_operator import admission, builders, names
-from elastic_ps.job import GROUP, KIND, VERSION, Evaluator, TrainingJobSpec
-from elastic_ps.status import TrainingJobStatus
-from elastic_ps.training import OPTIONS, OUTER_RULES
+from elastic_ps.api.job import GROUP, KIND, VERSION, Evaluator, TrainingJobSpec
+from elastic_ps.api.status import TrainingJobStatus
+from elastic_ps.api.training import OPTIONS, OUTER_RULES
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -407,7 +407,7 @@ def _add_rules(spec: Schema) -> None:
 
 
 def _kept_consistency(consistency: Schema) -> Iterator[Schema]:
-    """What a running job keeps of it; see `elastic_ps.tuning`."""
+    """What a running job keeps of it; see `elastic_ps.api.tuning`."""
     yield {
         "rule": "self.deterministic == oldSelf.deterministic && "
         "has(self.globalBatchSize) == has(oldSelf.globalBatchSize) && "

@@ -15,10 +15,10 @@ from elastic_operator.permissions import Policy, refusal, violations
 from elastic_operator.plan import Observed
 from elastic_operator.pods import Pod
 from elastic_operator.wiring import HEADLESS, Wiring
-from elastic_ps.env import Role
+from elastic_ps.api.job import TrainingJobSpec, parse_spec
+from elastic_ps.api.tuning import Tuning, read_tuning
+from elastic_ps.contract.env import Role
 from elastic_ps.errors import InvalidJob
-from elastic_ps.job import TrainingJobSpec, parse_spec
-from elastic_ps.tuning import Tuning, read_tuning
 
 
 @dataclass(frozen=True, kw_only=True)

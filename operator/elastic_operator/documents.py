@@ -12,8 +12,8 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from elastic_ps.job import TrainingJobSpec
-from elastic_ps.status import Condition, ServerStatus, TrainingJobStatus
+from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.api.status import Condition, ServerStatus, TrainingJobStatus
 
 _M = TypeVar("_M", bound=BaseModel)
 

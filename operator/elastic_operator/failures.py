@@ -17,8 +17,8 @@ from elastic_operator import builders
 from elastic_operator.desired import Desired
 from elastic_operator.plan import Note, Observed
 from elastic_operator.pods import LOST, Pod, Problem
-from elastic_ps.policies import FailureRule, PodFailurePolicy
-from elastic_ps.status import TrainingJobStatus
+from elastic_ps.api.policies import FailureRule, PodFailurePolicy
+from elastic_ps.api.status import TrainingJobStatus
 
 Consequence: TypeAlias = Literal["FailJob", "Ignore", "Count"]
 

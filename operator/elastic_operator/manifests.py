@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from elastic_ps.job import API_VERSION, KIND
+from elastic_ps.api.job import API_VERSION, KIND
 
 Manifest: TypeAlias = dict[str, Any]
 

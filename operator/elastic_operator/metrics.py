@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from elastic_ps.listening import HttpServer
+from elastic_ps.process.listening import HttpServer
 
 _PREFIX = "elastic_ps_operator"
 

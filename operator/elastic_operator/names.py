@@ -5,12 +5,12 @@ Names follow from the job's name and an index alone, so that creating twice cann
 
 from __future__ import annotations
 
-from elastic_ps.env import CONTAINER as CONTAINER
-from elastic_ps.env import INDEX_LABEL as INDEX_LABEL
-from elastic_ps.env import JOB_LABEL as JOB_LABEL
-from elastic_ps.env import ROLE_LABEL as ROLE_LABEL
-from elastic_ps.env import Role
-from elastic_ps.job import GROUP
+from elastic_ps.api.job import GROUP
+from elastic_ps.contract.env import CONTAINER as CONTAINER
+from elastic_ps.contract.env import INDEX_LABEL as INDEX_LABEL
+from elastic_ps.contract.env import JOB_LABEL as JOB_LABEL
+from elastic_ps.contract.env import ROLE_LABEL as ROLE_LABEL
+from elastic_ps.contract.env import Role
 
 PLURAL = "trainingjobs"
 SPEC_ANNOTATION = f"{GROUP}/spec"

@@ -13,8 +13,8 @@ from typing import Any
 
 from elastic_operator import names
 from elastic_operator.manifests import Manifest, metadata
-from elastic_ps.env import DEFAULT_DATA_PORT, DEFAULT_HTTP_PORT, DEFAULT_PORT
-from elastic_ps.job import TrainingJobSpec
+from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.contract.env import DEFAULT_DATA_PORT, DEFAULT_HTTP_PORT, DEFAULT_PORT
 
 
 def policies(

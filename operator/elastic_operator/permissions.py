@@ -17,8 +17,8 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from elastic_ps.api.fields import CamelModel
 from elastic_ps.errors import UsageError
-from elastic_ps.fields import CamelModel
 
 EVERYWHERE = "*"
 """In the place of a namespace: all of them."""

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias
 from elastic_operator.permissions import Policy
 from elastic_operator.pods import Pod, Problem
 from elastic_operator.wiring import Wiring
-from elastic_ps.env import Role
-from elastic_ps.status import ServerStatus, TrainingJobStatus
+from elastic_ps.api.status import ServerStatus, TrainingJobStatus
+from elastic_ps.contract.env import Role
 
 Kind: TypeAlias = Literal["Pod", "Service", "PersistentVolumeClaim", "NetworkPolicy"]
 

@@ -27,10 +27,10 @@ from pydantic import ValidationError
 
 from elastic_operator import names
 from elastic_operator.documents import read_server_status
-from elastic_ps import exits
-from elastic_ps.deaths import describe_exit, kind_of
-from elastic_ps.env import Role
-from elastic_ps.status import ServerStatus
+from elastic_ps.api.status import ServerStatus
+from elastic_ps.contract import exits
+from elastic_ps.contract.deaths import describe_exit, kind_of
+from elastic_ps.contract.env import Role
 
 Ending: TypeAlias = Literal["done", "invalid", "failed", "disrupted"]
 

@@ -22,8 +22,8 @@ from datetime import timedelta
 from elastic_operator.documents import read_server_status
 from elastic_operator.plan import Observed
 from elastic_operator.queue import Key
-from elastic_ps.env import DEFAULT_HTTP_PORT
-from elastic_ps.status import ServerStatus
+from elastic_ps.api.status import ServerStatus
+from elastic_ps.contract.env import DEFAULT_HTTP_PORT
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from elastic_operator import names
 from elastic_operator.manifests import Manifest
-from elastic_ps.env import DEFAULT_HTTP_PORT
+from elastic_ps.contract.env import DEFAULT_HTTP_PORT
 
 _LIMIT = 280
 _MARGIN = 20

@@ -61,10 +61,10 @@ from elastic_operator.status import (
 )
 from elastic_operator.timing import ZERO, asked_restart, next_look, pause, restart_in
 from elastic_operator.verdict import Verdict, health, verdict
-from elastic_ps.env import Role
+from elastic_ps.api.fields import MOST_SECONDS
+from elastic_ps.api.status import TrainingJobStatus
+from elastic_ps.contract.env import Role
 from elastic_ps.errors import InvalidJob
-from elastic_ps.fields import MOST_SECONDS
-from elastic_ps.status import TrainingJobStatus
 
 _NEED: dict[Role, str] = {
     "ps": "every shard needs its parameter server",

@@ -16,7 +16,7 @@ from elastic_operator.desired import Desired, restart_of
 from elastic_operator.plan import Action, DeletePod, Observed
 from elastic_operator.pods import Pod, Problem, parse_time
 from elastic_operator.status import condition, holds, stays, with_condition
-from elastic_ps.status import TrainingJobStatus, WorkerStatus
+from elastic_ps.api.status import TrainingJobStatus, WorkerStatus
 
 MENDED = "it does not run, and image or template have changed"
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from elastic_operator.permissions import Policy, read_policy
 from elastic_operator.plan import Options
+from elastic_ps.api.fields import parse_duration
 from elastic_ps.errors import UsageError
-from elastic_ps.fields import parse_duration
 
 _SHORTEST = timedelta(seconds=60)
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 from elastic_operator import names
 from elastic_operator.plan import Note, Observed, stamp
 from elastic_operator.pods import LOST, MODEL_LOST, Pod, Problem
-from elastic_ps.status import (
+from elastic_ps.api.status import (
     Condition,
     EvaluationStatus,
     Member,

@@ -18,7 +18,7 @@ from elastic_operator import names, pods
 from elastic_operator.plan import Observed
 from elastic_operator.pods import Pod
 from elastic_operator.queue import Key
-from elastic_ps.job import GROUP, VERSION
+from elastic_ps.api.job import GROUP, VERSION
 
 Resource: TypeAlias = Literal["trainingjobs", "pods", "services", "persistentvolumeclaims", "networkpolicies"]
 

@@ -20,9 +20,9 @@ from kubernetes import config
 from elastic_operator.api import Api, ApiError
 from elastic_operator.metrics import Metrics
 from elastic_operator.settings import Settings
-from elastic_ps import manifest
+from elastic_ps.api import manifest
+from elastic_ps.api.job import GROUP, VERSION, parse_job
 from elastic_ps.errors import ConnectionLost, UsageError, UserError
-from elastic_ps.job import GROUP, VERSION, parse_job
 
 _contexts: Callable[..., Any] = config.list_kube_config_contexts
 

@@ -12,7 +12,7 @@ from elastic_operator.failures import consequence
 from elastic_operator.plan import Observed, Options
 from elastic_operator.pods import Pod, parse_time
 from elastic_operator.status import stays
-from elastic_ps.status import TrainingJobStatus
+from elastic_ps.api.status import TrainingJobStatus
 
 ZERO = timedelta(0)
 

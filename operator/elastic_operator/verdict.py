@@ -13,8 +13,8 @@ from elastic_operator.failures import fatal
 from elastic_operator.plan import Observed, Options
 from elastic_operator.pods import Pod, Problem, parse_time
 from elastic_operator.status import RECOVERING, condition, holds, stays, with_condition
-from elastic_ps.env import DEFAULT_HTTP_PORT
-from elastic_ps.status import LEFT_EARLY, TrainingJobStatus
+from elastic_ps.api.status import LEFT_EARLY, TrainingJobStatus
+from elastic_ps.contract.env import DEFAULT_HTTP_PORT
 
 WRITE_LIMIT = timedelta(minutes=10)
 """For how long the last version may be on its way to the disk after the last worker has ended."""

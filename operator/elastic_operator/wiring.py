@@ -16,8 +16,8 @@ from typing import Any
 
 from elastic_operator import names
 from elastic_operator.manifests import Manifest, metadata
-from elastic_ps.env import DEFAULT_DATA_PORT, DEFAULT_HTTP_PORT, DEFAULT_PORT, Role
-from elastic_ps.identity import CA_FILE, CERTIFICATE_FILE, KEY_FILE
+from elastic_ps.contract.env import DEFAULT_DATA_PORT, DEFAULT_HTTP_PORT, DEFAULT_PORT, Role
+from elastic_ps.contract.identity import CA_FILE, CERTIFICATE_FILE, KEY_FILE
 
 _VOLUME = "elastic-ps-tls"
 _PORTS = {"grpc": DEFAULT_PORT, "data": DEFAULT_DATA_PORT, "http": DEFAULT_HTTP_PORT}

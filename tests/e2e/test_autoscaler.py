@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ps.job import API_VERSION, KIND
+from elastic_ps.api.job import API_VERSION, KIND
 from tests.e2e.cluster import Cluster, wait_for
 from tests.testing.operator_process import Jobs, OperatorProcess
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from elastic_ps.api.job import API_VERSION, KIND
 from elastic_ps.drill.history import Data, check
-from elastic_ps.job import API_VERSION, KIND
 from tests.e2e.cluster import Cluster, ClusterError, wait_for
 from tests.testing.operator_process import HISTORIES, TRAINING_IMAGE, Jobs, OperatorProcess
 from tests.testing.recorded_job import CONFIG, histories, hurry, template

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ps.api.job import TrainingJob, parse_job
+from elastic_ps.api.training import Compression
+from elastic_ps.api.tuning import Tuning
 from elastic_ps.cli.setting import assignment, changed
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import UserError
-from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options
 from elastic_ps.local.state import write_atomically
-from elastic_ps.training import Compression
-from elastic_ps.tuning import Tuning
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, events, make_mlp, running_job
 from tests.testing.launching import forks, wait_for_workers
@@ -146,7 +146,7 @@ def test_a_parameter_server_that_dies_at_a_change(tmp_path: Path, durability: st
 COMPRESSIONS: list[dict[str, Any]] = [
     {"codec": "int8", "values": "bf16"},
     {"codec": "topk", "options": {"ratio": 0.25}, "values": "int8"},
-    {"codec": "tests.unit.test_codecs:Negative", "lossless": "zstd", "values": "topk"},
+    {"codec": "tests.unit.codec.test_codecs:Negative", "lossless": "zstd", "values": "topk"},
     {"codec": "topk", "options": {"ratio": 0.1}, "values": "changed"},
     {"codec": "auto", "maxError": 1.0, "rules": [{"match": "*.bias", "codec": "none"}]},
     {},
@@ -249,7 +249,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 REFUSED_COMPRESSIONS: list[tuple[dict[str, Any], str]] = [
-    ({"codec": "tests.unit.test_codecs:Nobody"}, "tests.unit.test_codecs:Nobody cannot be imported"),
+    (
+        {"codec": "tests.unit.codec.test_codecs:Nobody"},
+        "tests.unit.codec.test_codecs:Nobody cannot be imported",
+    ),
     ({"codec": "no.such:Codec"}, "no.such:Codec cannot be imported"),
     ({"codec": "int8", "options": {"blok": 3}}, "does not take the options {'blok': 3}"),
     ({"values": "bf16", "valuesOptions": {"block": 3}}, "valuesOptions {'block': 3} has no meaning"),

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ps.api.training import Compression
 from elastic_ps.codec.base import Codec, Encoded
 from elastic_ps.codec.builtin import TopK
 from elastic_ps.codec.places import LOW
 from elastic_ps.codec.plan import Plan
 from elastic_ps.errors import InvalidJob, Refused
-from elastic_ps.training import Compression
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay

@@ -26,7 +26,7 @@ LIMIT = 300
 """Seconds that a program may take; it only ends a test that has failed."""
 DATA = """
 from pathlib import Path
-from elastic_ps.datasets import mnist
+from elastic_ps.contrib.datasets import mnist
 training, test = mnist(Path(__file__).parent)
 """
 REPORTED = {"pytorch_ps_mpi": None, "TorchMPI": "test_error", "ElasticDL": "test_accuracy"}

@@ -12,11 +12,11 @@ import torch
 
 import elastic_ps
 from elastic_ps.codec.plan import make
-from elastic_ps.datasets import digits
+from elastic_ps.contrib.datasets import digits
+from elastic_ps.contrib.models import accuracy
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob
-from elastic_ps.models import accuracy
 from elastic_ps.server.deltas import make_delta
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
@@ -31,9 +31,9 @@ from tests.testing.polling import LIMIT, eventually
 from tests.testing.tiers import per_change
 from tests.testing.trained import Models, alone, sgd, training
 from tests.testing.transports import whole_jobs
-from tests.unit.test_codecs import Negative
+from tests.unit.codec.test_codecs import Negative
 
-NEGATIVE = "tests.unit.test_codecs:Negative"
+NEGATIVE = "tests.unit.codec.test_codecs:Negative"
 
 
 def trainer(models: Models, data: Numbers, *, make: Any = sgd) -> Any:

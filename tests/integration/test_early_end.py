@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ps import exits
+from elastic_ps.contract import exits
 from tests.testing.polling import LIMIT, eventually
 
 
 @pytest.mark.parametrize(
     ("program", "status"),
-    [("elastic_ps.worker", exits.LEFT), ("elastic_ps.evaluator", exits.LEFT), ("elastic_ps.server", 0)],
+    [("elastic_ps.worker", exits.LEFT), ("elastic_ps.evaluation", exits.LEFT), ("elastic_ps.server", 0)],
 )
 def test_it_can_be_asked_before_a_large_library_is_imported(program: str, status: int) -> None:
     """The kernel ignores a signal to a container's first process that this has not asked for."""

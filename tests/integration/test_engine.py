@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import elastic_ps
-from elastic_ps.engine import Engine, State
+from elastic_ps.contrib.engine import Engine, State
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.trained import sgd

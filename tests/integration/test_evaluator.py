@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import elastic_ps
-from elastic_ps.checkpoint.evaluations import FILE
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.core.evaluation import Evaluation, Evaluations
-from elastic_ps.datasets import digits
-from elastic_ps.evaluator import checkpoints as scripts
-from elastic_ps.evaluator.remote import JobSource
-from elastic_ps.models import LeNet
+from elastic_ps.contrib.datasets import digits
+from elastic_ps.contrib.models import LeNet
+from elastic_ps.evaluation import checkpoints as scripts
+from elastic_ps.evaluation.decisions import Evaluation, Evaluations
+from elastic_ps.evaluation.remote import JobSource
+from elastic_ps.evaluation.results import FILE
 from elastic_ps.worker.session import Session
 from examples.digits import evaluate
 from tests.testing.harness import Job, Numbers, make_mlp, running_job

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ps.api.training import Consistency
 from elastic_ps.codec.delayed import DelayedNesterov
 from elastic_ps.core.fragments import turn
 from elastic_ps.core.ledger import Range
 from elastic_ps.errors import InvalidJob
-from elastic_ps.training import Consistency
 from elastic_ps.worker.flight import Flight
 from elastic_ps.worker.session import Session
 from tests.integration.test_fragments import fragments_of

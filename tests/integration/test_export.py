@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 import elastic_ps
-from elastic_ps.checkpoint import __main__ as export_program
+from elastic_ps import export as export_program
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Stored
 from elastic_ps.errors import CheckpointCorrupt, InvalidModel, ModelMismatch, UserError

@@ -23,16 +23,16 @@ import grpc
 import psutil
 import pytest
 
+from elastic_ps.api.job import TrainingJob, parse_job
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
+from elastic_ps.contract.schemes import Scheme
 from elastic_ps.drill.faults import Kind, schedule
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.drill.runner import Drill, Injection, run
 from elastic_ps.errors import CheckpointError, ElasticPSError, Fenced, Refused
-from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options
-from elastic_ps.schemes import Scheme
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, unary
 from elastic_ps.transport.grpc import GrpcConnection

@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic_ps import exits
+from elastic_ps.api.job import TrainingJob, parse_job
+from elastic_ps.contract import exits
 from elastic_ps.drill.history import check
 from elastic_ps.drill.recorded import read
-from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options, Programs
 from elastic_ps.local.forks import ForkServer
 from tests.testing import launching

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ps.api.training import Consistency
 from elastic_ps.core.fragments import fragments, turn
 from elastic_ps.core.ledger import Range
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob, InvalidModel
-from elastic_ps.training import Consistency
 from elastic_ps.worker.session import Session
 from tests.integration.test_local_steps import BATCH, Dying, adamw, local, steps_on, train
 from tests.testing.harness import Job, Numbers, make_mlp, make_spec, running_job

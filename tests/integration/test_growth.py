@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from elastic_ps.env import ProcessEnvironment, inherited
+from elastic_ps.contract.env import ProcessEnvironment, inherited
 from elastic_ps.local import Launcher, LocalStatus, Options
 from elastic_ps.local.processes import free_addresses
 from elastic_ps.transport.grpc import GrpcConnection

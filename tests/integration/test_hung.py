@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps import exits
+from elastic_ps.api.job import TrainingJob, parse_job
+from elastic_ps.contract import exits
+from elastic_ps.contract.env import Role
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
-from elastic_ps.env import Role
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.job import TrainingJob, parse_job
 from elastic_ps.local import Launcher, Options
 from elastic_ps.server import shard as shard_module
 from elastic_ps.worker.session import Session

@@ -17,15 +17,15 @@ from typing import Any
 import psutil
 import pytest
 
-from elastic_ps.env import Role
+from elastic_ps.api.job import TrainingJob
+from elastic_ps.api.status import Member
+from elastic_ps.contract.env import Role
 from elastic_ps.errors import CannotListen, UserError
-from elastic_ps.job import TrainingJob
 from elastic_ps.local import Launcher, Options, Outcome, ScaleAt, issuer, processes, snapshot, supervisor
 from elastic_ps.local.plan import cores_of
 from elastic_ps.local.report import build_report
 from elastic_ps.local.state import JobDirectory
-from elastic_ps.process import usable_cores
-from elastic_ps.status import Member
+from elastic_ps.process.lifecycle import usable_cores
 from tests.testing.forked import forked
 from tests.testing.launching import PROGRAMS, gone, make_job, wait_for_end, wait_for_workers, workers_of
 from tests.testing.polling import LIMIT, eventually

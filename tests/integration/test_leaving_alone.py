@@ -13,7 +13,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from elastic_ps import env, exits
+from elastic_ps.contract import env, exits
 from elastic_ps.errors import TransportError
 from elastic_ps.local.processes import free_addresses
 from elastic_ps.worker import client

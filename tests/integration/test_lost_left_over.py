@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from elastic_ps.api.training import Compression
 from elastic_ps.codec import as_bytes
 from elastic_ps.codec.plan import Plan
+from elastic_ps.contrib.datasets import digits
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
-from elastic_ps.datasets import digits
 from elastic_ps.server.decoder import Decoder
-from elastic_ps.training import Compression
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.encoder import Encoder
 from tests.testing.shard import Body

@@ -17,8 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from elastic_ps import env
 from elastic_ps.checkpoint.store import Store
+from elastic_ps.contract import env
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.local import JobDirectory

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from elastic_operator.plan import Options
-from elastic_ps import env
+from elastic_ps.contract import env
 from elastic_ps.errors import ConnectionLost
 from elastic_ps.transport import tcp
 from elastic_ps.transport.base import Connection, Frame, Incoming, Server, unary
@@ -25,7 +25,7 @@ from elastic_ps.transport.credentials import Credentials, of_process
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from tests.testing.api_server import JOBS, ApiServer
 from tests.testing.transports import LONG
-from tests.unit.test_operator_cluster import Operator
+from tests.unit.operator.test_cluster import Operator
 
 PLACE = ("system", "authority")
 DAY = timedelta(days=1)

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.env import ProcessEnvironment, Resume
+from elastic_ps.contract.env import ProcessEnvironment, Resume
 from elastic_ps.errors import CheckpointCorrupt, InvalidJob, InvalidModel, ModelMismatch, NoCheckpoint
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport.inproc import InprocServer, connect

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from elastic_ps import env
+from elastic_ps.contract import env
 from tests.testing.launching import Here
 from tests.testing.polling import LIMIT
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ps.env import ProcessEnvironment, inherited
+from elastic_ps.api.status import ServerStatus
+from elastic_ps.contract.env import ProcessEnvironment, inherited
 from elastic_ps.local.poller import fetch, fetch_status
 from elastic_ps.local.processes import free_addresses
-from elastic_ps.status import ServerStatus
 from tests.testing.harness import make_spec
 from tests.testing.polling import LIMIT, eventually
 

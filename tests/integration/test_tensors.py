@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ps.contract.env import ProcessEnvironment
 from elastic_ps.core.spread import spread
-from elastic_ps.env import ProcessEnvironment
 from elastic_ps.errors import TensorLost, UsageError
 from elastic_ps.server import tensors as kept
 from elastic_ps.server.process import ParameterServer

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.job import TrainingJob, load_job, parse_job
+from elastic_ps.api.job import TrainingJob, load_job, parse_job
+from elastic_ps.contract.schemes import Scheme
 from elastic_ps.local import Launcher, Options
 from elastic_ps.local.poller import fetch_status
-from elastic_ps.schemes import Scheme
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.launching import forks, wait_for_end

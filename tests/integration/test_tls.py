@@ -18,9 +18,9 @@ import psutil
 import pytest
 from cryptography import x509
 
-from elastic_ps.certificates import KeyPair, issue, uris_of
+from elastic_ps.contract.certificates import KeyPair, issue, uris_of
+from elastic_ps.contract.identity import Identity
 from elastic_ps.errors import ConnectionLost, TransportError, UsageError
-from elastic_ps.identity import Identity
 from elastic_ps.transport import shares, stream, tcp, ways
 from elastic_ps.transport.base import Connection, Frame, Incoming, Server, unary
 from elastic_ps.transport.credentials import Credentials

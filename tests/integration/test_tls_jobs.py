@@ -13,14 +13,14 @@ from typing import cast
 import pytest
 from google.protobuf.message import Message
 
-from elastic_ps.certificates import validity_of
+from elastic_ps.api.job import TrainingJob
+from elastic_ps.contract.certificates import validity_of
+from elastic_ps.contract.identity import Role
+from elastic_ps.contract.schemes import Scheme
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import RefusalCode, Refused, TransportError
-from elastic_ps.identity import Role
-from elastic_ps.job import TrainingJob
 from elastic_ps.local import Launcher, Options
-from elastic_ps.schemes import Scheme
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport import ways
 from elastic_ps.transport.base import Frame

@@ -13,10 +13,10 @@ import torch
 import yaml
 
 from elastic_ps import load_checkpoint
-from elastic_ps.datasets import digits
-from elastic_ps.job import parse_job
-from elastic_ps.models import LeNet
-from elastic_ps.zoo.scores import evaluate
+from elastic_ps.api.job import parse_job
+from elastic_ps.contrib.datasets import digits
+from elastic_ps.contrib.models import LeNet
+from elastic_ps.contrib.zoo.scores import evaluate
 from tests.testing import mpirun
 from tests.testing.datafiles import write_cifar10, write_mnist
 from tests.testing.launching import Here
@@ -136,7 +136,7 @@ def test_the_digits_are_learned(tmp_path: Path, network: str) -> None:
 
 def trained_alone(directory: Path, network: str, arguments: dict[str, Any]) -> float:
     """The prec@1 that a network comes to in one process."""
-    program = f"from elastic_ps.zoo.train import main; main(network={network!r}, **{arguments!r})"
+    program = f"from elastic_ps.contrib.zoo.train import main; main(network={network!r}, **{arguments!r})"
     done = command(directory, sys.executable, "-c", program)
     assert done.returncode == 0, done.stderr
     scores = done.stdout.splitlines()[-1]

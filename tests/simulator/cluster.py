@@ -15,17 +15,17 @@ from typing import Any, Literal, cast
 
 import torch
 
+from elastic_ps.api.job import TrainingJobSpec, parse_spec
+from elastic_ps.api.training import Compression, Consistency
+from elastic_ps.api.tuning import Tuning
+from elastic_ps.contract.env import ProcessEnvironment
 from elastic_ps.core.ledger import Range
-from elastic_ps.env import ProcessEnvironment
 from elastic_ps.errors import ElasticPSError, Fenced, RefusalCode, Refused
-from elastic_ps.job import TrainingJobSpec, parse_spec
+from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.patience import Patience
 from elastic_ps.server.process import ParameterServer
-from elastic_ps.telemetry import History, Trace
-from elastic_ps.training import Compression, Consistency
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import unary
-from elastic_ps.tuning import Tuning
 from elastic_ps.worker.local_world import Drained, Links, LocalWorld
 from elastic_ps.worker.order import permutation
 from elastic_ps.worker.session import Session
@@ -50,8 +50,8 @@ CHANGES: list[dict[str, Any]] = [
 
 COMPRESSIONS: list[dict[str, Any]] = [
     {},
-    {"codec": "tests.unit.test_codecs:Negative"},
-    {"codec": "tests.unit.test_codecs:Negative", "rules": [{"match": "*0", "codec": "none"}]},
+    {"codec": "tests.unit.codec.test_codecs:Negative"},
+    {"codec": "tests.unit.codec.test_codecs:Negative", "rules": [{"match": "*0", "codec": "none"}]},
     {"lossless": "zstd"},
 ]
 """Likewise, in any mode. Nothing is lost with any of them, so the model can be told from the histories."""

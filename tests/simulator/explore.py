@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from elastic_ps.api.training import OUTER_RULES, Consistency
 from elastic_ps.checkpoint import store
 from elastic_ps.core import partition
 from elastic_ps.core.ledger import Range
@@ -24,7 +25,6 @@ from elastic_ps.core.objective import Objective
 from elastic_ps.errors import NoCheckpoint
 from elastic_ps.server import changes, follower
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.training import OUTER_RULES, Consistency
 from elastic_ps.worker import entrance, group
 from elastic_ps.worker.slices import Slices
 from tests.simulator.cluster import Cluster, Plan, halved, pid_of, scratch

@@ -6,12 +6,12 @@ import math
 
 import torch
 
+from elastic_ps.api.training import Consistency
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.codec import as_bytes, checksum
 from elastic_ps.drill import history
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import CheckpointError
-from elastic_ps.training import Consistency
 from elastic_ps.worker.local_steps import outer_optimizer
 from tests.simulator.cluster import MOMENTUM, PARAMETERS, Cluster, Plan, Sight, halved, places
 

@@ -24,7 +24,7 @@ MODULES = {
 }
 
 PACKAGES = (
-    "elastic_ps.telemetry",
+    "elastic_ps.process.telemetry",
     "elastic_ps.server.driver",
     "elastic_ps.server.follower",
     "elastic_ps.server.guarded",

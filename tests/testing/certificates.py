@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from elastic_ps.certificates import SKEW, KeyPair, issue, make_authority
-from elastic_ps.identity import CA_FILE, CERTIFICATE_FILE, KEY_FILE, Identity, Role
+from elastic_ps.contract.certificates import SKEW, KeyPair, issue, make_authority
+from elastic_ps.contract.identity import CA_FILE, CERTIFICATE_FILE, KEY_FILE, Identity, Role
 from elastic_ps.transport.credentials import Credentials
 
 JOB = "job-1"

@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
-from elastic_ps.job import TrainingJobSpec
+from elastic_ps.process.telemetry import History
 from elastic_ps.server.coordinator import Coordinator, Joined, NotYet
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.orders import Advance, Configuration, Report
 from elastic_ps.server.state import Taken
-from elastic_ps.telemetry import History
 
 TENSORS = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
 SETTINGS = Settings(({"lr": 0.1},))

@@ -28,9 +28,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from elastic_ps import env, exits
-from elastic_ps.process import Alarm, end_now
-from elastic_ps.status import Member, Progress, ServerStatus
+from elastic_ps.api.status import Member, Progress, ServerStatus
+from elastic_ps.contract import env, exits
+from elastic_ps.process.lifecycle import Alarm, end_now
 
 BATCH = 8
 

@@ -16,15 +16,15 @@ from typing import Any, Literal
 
 import torch
 
-from elastic_ps.env import ProcessEnvironment, Resume
-from elastic_ps.job import TrainingJobSpec, parse_spec
+from elastic_ps.api.job import TrainingJobSpec, parse_spec
+from elastic_ps.api.training import Compression, Consistency
+from elastic_ps.api.tuning import Tuning
+from elastic_ps.contract.env import ProcessEnvironment, Resume
 from elastic_ps.local.state import write_atomically
+from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.process import ParameterServer
-from elastic_ps.telemetry import History, Trace
-from elastic_ps.training import Compression, Consistency
 from elastic_ps.transport.base import Connection, Server
-from elastic_ps.tuning import Tuning
 from elastic_ps.worker.local_world import Links, LocalWorld
 from elastic_ps.worker.session import Session
 from tests.testing.polling import LIMIT, eventually, while_moving

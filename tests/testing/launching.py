@@ -14,8 +14,8 @@ from typing import Any
 
 import psutil
 
-from elastic_ps.env import inherited
-from elastic_ps.job import TrainingJob, parse_job
+from elastic_ps.api.job import TrainingJob, parse_job
+from elastic_ps.contract.env import inherited
 from elastic_ps.local import Launcher, LocalStatus, Programs
 from elastic_ps.local.forks import ForkServer
 from elastic_ps.local.poller import fetch_status

@@ -21,9 +21,9 @@ from typing import Any, TypeAlias
 import torch
 import torch._dynamo  # the first optimizer of a process imports it, which takes seconds
 
-from elastic_ps import env
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Reader
+from elastic_ps.contract import env
 from elastic_ps.local.gone import tell_parameter_server
 from elastic_ps.local.processes import free_addresses
 from elastic_ps.server.process import ParameterServer

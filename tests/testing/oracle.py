@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.api.training import Consistency
 from elastic_ps.core.ledger import Range
-from elastic_ps.job import TrainingJobSpec
-from elastic_ps.training import Consistency
 from elastic_ps.worker.order import permutation
 
 Loss = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], Any]

@@ -12,12 +12,12 @@ import pytest
 import torch
 from google.protobuf.message import Message
 
+from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.codec import as_bytes
+from elastic_ps.contract.env import ProcessEnvironment, Resume
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
-from elastic_ps.env import ProcessEnvironment, Resume
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.job import TrainingJobSpec
 from elastic_ps.server.patience import Patience
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport import messages_pb2 as pb

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
+from elastic_ps.api.training import Consistency
 from elastic_ps.codec import as_bytes
 from elastic_ps.codec.plan import Plan
+from elastic_ps.contract.identity import Identity
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
-from elastic_ps.identity import Identity
+from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.orders import Application
 from elastic_ps.server.shard import Shard
-from elastic_ps.telemetry import Trace
-from elastic_ps.training import Consistency
 
 TERM = 3
 LR = Settings(groups=({"lr": 1.0},))

@@ -29,7 +29,7 @@ from elastic_operator.plan import (
 )
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import dump_status
-from elastic_ps.status import Member, Progress, ServerStatus
+from elastic_ps.api.status import Member, Progress, ServerStatus
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ps import exits
+from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.api.status import Progress, ServerStatus
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.env import ProcessEnvironment
-from elastic_ps.job import TrainingJobSpec
+from elastic_ps.contract import exits
+from elastic_ps.contract.env import ProcessEnvironment
 from elastic_ps.local.processes import free_addresses
-from elastic_ps.status import Progress, ServerStatus
 from tests.testing.polling import eventually
 from tests.testing.tiers import per_change
 
@@ -28,9 +28,9 @@ PROGRAM = ("-m", "elastic_ps.server")
 MAIN = """
 import sys
 from pathlib import Path
-from elastic_ps import process
+from elastic_ps.process import lifecycle
 from elastic_ps.server.__main__ import main
-process.TERMINATION_LOG = Path(sys.argv[1])
+lifecycle.TERMINATION_LOG = Path(sys.argv[1])
 sys.exit(main())
 """
 AFTERWARDS = """
@@ -43,9 +43,9 @@ sys.exit(status)
 """
 ASKED_AT_ONCE = """
 import os, signal, sys
-from elastic_ps import process
+from elastic_ps.process import lifecycle
 from elastic_ps.server.__main__ import main
-process.importing = lambda: os.kill(os.getpid(), signal.SIGTERM)
+lifecycle.importing = lambda: os.kill(os.getpid(), signal.SIGTERM)
 sys.exit(main())
 """
 

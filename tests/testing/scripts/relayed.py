@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from elastic_ps.job import load_job
+from elastic_ps.api.job import load_job
 from elastic_ps.local import Launcher, Options, mpi
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_ps import collectives, env
+from elastic_ps import collectives
+from elastic_ps.contract import env
 from elastic_ps.errors import CollectiveFailed, ModelMismatch, UsageError
 from examples.ring_all_reduce import ring
 

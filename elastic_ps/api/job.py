@@ -1,0 +1,576 @@
+"""The spec of a TrainingJob; `training` and `policies` have parts of it, `status` has its status.
+
+These models are the single definition of the resource. The local launcher reads job files with them, the
+operator reads custom resources with them, and the CRD is generated from them. The module imports neither
+torch nor a Kubernetes client.
+
+Field names are snake_case in Python and camelCase in YAML. Unknown fields are errors.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    model_validator,
+)
+
+from elastic_ps.api import manifest
+from elastic_ps.api.fields import CamelModel, Duration, PodTemplate
+from elastic_ps.api.policies import RunPolicy
+from elastic_ps.api.training import AUTO, Compression, Consistency
+from elastic_ps.errors import InvalidJob
+
+GROUP = "elastic-ps.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "TrainingJob"
+
+_ENTRYPOINT = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"
+ImportPath: TypeAlias = Annotated[str, Field(pattern=_ENTRYPOINT, max_length=253)]
+"""A class or function of the user's, as `module:name`."""
+
+_CLAIM = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
+_M = TypeVar("_M", bound=BaseModel)
+
+
+class VolumeClaim(CamelModel):
+    """The volume that holds the checkpoints on a cluster."""
+
+    storage: str = Field(
+        default="1Gi",
+        pattern=r"^[0-9]+(\.[0-9]+)?([EPTGM]i?|Ki|k)?$",
+        description="The size to request. It has to hold checkpoint.keep checkpoints and one more. With an "
+        "evaluator, it also has to hold evaluator.backlog checkpoints and the best one.",
+    )
+    storage_class_name: str | None = Field(
+        default=None, description="The storage class. If unset, the cluster's default is used."
+    )
+    access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] | None = Field(
+        default=None,
+        description="ReadWriteOnce if unset. With ReadWriteMany, a standby and its parameter server may run "
+        "on different nodes.",
+    )
+    retain: bool = Field(
+        default=False,
+        description="Whether the claim stays when the job is deleted. Another job can continue from it with "
+        "checkpoint.resumeFrom. Delete it yourself when it is no longer needed.",
+    )
+
+
+class ResumeFrom(CamelModel):
+    """The checkpoints of an earlier job, to continue from."""
+
+    job: str | None = Field(
+        default=None,
+        pattern=_CLAIM,
+        description="The earlier job, whose volumeClaim had retain. It must have ended.",
+    )
+    claim: str | None = Field(default=None, pattern=_CLAIM, description="The PersistentVolumeClaim itself.")
+
+    @model_validator(mode="after")
+    def _check_one(self) -> ResumeFrom:
+        if (self.job is None) == (self.claim is None):
+            raise ValueError("resumeFrom needs either job or claim, and not both")
+        return self
+
+
+class Checkpoint(CamelModel):
+    """When the parameter server writes its state to disk, and where."""
+
+    interval: Duration = Field(default=timedelta(seconds=30), description="The time between two checkpoints.")
+    every_versions: int | None = Field(
+        default=None,
+        ge=1,
+        description="Also write a checkpoint whenever this many versions have been made since the last one.",
+    )
+    keep: int = Field(default=3, ge=1, description="How many checkpoints to keep. Older ones are deleted.")
+    path: str | None = Field(
+        default=None,
+        description="The directory for checkpoints of local runs. On a cluster, the volume is used instead.",
+    )
+    volume_claim: VolumeClaim | None = Field(
+        default=None,
+        description=(
+            "The PersistentVolumeClaim to create on a cluster. All parameter servers mount it. A job with "
+            "existingClaim or resumeFrom has a claim already. A job with one parameter server and no standby "
+            "may do without any: its checkpoints are then in an emptyDir, and are lost with the pod."
+        ),
+    )
+    existing_claim: str | None = Field(
+        default=None,
+        pattern=_CLAIM,
+        description="A PersistentVolumeClaim that exists already, to write checkpoints to. It is not deleted "
+        "with the job. If it holds checkpoints of a job of the same name, this job continues from them.",
+    )
+    resume_from: ResumeFrom | None = Field(
+        default=None,
+        description="Continue from the checkpoints of an earlier job, on a cluster. This job takes the claim "
+        "over and writes its own checkpoints to it.",
+    )
+
+    @model_validator(mode="after")
+    def _check_one_volume(self) -> Checkpoint:
+        given = {
+            "volumeClaim": self.volume_claim,
+            "existingClaim": self.existing_claim,
+            "resumeFrom": self.resume_from,
+        }
+        if len(named := [name for name, value in given.items() if value is not None]) > 1:
+            raise ValueError(f"{' and '.join(named)} are given; a job has one volume, so keep one of them")
+        return self
+
+
+Durability: TypeAlias = Literal["checkpoint", "standby"]
+
+BUCKET_BYTES = 4 * 1024 * 1024
+"""Bytes of a bucket if neither the job says how many, nor anybody has chosen."""
+SMALLEST_BUCKET = 1024
+"""Bytes of a bucket, at least."""
+
+
+class ParameterServer(CamelModel):
+    """The processes that hold the model."""
+
+    replicas: int = Field(
+        default=1, ge=1, le=64, description="The number of shards. Each holds a part of the model."
+    )
+    bucket_bytes: int = Field(
+        default=0,
+        ge=0,
+        le=256 * 1024 * 1024,
+        description="The size of a bucket in bytes, at least 1024. Tensors are sent in buckets of about this "
+        "size. Up to 4 MiB, they are smaller in a model that has less than eight of them. With 0 the size is "
+        "chosen when the job begins: the first worker measures its network. It is 4 MiB then with strategy "
+        "all-reduce, with consistency.deterministic, and with codec powersgd.",
+    )
+    send_ahead: bool = Field(
+        default=True,
+        description="With true, in mode sync, a shard makes and sends the next values of a bucket as soon as "
+        "it has the gradients of all workers for it. So values travel while other gradients still do. It "
+        "keeps the old values until the whole step is complete, which takes a second copy of values, sums "
+        "and optimizer state. Workers on a shard's own host do not need it.",
+    )
+    optimizers: list[ImportPath] = Field(
+        default_factory=list,
+        max_length=16,
+        description="Classes of optimizers of your own that scripts may use besides those of torch.optim, as "
+        "module:Class. The parameter server imports these and no others, so its image has to have them. Each "
+        "has to treat every element of a parameter by itself.",
+    )
+    tensor_bytes: int = Field(
+        default=1024 * 1024 * 1024,
+        ge=0,
+        le=2**44,
+        description="How many bytes the tensors that scripts keep with session.server may take on each "
+        "parameter server. They need memory besides the model and its optimizer's state.",
+    )
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
+    durability: Durability = Field(
+        default="checkpoint",
+        description=(
+            "What happens when a parameter server is lost. With checkpoint, the job goes back to the newest "
+            "checkpoint, and the records since then are trained again. With standby, each shard has a second "
+            "process that receives every round before it counts, so nothing is trained again."
+        ),
+    )
+    template: PodTemplate = Field(
+        default_factory=dict,
+        description="A PodTemplateSpec. It is merged over the operator's default template.",
+    )
+
+    @model_validator(mode="after")
+    def _check_buckets(self) -> ParameterServer:
+        if 0 < self.bucket_bytes < SMALLEST_BUCKET:
+            raise ValueError(
+                f"bucketBytes is {self.bucket_bytes}; expected at least {SMALLEST_BUCKET}, or 0, with which "
+                "the size is chosen when the job begins"
+            )
+        return self
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes of a slice of what scripts keep with `session.server`, at most. It is never chosen."""
+        return self.bucket_bytes or BUCKET_BYTES
+
+
+MOST_WORKERS = 10_000
+"""More than a parameter server can serve, and few enough for the memory of the operator, which makes them."""
+
+
+class Worker(CamelModel):
+    """The processes that compute gradients."""
+
+    replicas: int = Field(
+        default=1,
+        ge=1,
+        le=MOST_WORKERS,
+        description="The number of workers. It may change while the job runs.",
+    )
+    min_replicas: int = Field(
+        default=1,
+        ge=1,
+        description="The smallest number of workers that replicas may be set to. The job is Running as soon "
+        "as this many workers are ready.",
+    )
+    max_replicas: int | None = Field(
+        default=None, ge=1, description="The largest number of workers that replicas may be set to."
+    )
+    processes: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="How many processes each worker has, on one host. They share each batch, add up their "
+        "gradients among themselves, and take part in the job as one worker. So the parameter server has "
+        "that many times fewer workers to serve. In mode local they make the same local steps. If one "
+        "process dies, the worker does.",
+    )
+    lease_duration: Duration = Field(
+        default=timedelta(seconds=10),
+        description="If a worker sends nothing for this long, it is declared lost, and its records go to "
+        "other workers.",
+    )
+    progress_timeout: Duration = Field(
+        default=timedelta(minutes=30),
+        description="If the other workers wait this long for one worker's step, that worker is declared hung "
+        "and replaced. This counts against backoffLimit. Choose a longer time than the longest step takes; "
+        "the first step may also compile or download something. With 0s no worker is ever declared hung.",
+    )
+    template: PodTemplate = Field(
+        default_factory=dict,
+        description="A PodTemplateSpec. It is merged over the operator's default template.",
+    )
+
+    @model_validator(mode="after")
+    def _within_bounds(self) -> Worker:
+        if self.max_replicas is not None and self.min_replicas > self.max_replicas:
+            raise ValueError(f"minReplicas {self.min_replicas} is above maxReplicas {self.max_replicas}")
+        self.check_replicas(self.replicas)
+        return self
+
+    def check_replicas(self, replicas: int) -> None:
+        """Raise ValueError, which names the bound, if `replicas` is outside of the bounds."""
+        if replicas > MOST_WORKERS:
+            raise ValueError(f"replicas {replicas} is above {MOST_WORKERS}, which is the most")
+        if replicas < self.min_replicas:
+            raise ValueError(f"replicas {replicas} is below minReplicas {self.min_replicas}")
+        if self.max_replicas is not None and replicas > self.max_replicas:
+            raise ValueError(f"replicas {replicas} is above maxReplicas {self.max_replicas}")
+
+
+class Best(CamelModel):
+    """Which of the evaluated checkpoints is kept, however old it is."""
+
+    metric: str = Field(
+        min_length=1, description="A metric that the evaluator reports, for example loss or prec@1."
+    )
+    mode: Literal["min", "max"] = Field(description="Whether the lowest or the highest value is the best.")
+
+
+class Evaluator(CamelModel):
+    """A process that evaluates the checkpoints while the job trains. It takes no part in the training."""
+
+    entrypoint: str = Field(
+        pattern=_ENTRYPOINT,
+        description="The evaluator's function, as module.path:function. It loops over "
+        "elastic_ps.checkpoints().",
+    )
+    arguments: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Keyword arguments for the entrypoint: plain YAML values."
+    )
+    every: int | None = Field(
+        default=None,
+        ge=1,
+        description="Write and evaluate a checkpoint whenever this many versions have been made. If unset, "
+        "every checkpoint is evaluated that parameterServer.checkpoint asks for. The last version is "
+        "always evaluated.",
+    )
+    backlog: int = Field(
+        default=4,
+        ge=1,
+        description="How many checkpoints may wait for the evaluator. They are kept besides "
+        "checkpoint.keep. If there are more, the oldest is given up, and the status counts it.",
+    )
+    best: Best | None = Field(
+        default=None, description="Keep the best checkpoint by a metric. If unset, none is kept for that."
+    )
+    finish_timeout: Duration = Field(
+        default=timedelta(minutes=5),
+        description="How long the end of the job waits for the evaluator, from the end of the last worker "
+        "on. Then the job ends without the remaining evaluations.",
+    )
+    template: PodTemplate = Field(
+        default_factory=dict,
+        description="A PodTemplateSpec. It is merged over the operator's default template.",
+    )
+
+
+class Data(CamelModel):
+    """How records are handed out to the workers."""
+
+    shard_records: int = Field(
+        default=256, ge=1, description="The largest number of records that a worker is given at once."
+    )
+    shuffle: bool = Field(default=True, description="Whether each epoch has the records in a new order.")
+    # No number of a checkpoint has more bits.
+    seed: int = Field(default=0, ge=0, lt=1 << 63, description="The seed of the records' order.")
+
+
+class TrainingJobSpec(CamelModel):
+    """What to train, on how many workers, and with which guarantees."""
+
+    entrypoint: str = Field(
+        pattern=_ENTRYPOINT,
+        description="The training function, as module.path:function. Every worker imports and calls it.",
+    )
+    arguments: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Keyword arguments for the entrypoint: plain YAML values."
+    )
+    image: str | None = Field(
+        default=None, description="The container image of all pods. A template may name a different one."
+    )
+    parameter_server: ParameterServer = Field(default_factory=ParameterServer)
+    worker: Worker = Field(default_factory=Worker)
+    evaluator: Evaluator | None = Field(
+        default=None, description="A process that evaluates the checkpoints. If unset, there is none."
+    )
+    strategy: Literal["parameter-server", "all-reduce"] = Field(
+        default="parameter-server",
+        description="How the gradients of a version are added up. With parameter-server, workers send them "
+        "to the parameter servers, which make the optimizer's step. With all-reduce, workers add them up "
+        "among themselves, through torch.distributed, and each makes the step. The parameter server then "
+        "counts the records, says who takes part, and gets the values only for checkpoints.",
+    )
+    unencrypted_all_reduce: bool = Field(
+        default=False,
+        description="With strategy all-reduce, whether workers on several hosts may add gradients up, though "
+        "torch.distributed neither encrypts nor asks for certificates. Whoever reaches the workers' ports "
+        "can then read and change gradients and values. Without it, a job whose processes have certificates "
+        "is refused. Calls to the parameter server are encrypted all the same.",
+    )
+    consistency: Consistency = Field(default_factory=Consistency)
+    compression: Compression = Field(default_factory=Compression)
+    data: Data = Field(default_factory=Data)
+    run_policy: RunPolicy = Field(default_factory=RunPolicy)
+
+    @property
+    def chooses_buckets(self) -> bool:
+        """Whether the size of buckets is chosen by measured times when the job begins."""
+        named = bool(self.parameter_server.bucket_bytes)
+        fixed = self.all_reduce or self.consistency.deterministic or self.compression.wants_whole_matrices
+        return not (named or fixed)
+
+    @property
+    def all_reduce(self) -> bool:
+        """Whether the workers add gradients up among themselves, and make the steps."""
+        return self.strategy == "all-reduce"
+
+    @model_validator(mode="after")
+    def _check_strategy(self) -> TrainingJobSpec:
+        """Raises ValueError, which says why, for what needs gradients on the parameter server."""
+        if self.all_reduce and (given := _needs_parameter_server(self)):
+            name, why = given
+            raise ValueError(
+                f"{name} does not work with strategy all-reduce, where {why}; leave it out, or set strategy: "
+                "parameter-server"
+            )
+        if self.unencrypted_all_reduce and not self.all_reduce:
+            raise ValueError(
+                "unencryptedAllReduce works only with strategy all-reduce; leave it out, since this job's "
+                "workers do not speak to each other"
+            )
+        return self
+
+    def refuse_unencrypted(self, *, secured: bool) -> str:
+        """Why the workers must not speak to each other between hosts; "" if they may, or need not.
+
+        Args:
+            secured: the job's processes have certificates.
+        """
+        if not self.all_reduce or self.unencrypted_all_reduce or not secured:
+            return ""
+        return (
+            "with strategy all-reduce the workers speak to each other through torch.distributed, where "
+            "nothing is encrypted and nobody is asked for a certificate; but the processes of this job have "
+            "certificates. If nobody else reaches the network between the workers, set "
+            "unencryptedAllReduce: true; else use strategy: parameter-server"
+        )
+
+    @model_validator(mode="after")
+    def _check_workers(self) -> TrainingJobSpec:
+        self.check_replicas(self.worker.replicas)
+        return self
+
+    @model_validator(mode="after")
+    def _check_quorum(self) -> TrainingJobSpec:
+        quorum, least = self.consistency.quorum, self.worker.min_replicas
+        if quorum is not None and quorum > least:
+            raise ValueError(
+                f"consistency.quorum {quorum} is above worker.minReplicas {least}, so the job may have too "
+                f"few workers for a version. Set worker.minReplicas to {quorum} or more, or a smaller quorum"
+            )
+        return self
+
+    def check_replicas(self, replicas: int) -> None:
+        """Raise ValueError, which names the bound, if there cannot be so many workers."""
+        self.worker.check_replicas(replicas)
+        size = self.consistency.global_batch_size
+        if size is not None and size < replicas:
+            raise ValueError(
+                f"replicas {replicas} is above consistency.globalBatchSize {size}, so some workers would "
+                "have no record of any version"
+            )
+
+    @model_validator(mode="after")
+    def _check_momentum(self) -> TrainingJobSpec:
+        if self.compression.momentum and self.consistency.mode == "local":
+            raise ValueError(
+                f"compression has momentum {self.compression.momentum}, which is made of gradients, but in "
+                "consistency.mode local workers send what they have trained. Leave it out, and give the "
+                "script's optimizer a momentum"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_same_bits(self) -> TrainingJobSpec:
+        if self.consistency.deterministic and self.compression.codec == AUTO:
+            raise ValueError(
+                "compression.codec auto cannot be combined with consistency.deterministic: true, because it "
+                "chooses by measured times; name a codec"
+            )
+        return self
+
+
+def _needs_parameter_server(spec: TrainingJobSpec) -> tuple[str, str] | None:
+    """What of a job means something only if gradients are sent to parameter servers, and why."""
+    server, consistency = spec.parameter_server, spec.consistency
+    if server.replicas > 1:
+        return (
+            f"parameterServer.replicas {server.replicas}",
+            "each worker has the whole model, and makes the step",
+        )
+    if server.durability == "standby":
+        return (
+            "parameterServer.durability standby",
+            "the workers have the model, and a lost one costs nothing",
+        )
+    if consistency.mode != "sync":
+        return f"consistency.mode {consistency.mode}", "each version is made of one step of every worker"
+    said = consistency.model_dump(by_alias=True, exclude_defaults=True)
+    for name in said:
+        return f"consistency.{name}", "each version is made of one step of every worker that is there"
+    if spec.compression != Compression():
+        named = ", ".join(spec.compression.model_dump(by_alias=True, exclude_defaults=True))
+        return f"compression ({named})", "gradients travel as torch.distributed sends them"
+    if spec.worker.processes > 1:
+        return (
+            f"worker.processes {spec.worker.processes}",
+            "each process makes its own step; use more replicas",
+        )
+    return None
+
+
+class ObjectMeta(BaseModel):
+    """The part of Kubernetes' metadata that a job needs; other fields are kept and ignored."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?$")
+
+
+class TrainingJob(CamelModel):
+    """A TrainingJob as in its YAML file."""
+
+    api_version: Literal["elastic-ps.dev/v1alpha1"]
+    kind: Literal["TrainingJob"]
+    metadata: ObjectMeta
+    spec: TrainingJobSpec
+    status: dict[str, JsonValue] | None = Field(default=None, description="Ignored on input.")
+
+    @property
+    def name(self) -> str:
+        return self.metadata.name
+
+
+def parse_job(document: object, *, source: str) -> TrainingJob:
+    """Validate a job given as plain data; `source` (a file's name) starts the error message.
+
+    Raises:
+        InvalidJob: a field is wrong. The message has a line for each: where, what was given and expected.
+    """
+    if not isinstance(document, Mapping):
+        got = "nothing: it is empty" if document is None else type(document).__name__
+        raise InvalidJob(f"{source}: expected a TrainingJob (a mapping), got {got}")
+    return _validate(TrainingJob, document, source)
+
+
+def parse_spec(document: Mapping[str, Any], *, source: str) -> TrainingJobSpec:
+    """Like `parse_job`, for the `spec` alone."""
+    return _validate(TrainingJobSpec, document, source)
+
+
+def load_job(path: Path) -> TrainingJob:
+    """Read a job from a YAML file.
+
+    Raises:
+        InvalidJob: the file cannot be read, is not YAML, gives a key twice, or is not a valid TrainingJob.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise InvalidJob(f"cannot read the job file {path}: {reason}") from error
+    try:
+        document = manifest.read(text)
+    except manifest.DuplicateKey as error:
+        raise InvalidJob(f"{path}: {error}") from None
+    except yaml.YAMLError as error:
+        raise InvalidJob(f"{path} is not valid YAML: {error}") from error
+    return parse_job(document, source=str(path))
+
+
+def _validate(model: type[_M], document: Mapping[str, Any], source: str) -> _M:
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        lines = [_explain(model, item) for item in error.errors()]
+        raise InvalidJob("\n".join(f"{source}: {line}" for line in lines)) from None
+
+
+def _explain(model: type[BaseModel], item: Any) -> str:
+    """One line for one pydantic error, in the words of the YAML file."""
+    location = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        known = _field_names(model, item["loc"][:-1])
+        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
+        return f"unknown field {location!r}; {hint}"
+    if item["type"] == "missing":
+        return f"{location} is missing"
+    message = item["msg"].removeprefix("Value error, ")
+    said = f"{location or 'job'}: {message[0].lower()}{message[1:]}"
+    if item["type"] == "value_error" and isinstance(item["input"], Mapping):
+        return said  # a rule about several fields, whose sentence names what was given
+    return f"{said}, got {item['input']!r}"[:500]
+
+
+def _field_names(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
+    """The YAML names of the fields at `location`, for suggestions."""
+    for part in location:
+        for name, field in model.model_fields.items():
+            if part in (name, field.alias):
+                kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+                nested = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
+                if not nested:
+                    return []
+                model = nested[0]
+    return [field.alias or name for name, field in model.model_fields.items()]

@@ -1,0 +1,588 @@
+"""The parts of a TrainingJob that say how gradients travel and become versions of the model."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic.alias_generators import to_camel
+
+from elastic_ps.api.fields import CamelModel, DurationOrAuto
+
+
+class ModeOption(NamedTuple):
+    """A field of `Consistency` that not every mode has.
+
+    Attributes:
+        field: its name in Python.
+        modes: those that have it.
+        needed: what it says, if they need it; "" if they can do without.
+    """
+
+    field: str
+    modes: tuple[str, ...]
+    needed: str = ""
+
+    @property
+    def name(self) -> str:
+        """As in YAML."""
+        return to_camel(self.field)
+
+
+OPTIONS = (
+    ModeOption(
+        "max_staleness",
+        ("bounded",),
+        "the number of versions that the other workers may make while one worker computes a step",
+    ),
+    ModeOption("global_batch_size", ("sync",)),
+    ModeOption("reads", ("async",)),
+    ModeOption("staleness_scale", ("async", "bounded")),
+    ModeOption("max_staleness_p99", ("async", "bounded", "sync")),
+    ModeOption("gradients", ("accumulate",), "the number of steps that each version is made of"),
+    ModeOption(
+        "steps", ("local",), "the number of steps that a worker makes by itself between two exchanges"
+    ),
+    ModeOption("fragments", ("local",)),
+    ModeOption("overlap", ("local",)),
+    ModeOption("quorum", ("local",)),
+    ModeOption("grace", ("local",)),
+    ModeOption("outer", ("local",)),
+    ModeOption("outer_learning_rate", ("local",)),
+    ModeOption("outer_momentum", ("local",)),
+)
+"""The fields of `Consistency` that belong to some modes. The CRD has its rules from here."""
+
+
+def check_named(name: str, known: Sequence[str], *, what: str, own: str) -> str:
+    """`name`, if it is one of those that are `known`, or names something of the user's own.
+
+    Args:
+        what: that it names, as in "codec".
+        own: how the user's own are named, as in "module:Class".
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if name in known or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+        return name
+    nearest = difflib.get_close_matches(name, known, 1)
+    hint = f"; {nearest[0]} is the nearest" if nearest else ""
+    raise ValueError(f"there is no {what} {name!r}; expected one of {', '.join(known)}, or {own}{hint}")
+
+
+STALENESS_SCALES = ("damped", "inverse", "none")
+
+STALENESS_SCALE = Annotated[
+    str,
+    AfterValidator(
+        lambda name: check_named(name, STALENESS_SCALES, what="stalenessScale", own="module:function")
+    ),
+]
+
+
+class OuterRule(NamedTuple):
+    """How the parameter server makes a version out of what the workers' local steps have changed.
+
+    It is a step of `torch.optim.SGD` whose gradient is the values that a worker began with less those that it
+    has come to, as the mean over the workers of a version.
+
+    Attributes:
+        learning_rate, momentum: of that step, unless the job says otherwise; Nesterov's if there is momentum.
+        warms: the momentum rises with the exchanges that were made; see `core.damping`.
+        divided: the learning rate of an exchange is divided by one more than its staleness.
+        waits: a version is made of all workers' exchanges; else each exchange makes one.
+        delayed: the momentum is made of the exchanges of as many workers as the job has at first.
+        elastic: a worker keeps its own values, and both they and the job's move towards each other.
+        options: what the job may say otherwise.
+    """
+
+    learning_rate: float
+    momentum: float = 0.0
+    warms: bool = False
+    divided: bool = False
+    waits: bool = True
+    delayed: bool = False
+    elastic: bool = False
+    options: tuple[str, ...] = ("outer_learning_rate",)
+
+
+OUTER_RULES: Mapping[str, OuterRule] = {
+    "diloco": OuterRule(0.7, 0.9, warms=True, options=("outer_learning_rate", "outer_momentum")),
+    "delayed": OuterRule(
+        0.7, 0.9, warms=True, waits=False, delayed=True, options=("outer_learning_rate", "outer_momentum")
+    ),
+    "average": OuterRule(1.0, options=()),
+    "easgd": OuterRule(0.25, waits=False, elastic=True),
+    "downpour": OuterRule(1.0, divided=True, waits=False),
+}
+"""The outer rules of mode `local`; diloco if the job names none.
+
+diloco: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models", with the
+outer rates that they found best for 128 exchanges. delayed: Liu et al. 2024, "Asynchronous Local-SGD
+Training for Language Modeling", the delayed Nesterov momentum. average: the mean of the workers' values, as
+in McMahan et al. 2017, "Communication-Efficient Learning of Deep Networks from Decentralized Data". easgd:
+Zhang et al. 2015, "Deep learning with Elastic Averaging SGD", algorithm 1. downpour: Dean et al. 2012, "Large
+Scale Distributed Deep Networks", with the delay-adaptive rate of Mishchenko et al. 2022, "Asynchronous SGD
+Beats Minibatch SGD Under Arbitrary Delays".
+"""
+
+
+class Consistency(CamelModel):
+    """When gradients become a new version of the model."""
+
+    mode: Literal["sync", "bounded", "accumulate", "async", "local"] = Field(
+        default="sync",
+        description="With sync, each version is made of one step of every worker, so fast workers wait for "
+        "slow ones. With bounded, a version is made as soon as one worker has finished a step. A slow "
+        "worker's step goes into a later version, and maxStaleness limits how much later. With accumulate, "
+        "each version is made of a fixed number of steps, from whichever workers have them; see gradients. "
+        "With async, each step makes a version as soon as it is there, however old the version is that it "
+        "was computed on. With local, workers make steps by themselves, with the script's optimizer, and "
+        "exchange what came of it now and then; see steps and outer.",
+    )
+    max_staleness: int | None = Field(
+        default=None,
+        ge=1,
+        description="Only with mode bounded, and needed there: how many versions the other workers may make "
+        "while one worker computes a step. After that they wait for it. Example: three workers make 5 steps "
+        "each while a fourth makes one. They make up to 15 versions meanwhile, so with 16 they do not wait.",
+    )
+    gradients: int | None = Field(
+        default=None,
+        ge=1,
+        description="Only with mode accumulate, and needed there: how many steps each version is made of, "
+        "all computed on the version before. If there are fewer workers, some of them compute several steps "
+        "for a version. If there are more, the steps that come last are dropped, and their records go to "
+        "other workers. The last version of a job may be made of fewer.",
+    )
+    global_batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Only with mode sync: how many records each version is made of, whatever the number of "
+        "workers. They are the next ones in the order of the epoch. The parameter server gives each worker "
+        "a part of them, and the records of a worker that is lost go to others in the same version. The last "
+        "version of an epoch has what is left.",
+    )
+    balance: Literal["even", "speed"] | None = Field(
+        default=None,
+        description="Only with globalBatchSize, or with mode local and outer diloco or average; even if "
+        "unset. With speed, workers get work in proportion to their measured speed: records of each version, "
+        "or local steps between two exchanges, where the fastest makes as many as steps says.",
+    )
+    reads: Literal["consistent", "inconsistent"] | None = Field(
+        default=None,
+        description="Only with mode async; consistent if unset. With consistent, a worker reads one version "
+        "wholly, and the next version is made when all that read have finished. With inconsistent, versions "
+        "are made meanwhile, so some of the parameters that a worker reads may be newer than others.",
+    )
+    staleness_scale: STALENESS_SCALE | None = Field(
+        default=None,
+        description="Only with modes async and bounded; damped if unset. With inverse, the learning "
+        "rate of a step is divided by one more than its staleness: a step that is 3 versions old is made "
+        "with a quarter of the rate (delay-adaptive rates: Zhang et al. 2016, Mishchenko et al. 2022). With "
+        "damped, so is the memory of a momentum, since stale steps are a momentum of their own (Mitliagkas "
+        "et al. 2016): 0.9 becomes 0.69. With none, a stale step is made as any other. A function of your "
+        "own is named as module:function. It takes the staleness, a number of versions, and returns what the "
+        "rate is multiplied by. A version of several steps has the rate of the stalest one.",
+    )
+    max_staleness_p99: int | None = Field(
+        default=None,
+        ge=0,
+        description="Only with modes async, bounded and sync: how stale 99 of 100 steps may be at most, in "
+        "versions. The parameter server measures it, and keeps it by changing the mode while the job runs: "
+        "from async to bounded with this bound, or to sync if it is 0; and back when steps have long been "
+        "half as stale at most. The mode is the one that the job begins with.",
+    )
+    steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Only with mode local, and needed there: how many steps a worker makes by itself between "
+        "two exchanges; with fragments, between two exchanges of the same one. An exchange before the data "
+        "runs out, or before the worker leaves, has fewer.",
+    )
+    fragments: int | None = Field(
+        default=None,
+        ge=1,
+        description="Only with mode local; 1 if unset: into how many parts the model is divided, which are "
+        "exchanged in turn. Each part is exchanged once in as many steps as are set, so exchanges are more "
+        "frequent and smaller. A tensor is not divided, so there are at most as many parts as tensors.",
+    )
+    overlap: int | None = Field(
+        default=None,
+        ge=0,
+        description="Only with mode local, and not with outer easgd; 0 if unset: how many steps a worker "
+        "makes while an exchange is under way, before it takes the result over. What these steps have "
+        "changed is added to it. They have to be fewer than those between two exchanges.",
+    )
+    quorum: int | None = Field(
+        default=None,
+        ge=1,
+        description="Only with mode local and outer diloco or average: of how many workers' exchanges a "
+        "version is made at least. Those that come within the grace period after that are part of it, too, "
+        "and later ones are part of a later version. All workers' if unset. It may be worker.minReplicas at "
+        "most.",
+    )
+    grace: DurationOrAuto | None = Field(
+        default=None,
+        description="Only with quorum: how long a version waits for the other workers when it has its "
+        "quorum. With auto, which is the default, it is a quarter of the time between two exchanges of a "
+        "worker, as measured.",
+    )
+    outer: Literal["diloco", "delayed", "average", "easgd", "downpour"] | None = Field(
+        default=None,
+        description="Only with mode local; diloco if unset. What the parameter server makes of the workers' "
+        "exchanges. With diloco, the mean of their changes is the gradient of a step with Nesterov momentum. "
+        "With average, a version is the mean of their values. Both wait for all workers. With delayed, each "
+        "worker's change is such a gradient by itself when it comes, and the momentum changes once in as "
+        "many exchanges as worker.replicas says. With downpour, each worker's change is added when it "
+        "comes. With easgd, a worker keeps its own values, and at each exchange they and the job's are drawn "
+        "together.",
+    )
+    outer_learning_rate: float | None = Field(
+        default=None,
+        ge=0.0001,
+        le=100,
+        description="Only with mode local, and not with outer average: the share of the workers' change that "
+        "becomes part of the job's values. 0.7 if unset with diloco and delayed (Douillard et al. 2023). "
+        "With downpour, if unset, 1 divided by one more than the staleness of the exchange, as "
+        "delay-adaptive rates are (Mishchenko et al. 2022). With easgd it is the share of their distance by "
+        "which both sides move, 0.25 if unset, and 1 at most.",
+    )
+    outer_momentum: float | None = Field(
+        default=None,
+        ge=0,
+        le=0.9999,
+        description="Only with mode local and outer diloco or delayed: the Nesterov momentum of the outer "
+        "step. If unset it rises with the exchanges that the job has made (a schedule as in Sutskever et al. "
+        "2013): 0.05 in the first one, 0.5 in the 20th, and 0.9 from the 180th on (Douillard et al. 2023). "
+        "So it fits a job with few of them, too.",
+    )
+    deterministic: bool = Field(
+        default=False,
+        description="With true, two runs of the job give the same model, bit for bit. Each worker has a "
+        "fixed share of the records, and gradients are added in the order of the workers' indexes. When a "
+        "worker is lost, the others wait for its replacement. worker.replicas cannot change while the job "
+        "runs. With globalBatchSize it may change, and nobody waits for a replacement: each version has the "
+        "same records with any workers, and two runs agree up to round-off.",
+    )
+    backup_workers: int = Field(
+        default=0,
+        ge=0,
+        description="How many slow workers each round leaves out. Example: with 4 workers and 1, a version "
+        "is made of the first 3 steps. The fourth step is dropped, and its records go to other workers.",
+    )
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether each version is made of the steps of all workers that compute."""
+        if self.mode == "local":
+            return self.outer_rule.waits and self.quorum is None
+        return self.mode == "sync" and not (self.backup_workers or self.global_batch_size)
+
+    @property
+    def fixed_workers(self) -> bool:
+        """Whether each worker has a fixed share of the records, so that their number cannot change."""
+        return self.deterministic and self.global_batch_size is None
+
+    @property
+    def several_steps(self) -> bool:
+        """Whether a worker may make several steps for a version, so that it asks after each what is next."""
+        return self.mode == "accumulate" or self.global_batch_size is not None
+
+    @property
+    def each_alone(self) -> bool:
+        """Whether each worker's step or exchange makes a version by itself when it comes."""
+        return self.mode == "async" or (self.mode == "local" and not self.outer_rule.waits)
+
+    @property
+    def outer_rule(self) -> OuterRule:
+        """In mode `local`, what the parameter server does, with the job's own numbers."""
+        rule = OUTER_RULES[self.outer or "diloco"]
+        rate, momentum = self.outer_learning_rate, self.outer_momentum
+        return rule._replace(
+            learning_rate=rule.learning_rate if rate is None else rate,
+            divided=rule.divided and rate is None,
+            momentum=rule.momentum if momentum is None else momentum,
+            warms=rule.warms and momentum is None,
+        )
+
+    @property
+    def scale(self) -> str:
+        """How stale steps are scaled; see `staleness_scale`."""
+        if self.mode == "local":
+            return "inverse" if self.outer_rule.divided else "none"
+        return self.staleness_scale or ("damped" if self.may_be_stale else "none")
+
+    @property
+    def warms_momentum(self) -> bool:
+        """Whether the momentum follows from how many exchanges there were."""
+        return self.mode == "local" and self.outer_rule.warms
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether a version may be complete without a worker's step, which is then dropped."""
+        return self.backup_workers > 0 or self.several_steps
+
+    @property
+    def may_be_stale(self) -> bool:
+        """Whether a step may go into a later version than the one after that it was computed on."""
+        return self.mode == "bounded" or self.each_alone or self.quorum is not None
+
+    @property
+    def most_stale(self) -> float:
+        """The most versions that may be made between the one of a step and the one that it goes into."""
+        return math.inf if self.each_alone or self.quorum is not None else self.max_staleness or 0
+
+    @property
+    def reads_one_version(self) -> bool:
+        """Whether no version is made while a worker reads the one that it is to compute on."""
+        return self.waits_for_all or (self.each_alone and self.reads != "inconsistent")
+
+    @property
+    def may_assign(self) -> bool:
+        """Whether a script may assign the model's values (`session.assign`)."""
+        stays = not self.deterministic and self.max_staleness_p99 is None
+        return self.mode == "sync" and self.waits_for_all and stays
+
+    @model_validator(mode="after")
+    def _check_options(self) -> Consistency:
+        for option in OPTIONS:
+            value, has = getattr(self, option.field), self.mode in option.modes
+            if has and option.needed and value is None:
+                raise ValueError(f"mode {self.mode} needs {option.name}: {option.needed}")
+            if not has and value is not None:
+                raise ValueError(
+                    f"{option.name} {value} has no meaning with mode {self.mode}; leave it out, or set mode: "
+                    f"{' or '.join(option.modes)}"
+                )
+        other = "backupWorkers" if self.backup_workers else "deterministic" if self.deterministic else ""
+        if self.mode != "sync" and other:
+            raise ValueError(f"{other} works only with mode sync; leave it out, or set mode: sync")
+        return self
+
+    @model_validator(mode="after")
+    def _check_objective(self) -> Consistency:
+        fixed = {
+            "backupWorkers": self.backup_workers,
+            "deterministic": self.deterministic,
+            "globalBatchSize": self.global_batch_size,
+        }
+        for name in (name for name, value in fixed.items() if value and self.max_staleness_p99 is not None):
+            raise ValueError(
+                f"maxStalenessP99 {self.max_staleness_p99} cannot be combined with {name}, with which no "
+                "step is stale and the mode stays sync; leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_fragments(self) -> Consistency:
+        if self.mode == "local" and (self.fragments or 1) > (self.steps or 1):
+            raise ValueError(
+                f"fragments {self.fragments} is more than steps {self.steps}: each part is exchanged once in "
+                f"{self.steps} steps, one at a time. Set fragments to {self.steps} or less, or more steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_overlap(self) -> Consistency:
+        if not self.overlap:
+            return self
+        if self.outer_rule.elastic:
+            raise ValueError(
+                f"overlap {self.overlap} has no meaning with outer {self.outer}, where a worker goes on from "
+                "its own values; leave it out, or set another outer"
+            )
+        between = (self.steps or 1) // (self.fragments or 1)
+        if self.overlap >= between:
+            raise ValueError(
+                f"overlap {self.overlap} is too many: there are {between} steps between two exchanges, and "
+                f"one has to be over before the next one begins. Set overlap to {between - 1} or less, or "
+                "more steps"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_quorum(self) -> Consistency:
+        if self.quorum is not None and not self.outer_rule.waits:
+            waiting = " or ".join(name for name, rule in OUTER_RULES.items() if rule.waits)
+            raise ValueError(
+                f"quorum {self.quorum} has no meaning with outer {self.outer}, where each exchange makes a "
+                f"version by itself; leave it out, or set outer: {waiting}"
+            )
+        if self.grace is not None and self.quorum is None:
+            raise ValueError(
+                "grace has no meaning without quorum, because a version then waits for all workers; leave it "
+                "out, or set quorum: the number of workers that a version waits for at least"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_balance(self) -> Consistency:
+        if self.balance is None:
+            return self
+        if self.global_batch_size is None and self.mode != "local":
+            raise ValueError(
+                f"balance {self.balance} has no meaning without globalBatchSize; set that, or mode: local, "
+                "or leave balance out"
+            )
+        if self.mode == "local" and not self.outer_rule.waits:
+            raise ValueError(
+                f"balance {self.balance} has no meaning with outer {self.outer}, where nobody waits for a "
+                "slow worker; leave it out, or set outer: diloco or average"
+            )
+        if self.balance == "speed" and self.deterministic:
+            raise ValueError(
+                "balance speed cannot be combined with deterministic: true, because measured speeds differ "
+                "from run to run; leave one of the two out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_outer(self) -> Consistency:
+        outer = self.outer or "diloco"
+        for name in ("outer_learning_rate", "outer_momentum"):
+            value = getattr(self, name)
+            if value is not None and name not in OUTER_RULES[outer].options:
+                takes = " or ".join(known for known, rule in OUTER_RULES.items() if name in rule.options)
+                raise ValueError(
+                    f"{to_camel(name)} {value:g} has no meaning with outer {outer}; leave it out, or set "
+                    f"outer: {takes}"
+                )
+        if self.outer_rule.elastic and self.outer_rule.learning_rate > 1:
+            raise ValueError(
+                f"outerLearningRate {self.outer_learning_rate:g} would move a worker and the job past each "
+                "other; with outer easgd it is at most 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_backup_workers(self) -> Consistency:
+        if self.deterministic and self.backup_workers:
+            raise ValueError(
+                f"backupWorkers {self.backup_workers} cannot be combined with deterministic: true, because "
+                "which worker is late differs from run to run; leave one of the two out"
+            )
+        if self.global_batch_size and self.backup_workers:
+            raise ValueError(
+                f"backupWorkers {self.backup_workers} cannot be combined with globalBatchSize "
+                f"{self.global_batch_size}, because a version without the slowest workers would have fewer "
+                "records; leave one of the two out"
+            )
+        return self
+
+
+CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk", "signsgd", "powersgd")
+"""Names of codecs; a codec of the user's own is named as module:Class."""
+
+CODEC = Annotated[
+    str, AfterValidator(lambda name: check_named(name, CODECS, what="codec", own="module:Class"))
+]
+
+AUTO = "auto"
+"""Workers choose the codec."""
+
+MAX_ERROR = 0.02
+"""`Compression.max_error`, if it is unset."""
+
+CODEC_OR_AUTO = Annotated[
+    str, AfterValidator(lambda name: check_named(name, (*CODECS, AUTO), what="codec", own="module:Class"))
+]
+
+
+class CompressionRule(CamelModel):
+    """A codec for some of the parameters."""
+
+    match: str = Field(
+        min_length=1,
+        description="A pattern of parameter names, as of files: *.bias matches layer1.bias. The first rule "
+        "that matches a parameter counts.",
+    )
+    codec: CODEC = Field(description="As compression.codec.")
+    options: dict[str, JsonValue] = Field(default_factory=dict, description="As compression.options.")
+
+
+class Compression(CamelModel):
+    """What gradients, and the values of the model, look like on the wire."""
+
+    codec: CODEC_OR_AUTO = Field(
+        default="none",
+        description="How workers encode gradients. With none, they are sent as they are. bf16 and fp16 take "
+        "half the bytes, int8 a quarter, int4 an eighth, signsgd a twentieth, topk sends only the largest "
+        "ones, and powersgd a matrix of low rank. With the last three, what a step does not send is added to "
+        "the worker's next step. "
+        "With auto, each worker tries several, and uses the fastest that loses no more than maxError. "
+        "A codec of your own is named as module:Class.",
+    )
+    max_error: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="With codec auto: how much of a gradient may be lost in a step, 0.02 if unset. It is the "
+        "norm of the difference between what is sent and what arrives, divided by the norm of what is sent: "
+        "the gradient, and what was left over before. It holds for each bucket of each step.",
+    )
+    options: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Arguments of the codec: block, the number of elements that share a scale (int8, int4, "
+        "signsgd); ratio, the share of elements that is sent, warmup, in how many versions it falls to "
+        "that, momentum, of the workers' gradients before they are sent, and dtype, bfloat16 or float32, of "
+        "the elements (topk); rank, the number of columns (powersgd).",
+    )
+    rules: list[CompressionRule] = Field(
+        default_factory=list, description="Other codecs for some of the parameters, by their names."
+    )
+    lossless: Literal["none", "zstd", "blosc"] = Field(
+        default="none",
+        description="What follows each codec, also none. With zstd, what the codecs of gradients and values "
+        "make is compressed with Zstandard, with blosc by Blosc, and nothing is lost by that. Blosc is "
+        "faster, Zstandard finds more. They need the packages zstandard and blosc.",
+    )
+    values: Literal["none", "changed", "bf16", "int8", "int4", "topk", "signsgd"] = Field(
+        default="none",
+        description="How the parameter server sends the model's values to the workers. With none, they are "
+        "sent as they are. With bf16, float32 parameters that are trained take half the bytes: workers "
+        "compute on rounded values, and the parameter server keeps and steps the float32 ones. With "
+        "changed it sends only those that a version has changed, and their places. With int8, int4, topk or "
+        "signsgd it sends by how much, encoded so, and adds what is lost by that to the next change.",
+    )
+    values_options: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Arguments of the codec of values, as compression.options: block (int8, int4, signsgd), "
+        "ratio, warmup and dtype (topk).",
+    )
+
+    @property
+    def wants_whole_matrices(self) -> bool:
+        """Whether a codec makes less of a matrix in small pieces than of the whole one."""
+        return any(codec == "powersgd" for codec, _ in self._of_gradients)
+
+    @property
+    def _of_gradients(self) -> list[tuple[str, Mapping[str, JsonValue]]]:
+        """Codecs and their options: the default, then those of the rules."""
+        return [(self.codec, self.options), *((rule.codec, rule.options) for rule in self.rules)]
+
+    @property
+    def momentum(self) -> JsonValue:
+        """The option of that name, of the first built-in codec of gradients that has it; 0 if none has.
+
+        What a codec of the user's own means by it is not known here.
+        """
+        known = (options.get("momentum") for codec, options in self._of_gradients if ":" not in codec)
+        return next((momentum for momentum in known if momentum), 0)
+
+    @model_validator(mode="after")
+    def _check_auto(self) -> Compression:
+        if self.codec != AUTO:
+            if self.max_error is not None:
+                raise ValueError(
+                    f"maxError {self.max_error:g} has no meaning with codec {self.codec}; leave it out, or "
+                    "set codec: auto"
+                )
+        elif self.options:
+            raise ValueError(f"codec auto takes no options, but maxError; given: {', '.join(self.options)}")
+        return self

@@ -1,0 +1,240 @@
+"""What of a job may change while it runs, and what may not.
+
+A change takes effect in a new term, which continues from the version that the model has: a term has one way
+to make versions. Whoever started the job (the launcher, the operator) writes what is wanted to a file, and
+shard 0's parameter server looks at it; see `env.ProcessEnvironment.tuning`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from pydantic import Field, ValidationError
+
+from elastic_ps.api.fields import CamelModel, Duration
+from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.api.training import AUTO, OPTIONS, Compression, Consistency
+from elastic_ps.errors import InvalidJob
+
+
+class Fixed(NamedTuple):
+    """A part of `Consistency` that a running job keeps.
+
+    Attributes:
+        name: as in YAML.
+        why: what a change would need.
+    """
+
+    name: str
+    why: str
+
+
+def fixed_parts(consistency: Consistency) -> dict[Fixed, object]:
+    """What a running job keeps of its consistency, and the values that it has."""
+    local = consistency.mode == "local"
+    return {
+        Fixed(
+            "deterministic",
+            "each worker would need a fixed share of the records from the start",
+        ): consistency.deterministic,
+        Fixed(
+            "globalBatchSize",
+            "the records are handed out in versions of that size from the start",
+        ): consistency.global_batch_size,
+        Fixed(
+            "mode local",
+            "there the script's optimizer runs on the workers, and elsewhere on the parameter server",
+        ): local,
+        Fixed(
+            "everything but steps",
+            "the outer rule is the optimizer that the job was started with",
+        ): consistency.model_dump(exclude={"steps"}) if local else None,
+    }
+
+
+class Times(CamelModel):
+    """When checkpoints are written, and how many are kept: the part of `Checkpoint` that may change."""
+
+    interval: Duration = timedelta(seconds=30)
+    every_versions: int | None = Field(default=None, ge=1)
+    keep: int = Field(default=3, ge=1)
+
+
+class Moved(CamelModel):
+    """What the parameter server has changed by itself since a person's wish, to keep an objective.
+
+    Attributes:
+        times: how often.
+        wished: the consistency that the person has named.
+    """
+
+    times: int = Field(ge=1)
+    wished: Consistency
+
+
+class Tuning(CamelModel):
+    """The fields of a spec that may change while the job runs.
+
+    Attributes:
+        generation: grows with every change that a person makes, so that the newer of two is known.
+        moved: what has become of that since; None for nothing.
+        run: of which run of the job; generations of other runs cannot be compared with it.
+        since: the version after which it is in force; the parameter server fills it in.
+        compression: None for what the job has been started with: whoever has written this knows of no change.
+    """
+
+    generation: int = Field(default=0, ge=0)
+    run: str = ""
+    since: int = Field(default=0, ge=0)
+    consistency: Consistency = Field(default_factory=Consistency)
+    compression: Compression | None = None
+    checkpoint: Times = Field(default_factory=Times)
+    moved: Moved | None = None
+
+    @classmethod
+    def of(cls, spec: TrainingJobSpec, *, generation: int = 0, run: str = "") -> Tuning:
+        """What `spec` says."""
+        checkpoint = spec.parameter_server.checkpoint
+        times = {name: getattr(checkpoint, name) for name in Times.model_fields}
+        return cls(
+            generation=generation,
+            run=run,
+            consistency=spec.consistency,
+            compression=spec.compression,
+            checkpoint=Times(**times),
+        )
+
+    def applied_to(self, spec: TrainingJobSpec) -> TrainingJobSpec:
+        """`spec` with these fields in the place of its own."""
+        times = {name: getattr(self.checkpoint, name) for name in Times.model_fields}
+        server = spec.parameter_server
+        checkpoint = server.checkpoint.model_copy(update=times)
+        server = server.model_copy(update={"checkpoint": checkpoint})
+        update: dict[str, Any] = {"consistency": self.consistency, "parameter_server": server}
+        if self.compression is not None:
+            update["compression"] = self.compression
+        return spec.model_copy(update=update)
+
+    def replaces(self, other: Tuning) -> bool:
+        """Whether this is a later one of the same run."""
+        return self.run == other.run and self._number > other._number
+
+    @property
+    def _number(self) -> tuple[int, int]:
+        return self.generation, self.moved.times if self.moved else 0
+
+    @property
+    def wished(self) -> Consistency:
+        """The consistency that a person has named last."""
+        return self.moved.wished if self.moved else self.consistency
+
+    def moved_to(self, consistency: Consistency) -> Tuning:
+        """The same wish, with the consistency that keeps its objective now."""
+        times = self.moved.times + 1 if self.moved else 1
+        moved = Moved(times=times, wished=self.wished)
+        return self.model_copy(update={"consistency": consistency, "moved": moved})
+
+    def after(self, before: Tuning) -> Tuning:
+        """This wish, which follows on `before`: what that has moved stays if the consistency is not meant."""
+        wish = self.over(before)
+        if wish.consistency != before.wished:
+            return wish
+        return wish.model_copy(update={"consistency": before.consistency, "moved": before.moved})
+
+    def over(self, before: Tuning) -> Tuning:
+        """The same, with the compression of `before` if this says nothing of it."""
+        if self.compression is not None:
+            return self
+        return self.model_copy(update={"compression": before.compression})
+
+    def differs(self, other: Tuning) -> bool:
+        """Whether it says anything else."""
+        return self.needs_term(other) or self.checkpoint != other.checkpoint
+
+    def needs_term(self, before: Tuning) -> bool:
+        """Whether it takes effect in a new term only, since workers and shards have to know of it."""
+        return bool(self.news(before))
+
+    def news(self, before: Tuning) -> dict[str, tuple[str, str]]:
+        """What takes effect in a new term only: what it is of, how it is, and how it was, in words."""
+        news = {}
+        if self.consistency != before.consistency:
+            news["consistency"] = describe(self.consistency), describe(before.consistency)
+        ours, theirs = self.over(before).compression, before.over(self).compression
+        if ours is not None and theirs is not None and ours != theirs:
+            news["compression"] = describe_compression(ours), describe_compression(theirs)
+        return news
+
+    def refusal(self, later: Tuning) -> str:
+        """Why a running job cannot change from this to `later`; "" if it can."""
+        kept = fixed_parts(self.consistency)
+        for part, value in fixed_parts(later.consistency).items():
+            if kept[part] != value:
+                now, then = describe(self.consistency), describe(later.consistency)
+                return (
+                    f"consistency cannot change from ({now}) to ({then}) while the job runs. "
+                    f"{part.name} stays what it is: {part.why}. Start a new job for that"
+                )
+        chosen = later.compression.codec if later.compression is not None else ""
+        if later.consistency.deterministic and chosen == AUTO:
+            return (
+                "compression.codec cannot become auto in a job with consistency.deterministic: true, because "
+                "it chooses by measured times; name a codec"
+            )
+        return ""
+
+    def to_json(self) -> str:
+        return self.model_dump_json(by_alias=True, exclude_none=True)
+
+
+def read_tuning(text: str, *, source: str) -> Tuning:
+    """Read what `Tuning.to_json` has written. Raises InvalidJob, in words that begin with `source`."""
+    try:
+        return Tuning.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InvalidJob(f"{source}: {f'{where}: ' if where else ''}{first['msg']}") from None
+
+
+def describe(consistency: Consistency) -> str:
+    """A consistency in one line, as in YAML."""
+    said = consistency.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return ", ".join(f"{name}: {_plain(value)}" for name, value in {"mode": consistency.mode, **said}.items())
+
+
+def describe_compression(compression: Compression) -> str:
+    """What gradients and values are encoded with, in one line, as in YAML."""
+    said = compression.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    return ", ".join(
+        f"{name}: {json.dumps(value) if isinstance(value, dict | list) else _plain(value)}"
+        for name, value in {"codec": compression.codec, **said}.items()
+    )
+
+
+def _plain(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def without_options_of_other_codecs(
+    compression: Mapping[str, Any], before: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A compression as in YAML, without what belongs to the codecs of `before` alone."""
+    foreign = set()
+    if compression.get("codec") != before.get("codec"):
+        foreign |= {"options", "maxError"}
+    if compression.get("values") != before.get("values"):
+        foreign |= {"valuesOptions"}
+    return {name: value for name, value in compression.items() if name not in foreign}
+
+
+def without_options_of_other_modes(consistency: Mapping[str, Any]) -> dict[str, Any]:
+    """A consistency as in YAML, without what belongs to another mode than its own."""
+    mode = consistency.get("mode", "sync")
+    foreign = {option.name for option in OPTIONS if mode not in option.modes}
+    if mode != "sync":
+        foreign |= {"backupWorkers"}
+    return {name: value for name, value in consistency.items() if name not in foreign}

@@ -1,0 +1,84 @@
+"""By how much the learning rate of a stale step is divided: `Consistency.scale`.
+
+A function of the user's own is asked once for every staleness that matters, when the job begins or is
+changed. So nothing of it runs while a version is made, and what is wrong with it is said before anything
+happens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from functools import cache
+
+from elastic_ps.api.training import STALENESS_SCALES
+from elastic_ps.errors import InvalidJob
+from elastic_ps.process.lifecycle import import_own
+
+TRIED = 1000
+"""The largest staleness that a function is asked for; staler steps have the same rate."""
+
+
+def divisor(scale: str, staleness: int) -> float:
+    """What the learning rate of a step is divided by.
+
+    `inverse` is after Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning", who
+    divide by the staleness. Here it is one more, so that a fresh step has the whole rate. `damped` has the
+    same rate, and less momentum: see `core.damping`.
+
+    Args:
+        scale: `Consistency.scale` of the job.
+        staleness: in versions.
+
+    Raises:
+        InvalidJob: see `check`; not after that.
+    """
+    if scale == "none":
+        return 1.0
+    if scale in STALENESS_SCALES:
+        return 1.0 + staleness
+    return _of(scale)[min(staleness, TRIED)]
+
+
+def check(scale: str | None) -> None:
+    """Import the user's function, if `scale` names one, and try it.
+
+    Raises:
+        InvalidJob: it cannot be imported or called, or returns something that is no positive finite number.
+    """
+    if scale is not None and scale not in STALENESS_SCALES:
+        _of(scale)
+
+
+@cache
+def _of(name: str) -> tuple[float, ...]:
+    """The divisors for each staleness from 0."""
+    whose = "the parameter server, which calls it"
+    function = import_own(name, what="consistency.stalenessScale", whose=whose)
+    if not callable(function):
+        raise InvalidJob(
+            f"consistency.stalenessScale {name} is of type {type(function).__name__}; expected a function"
+        )
+    return tuple(_asked(name, function, staleness) for staleness in range(TRIED + 1))
+
+
+def _asked(name: str, function: object, staleness: int) -> float:
+    assert callable(function)
+    try:
+        factor = function(staleness)
+    except (Exception, SystemExit) as error:
+        raise InvalidJob(
+            f"consistency.stalenessScale: {name}({staleness}) raises {type(error).__name__}: {error}. It "
+            "takes the staleness of a step, a number of versions from 0, and returns what the learning rate "
+            "is multiplied by"
+        ) from error
+    number = math.nan
+    if isinstance(factor, int | float) and not isinstance(factor, bool):
+        with contextlib.suppress(OverflowError):  # an int that is larger than any float
+            number = float(factor)
+    if not (math.isfinite(number) and number > 0):
+        raise InvalidJob(
+            f"consistency.stalenessScale: {name}({staleness}) returns {factor!r}; expected a positive finite "
+            "number, which the learning rate is multiplied by"
+        )
+    return 1.0 / number

@@ -1,0 +1,1 @@
+"""Evaluation of checkpoints while a job trains: the process, what its script uses, the queue, the results."""

@@ -1,0 +1,19 @@
+"""`python -m elastic_ps.evaluation`, see `script`."""
+
+from __future__ import annotations
+
+import sys
+
+from elastic_ps.contract import exits
+
+
+def main() -> int:
+    """Be the evaluator of a job or of a directory; returns the exit status, see `contract.exits`."""
+    exits.end_on_request(exits.LEFT)
+    from elastic_ps.evaluation import script
+
+    return script.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

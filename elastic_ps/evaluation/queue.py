@@ -1,0 +1,179 @@
+"""What shard 0 does for the job's evaluator: keeps checkpoints until they are evaluated, and hands them out.
+
+The evaluator reads a checkpoint through the parameter server, not from the volume: on a cluster the volume is
+often mounted by one node only, and the evaluator may run on any. `core.evaluation` decides; what it knows is
+written into the checkpoint directory, so that a new parameter server goes on with it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+from elastic_ps.api.job import Evaluator
+from elastic_ps.api.status import EvaluationStatus
+from elastic_ps.checkpoint import files
+from elastic_ps.checkpoint.manifest import MANIFEST
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.errors import CheckpointCorrupt, CheckpointError, RefusalCode, Refused
+from elastic_ps.evaluation import results as stored
+from elastic_ps.evaluation.decisions import Evaluation, Evaluations
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 4 * 1024 * 1024
+"""Bytes of a file in one frame."""
+
+
+class Desk:
+    """The evaluator's work, on shard 0. Thread-safe.
+
+    Args:
+        store: the directory that all shards share.
+        spec: the evaluator of the job.
+        term: in which the directory is written to; changed when a new one begins.
+
+    Raises:
+        StorageUnavailable: what was evaluated before cannot be read at the moment.
+    """
+
+    def __init__(self, store: Store, spec: Evaluator, term: int) -> None:
+        best = spec.best
+        self.term = term
+        self._store, self._spec = store, spec
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()  # so that the file is never older than what was written before
+        self._work = Evaluations(
+            every=spec.every,
+            backlog=spec.backlog,
+            metric=best.metric if best is not None else None,
+            highest=best is not None and best.mode == "max",
+        )
+        try:
+            found = stored.read(store.directory)
+            if found is not None:
+                self._work.restore(found["state"])
+        except (CheckpointCorrupt, KeyError, TypeError, ValueError, AttributeError) as error:
+            logger.warning("what was evaluated before is not known any more: %r", error)
+
+    # --- for the keeper of the checkpoints
+
+    def asks(self, version: int, *, since: int) -> bool:
+        """See `Evaluations.asks`."""
+        with self._lock:
+            return self._work.asks(version, since=since)
+
+    @property
+    def held(self) -> frozenset[int]:
+        """The versions that may not be deleted."""
+        with self._lock:
+            return self._work.held
+
+    def written(self, version: int) -> None:
+        """A checkpoint is on disk. Blocks for the disk."""
+
+        def change(work: Evaluations) -> None:
+            if work.wants(version):
+                work.add(version)
+
+        self._change(change)
+
+    def go_back(self, version: int) -> None:
+        """The job continues from a checkpoint of this version. Blocks for the disk."""
+        there = self._store.versions()
+
+        def change(work: Evaluations) -> None:
+            work.go_back(version, there)
+            if work.wants(version):
+                work.add(version)
+
+        self._change(change)
+
+    # --- for the status
+
+    def status(self) -> EvaluationStatus:
+        with self._lock:
+            return self._work.status()
+
+    def results(self) -> list[Evaluation]:
+        """In the order of evaluation."""
+        with self._lock:
+            return list(self._work.results)
+
+    # --- for the evaluator
+
+    def finish(self, version: int, metrics: Mapping[str, float], problem: str) -> None:
+        """The evaluator is done with a version, or says why it cannot be evaluated. Blocks for the disk."""
+        if problem:
+            logger.warning("the evaluator cannot read the checkpoint of version %d: %s", version, problem)
+            self._change(lambda work: work.give_up(version))
+            return
+        if self._change(lambda work: work.finish(version, metrics)) is not None:
+            logger.info("%s", self.status())
+
+    def begin(self, process: str, last: int | None) -> tuple[int | None, bool]:
+        """The version to evaluate next, and, if there is none, whether there will be no other.
+
+        Args:
+            process: names the evaluator's process.
+            last: the version on disk, if training is over; no other one comes after it.
+        """
+
+        with self._lock:
+            if last is None and not self._work.waiting:
+                return None, False  # as mostly, and without a look at all that is known
+
+        def change(work: Evaluations) -> int | None:
+            if last is not None:
+                work.add_last(last)
+            return work.begin(process)
+
+        version = self._change(change)
+        return version, version is None and last is not None
+
+    def read(self, version: int, name: str) -> Iterator[memoryview]:
+        """A file of a checkpoint, piece by piece. Blocks for the disk.
+
+        Raises:
+            Refused: INVALID; there is no such file, or it cannot be read.
+        """
+        try:
+            if name not in (MANIFEST, *(file.file for file in self._store.describe(version).files)):
+                raise Refused(RefusalCode.INVALID, f"the checkpoint of version {version} has no {name!r}")
+            path = self._store.path(version) / name
+            with files.reading(path), files.open_to_read(path) as file:
+                while piece := file.read(CHUNK):
+                    yield memoryview(piece)
+        except CheckpointError as error:
+            raise Refused(RefusalCode.INVALID, str(error)) from error
+
+    _T = TypeVar("_T")
+
+    def _change(self, change: Callable[[Evaluations], _T]) -> _T:
+        """Change what is known, tell of what was given up, and write it down."""
+        with self._writing:
+            with self._lock:
+                before, missed = self._text(), len(self._work.missed)
+                answer = change(self._work)
+                given_up, after = self._work.missed[missed:], self._text()
+            for version in given_up:
+                logger.warning("the checkpoint of version %d will not be evaluated", version)
+            if after != before:
+                try:
+                    self._store.write_beside(stored.FILE, after, term=self.term)
+                except CheckpointError as error:
+                    logger.warning("the evaluations cannot be written down: %s", error)
+        return answer
+
+    def _text(self) -> str:
+        spec, best = self._spec, self._work.best
+        document: dict[str, Any] = {
+            "entrypoint": spec.entrypoint,
+            "arguments": spec.arguments,
+            "best": best.version if best is not None else None,
+            "state": self._work.to_json(),
+        }
+        return json.dumps(document, indent=1)

@@ -1,0 +1,157 @@
+"""The checkpoints of a job that trains, from its parameter server."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+
+from elastic_ps.checkpoint.manifest import MANIFEST
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.errors import (
+    CheckpointCorrupt,
+    ConnectionLost,
+    DeadlineExceeded,
+    RefusalCode,
+    Refused,
+)
+from elastic_ps.evaluation.checkpoints import Checkpoint
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Connection, Frame, unary
+
+logger = logging.getLogger(__name__)
+
+LOOK = timedelta(milliseconds=300)
+"""Between two questions whether there is a checkpoint."""
+
+RETRY = timedelta(seconds=1)
+"""Between two attempts to reach the parameter server."""
+
+PATIENCE = timedelta(minutes=10)
+"""For how long the parameter server may be away."""
+
+CALL_TIMEOUT = timedelta(seconds=60)
+"""Of a question."""
+
+FETCH_TIMEOUT = timedelta(minutes=30)
+"""Of a file."""
+
+T = TypeVar("T")
+
+
+class JobSource:
+    """A `Source`: fetches each checkpoint into a temporary directory and verifies it there.
+
+    Args:
+        connection: to shard 0; closed by `close`.
+        run: names the run of the job: what an evaluator of it that was killed has left is deleted.
+        patience: how long the parameter server may be away.
+    """
+
+    def __init__(
+        self, job: str, connection: Connection, *, run: str = "", patience: timedelta = PATIENCE
+    ) -> None:
+        self._job, self._connection, self._patience = job, connection, patience
+        self._process = uuid.uuid4().hex
+        directory = Path(tempfile.gettempdir()) / f"elastic-ps-evaluator-{run or self._process}"
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(mode=0o700)
+        self._store = Store(directory)
+
+    def begin(self) -> Checkpoint | None:
+        """See `Source`. Raises ConnectionLost."""
+        reply = self._ask()
+        while True:
+            if reply.over:
+                return None
+            if not reply.HasField("version"):
+                time.sleep(LOOK.total_seconds())
+                reply = self._ask()
+                continue
+            problem = self._fetch(reply.version)
+            if not problem:
+                return Checkpoint(reply.version, self._store.directory)
+            logger.warning("the checkpoint of version %d is left out: %s", reply.version, problem)
+            reply = self._ask(reply.version, problem=problem)
+
+    def finish(self, checkpoint: Checkpoint) -> None:
+        """See `Source`. Raises ConnectionLost."""
+        self._ask(checkpoint.version, metrics=checkpoint.metrics)
+        self._forget()
+
+    def close(self) -> None:
+        """See `Source`."""
+        self._connection.close()
+        shutil.rmtree(self._store.directory, ignore_errors=True)
+
+    def _ask(
+        self, version: int | None = None, *, metrics: Mapping[str, float] | None = None, problem: str = ""
+    ) -> pb.EvaluateReply:
+        """Ask for a version, and say what became of the one before it."""
+        header = pb.EvaluateRequest(
+            job=self._job, process=self._process, version=version, metrics=metrics, problem=problem
+        ).SerializeToString()
+        return self._patiently(
+            lambda: pb.EvaluateReply.FromString(
+                unary(self._connection, "Evaluate", header, timeout=CALL_TIMEOUT)
+            )
+        )
+
+    def _fetch(self, version: int) -> str:
+        """Have a checkpoint in the temporary directory; returns why it cannot be evaluated, "" if it can."""
+        self._forget()
+        directory = self._store.path(version)
+        directory.mkdir()
+
+        def fetch(name: str) -> None:
+            self._patiently(lambda: self._fetch_file(version, name, directory / name))
+
+        try:
+            fetch(MANIFEST)
+            for file in self._store.describe(version).files:
+                fetch(file.file)
+            self._store.manifest(version)  # which verifies them all
+        except Refused as refusal:
+            if refusal.code is not RefusalCode.INVALID:
+                raise
+            return str(refusal)
+        except CheckpointCorrupt as error:
+            return str(error)
+        return ""
+
+    def _fetch_file(self, version: int, name: str, path: Path) -> None:
+        header = pb.ReadFileRequest(job=self._job, version=version, file=name).SerializeToString()
+        with path.open("wb") as file:
+            for answer in self._connection.call("ReadFile", Frame(header), timeout=FETCH_TIMEOUT):
+                piece = bytearray(answer.size)
+                answer.read_into(memoryview(piece))
+                file.write(piece)
+
+    def _forget(self) -> None:
+        """Only one checkpoint at a time takes room."""
+        for path in self._store.directory.glob("version-*/*"):
+            path.unlink()
+        for path in self._store.directory.glob("version-*"):
+            path.rmdir()
+
+    def _patiently(self, call: Callable[[], T]) -> T:
+        """Call until the parameter server answers. It may be away for a while, and start again."""
+        deadline = time.monotonic() + self._patience.total_seconds()
+        while True:
+            try:
+                return call()
+            except (ConnectionLost, DeadlineExceeded) as error:
+                if time.monotonic() > deadline:
+                    raise ConnectionLost(
+                        f"the parameter server has not answered for {self._patience}: {error}"
+                    ) from error
+            except Refused as refusal:
+                if refusal.code is not RefusalCode.NOT_READY or time.monotonic() > deadline:
+                    raise
+            time.sleep(RETRY.total_seconds())

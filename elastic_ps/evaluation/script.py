@@ -1,0 +1,106 @@
+"""`python -m elastic_ps.evaluation`: import the entrypoint of the job's evaluator and call it.
+
+`python -m elastic_ps.evaluation DIR ENTRYPOINT ARGUMENTS [--version N] [--json]` evaluates the checkpoints of
+a directory: what `elastic-ps evaluate` runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from elastic_ps.contract import env, exits
+from elastic_ps.errors import CheckpointError, UserError
+from elastic_ps.process import entrypoint, lifecycle
+
+FIELD = "spec.evaluator.arguments"
+
+
+def main() -> int:
+    """Run the evaluator's script; returns the exit status, see `elastic_ps.contract.exits`."""
+    if len(sys.argv) > 1:
+        return evaluate(sys.argv[1:])
+    with lifecycle.importing():
+        import torch  # noqa: F401 (now, while nothing looks for garbage)
+
+        from elastic_ps.process import compiler
+    try:
+        environment = env.read()
+        lifecycle.begin(environment)
+        compiler.defer()
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(exits.LEFT))  # and what it has fetched goes
+        evaluator = environment.spec.evaluator
+        if evaluator is None:
+            raise UserError("the job has no spec.evaluator")
+        with _settled():
+            entrypoint.load(evaluator.entrypoint, evaluator.arguments, field=FIELD)()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        lifecycle.leave_reason(str(error))
+        return exits.INVALID
+    except Exception as error:  # noqa: BLE001 (the script's own failure)
+        traceback.print_exc()
+        lifecycle.leave_reason(traceback.format_exc()[-2000:])
+        return exits.INVALID if isinstance(error, entrypoint.ALWAYS) else 1
+    finally:
+        lifecycle.end_soon()
+    return 0
+
+
+@contextlib.contextmanager
+def _settled() -> Iterator[None]:
+    """The block is a script. If it ends well, what it has reported before it left a loop counts."""
+    from elastic_ps.evaluation import checkpoints
+
+    try:
+        yield
+    except SystemExit as ended:
+        checkpoints.settle(evaluated=not ended.code)  # not so after SIGTERM
+        raise
+    except BaseException:
+        checkpoints.settle(evaluated=False)
+        raise
+    else:
+        checkpoints.settle()
+
+
+def evaluate(argv: list[str]) -> int:
+    """Evaluate the checkpoints of a directory, and print what the script reports; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m elastic_ps.evaluation", description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("entrypoint")
+    parser.add_argument("arguments", type=json.loads)
+    parser.add_argument("--version", type=int)
+    parser.add_argument("--json", action="store_true")
+    parsed = parser.parse_args(argv)
+    from elastic_ps.evaluation import checkpoints
+
+    out = sys.stdout
+
+    class Printed(checkpoints.DirectorySource):
+        def finish(self, checkpoint: checkpoints.Checkpoint) -> None:
+            if parsed.json:
+                told = {"version": checkpoint.version, "metrics": checkpoint.metrics}
+                print(json.dumps(told), file=out, flush=True)
+                return
+            values = [f"{name} {value:.4g}" for name, value in sorted(checkpoint.metrics.items())]
+            print(f"version {checkpoint.version}: {', '.join(values) or 'nothing was reported'}", flush=True)
+
+    try:
+        checkpoints.use(Printed(parsed.directory, parsed.version))
+        # What the script prints is no JSON.
+        with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext(), _settled():
+            entrypoint.load(parsed.entrypoint, parsed.arguments, field="the arguments")()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,39 @@
+"""`python -m elastic_ps.checkpoint DIR OUT`: what `elastic-ps export` runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic_ps.checkpoint.plain import export
+from elastic_ps.errors import ElasticPSError, UserError
+from elastic_ps.evaluation import results as evaluations
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m elastic_ps.checkpoint", description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--version")
+    parsed = parser.parse_args(arguments)
+    try:
+        best = parsed.version == "best"
+        wanted = (
+            evaluations.best_version(parsed.directory) if best else parsed.version and int(parsed.version)
+        )
+        with warnings.catch_warnings(record=True) as warned:
+            version, tensors = export(parsed.directory, parsed.out, version=wanted)
+    except ElasticPSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+    for each in warned:
+        print(f"warning: {each.message}", file=sys.stderr)
+    print(f"{parsed.out}: version {version}, {tensors} tensors")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""What of a running job may change: which of two wishes is newer, and what is refused."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ps.api.job import parse_job, parse_spec
+from elastic_ps.api.status import TuningStatus
+from elastic_ps.api.training import Compression, Consistency
+from elastic_ps.api.tuning import Times, Tuning, describe, describe_compression, read_tuning
+from elastic_ps.checkpoint.manifest import Manifest
+from elastic_ps.cli.setting import assignment, changed, in_force
+from elastic_ps.errors import InvalidJob, UserError
+from elastic_ps.server.keeper import tuning_of
+from elastic_ps.server.wishes import Wishes
+
+ALIKE: list[dict[str, Any]] = [
+    {},
+    {"backupWorkers": 1},
+    {"mode": "bounded", "maxStaleness": 2},
+    {"mode": "bounded", "maxStaleness": 9},
+    {"mode": "async", "reads": "inconsistent"},
+    {"mode": "accumulate", "gradients": 4},
+]
+"""Each may become each other one."""
+
+
+def tuning(generation: int = 0, run: str = "", **consistency: Any) -> Tuning:
+    return Tuning(generation=generation, run=run, consistency=Consistency.model_validate(consistency))
+
+
+@pytest.mark.parametrize("before", ALIKE)
+@pytest.mark.parametrize("after", ALIKE)
+def test_what_a_running_job_may_become(before: dict[str, Any], after: dict[str, Any]) -> None:
+    assert tuning(**before).refusal(tuning(**after)) == ""
+    assert tuning(**after).needs_term(tuning(**before)) == (before != after)
+
+
+LOCAL = {"mode": "local", "steps": 4}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "why"),
+    [
+        ({}, {"deterministic": True}, "deterministic stays"),
+        ({"deterministic": True}, {"mode": "async"}, "deterministic stays"),
+        ({}, {"globalBatchSize": 8}, "globalBatchSize stays"),
+        ({}, LOCAL, "mode local stays"),
+        (LOCAL, {"mode": "async"}, "mode local stays"),
+        (LOCAL, {**LOCAL, "outer": "average"}, "everything but steps stays"),
+        (LOCAL, {**LOCAL, "outerLearningRate": 0.5}, "everything but steps stays"),
+        (LOCAL, {"mode": "local", "steps": 9}, ""),
+    ],
+)
+def test_what_it_may_not_become(before: dict[str, Any], after: dict[str, Any], why: str) -> None:
+    found = tuning(**before).refusal(tuning(**after))
+    assert why in found
+    assert bool(found) == bool(why)
+
+
+def test_a_tuning_says_what_a_spec_says() -> None:
+    document = {
+        "entrypoint": "train:main",
+        "consistency": {"mode": "bounded", "maxStaleness": 8},
+        "parameterServer": {"replicas": 2, "checkpoint": {"interval": "5m", "everyVersions": 7, "path": "x"}},
+    }
+    spec = parse_spec(document, source="test")
+    again = read_tuning(Tuning.of(spec, generation=3, run="r").to_json(), source="test")
+    other = parse_spec({"entrypoint": "train:main", "parameterServer": {"replicas": 2}}, source="test")
+    applied = again.applied_to(other)
+    assert (again.generation, again.run) == (3, "r")
+    assert applied.consistency == spec.consistency
+    assert applied.parameter_server.checkpoint.interval == timedelta(minutes=5)
+    assert applied.parameter_server.checkpoint.every_versions == 7
+    assert applied.parameter_server.checkpoint.path is None
+    assert describe(spec.consistency) == "mode: bounded, maxStaleness: 8"
+
+
+def found(said: Tuning | None, version: int = 40) -> Manifest:
+    state = {"tuning": said.to_json()} if said is not None else {}
+    return Manifest(job="j", version=version, term=1, tensors=[], optimizer="SGD", state=state)
+
+
+def test_the_newer_word_counts_of_checkpoint_and_process() -> None:
+    recorded = tuning(5, "a", mode="async").model_copy(update={"since": 9})
+    assert tuning_of(found(recorded), tuning(0, "a")) == recorded, "the process was started with an old word"
+    newer = tuning(6, "a")
+    assert tuning_of(found(recorded), newer) == newer.model_copy(update={"since": 40})
+    another = tuning(0, "b")
+    assert tuning_of(found(recorded), another).consistency == another.consistency, "another run's is its own"
+    assert tuning_of(found(None), newer) == newer
+
+
+def test_wishes_are_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    wishes = Wishes(path, "r")
+    assert wishes.newest() is None
+    path.write_text(tuning(2, mode="async").to_json())
+    assert wishes.newest() == tuning(2, "r", mode="async")
+    assert wishes.newest() is None
+    path.write_text('{"consistency": {"mode": "quick"}}')
+    with pytest.raises(InvalidJob, match=r"tuning.json: consistency.mode"):
+        wishes.newest()
+    assert wishes.newest() is None
+
+
+JOB = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "digits"}}
+
+
+def set_(before: dict[str, Any], *texts: str) -> dict[str, Any]:
+    job = parse_job({**JOB, "spec": {"entrypoint": "train:main", "consistency": before}}, source="test")
+    after = changed(job, dict(assignment(text) for text in texts))
+    return after.spec.consistency.model_dump(by_alias=True, exclude_defaults=True)
+
+
+def test_a_change_of_mode_drops_what_belonged_to_the_mode_before() -> None:
+    bounded = {"mode": "bounded", "maxStaleness": 8}
+    assert set_({}, "consistency.mode=bounded", "spec.consistency.maxStaleness=8") == bounded
+    assert set_(bounded, "consistency.maxStaleness=2") == {**bounded, "maxStaleness": 2}
+    assert set_(bounded, "consistency.mode=sync") == {}
+    assert set_({"backupWorkers": 1}, "consistency.mode=async") == {"mode": "async"}
+    assert set_({"mode": "async", "reads": "inconsistent"}, "consistency.reads=") == {"mode": "async"}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("consistency.mode", "not of the form FIELD=VALUE"),
+        ("=3", "not of the form FIELD=VALUE"),
+        ("data.seed=3", "data.seed cannot change while a job runs"),
+        ("parameterServer.checkpoint.path=x", "cannot change while a job runs"),
+        ("worker.replicas=3", "elastic-ps scale"),
+        ("consistency.mode=quick", "consistency.mode"),
+        ("consistency.mode=bounded", "maxStaleness"),
+        ("consistency.gradients=3", "has no meaning with mode sync"),
+        ("consistency.maxStalenes=3", "did you mean 'maxStaleness'?"),
+        ("consistency.mode=[", "is not a value"),
+        ("parameterServer.checkpoint.interval=soon", "is not a duration"),
+        ("consistency.deterministic=true", "deterministic stays what it is"),
+    ],
+)
+def test_what_cannot_be_set_is_said_before_anything_happens(text: str, says: str) -> None:
+    with pytest.raises(UserError, match=says.replace("?", r"\?")):
+        set_({}, text)
+
+
+def encoded(before: dict[str, Any], *texts: str, **spec: Any) -> dict[str, Any]:
+    fields = {"entrypoint": "train:main", "compression": before, **spec}
+    after = changed(
+        parse_job({**JOB, "spec": fields}, source="test"), dict(assignment(text) for text in texts)
+    )
+    return after.spec.compression.model_dump(by_alias=True, exclude_defaults=True)
+
+
+def test_the_options_of_a_codec_go_with_it() -> None:
+    blocks = {"codec": "int8", "options": {"block": 128}}
+    assert encoded({}, "compression.codec=int8", "spec.compression.options={block: 128}") == blocks
+    assert encoded(blocks, "compression.options={block: 64}") == {"codec": "int8", "options": {"block": 64}}
+    assert encoded(blocks, "compression.codec=topk") == {"codec": "topk"}
+    assert encoded(blocks, "compression.values=bf16") == {**blocks, "values": "bf16"}
+    assert encoded(blocks, "compression.codec=") == {}
+    auto = {"codec": "auto", "maxError": 0.5, "values": "topk", "valuesOptions": {"ratio": 0.5}}
+    assert encoded(auto, "compression.codec=int8", "compression.values=int8") == {
+        "codec": "int8",
+        "values": "int8",
+    }
+    rules = [{"match": "*.bias", "codec": "none"}]
+    assert encoded({}, 'compression.rules=[{match: "*.bias", codec: none}]')["rules"] == [
+        {**rules[0]},
+    ]
+    assert encoded({"lossless": "zstd"}, "compression.lossless=none") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "spec", "says"),
+    [
+        ("compression.codec=int9", {}, "there is no codec 'int9'; expected one of none, bf16"),
+        ("compression.maxError=0.1", {}, "maxError 0.1 has no meaning with codec none"),
+        ("compression.values=fp16", {}, "compression.values"),
+        ("compression.lossless=gzip", {}, "compression.lossless"),
+        ("compression.kodek=int8", {}, "did you mean 'codec'?"),
+        ("compression=int8", {}, "compression.codec=int8 or compression.options"),
+        ("compression.options.block=8", {}, "compression.options.block cannot change"),
+        ("compression.codec=auto", {"consistency": {"deterministic": True}}, "name a codec"),
+        ("compression.codec=int8", {"strategy": "all-reduce"}, "does not work with strategy all-reduce"),
+    ],
+)
+def test_a_compression_that_cannot_be_set_is_said_before_anything_happens(
+    text: str, spec: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        encoded({}, text, **spec)
+    assert says in str(refused.value)
+
+
+def compressed(generation: int = 0, **compression: Any) -> Tuning:
+    return Tuning(generation=generation, compression=Compression.model_validate(compression))
+
+
+def test_another_compression_needs_a_term_and_says_so() -> None:
+    before, after = compressed(), compressed(1, codec="topk", options={"ratio": 0.5}, values="bf16")
+    assert after.needs_term(before)
+    assert after.differs(before)
+    assert after.news(before) == {
+        "compression": ('codec: topk, options: {"ratio": 0.5}, values: bf16', "codec: none")
+    }
+    assert before.refusal(after) == ""
+    again = read_tuning(after.to_json(), source="test")
+    assert again == after
+    spec = parse_spec({"entrypoint": "train:main"}, source="test")
+    assert again.applied_to(spec).compression == after.compression
+    assert "by measured times" in tuning(deterministic=True).refusal(
+        tuning(deterministic=True).model_copy(update={"compression": Compression(codec="auto")})
+    )
+
+
+def test_who_says_nothing_of_compression_changes_nothing_of_it() -> None:
+    """As a checkpoint of before it could change, or a word of an older operator."""
+    silent, before = tuning(3, mode="async"), compressed(2, codec="int8")
+    assert not tuning(3).needs_term(before)
+    assert not before.needs_term(tuning(3))
+    assert silent.after(before).compression == before.compression
+    assert tuning_of(
+        found(tuning(5, "a")), before.model_copy(update={"run": "a"})
+    ).compression == Compression(codec="int8")
+    spec = parse_spec({"entrypoint": "train:main", "compression": {"codec": "int8"}}, source="test")
+    assert silent.applied_to(spec).compression == spec.compression
+
+
+def test_what_the_server_has_moved_is_newer_and_stays_with_a_wish_that_does_not_mean_it() -> None:
+    wished = tuning(1, "run", mode="async", maxStalenessP99=4)
+    bounded = Consistency(mode="bounded", max_staleness=4, max_staleness_p99=4)
+    moved = wished.moved_to(bounded)
+    back = moved.moved_to(wished.consistency)
+    assert moved.replaces(wished)
+    assert back.replaces(moved)
+    assert not moved.replaces(back)
+    assert (moved.wished, back.wished) == (wished.consistency, wished.consistency)
+    assert read_tuning(back.to_json(), source="a checkpoint") == back
+
+    times = wished.model_copy(update={"generation": 2})
+    times.checkpoint.keep = 7
+    kept = times.after(moved)
+    assert kept.replaces(moved)
+    assert (kept.consistency, kept.checkpoint.keep) == (bounded, 7)
+    assert kept.moved_to(wished.consistency).replaces(kept)
+    other = tuning(2, "run", mode="sync")
+    assert other.after(moved) == other
+    assert other.replaces(moved)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"checkpoint": Times(keep=5)}, "checkpoints are (interval: 30s, keep: 5)"),
+        ({"compression": Compression(codec="int8")}, "since version 7, compression is (codec: int8)"),
+        (
+            {"consistency": Consistency(mode="async"), "checkpoint": Times(interval=timedelta(seconds=2))},
+            "since version 7, consistency is (mode: async); checkpoints are (interval: 2s, keep: 3)",
+        ),
+    ],
+)
+def test_a_change_is_told_in_words_and_nothing_else_is(fields: dict[str, Any], said: str) -> None:
+    before = Tuning(compression=Compression())
+    now = before.model_copy(update=fields)
+    compression = describe_compression(now.compression) if now.compression is not None else ""
+    status = TuningStatus(since=7, consistency=describe(now.consistency), compression=compression)
+    assert in_force(status, now, before) == said

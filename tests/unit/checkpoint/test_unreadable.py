@@ -1,0 +1,108 @@
+"""A checkpoint volume that cannot be read for a moment: nothing is taken for something else meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.errors import StorageUnavailable
+from tests.testing.coordinator import finish, start, take
+from tests.testing.polling import eventually
+from tests.unit.server.test_chief import Server
+
+
+@contextmanager
+def unreadable(below: Path) -> Iterator[None]:
+    """All calls of the system fail that look at this file, or at something in this directory."""
+
+    def failing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def read(path: Any, *arguments: Any, **named: Any) -> Any:
+            if not isinstance(path, int) and Path(path).is_relative_to(below):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return call(path, *arguments, **named)
+
+        return read
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("stat", "lstat", "listdir", "open"):
+            patch.setattr(os, name, failing(getattr(os, name)))
+        yield
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def server(directory: Path) -> Iterator[Server]:
+    made = Server(directory)
+    yield made
+    made.lose()
+
+
+def test_a_term_that_cannot_be_read_is_not_the_first(directory: Path) -> None:
+    """The one that counts the starts of the parameter server, which would give numbers twice."""
+    store = Store(directory)
+    store.next_term()
+    with unreadable(directory):
+        for act in (store.term, store.next_term, lambda: store.require_term(1)):
+            with pytest.raises(StorageUnavailable):
+                act()
+    assert store.term() == 1
+
+
+def test_what_an_interrupted_write_left_is_deleted_when_it_can_be(directory: Path) -> None:
+    """A parameter server that waits for the volume tries it again and again."""
+    left = directory / "partial-1-1-0000000001"
+    left.mkdir(parents=True)
+    with unreadable(directory):
+        Store(directory).discard_partial()
+    assert left.exists()
+    Store(directory).discard_partial()
+    assert not left.exists()
+
+
+def test_a_directory_whose_owner_cannot_be_read_is_not_free(directory: Path) -> None:
+    mine, other = Store(directory), Store(directory)
+    mine.claim("mine", "first run")
+    mine.close()
+    with unreadable(directory / "job.json"), pytest.raises(StorageUnavailable):
+        other.claim("another", "its run")
+
+
+def test_no_round_is_committed_while_nobody_can_tell_who_leads(server: Server, directory: Path) -> None:
+    """Another parameter server may have taken over, and its workers would not know of the round."""
+    stay = start(server.coordinator, 0)
+    server.train(stay, take(server.coordinator, stay, call=1))
+    taken = take(server.coordinator, stay, call=2)
+    with unreadable(directory):
+        server.push(stay, taken, step=1)
+        commit = threading.Thread(target=finish, args=(server.coordinator, stay, taken), kwargs={"step": 1})
+        commit.start()
+        commit.join(10)
+        assert server.coordinator.job.state.rounds.decided
+        assert "whether another parameter server has taken over" in server.problem
+        assert server.node.shard.version == 1
+    eventually(lambda: server.node.shard.version == 2, "the round is committed")
+    eventually(lambda: not server.problem, "nothing is wrong any more")
+
+
+def test_a_round_is_not_committed_by_a_server_that_could_not_tell(server: Server, directory: Path) -> None:
+    stay = start(server.coordinator, 0)
+    server.train(stay, take(server.coordinator, stay, call=1))
+    taken = take(server.coordinator, stay, call=2)
+    Store(directory).next_term()
+    with unreadable(directory):
+        server.push(stay, taken, step=1)
+        finish(server.coordinator, stay, taken, step=1)
+    eventually(lambda: server.keeper.fenced, "it knows that another one has taken over")
+    assert server.node.shard.version == 1

@@ -1,0 +1,177 @@
+"""Figures in words."""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+
+from elastic_ps.api.status import EvaluationStatus, Member, Phase, Progress, ServerStatus, Traffic
+from elastic_ps.cli import words
+from elastic_ps.cli.view import frame
+from elastic_ps.local import LocalStatus
+from elastic_ps.local.plan import Process
+from elastic_ps.local.snapshot import at_the_end, state_of, was_finished
+from elastic_ps.local.state import ProcessStatus, newest_checkpoint
+
+
+@pytest.mark.parametrize(
+    ("seconds", "slowness", "text"),
+    [(None, None, ""), (0.12, 1.0, "0.120 s"), (0.12, None, "0.120 s"), (0.48, 4.0, "0.480 s 4.0x")],
+)
+def test_a_slow_worker_stands_out(seconds: float | None, slowness: float | None, text: str) -> None:
+    fields: dict[str, Any] = {"worker": 0, "incarnation": 1, "pid": 1, "host": "h", "joined_version": 0}
+    member = Member(**fields, state="training", step_seconds=seconds, slowness=slowness)
+    assert words.step_time(member) == text
+
+
+@pytest.mark.parametrize(
+    ("version", "phase", "text"),
+    [
+        (None, "Running", None),
+        (1100, "Running", "version 1,100 on disk, 4 s old"),
+        (1100, "Succeeded", "version 1,100 on disk"),
+    ],
+)
+def test_what_is_on_disk_and_since_when(version: int | None, phase: Phase, text: str | None) -> None:
+    progress = Progress(durable_version=version)
+    age = None if version is None else 4.2
+    server = ServerStatus(
+        job="j", shard=0, shards=1, term=1, ready=True, progress=progress, durable_age_seconds=age
+    )
+    status = LocalStatus.model_construct(phase=phase, server=server)
+    assert words.on_disk(status) == text
+
+
+@pytest.mark.parametrize(("newest", "shown"), [(None, 20), (20, 20), (25, 25)])
+def test_at_the_end_what_is_on_disk_is_looked_up(newest: int | None, shown: int) -> None:
+    """The last checkpoint is written when the parameter server answers no more."""
+    progress = Progress(version=25, durable_version=20)
+    server = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, progress=progress)
+    ended = at_the_end(server, newest)
+    assert ended is not None
+    assert ended.progress.durable_version == shown
+    assert at_the_end(None, newest) is None
+
+
+def test_a_job_that_has_trained_more_epochs_was_not_finished_before() -> None:
+    """They may be trained between two answers, which both say that training is over."""
+
+    def answer(version: int, *, term: int = 1) -> ServerStatus:
+        progress = Progress(version=version, finished=True)
+        return ServerStatus(job="j", shard=0, shards=1, term=term, ready=True, progress=progress)
+
+    found = partial(was_finished, resumed=24)
+    assert found(answer(24), None, False)
+    assert found(answer(24), answer(24, term=0), False)
+    assert found(answer(24), answer(24), True)
+    assert not found(answer(32), None, False), "more epochs were trained before the first answer"
+    assert not found(answer(32), answer(24), True)
+    assert not found(answer(32), answer(32), False)
+    assert not was_finished(answer(24), None, False, resumed=None), "the first answer of a short job"
+
+
+def test_which_checkpoint_is_the_newest(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path / "missing") is None
+    for name in ("version-0000000009", "version-0000000010", "version-0000000011.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").touch()
+    (tmp_path / "version-0000000012").mkdir()
+    assert newest_checkpoint(tmp_path) == 10
+
+
+@pytest.mark.parametrize(("phase", "shown"), [("Running", True), ("Suspended", False), ("Failed", False)])
+def test_how_long_it_takes_is_said_of_a_job_that_runs(phase: Phase, shown: bool) -> None:
+    progress = Progress(version=3, records_expected=10, records_applied=5, eta_seconds=5)
+    server = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, progress=progress)
+    status = LocalStatus(job="j", phase=phase, launcher_pid=1, started=0, updated=0, workers=1, server=server)
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(frame(status))
+    assert ("left" in console.export_text()) is shown
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_the_status_says_what_problem_the_parameter_server_has(ready: bool) -> None:
+    server = ServerStatus(job="j", shard=0, shards=1, term=1, ready=ready, problem="No space left on device")
+    status = LocalStatus(
+        job="j", phase="Running", launcher_pid=1, started=0, updated=0, workers=1, server=server
+    )
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(frame(status))
+    assert "problem: No space left on device" in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        ({}, ""),
+        ({"pushed": (2000, 2000), "pulled": (999, 999)}, "2.0 kB of gradients, 999 B of values"),
+        (
+            {"pushed": (25_100_000, 100_000_000), "pulled": (15 * 10**8, 3 * 10**9)},
+            "25.1 MB of gradients (25.1% of plain), 1.5 GB of values (50.0% of plain), "
+            "2.5 s to encode and decode",
+        ),
+    ],
+)
+def test_what_has_gone_over_the_network(counts: dict[str, tuple[int, int]], text: str) -> None:
+    fields: dict[str, Any] = {}
+    for way, (sent, plain) in counts.items():
+        fields |= {f"{way}_bytes": sent, f"{way}_plain_bytes": plain}
+        if sent != plain:
+            fields |= {"encode_seconds": 2.0, "decode_seconds": 0.5}
+    assert words.traffic(Traffic(**fields)) == text
+
+
+def test_the_codecs_that_workers_have_chosen_are_said_once() -> None:
+    chosen = [
+        Traffic(pushed_bytes=1, pushed_plain_bytes=2, codec=name) for name in ("topk", "", "int8", "topk")
+    ]
+    together = sum(chosen, Traffic())
+    said = "4 B of gradients (50.0% of plain), sent as int8, topk"
+    assert words.traffic(together) == said
+    assert words.traffic(together, 64 * 1024) == f"{said}, in buckets of up to 64 KiB"
+    assert words.traffic(Traffic(), 64 * 1024) == "", "nothing was sent"
+
+
+def test_a_job_that_cannot_start_says_why() -> None:
+    server = ServerStatus(job="j", shard=0, shards=1, term=0, ready=False, problem="the disk is full")
+    status = LocalStatus.model_construct(phase="Running", server=server, processes=[])
+    assert words.progress_line(status).endswith("; problem: the disk is full")
+
+
+def test_a_job_that_only_uses_tensors_has_no_progress_to_tell() -> None:
+    worker: dict[str, Any] = {
+        "role": "worker",
+        "index": 0,
+        "pid": 7,
+        "state": "running",
+        "exit": None,
+        "restarts": 0,
+    }
+    processes = [ProcessStatus(**worker), ProcessStatus(**{**worker, "index": 1, "exit": 0})]
+    server = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True)
+    status = LocalStatus.model_construct(phase="Running", server=server, processes=processes)
+    assert words.progress_line(status) == f"{words.ONLY_TENSORS}  1 worker"
+    assert state_of(Process(role="worker", index=0, pid=7, started=0.0), server) == "running"
+    member = Member(worker=0, incarnation=1, pid=7, host="h", joined_version=0, state="joining")
+    assert server.only_tensors
+    assert not server.model_copy(update={"members": [member]}).only_tensors
+    assert not server.model_copy(update={"progress": Progress(version=3)}).only_tensors, "of a checkpoint"
+    assert not server.model_copy(update={"progress": Progress(records_expected=9)}).only_tensors
+    assert not server.model_copy(update={"ready": False}).only_tensors
+
+
+def test_the_value_of_the_best_version_is_not_taken_for_a_version() -> None:
+    found = EvaluationStatus(version=39, metrics={"prec@1": 34.3}, best_version=30, best=40.0, evaluated=4)
+    server = ServerStatus(
+        job="j", shard=0, shards=1, term=1, ready=True, progress=Progress(version=39, evaluation=found)
+    )
+    record = SimpleNamespace(last=server, loss_curve=list, samples_per_second=None)
+    outcome = SimpleNamespace(record=record, verdict=SimpleNamespace(message=""), unreached=())
+    said = dict(words.summary(cast(Any, outcome)))
+    assert said["best"] == "version 30 with 40; it is kept"

@@ -1,0 +1,203 @@
+"""The course of a run: events, curves, the trace, small pictures."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from elastic_ps.api.job import TrainingJob, parse_job
+from elastic_ps.api.status import Member, Progress, ServerStatus
+from elastic_ps.checkpoint import files
+from elastic_ps.checkpoint.owner import Claim
+from elastic_ps.cli.view import sparkline
+from elastic_ps.cli.words import duration
+from elastic_ps.errors import UserError
+from elastic_ps.local import JobDirectory, Record, poller
+from elastic_ps.local.processes import with_threads
+from elastic_ps.local.record import MAX_POINTS, member_changes
+from elastic_ps.local.report import change_labels, worker_steps
+from elastic_ps.local.trace import merge_traces
+from tests.testing.forked import forked
+
+
+def member(worker: int, *, state: str = "training", joined: int = 0, left: int | None = None) -> Member:
+    return Member.model_validate(
+        {
+            "worker": worker,
+            "incarnation": worker,
+            "pid": 1,
+            "host": "h",
+            "state": state,
+            "joined_version": joined,
+            "left_version": left,
+        }
+    )
+
+
+def status(version: int, *, finished: bool = False) -> ServerStatus:
+    progress = Progress(version=version, records_applied=8 * version, loss=1.0, finished=finished)
+    return ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, progress=progress)
+
+
+def test_workers_that_came_and_went_are_told_once() -> None:
+    before = [member(0), member(1)]
+    after = [member(0), member(1, state="lost", left=7), member(2, joined=5, state="left", left=6)]
+    told = [(kind, version) for kind, version, _ in member_changes(before, after)]
+    assert told == [("lost", 7), ("joined", 5), ("left", 6)]
+    assert list(member_changes(after, after)) == []
+
+
+def test_a_problem_of_the_parameter_server_is_told_once_though_its_numbers_change() -> None:
+    record = Record()
+    for problem in ("", "No space left", "No space left", "", "it is 70 s old", "it is 71 s old"):
+        record.add(status(1).model_copy(update={"problem": problem}), elapsed=1.0)
+    told = [(event.kind, event.text) for event in record.events]
+    said = "the parameter server has a problem: "
+    assert told == [("warning", f"{said}No space left"), ("warning", f"{said}it is 70 s old")]
+
+
+def test_a_long_run_is_recorded_coarsely_from_its_beginning_to_its_end() -> None:
+    record = Record()
+    last = 10 * MAX_POINTS
+    for version in range(last + 1):
+        record.add(status(version, finished=version == last), elapsed=version / 100)
+    assert len(record.points) < MAX_POINTS
+    assert (record.points[0].version, record.points[-1].version) == (0, last)
+    assert record.samples_per_second == pytest.approx(800)
+
+
+def test_records_of_a_run_that_went_before_do_not_count_as_speed() -> None:
+    record = Record()
+    record.add(status(1000), elapsed=5.0)
+    record.add(status(1100), elapsed=7.0)
+    assert record.samples_per_second == pytest.approx(400)
+
+
+def test_a_run_whose_model_went_back_to_its_beginning_has_no_speed() -> None:
+    record = Record()
+    record.add(status(1000), elapsed=5.0)
+    record.add(status(900), elapsed=7.0)
+    assert record.samples_per_second is None
+
+
+def test_number_of_workers_by_version() -> None:
+    members = [member(0), member(1, joined=0, left=30), member(2, joined=10), member(3, joined=10, left=50)]
+    assert worker_steps(members, 50) == [(0, 2), (10, 4), (30, 3), (50, 3)]
+    assert worker_steps([], 50) == []
+
+
+def test_traces_are_joined_without_lines_that_were_cut_off(tmp_path: Path) -> None:
+    (tmp_path / "ps-0-1.jsonl").write_text('{"name": "apply"}\n{"name": "pu')
+    (tmp_path / "worker-0-2.jsonl").write_text('{"name": "push"}\n')
+    assert merge_traces(tmp_path, tmp_path / "trace.json") == 2
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [event["name"] for event in events] == ["apply", "push"]
+
+
+def test_the_users_own_number_of_threads_is_kept() -> None:
+    assert with_threads({"OMP_NUM_THREADS": "7"}, processes=3) == {"OMP_NUM_THREADS": "7"}
+    assert with_threads({}, processes=10_000)["MKL_NUM_THREADS"] == "1"
+
+
+def test_scaling_edits_only_the_number_of_workers_and_keeps_the_bounds(tmp_path: Path) -> None:
+    document = {
+        "apiVersion": "elastic-ps.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": "j", "labels": {"a": "b"}},
+        "spec": {"entrypoint": "a:b", "worker": {"replicas": 2, "maxReplicas": 4}},
+    }
+    directory = JobDirectory("j", root=tmp_path)
+    with directory.claim():
+        job = parse_job(document, source="test")
+        directory.write_job(job)
+        stamp = directory.job_stamp()
+        assert directory.scale(4) == 2
+        assert directory.job_stamp() != stamp
+        with pytest.raises(UserError, match="above maxReplicas 4"):
+            directory.scale(5)
+        job.spec.worker.replicas = 4
+        assert directory.read_job() == job
+
+
+def test_a_job_is_edited_again_although_a_process_was_forked_meanwhile(tmp_path: Path) -> None:
+    """It has the lock's file open, too, and the next edit would wait for its end."""
+    directory = JobDirectory("j", root=tmp_path)
+    directory.path.mkdir()
+    directory.write_job(
+        parse_job(
+            {
+                "apiVersion": "elastic-ps.dev/v1alpha1",
+                "kind": "TrainingJob",
+                "metadata": {"name": "j"},
+                "spec": {"entrypoint": "a:b"},
+            },
+            source="test",
+        )
+    )
+    with ExitStack() as stack:
+
+        def edit(job: TrainingJob) -> TrainingJob:
+            stack.enter_context(forked())
+            return job
+
+        directory.edit(edit)
+        lock = files.try_lock(directory.path / "edit.lock")
+        assert lock is not None
+        files.unlock(lock)
+
+
+def test_the_runs_that_were_written_to_longest_ago_lose_their_checkpoints(tmp_path: Path) -> None:
+    directory = JobDirectory("j", root=tmp_path)
+    runs = [directory.new_checkpoints() for _ in range(4)]
+    claim = Claim(runs[1], "another", "run")
+    claim.take(adopt=False, wait=False, make_room=runs.clear)  # a job that was started with --resume
+    for run, written in zip(runs, (4000, 1000, 2000, 3000), strict=True):  # the first one was resumed since
+        version = run / "version-0000000001"
+        version.mkdir()
+        os.utime(version, (written, written))
+        os.utime(run, (500, 500))
+    try:
+        assert directory.remove_old_checkpoints() == [runs[2]]
+    finally:
+        claim.close()
+    assert [run.is_dir() for run in runs] == [True, True, False, True]
+    assert directory.remove_old_checkpoints() == [runs[1]]
+    assert directory.new_checkpoints().name == "run-5"
+
+
+@pytest.mark.parametrize("call", ["flock", "rmtree"])
+def test_a_directory_that_cannot_be_kept_is_told_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fail(*_arguments: object, **_named: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr({"flock": fcntl, "rmtree": shutil}[call], call, fail)
+    with pytest.raises(UserError, match=r"cannot keep the state of job 'j' in .*: No locks available"):
+        JobDirectory("j", root=tmp_path).claim()
+
+
+def test_a_loss_that_is_not_finite_is_left_out_of_the_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(poller, "fetch", lambda _address, _path: b"[[1, 0.5], [2, NaN], [3, Infinity]]")
+    assert poller.fetch_loss("h:1") == [(1, 0.5)]
+
+
+def test_words() -> None:
+    assert [duration(s) for s in (4.21, 185, 7620)] == ["4.2 s", "3 min 05 s", "2 h 07 min"]
+    assert sparkline([1, 2, 3, 4], 2) == "▁█"
+    assert sparkline([], 5) == ""
+    assert sparkline([2.0, 2.0], 5) == "▁▁"
+
+
+def test_changes_that_lie_close_together_share_a_label() -> None:
+    steps = [(0, 2), (100, 3), (110, 4), (500, 3), (520, 4), (530, 2), (1000, 2)]
+    assert change_labels(steps) == [(110, "+2"), (530, "+1 \N{MINUS SIGN}3")]
+    assert change_labels([(0, 1), (10, 1)]) == []
+    assert change_labels([]) == []

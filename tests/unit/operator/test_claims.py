@@ -1,0 +1,143 @@
+"""Where checkpoints are: claims that outlive their job, that exist already, or that an earlier job had."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_operator import builders, names
+from elastic_operator.manifests import owner
+from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.contract import env
+from tests.testing.api_server import JOBS, ApiServer
+from tests.testing.simulation import Simulation, job_document
+from tests.unit.operator.test_cluster import Operator
+
+RETAINED: dict[str, Any] = {"checkpoint": {"volumeClaim": {"storage": "1Gi", "retain": True}}}
+
+
+def resuming(**earlier: str) -> dict[str, Any]:
+    return {"checkpoint": {"resumeFrom": earlier}}
+
+
+def spec_of(server: dict[str, Any]) -> TrainingJobSpec:
+    return TrainingJobSpec.model_validate(job_document(parameterServer=server)["spec"])
+
+
+def mounted(simulation: Simulation, pod: str = "digits-ps-0") -> str:
+    """The claim that a server's checkpoints are on."""
+    volumes = simulation.pods[pod]["spec"]["volumes"]
+    (volume,) = (volume for volume in volumes if volume["name"] == "checkpoints")
+    return str(volume["persistentVolumeClaim"]["claimName"])
+
+
+def contract(simulation: Simulation, pod: str = "digits-ps-0") -> env.ProcessEnvironment:
+    variables = simulation.pods[pod]["spec"]["containers"][0]["env"]
+    return env.read({item["name"]: item.get("value", "") for item in variables})
+
+
+def test_a_claim_that_is_retained_has_no_owner_that_it_is_deleted_with() -> None:
+    job = job_document(parameterServer=RETAINED)
+    claim = builders.claim(job, spec_of(RETAINED))
+    assert "ownerReferences" not in claim["metadata"]
+    assert claim["metadata"]["annotations"] == {names.RUN_ANNOTATION: job["metadata"]["uid"]}
+    plain = {"checkpoint": {"volumeClaim": {"storage": "1Gi", "retain": False}}}
+    assert builders.claim(job, spec_of(plain))["metadata"]["ownerReferences"] == [owner(job)]
+
+
+@pytest.fixture
+def server() -> Iterator[ApiServer]:
+    server = ApiServer()
+    yield server
+    server.close()
+
+
+def test_a_retained_claim_is_the_jobs_and_is_not_taken_by_the_next_of_the_same_name(
+    server: ApiServer, tmp_path: Path
+) -> None:
+    operator = Operator(server, tmp_path)
+    job = server.add_job(parameterServer=RETAINED)
+    operator.turns(3)
+    assert len(server.asked("POST", "persistentvolumeclaims")) == 1
+    assert not [c for c in operator.status.conditions if c.reason == "NameTaken"]
+    for resource in ("pods", "services"):
+        for name in server.names(resource):
+            server.remove(resource, name)
+    server.remove(JOBS, "digits")
+    server.put(JOBS, {**job, "metadata": {**job["metadata"], "uid": "uid-of-the-next"}, "status": {}})
+    operator.turns()
+    degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
+    assert degraded.reason == "NameTaken"
+    assert "resumeFrom: {claim: digits-ps-0}" in degraded.message
+    assert server.names("pods") == ["digits-worker-0"], "no server uses the claim while it is another job's"
+    server.remove("persistentvolumeclaims", "digits-ps-0")
+    operator.turns()
+    assert server.names("pods") == ["digits-ps-0", "digits-worker-0"]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "claim", "resume"),
+    [
+        (resuming(job="earlier"), "earlier-ps-0", "require"),
+        (resuming(claim="archive"), "archive", "require"),
+        ({"checkpoint": {"existingClaim": "archive"}}, "archive", "auto"),
+    ],
+)
+def test_a_job_uses_a_claim_that_is_there(checkpoint: dict[str, Any], claim: str, resume: str) -> None:
+    simulation = Simulation(job_document(parameterServer={**checkpoint, "replicas": 2}))
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
+    assert simulation.claims == set(), "none is created"
+    for pod in ("digits-ps-0", "digits-ps-1"):
+        assert mounted(simulation, pod) == claim
+        assert contract(simulation, pod).resume == resume
+        assert "podAffinity" in simulation.pods[pod]["spec"]["affinity"], "it may be a volume for one node"
+    simulation.edit(runPolicy={"suspend": True})
+    simulation.settle()
+    assert "continues from the last checkpoint" in simulation.condition("Suspended")["message"]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "words"),
+    [
+        ({"volumeClaim": {}, "resumeFrom": {"job": "a"}}, "volumeClaim and resumeFrom are given"),
+        ({"existingClaim": "x", "resumeFrom": {"job": "a"}}, "existingClaim and resumeFrom are given"),
+        ({"resumeFrom": {}}, "either job or claim"),
+        ({"resumeFrom": {"job": "a", "claim": "b"}}, "either job or claim"),
+        ({"existingClaim": "Not a name"}, "existingClaim"),
+    ],
+)
+def test_a_job_has_one_volume(checkpoint: dict[str, Any], words: str) -> None:
+    simulation = Simulation(job_document(parameterServer={"checkpoint": checkpoint}))
+    simulation.settle()
+    assert words in simulation.condition("Failed")["message"]
+
+
+@pytest.mark.parametrize("before", [{}, resuming(job="earlier"), RETAINED])
+def test_a_job_that_runs_keeps_its_volume(before: dict[str, Any]) -> None:
+    simulation = Simulation(job_document(parameterServer=before))
+    simulation.settle()
+    volumes = simulation.pods["digits-ps-0"]["spec"]["volumes"]
+    simulation.edit(parameterServer={"checkpoint": {"existingClaim": "other", "keep": 7}})
+    del simulation.pods["digits-ps-0"]
+    simulation.settle()
+    assert simulation.pods["digits-ps-0"]["spec"]["volumes"] == volumes
+    assert contract(simulation).spec.parameter_server.checkpoint.keep == 7
+    assert "parameterServer.checkpoint cannot change" in simulation.condition("Degraded")["message"]
+
+
+def test_a_job_that_was_recorded_before_there_were_such_claims_reads_the_same() -> None:
+    plain = spec_of({"checkpoint": {"volumeClaim": {"storage": "1Gi"}}})
+    recorded = json.loads(builders.revision(plain))["parameterServer"]["checkpoint"]
+    assert recorded == {"volumeClaim": {"storage": "1Gi", "storageClassName": None}}
+
+
+def test_older_images_need_not_know_where_a_server_s_volume_comes_from() -> None:
+    simulation = Simulation(job_document(parameterServer=resuming(job="earlier")))
+    simulation.settle()
+    for pod in simulation.pods:
+        assert contract(simulation, pod).spec.parameter_server.checkpoint.resume_from is None

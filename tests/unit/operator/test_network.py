@@ -1,0 +1,142 @@
+"""The NetworkPolicy of a job: it is there before its servers, and opens no more than it says."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from helm_python import Chart
+
+from elastic_operator import network
+from elastic_operator.plan import Create, Options
+from elastic_operator.settings import parse
+from tests.testing.api_server import ApiServer
+from tests.testing.simulation import Simulation, job_document, running
+from tests.unit.operator.test_cluster import Operator
+from tests.unit.tools.test_chart import EVERYTHING, VERSION, documents
+from tools.render_install import CHART
+
+OPERATOR = {"podSelector": {"matchLabels": {"app": "operator"}}}
+GUARDED = Options(http_from=[OPERATOR])
+
+
+def opened(policy: dict[str, Any]) -> dict[int, list[dict[str, Any]]]:
+    """By port: who may reach it."""
+    return {port["port"]: rule["from"] for rule in policy["spec"]["ingress"] for port in rule["ports"]}
+
+
+@pytest.mark.parametrize("peers", [[OPERATOR], [OPERATOR, {"namespaceSelector": {}}]])
+def test_servers_are_open_to_the_jobs_pods_and_their_http_to_those_who_are_named(
+    peers: list[dict[str, Any]],
+) -> None:
+    policy = network.policy(job_document(), peers)
+    kubernetes_validate.validate(policy, VERSION, strict=True)
+    own = [{"podSelector": {"matchLabels": {"elastic-ps.dev/job": "digits"}}}]
+    assert opened(policy) == {2222: own, 2223: own, 8080: peers}
+    assert policy["metadata"]["ownerReferences"][0]["uid"] == "uid-digits"
+    selector = policy["spec"]["podSelector"]
+    assert selector["matchLabels"] == {"elastic-ps.dev/job": "digits"}
+    assert selector["matchExpressions"][0]["values"] == ["ps", "standby"], "side-cars of workers may serve"
+
+
+def test_a_list_of_nobody_does_not_let_everybody_in() -> None:
+    assert 8080 not in opened(network.policy(job_document(), []))
+
+
+def test_workers_that_add_up_gradients_are_open_to_each_other_alone() -> None:
+    """At any port, since the system chooses those; and only in a job with strategy all-reduce."""
+    job = job_document(strategy="all-reduce", worker={"replicas": 2})
+    policy = network.among_workers(job)
+    kubernetes_validate.validate(policy, VERSION, strict=True)
+    workers = {"matchLabels": {"elastic-ps.dev/job": "digits", "elastic-ps.dev/role": "worker"}}
+    assert policy["spec"] == {
+        "podSelector": workers,
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [{"podSelector": workers}]}],
+    }
+    simulation = Simulation(job)
+    simulation.options = GUARDED
+    simulation.settle()
+    assert simulation.policies == {"digits-servers", "digits-workers"}
+    for pod in simulation.pods.values():
+        selected = workers["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        assert selected == ("-worker-" in pod["metadata"]["name"])
+
+
+def test_the_policy_comes_before_the_servers_and_comes_again() -> None:
+    simulation = Simulation(job_document())
+    simulation.options = GUARDED
+    first = simulation.plan().actions[0]
+    assert isinstance(first, Create)
+    assert (first.kind, first.name) == ("NetworkPolicy", "digits-servers")
+    simulation.settle()
+    assert simulation.step().actions == ()
+    simulation.policies.clear()
+    simulation.settle()
+    assert simulation.policies == {"digits-servers"}
+    assert simulation.status["phase"] == "Running"
+    assert running().policies == set(), "only where it is asked for"
+
+
+def test_the_operator_finds_its_policy_again(tmp_path: Path) -> None:
+    server = ApiServer()
+    try:
+        server.add_job()
+        operator = Operator(server, tmp_path, options=GUARDED)
+        operator.turns(3)
+        assert server.names("networkpolicies") == ["digits-servers"]
+        assert len(server.asked("POST", "networkpolicies")) == 1
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(("version", "labelled"), [("v1.20.15", False), ("v1.21.0", True)])
+def test_an_old_cluster_has_no_label_by_which_the_operators_namespace_is_found(
+    tmp_path: Path, version: str, labelled: bool
+) -> None:
+    chart = tmp_path / "elastic-ps"
+    shutil.copytree(CHART, chart)
+    for template in (chart / "templates").iterdir():
+        if template.is_file():
+            said = template.read_text().replace(".Capabilities.KubeVersion.Version", f'"{version}"')
+            template.write_text(said)
+    with Chart.load(chart) as loaded:
+        (text,) = (text for name, text in loaded.render().items() if name.endswith("/deployment.yaml"))
+    deployment = next(d for d in yaml.safe_load_all(text) if d["kind"] == "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    (argument,) = (a for a in container["args"] if a.startswith("--http-from"))
+    (operator,) = parse([argument]).options.http_from or ()
+    assert bool(operator["namespaceSelector"]) is labelled
+    assert operator["podSelector"]["matchLabels"]
+
+
+def test_the_chart_lets_the_operator_read_status_and_turns_it_off() -> None:
+    values = {"jobNetworkPolicy": {"httpFrom": [{"namespaceSelector": {"matchLabels": {"a": "b"}}}]}}
+    found = list(documents(values))
+    (deployment,) = (d for d in found if d["kind"] == "Deployment")
+    template = deployment["spec"]["template"]
+    (argument,) = (a for a in template["spec"]["containers"][0]["args"] if a.startswith("--http-from"))
+    peers = parse([argument]).options.http_from
+    assert peers is not None
+    operator, prometheus = peers
+    labels = operator["podSelector"]["matchLabels"]
+    assert labels.items() <= template["metadata"]["labels"].items()
+    namespace = operator["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+    assert namespace == deployment["metadata"]["namespace"]
+    assert prometheus == {"namespaceSelector": {"matchLabels": {"a": "b"}}}
+    off = list(documents({**EVERYTHING, "jobNetworkPolicy": {"enabled": False}}))
+    assert "networkpolicies" in str([d for d in found if d["kind"] == "ClusterRole"])
+    assert "networkpolicies" not in str([d for d in off if d["kind"] in ("Role", "ClusterRole")])
+    assert "--http-from" not in str([d for d in off if d["kind"] == "Deployment"])
+    assert parse([]).options.http_from is None
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[{}]", '["a"]', '[{"podselector": {}}]'])
+def test_peers_that_are_none_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--http-from", text])
+    assert text in capsys.readouterr().err

@@ -1,0 +1,295 @@
+"""An edit mends a job: what is made again at once, one at a time, or when a person asks for it."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from elastic_operator import names
+from elastic_operator.plan import DeletePod, stamp
+from elastic_ps.api.status import Member, Progress, ServerStatus
+from tests.testing.simulation import Simulation, job_document
+
+CLAIM: dict[str, Any] = {"checkpoint": {"volumeClaim": {"storage": "1Gi"}}}
+STANDBY: dict[str, Any] = {**CLAIM, "durability": "standby"}
+
+
+def take_part(simulation: Simulation, *absent: str, **progress: Any) -> None:
+    """The parameter server says that all workers are members, except these."""
+    members = [
+        Member(worker=int(name[-1]), incarnation=1, pid=7, host=name, state="training", joined_version=0)
+        for name in simulation.workers()
+        if name not in absent
+    ]
+    told = Progress(**{"version": 9, "records_expected": 100, "records_applied": 9, **progress})
+    simulation.server = ServerStatus(
+        job="digits", shard=0, shards=1, term=1, ready=True, progress=told, members=members
+    )
+
+
+def running(**spec: Any) -> Simulation:
+    simulation = Simulation(job_document(**{"worker": {"replicas": 3}, **spec}))
+    simulation.settle()
+    take_part(simulation)
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
+    return simulation
+
+
+def deleted(simulation: Simulation) -> list[str]:
+    """What one pass deletes."""
+    return [action.name for action in simulation.step().actions if isinstance(action, DeletePod)]
+
+
+def image(simulation: Simulation, pod: str) -> str:
+    return str(simulation.pods[pod]["spec"]["containers"][0]["image"])
+
+
+def waiting(reason: str) -> dict[str, Any]:
+    """The status of a pod whose container does not come up."""
+    container = {"name": "main", "state": {"waiting": {"reason": reason}}}
+    return {"phase": "Pending", "held": True, "containerStatuses": [container]}
+
+
+def test_a_corrected_image_mends_a_job_that_could_not_pull_it() -> None:
+    simulation = Simulation(job_document(image="wrong", worker={"replicas": 2}))
+    simulation.step()
+    for pod in simulation.pods.values():
+        pod["status"] = waiting("ImagePullBackOff")
+        pod["status"]["containerStatuses"][0]["name"] = pod["spec"]["containers"][0]["name"]
+    simulation.step()
+    assert simulation.condition("Degraded")["reason"] == "ImagePullFailed"
+    simulation.edit(image="right")
+    assert set(deleted(simulation)) == {"digits-ps-0", "digits-worker-0", "digits-worker-1"}
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
+    assert {image(simulation, name) for name in simulation.pods} == {"right"}
+    assert simulation.condition("Degraded")["status"] == "False"
+    assert simulation.status["worker"]["failures"] == 0
+
+
+def test_a_server_that_keeps_dying_gets_more_memory_by_an_edit() -> None:
+    simulation = running(parameterServer=CLAIM)
+    end = {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}
+    backing_off = {"waiting": {"reason": "CrashLoopBackOff"}}
+    container = {"name": "parameter-server", "state": backing_off, "lastState": end}
+    simulation.pods["digits-ps-0"]["status"] = {"phase": "Running", "containerStatuses": [container]}
+    simulation.server = None
+    assert deleted(simulation) == []
+    more = {"containers": [{"name": "parameter-server", "resources": {"limits": {"memory": "9Gi"}}}]}
+    simulation.edit(parameterServer={**CLAIM, "template": {"spec": more}})
+    assert deleted(simulation) == ["digits-ps-0"]
+    simulation.settle()
+    server = simulation.pods["digits-ps-0"]["spec"]["containers"][0]
+    assert server["resources"] == {"limits": {"memory": "9Gi"}}
+
+
+def test_workers_that_run_are_replaced_one_by_one_and_the_server_stays() -> None:
+    simulation = running(parameterServer=CLAIM)
+    server = simulation.pods["digits-ps-0"]["metadata"]["uid"]
+    simulation.edit(image="newer")
+    simulation.step()
+    assert simulation.status["worker"]["outdated"] == 3
+    assert simulation.status["parameterServer"]["outdated"] == 1
+    assert simulation.workers() == ["digits-worker-0", "digits-worker-1"]
+    for nth, name in enumerate(("digits-worker-2", "digits-worker-1", "digits-worker-0")):
+        simulation.step()
+        assert deleted(simulation) == [], f"{name} does not run yet"
+        simulation.start_pods()
+        take_part(simulation, name)
+        assert deleted(simulation) == [], f"{name} has not joined yet"
+        assert image(simulation, name) == "newer"
+        take_part(simulation)
+        assert len(deleted(simulation)) == (0 if nth == 2 else 1)
+    assert simulation.pods["digits-ps-0"]["metadata"]["uid"] == server
+    assert "outdated" not in simulation.status["worker"]
+    assert simulation.status["parameterServer"]["outdated"] == 1
+    assert simulation.status["worker"].items() >= {"failures": 0, "restarts": 0}.items()
+
+
+def test_workers_whose_indexes_have_holes_are_replaced_too() -> None:
+    simulation = running(worker={"replicas": 3})
+    simulation.pods["digits-worker-0"]["status"] = {"phase": "Pending", "held": True}
+    simulation.scale(2)
+    simulation.settle()
+    take_part(simulation)
+    simulation.edit(image="localhost/elastic-ps:next")
+    assert deleted(simulation) == ["digits-worker-2"]
+
+
+def test_nobody_is_replaced_at_the_end_or_while_it_is_not_known_who_takes_part() -> None:
+    simulation = running()
+    simulation.edit(image="newer")
+    take_part(simulation, finished=True)
+    assert deleted(simulation) == []
+    simulation = running()
+    simulation.edit(image="newer")
+    simulation.server = None
+    assert deleted(simulation) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"worker": {"replicas": 3, "leaseDuration": "7s"}},
+        {"runPolicy": {"backoffLimit": 9}},
+        {"parameterServer": {**CLAIM, "checkpoint": {**CLAIM["checkpoint"], "keep": 9}}},
+    ],
+)
+def test_other_edits_replace_nobody(change: dict[str, Any]) -> None:
+    simulation = running(parameterServer=CLAIM)
+    simulation.edit(**change)
+    assert deleted(simulation) == []
+    assert "outdated" not in simulation.status["worker"]
+
+
+def test_pods_of_an_earlier_version_of_the_operator_are_not_outdated() -> None:
+    simulation = running()
+    for pod in simulation.pods.values():
+        del pod["metadata"]["annotations"][names.TEMPLATE_ANNOTATION]
+    simulation.edit(image="newer")
+    assert deleted(simulation) == []
+
+
+def test_servers_are_made_again_when_a_person_asks_and_standbys_after_them() -> None:
+    simulation = running(parameterServer=STANDBY)
+    simulation.now += timedelta(seconds=10)
+    asked = simulation.now + timedelta(seconds=20)
+    simulation.restart(asked)
+    assert deleted(simulation) == [], "it is to happen later"
+    simulation.now = asked
+    assert deleted(simulation) == ["digits-ps-0", "digits-worker-2"]
+    assert deleted(simulation) == [], "the new ones are on their way"
+    simulation.start_pods()
+    take_part(simulation, "digits-worker-2")
+    assert deleted(simulation) == ["digits-standby-0"]
+    for _ in range(8):
+        simulation.step()
+        simulation.start_pods()
+        take_part(simulation)
+    assert all(pod["metadata"]["creationTimestamp"] >= stamp(asked) for pod in simulation.pods.values())
+    assert deleted(simulation) == []
+
+
+@pytest.mark.parametrize("text", ["soon", "2026-01-01T00:00:00", ""])
+def test_a_restart_at_no_time_is_told(text: str) -> None:
+    simulation = running()
+    assert simulation.job is not None
+    simulation.job["metadata"]["annotations"] = {names.RESTART_ANNOTATION: text}
+    assert deleted(simulation) == []
+    degraded = simulation.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "SpecNotFollowed")
+    assert "expected a time with its zone" in degraded["message"]
+
+
+def failed(code: int = 1) -> Simulation:
+    """A job that has failed, with the pods that ended kept for their logs."""
+    simulation = running(parameterServer=CLAIM, runPolicy={"backoffLimit": 0})
+    simulation.end("digits-worker-0", 0)
+    simulation.end("digits-worker-1", code)
+    simulation.settle()
+    assert simulation.status["phase"] == "Failed"
+    return simulation
+
+
+def test_a_job_that_has_failed_stays_so_when_it_is_to_restart_at_no_time() -> None:
+    simulation = failed()
+    assert simulation.job is not None
+    simulation.job["metadata"]["annotations"] = {names.RESTART_ANNOTATION: "now"}
+    simulation.settle()
+    assert simulation.status["phase"] == "Failed"
+
+
+@pytest.mark.parametrize("code", [1, 78])
+def test_a_job_that_has_failed_is_resumed_by_one_edit(code: int) -> None:
+    simulation = failed(code)
+    simulation.restart(simulation.now - timedelta(hours=2))
+    simulation.settle()
+    assert simulation.status["phase"] == "Failed", "that was before it failed"
+    simulation.now += timedelta(minutes=1)
+    simulation.restart(simulation.now)
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
+    assert simulation.condition("Failed")["status"] == "False"
+    assert "completionTime" not in simulation.status
+    assert simulation.status["progress"]["version"] == 9
+    assert simulation.status["worker"].items() >= {"failures": 0, "ready": 3}.items()
+    assert simulation.claims == {"digits-ps-0"}
+
+
+@pytest.mark.parametrize("writes", range(12))
+def test_an_operator_that_dies_while_it_resumes_a_job_comes_to_the_same_rest(writes: int) -> None:
+    simulation = failed()
+    simulation.now += timedelta(minutes=1)
+    simulation.restart(simulation.now)
+    for _ in range(3):
+        simulation.step(writes)
+        simulation.start_pods()
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
+    assert simulation.status["worker"].items() >= {"failures": 0, "ready": 3}.items()
+
+
+def test_a_job_that_has_succeeded_is_not_started_again() -> None:
+    simulation = running()
+    take_part(simulation, finished=True)
+    for name in simulation.workers():
+        simulation.end(name, 0)
+    simulation.settle()
+    simulation.now += timedelta(minutes=1)
+    simulation.restart(simulation.now)
+    simulation.settle()
+    assert simulation.status["phase"] == "Succeeded"
+
+
+def test_what_is_trained_is_kept_though_the_service_is_gone() -> None:
+    simulation = running()
+    simulation.services.clear()
+    simulation.edit(entrypoint="other:main")
+    simulation.settle()
+    assert "entrypoint cannot change" in simulation.condition("Degraded")["message"]
+    fixed = json.loads(simulation.services["digits-servers"] or "")
+    assert fixed["entrypoint"] == "examples.digits.train:main"
+    assert len(simulation.status["revision"]) < 200, "it stands in the status as one line"
+
+
+def test_what_is_trained_is_kept_by_the_status_alone_whatever_differs_from_the_defaults() -> None:
+    spec: dict[str, Any] = {
+        "arguments": {"lr": 0.1},
+        "consistency": {"mode": "bounded", "maxStaleness": 8},
+        "parameterServer": {"checkpoint": {"volumeClaim": {"storage": "1Gi"}}},
+    }
+    simulation = Simulation(job_document(**spec))
+    simulation.settle()
+    fixed = simulation.services["digits-servers"]
+    simulation.services.clear()
+    server = {**spec["parameterServer"], "replicas": 2}
+    simulation.edit(arguments={"lr": 0.2}, data={"shardRecords": 7}, parameterServer=server)
+    simulation.settle()
+    told = simulation.condition("Degraded")["message"]
+    assert "arguments, data, parameterServer.replicas cannot change" in told
+    assert simulation.services["digits-servers"] == fixed
+
+
+def test_what_is_trained_is_kept_though_it_was_recorded_before_some_of_its_fields_were_there() -> None:
+    simulation = running()
+    recorded = json.loads(simulation.services["digits-servers"] or "")
+    older = {name: recorded[name] for name in ("entrypoint", "arguments", "data", "parameterServer")}
+    simulation.services["digits-servers"] = simulation.status["revision"] = json.dumps(older)
+    simulation.edit(entrypoint="other:main", compression={"codec": "bf16"})
+    simulation.settle()
+    told = simulation.condition("Degraded")["message"]
+    assert "entrypoint" in told
+    assert "cannot change while the job runs" in told
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '"text"'])
+def test_what_is_no_revision_is_none(text: str) -> None:
+    simulation = running()
+    simulation.services["digits-servers"] = text
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
+    assert simulation.condition("Degraded")["status"] == "False"

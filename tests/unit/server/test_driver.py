@@ -1,0 +1,181 @@
+"""Orders to shards that do not answer: at the job's end, and when it has to go back to a checkpoint."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.checkpoint.tensors import Stored
+from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
+from elastic_ps.process.telemetry import History
+from elastic_ps.server import driver as driver_module
+from elastic_ps.server import guarded
+from elastic_ps.server.coordinator import Joined
+from elastic_ps.server.driver import Driver
+from elastic_ps.server.guarded import Guarded
+from elastic_ps.server.keeper import Keeper
+from elastic_ps.server.lead import Lead
+from elastic_ps.server.orders import Advance, Configuration, Report, Written
+from tests.testing.coordinator import Notes, finish, join, start, take
+from tests.testing.polling import eventually
+
+
+class Part(Notes):
+    """Shard `index` of two: it writes its part of each checkpoint at once, and fails when told to."""
+
+    def __init__(self, store: Store, index: int) -> None:
+        super().__init__()
+        self._store, self._index = store, index
+        self._written: Written | None = None
+        self.loaded: list[int | None] = []
+        self.broken = False
+
+    def configure(self, configuration: Configuration) -> None:
+        if self.broken:
+            raise ConnectionLost("nobody serves there")
+        self.loaded.append(configuration.load_version)
+
+    def advance(self, advance: Advance) -> Report:
+        super().advance(advance)
+        if (number := advance.checkpoint) and not advance.prepare:
+            place = (advance.term, advance.version, self._index, 2)
+            tensors = [Stored(0, 0, "value", torch.zeros(4))] if self._index == 0 else []
+            file = self._store.write_shard(*place, iter(tensors), number=number)
+            self._written = Written(advance.term, number, advance.version, file, "", timedelta(0))
+        return Report(self._written)
+
+
+class Job:
+    """Shard 0 of a job of two shards, with checkpoints of the first and the last version."""
+
+    def __init__(self, directory: Path) -> None:
+        self.store = Store(directory)
+        self.shards = [Part(self.store, index) for index in range(2)]
+        self.keeper = Keeper(
+            self.store,
+            job="job",
+            term=self.store.next_term(),
+            shards=2,
+            interval=timedelta(hours=1),
+            keep=2,
+            now=0.0,
+        )
+        spec = TrainingJobSpec.model_validate(
+            {"entrypoint": "train:main", "parameterServer": {"replicas": 2}}
+        )
+        self.lead = Lead("job", spec, 1, self.shards, keeper=self.keeper, history=History(None, ""))
+        self.lead.start(None)
+        self._closed = False
+
+    def close(self, *, keep: bool = False) -> None:
+        """As when the process is asked to end."""
+        if not self._closed:
+            self._closed = True
+            self.lead.close(keep=keep)
+
+    def decide(self) -> None:
+        """A worker's step is decided, but shard 1 cannot be reached to apply it."""
+        coordinator = self.lead.coordinator
+        stay = start(coordinator)
+        taken = take(coordinator, stay, call=1)
+        self.shards[1].refuse = unreachable
+        finish(coordinator, stay, taken)
+        assert self.lead.status().progress.version == 0
+
+
+def unreachable(advance: Advance) -> None:
+    if advance.apply is not None or advance.last:
+        raise ConnectionLost("reset")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    for shard in job.shards:
+        shard.refuse = lambda _: None
+    job.close()
+
+
+def test_a_round_that_is_decided_is_made_and_kept_before_the_job_ends(job: Job) -> None:
+    """Some shards may have applied it."""
+    job.decide()
+    ending = threading.Thread(target=job.close, kwargs={"keep": True})
+    ending.start()
+    tried = len(job.shards[1].orders)
+    eventually(lambda: len(job.shards[1].orders) > tried + 1, "it is tried again")
+    assert ending.is_alive()
+    job.shards[1].refuse = lambda _: None
+    ending.join(30)
+    assert not ending.is_alive()
+    assert [shard.applied[-1:] for shard in job.shards] == [[1], [1]]
+    assert job.store.versions() == [0, 1]
+    assert job.shards[1].orders[-1].last, "shard 1 may end"
+
+
+def test_a_job_ends_although_a_shard_is_not_reached_any_more(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round is not kept: nobody knows whether that shard has applied it."""
+    monkeypatch.setattr(driver_module, "PATIENCE", timedelta(milliseconds=50))
+    job.decide()
+    job.close(keep=True)
+    assert job.shards[0].applied == []
+    assert job.store.versions() == [0]
+    assert job.shards[1].orders[-1].last, "it was tried to tell it that it may end"
+
+
+def test_a_job_that_was_taken_over_keeps_nothing_and_ends_nobody(job: Job) -> None:
+    job.decide()
+    job.store.next_term()
+    eventually(lambda: job.lead.fenced, "it knows that it was replaced")
+    job.close(keep=True)
+    assert job.store.versions() == [0]
+    assert not any(order.last for order in job.shards[1].orders)
+
+
+def test_going_back_to_a_checkpoint_is_tried_until_it_works_and_the_status_says_so(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = job.lead.coordinator
+    stay = start(coordinator)
+    job.shards[1].broken = True
+
+    def lost(advance: Advance) -> None:
+        if job.shards[1].broken:
+            raise Refused(RefusalCode.NOT_READY, "shard 1 does not know the model yet")
+
+    job.shards[1].refuse = lost
+    words = "the job has to go back to a checkpoint, and that failed so far: nobody serves there"
+    eventually(lambda: job.lead.status().problem == words, "the status says so")
+    monkeypatch.setattr(guarded, "SETTLED", timedelta(milliseconds=10))
+    with pytest.raises(Refused, match="is still going back to a checkpoint") as refused:
+        coordinator.is_applied(0, stay.incarnation, 0)
+    assert refused.value.code is RefusalCode.NOT_READY
+    job.shards[1].broken = False
+    eventually(lambda: job.lead.status().term > 1, "it has worked")
+    assert job.lead.status().problem == ""
+    assert [shard.loaded[-1] for shard in job.shards] == [0, 0]
+    joined = join(coordinator, 1)
+    assert isinstance(joined, Joined)
+    assert not joined.initialise
+
+
+def test_a_driver_that_is_closed_lets_nobody_give_orders() -> None:
+    job = Guarded(TrainingJobSpec.model_validate({"entrypoint": "train:main"}), 1)
+    driver = Driver(job, [Notes()], keeper=None, history=History(None, ""))
+    with driver.turn() as order:
+        assert order == Advance(0, 0, {}, term=1)
+        assert driver.behind, "one at a time"
+    assert not driver.behind
+    driver.close()
+    with pytest.raises(Refused, match="is stopping") as refused, driver.turn():
+        pass
+    assert refused.value.code is RefusalCode.NOT_READY

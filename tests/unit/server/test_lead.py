@@ -1,0 +1,540 @@
+"""Shard 0 put together: what becomes of silent and hung workers, lost orders, and what must be on disk."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.api.status import Member
+from elastic_ps.checkpoint.manifest import Manifest
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.partition import Rule, TensorSpec
+from elastic_ps.core.settings import Settings
+from elastic_ps.errors import ConnectionLost, Fenced, RefusalCode, Refused
+from elastic_ps.process.telemetry import History
+from elastic_ps.server import coordinator as coordinator_module
+from elastic_ps.server import kept
+from elastic_ps.server.coordinator import TICK, Joined, NotYet
+from elastic_ps.server.driver import RETRY
+from elastic_ps.server.keeper import Keeper
+from elastic_ps.server.lead import Lead
+from elastic_ps.server.orders import Advance, Configuration, Report, Written
+from elastic_ps.server.state import Taken
+from tests.testing.coordinator import SETTINGS, Notes, finish, join, start, take
+from tests.testing.polling import LIMIT, eventually
+
+
+@contextmanager
+def leading(
+    shards: Sequence[Notes],
+    *,
+    keeper: Keeper | None = None,
+    clock: Callable[[], float] | None = None,
+    crowded: bool = False,
+    **fields: Any,
+) -> Iterator[Lead]:
+    spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", **fields})
+    history = History(None, "")
+    lead = Lead("job", spec, 1, shards, keeper=keeper, history=history, clock=clock, crowded=crowded)
+    lead.start(None)
+    try:
+        yield lead
+    finally:
+        for shard in shards:
+            shard.refuse = lambda _: None
+        lead.close(keep=False)
+
+
+@pytest.fixture
+def shard() -> Notes:
+    return Notes()
+
+
+@pytest.fixture
+def lead(shard: Notes) -> Iterator[Lead]:
+    with leading([shard]) as lead:
+        yield lead
+
+
+def members(lead: Lead) -> dict[int, Member]:
+    """The newest stay of each worker."""
+    return {member.worker: member for member in lead.status().members}
+
+
+class Clock:
+    """A time that moves when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.mark.parametrize(
+    ("refusal", "expected"),
+    [
+        (Refused(RefusalCode.STALE_TERM, "this is an order of term 2; term 3 gives the orders now"), Fenced),
+        (Refused(RefusalCode.INVALID, "this cannot be, but in term 3"), Refused),
+    ],
+    ids=["replaced", "refused"],
+)
+def test_a_parameter_server_whose_shard_refuses_the_checkpoint_does_not_start(
+    refusal: Refused, expected: type[Exception]
+) -> None:
+    """If it has been configured in a newer term, the parameter server was replaced while it started."""
+
+    class Refusing(Notes):
+        def configure(self, configuration: Configuration) -> None:
+            raise refusal
+
+    spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", "parameterServer": {"replicas": 2}})
+    lead = Lead("job", spec, 2, [Notes(), Refusing()], keeper=None, history=History(None, ""))
+    tensors = [{"name": "w", "shape": [4], "dtype": "float32", "rule": int(Rule.GRADIENT), "group": 0}]
+    state = {"settings": SETTINGS.to_json()}
+    found = Manifest(job="job", version=1, term=1, tensors=tensors, optimizer="SGD", state=state)
+    with pytest.raises(expected, match="term 3"):
+        lead.start(found)
+
+
+def test_a_worker_that_is_silent_for_its_lease_is_lost_and_one_that_speaks_is_not(clock: Clock) -> None:
+    with leading([Notes()], clock=clock, worker={"leaseDuration": "10s"}) as lead:
+        coordinator = lead.coordinator
+        silent, alive = start(coordinator, 0), start(coordinator, 1)
+        clock.now += 9.0
+        coordinator.heartbeat(1, alive.incarnation)
+        clock.now += 2.0
+        eventually(lambda: members(lead)[0].state == "lost", "worker 0 is declared lost")
+        assert members(lead)[1].state == "idle"
+        assert members(lead)[0].reason == "silent for 10 s"
+        with pytest.raises(Refused, match="was declared gone") as refused:
+            coordinator.heartbeat(0, silent.incarnation)
+        assert refused.value.code is RefusalCode.STALE_INCARNATION
+
+
+def test_a_model_that_has_gone_meanwhile_is_not_missed() -> None:
+    """The worker that brings it is lost while an order is under way, which a shard that is new refuses."""
+    ordered = threading.Event()
+
+    def lose(advance: Advance) -> None:
+        if not ordered.is_set():
+            ordered.set()
+            running.coordinator.gone(0, "first")
+            raise Refused(RefusalCode.NOT_READY, "shard 1 does not know the model yet")
+
+    new = Notes()
+    with leading([Notes(), new], parameterServer={"replicas": 2}) as running:
+        new.refuse = lose
+        joined = join(running.coordinator, 0, instance="first", call=1)
+        assert isinstance(joined, Joined)
+        assert joined.initialise
+        assert ordered.wait(10)
+        joined = join(running.coordinator, 0, instance="second", call=1)
+        assert isinstance(joined, Joined)
+        assert joined.initialise
+
+
+def test_a_model_that_goes_before_the_job_can_go_back_is_not_missed() -> None:
+    """A shard has lost it; then the worker that was bringing it is lost, too."""
+    new = Notes()
+    with leading([Notes(), new], parameterServer={"replicas": 2}) as running:
+        job = running.coordinator.job
+        joined = join(running.coordinator, 0, instance="first", call=1)
+        assert isinstance(joined, Joined)
+        with job.changed:
+            job.spoiled = True
+            job.drop(0, "lost")
+        joined = join(running.coordinator, 0, instance="second", call=1)
+        assert isinstance(joined, Joined)
+        assert joined.initialise
+
+
+def test_without_a_checkpoint_a_lost_model_is_brought_anew_by_a_worker_that_has_not_trained() -> None:
+    """A shard has lost it and says so when a round is to be applied. There is nothing to go back to."""
+    first, second = Notes(), Notes()
+    with leading([first, second], parameterServer={"replicas": 2}) as running:
+        coordinator = running.coordinator
+        stay = start(coordinator, 0)
+        taken = take(coordinator, stay, call=1)
+
+        def lost(advance: Advance) -> None:
+            if advance.apply is not None:
+                raise Refused(RefusalCode.NOT_READY, "shard 1 does not know the model yet")
+
+        second.refuse = lost
+        finish(coordinator, stay, taken)
+        eventually(lambda: coordinator.job.state.model is None, "the model is given up")
+        assert coordinator.job.state.term == 2
+        assert first.applied == []
+        with pytest.raises(Refused) as refused:
+            coordinator.heartbeat(0, stay.incarnation)
+        assert refused.value.code is RefusalCode.STALE_INCARNATION
+        joined = join(coordinator, 0, instance="another", call=1)
+        assert isinstance(joined, Joined)
+        assert (joined.initialise, joined.term) == (True, 2)
+
+
+def test_other_shards_are_told_that_they_may_end_if_they_know_a_model() -> None:
+    told, untold = [Notes(), Notes()], [Notes(), Notes()]
+    for shards, begins in ((told, True), (untold, False)):
+        with leading(shards, parameterServer={"replicas": 2}) as running:
+            if begins:
+                start(running.coordinator, 0)
+    assert [order.last for order in told[1].orders][-1:] == [True]
+    assert not any(order.last for order in told[0].orders), "shard 0 ends by itself"
+    assert untold[1].orders == []
+
+
+def test_how_long_a_worker_s_steps_take_is_reported_after_the_first_one(clock: Clock) -> None:
+    with leading([Notes()], clock=clock) as lead:
+        coordinator = lead.coordinator
+        stay = start(coordinator, 0)
+        seen: list[float | None] = []
+        for step in range(3):
+            taken = take(coordinator, stay, call=step + 1, wait=step == 0)
+            clock.now += 3.0
+            finish(coordinator, stay, replace(taken, version=step), step=step)
+            eventually(lambda: coordinator.job.state.version == len(seen) + 1, "the next version")
+            seen.append(members(lead)[0].step_seconds)
+        assert seen == [None, 3.0, 3.0]
+
+
+def test_a_worker_that_keeps_others_waiting_is_declared_hung_and_its_records_go_to_others(
+    clock: Clock,
+) -> None:
+    patience = {"progressTimeout": "20s", "leaseDuration": "10h"}
+    with leading([Notes()], clock=clock, worker=patience) as lead:
+        coordinator, state = lead.coordinator, lead.coordinator.job.state
+        first = start(coordinator, 0)
+        taken = take(coordinator, first, call=1)
+        take(coordinator, first, call=2, wait=False)
+        second = start(coordinator, 1)
+        joining: dict[str, Taken] = {}
+        thread = threading.Thread(target=lambda: joining.update(taken=take(coordinator, second, call=1)))
+        thread.start()
+        eventually(lambda: state.rounds.waiting, "the second waits for the next round")
+        finish(coordinator, first, taken)
+        thread.join(10)
+        assert joining["taken"].version == 1
+        contribution = Contribution(
+            worker=1,
+            incarnation=second.incarnation,
+            step=0,
+            samples=10,
+            records=tuple(joining["taken"].ranges),
+            settings=SETTINGS.to_json(),
+        )
+        coordinator.finish(contribution, version=1, attempt=0)
+        eventually(lambda: state.rounds.held_up, "it is noticed that the second waits")
+
+        def hung() -> bool:
+            clock.now += 0.5
+            return members(lead)[0].state == "hung"
+
+        eventually(hung, "the first is declared hung")
+        assert "have waited for its step for" in members(lead)[0].reason
+        assert members(lead)[1].state != "hung"
+        with pytest.raises(Refused) as refused:
+            coordinator.heartbeat(0, first.incarnation)
+        assert refused.value.code is RefusalCode.HUNG
+
+
+def test_shards_know_who_takes_part_before_a_worker_may_push(shard: Notes, lead: Lead) -> None:
+    coordinator = lead.coordinator
+    stay = start(coordinator)
+    take(coordinator, stay, call=1)
+    last = shard.orders[-1]
+    assert (last.version, last.attempt, last.expected) == (0, 0, {0: stay.incarnation})
+    coordinator.release(0, stay.incarnation, call=2)
+    eventually(lambda: not shard.orders[-1].expected, "nobody takes part any more")
+    before = len(shard.orders)
+    coordinator.release(0, stay.incarnation, call=2)
+    assert len(shard.orders) == before, "a repeated call changes nothing"
+
+
+def test_a_round_is_ordered_with_its_contributors_samples_and_settings(shard: Notes, lead: Lead) -> None:
+    coordinator = lead.coordinator
+    stay = start(coordinator)
+    taken = take(coordinator, stay, call=1)
+    assert not coordinator.is_applied(0, stay.incarnation, 0)
+    assert finish(coordinator, stay, taken)
+    assert coordinator.is_applied(0, stay.incarnation, 0)
+    assert not finish(coordinator, stay, taken), "it is known"
+    order = next(order for order in shard.orders if order.apply is not None)
+    assert order.apply is not None
+    assert (order.version, order.term, order.checkpoint) == (1, 1, 0)
+    assert order.apply.contributors == [(0, stay.incarnation, 0)]
+    assert (order.apply.samples, order.apply.attempt) == (10, 0)
+    assert order.apply.settings.groups == ({"lr": 0.1},)
+    assert lead.coordinator.job.state.settings.to_json() == order.apply.settings.to_json()
+
+
+def test_an_order_that_was_not_delivered_is_given_again(shard: Notes, lead: Lead) -> None:
+    coordinator = lead.coordinator
+    stay = start(coordinator)
+    taken = take(coordinator, stay, call=1)
+    failures = 0
+
+    def lose(advance: Advance) -> None:
+        nonlocal failures
+        if advance.apply is not None and failures < 2:
+            failures += 1
+            raise ConnectionLost("reset")
+
+    shard.refuse = lose
+    finish(coordinator, stay, taken)
+    eventually(lambda: lead.status().progress.version == 1, "it arrives in the end")
+    assert failures == 2
+    assert lead.status().progress.records_applied == sum(r.records for r in taken.ranges)
+    assert coordinator.job.state.settings.position.version == 1, "schedules count a version as one step"
+
+
+def test_a_shard_that_is_not_reached_is_not_tried_by_every_call(shard: Notes, lead: Lead) -> None:
+    """Each of them would try at once, and wake up the others, which would do so, too."""
+    coordinator = lead.coordinator
+    stay = start(coordinator)
+    taken = take(coordinator, stay, call=1)
+
+    def lose(advance: Advance) -> None:
+        raise ConnectionLost("reset")
+
+    shard.orders.clear()
+    shard.refuse = lose
+    began = time.monotonic()
+    finish(coordinator, stay, taken)
+    for _ in range(500):
+        coordinator.gone(7, "nobody")
+    allowed = 3 + (time.monotonic() - began) / RETRY.total_seconds()
+    assert 1 <= len(shard.orders) <= allowed
+    shard.refuse = lambda _: None
+    eventually(lambda: lead.status().progress.version == 1, "it arrives in the end")
+
+
+def test_a_round_that_starts_again_has_the_settings_that_it_was_opened_with() -> None:
+    shards = [Notes(), Notes()]
+    with leading(shards) as lead:
+        coordinator, state = lead.coordinator, lead.coordinator.job.state
+        stay = start(coordinator)
+        taken = take(coordinator, stay, call=1)
+        before = state.settings.to_json()
+        seen: list[tuple[str, str]] = []
+
+        def refuse(advance: Advance) -> None:
+            if advance.prepare and not seen:
+                seen.append((state.settings.to_json(), kept.to_checkpoint(state)["settings"]))
+                raise Refused(RefusalCode.INVALID, "its sums are others")
+
+        shards[1].refuse = refuse
+        finish(coordinator, stay, taken)
+        eventually(lambda: state.rounds.attempt == 1, "the round starts again")
+        [(decided, checkpoint)] = seen
+        assert decided != before, "who pulls the version that is made gets its settings"
+        assert checkpoint == before, "the version that there is has them not"
+        assert state.settings.to_json() == before
+        finish(coordinator, stay, taken)
+        eventually(lambda: state.version == 1, "it is made")
+        assert state.settings.to_json() == decided
+
+
+def test_a_shard_of_another_term_s_orders_fences_this_server(tmp_path: Path) -> None:
+    """It says that a newer parameter server has spoken to it."""
+    store = Store(tmp_path)
+    keeper = keeper_of(store)
+    shards = [Notes(), Notes()]
+    with leading(shards, keeper=keeper) as lead:
+        coordinator = lead.coordinator
+        shards[1].refuse = lambda _: raise_(Refused(RefusalCode.STALE_TERM, "term 7 gives the orders now"))
+        join(coordinator, 0)
+        eventually(lambda: lead.fenced, "it knows that it was replaced")
+        assert lead.status().progress.version == 0
+
+
+def raise_(error: Exception) -> None:
+    raise error
+
+
+def keeper_of(store: Store, *, shards: int = 2) -> Keeper:
+    return Keeper(
+        store,
+        job="job",
+        term=store.next_term(),
+        shards=shards,
+        interval=timedelta(hours=1),
+        keep=2,
+        now=0.0,
+    )
+
+
+def test_without_a_checkpoint_a_lost_model_is_begun_anew_in_another_term() -> None:
+    shards = [Notes(), Notes()]
+    with leading(shards) as lead:
+        coordinator = lead.coordinator
+        start(coordinator)
+        shards[1].refuse = lambda _: raise_(Refused(RefusalCode.NOT_READY, "it does not know the model"))
+        eventually(lambda: lead.status().term == 2, "the model is given up")
+        assert not lead.status().ready
+        shards[1].refuse = lambda _: None
+        joined = join(coordinator, 1)
+        assert isinstance(joined, Joined)
+        assert joined.initialise
+        assert joined.term == 2
+        assert joined.stay.incarnation >> 32 == 2
+
+
+def test_a_job_that_is_about_to_end_tells_nobody_anything_more() -> None:
+    shards = [Notes(), Notes()]
+    with leading(shards) as lead:
+        coordinator = lead.coordinator
+        stay = start(coordinator)
+    with pytest.raises(Refused, match="is stopping") as refused:
+        coordinator.is_applied(0, stay.incarnation, 0)
+    assert refused.value.code is RefusalCode.NOT_READY
+    assert shards[1].orders[-1].last, "the other shard may end"
+    assert not any(order.last for order in shards[0].orders)
+
+
+def test_another_shard_is_asked_again_and_again_whether_it_knows_the_model() -> None:
+    shards = [Notes(), Notes()]
+    with leading(shards) as lead:
+        coordinator = lead.coordinator
+        start(coordinator)
+        before = len(shards[1].orders)
+        eventually(lambda: len(shards[1].orders) > before + 2, "it is asked")
+    alone = Notes()
+    with leading([alone]) as lead:
+        coordinator = lead.coordinator
+        start(coordinator)
+        before = len(alone.orders)
+        threading.Event().wait(TICK.total_seconds() * 3)
+        assert len(alone.orders) == before, "a shard that is in this process need not be"
+
+
+def test_rows_whose_norm_is_limited_must_not_be_divided() -> None:
+    tensors = (TensorSpec("e", (4, 1024), "float32", Rule.GRADIENT, 0),)
+    with leading([Notes()], parameterServer={"bucketBytes": 2048}) as lead:
+        coordinator = lead.coordinator
+
+        def joining(settings: Settings) -> Joined | NotYet:
+            return coordinator.join(
+                0, pid=1, host="here", tensors=tensors, optimizer="SGD", settings=settings
+            )
+
+        with pytest.raises(Refused, match=r"increase parameterServer\.bucketBytes") as refused:
+            joining(Settings(({"lr": 0.1, "max_norm": 1.0},)))
+        assert refused.value.code is RefusalCode.INVALID
+        joined = joining(Settings(({"lr": 0.1},)))
+        assert isinstance(joined, Joined)
+        assert joined.initialise
+
+
+def test_the_first_and_the_last_version_are_on_disk_before_workers_go_on(tmp_path: Path) -> None:
+    """Else a parameter server that is lost then has nothing to go back to."""
+    store = Store(tmp_path)
+    keeper = keeper_of(store, shards=1)
+    shard = Writing(store)
+    with leading([shard], keeper=keeper) as lead:
+        coordinator = lead.coordinator
+        stay = start(coordinator)
+        assert keeper.durable_version == 0
+        assert lead.status().progress.durable_version == 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "time", lambda: 0.0)
+            assert lead.status().durable_age_seconds == 0, "the machine's clock was put back"
+        step = 0
+        while not (taken := take(coordinator, stay, call=step + 1)).finished:
+            assert keeper.durable_version == 0, "the interval is an hour"
+            finish(coordinator, stay, taken, step=step)
+            step += 1
+        assert step > 1
+        assert taken.version == keeper.durable_version == step
+
+
+def test_a_version_that_cannot_be_kept_is_tried_again(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    keeper = keeper_of(store, shards=1)
+    shard = Writing(store)
+    shard.problem = "No space left on device"
+    with leading([shard], keeper=keeper, clock=clock) as lead:
+        coordinator = lead.coordinator
+        joined = join(coordinator, 0)
+        assert isinstance(joined, Joined)
+        with pytest.raises(Refused, match=r"version 0 is not on disk yet\. No space left") as refused:
+            coordinator.initialised(0, joined.stay.incarnation)
+        assert refused.value.code is RefusalCode.NOT_READY
+        assert not lead.status().ready
+        assert lead.status().problem == "No space left on device"
+        shard.problem = ""
+        tried = shard.written
+        threading.Event().wait(TICK.total_seconds() * 3)
+        assert shard.written == tried, "not before a second has passed"
+        clock.now += 1.0
+        eventually(lambda: lead.status().ready, "it is tried again")
+        coordinator.initialised(0, joined.stay.incarnation)
+        assert keeper.durable_version == 0
+
+
+def test_the_worker_that_has_brought_the_model_waits_while_another_thread_writes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that looks every `TICK` may have come first."""
+    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(seconds=LIMIT))
+    store = Store(tmp_path)
+    shard, writing, go_on = Writing(store), threading.Event(), threading.Event()
+
+    def slowly(advance: Advance) -> None:
+        if advance.checkpoint:
+            writing.set()
+            assert go_on.wait(LIMIT)
+
+    shard.refuse = slowly
+    with leading([shard], keeper=keeper_of(store, shards=1)) as lead, ThreadPoolExecutor(2) as pool:
+        joined = join(lead.coordinator, 0)
+        assert isinstance(joined, Joined)
+        first = pool.submit(lead.coordinator.initialised, 0, joined.stay.incarnation)
+        assert writing.wait(LIMIT)
+        second = pool.submit(lead.coordinator.initialised, 0, joined.stay.incarnation)
+        try:
+            assert not wait([first, second], 0.5).done, "it is not on disk yet"
+        finally:
+            go_on.set()
+        first.result(LIMIT)
+        second.result(LIMIT)
+        assert lead.status().ready
+
+
+class Writing(Notes):
+    """Writes its part of each checkpoint at once, empty, unless there is a `problem`."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.store, self.problem, self.written = store, "", 0
+        self._last: Written | None = None
+
+    def advance(self, advance: Advance) -> Report:
+        super().advance(advance)
+        if advance.checkpoint:
+            self.written += 1
+            number = advance.checkpoint
+            file = None
+            if not self.problem:
+                file = self.store.write_shard(advance.term, advance.version, 0, 1, iter(()), number=number)
+            self._last = Written(advance.term, number, advance.version, file, self.problem, timedelta(0))
+        return Report(self._last)

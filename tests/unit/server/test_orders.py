@@ -1,0 +1,102 @@
+"""Orders to shards and their answers on the wire."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+
+from elastic_ps.api.tuning import Tuning
+from elastic_ps.checkpoint.manifest import ShardFile
+from elastic_ps.core.settings import Settings
+from elastic_ps.errors import Malformed
+from elastic_ps.server.orders import (
+    Advance,
+    Application,
+    Configuration,
+    OrderId,
+    OrderLog,
+    Report,
+    Standing,
+    Written,
+    advance_from_message,
+    advance_to_message,
+    configuration_from_message,
+    configuration_to_message,
+    report_from_message,
+    report_to_message,
+    settings_from_message,
+)
+from elastic_ps.transport import messages_pb2 as pb
+from tests.testing.shard import one_bucket, tensor
+
+SETTINGS = Settings(({"lr": 0.5},))
+APPLICATION = Application(2, [(0, 10, 3), (4, 14, 9)], 640, SETTINGS, assigns=True)
+ORDER = OrderId("a", 7)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        Advance(0, 0, {}),
+        Advance(
+            5, 2, {4: 14, 0: 10}, APPLICATION, checkpoint=3, term=2, prepare=True, state="{}", rescue=True
+        ),
+        Advance(6, 0, {}, Application(2, [(0, 10, 3)], 640, SETTINGS, norm=0.0)),
+        Advance(4, 1, {}, term=2, next=Advance(5, 0, {}, APPLICATION, term=2, state="{}"), last=True),
+    ],
+)
+def test_an_order_arrives_as_it_was_given(order: Advance) -> None:
+    message = advance_to_message("job", order, ORDER)
+    assert advance_from_message(pb.AdvanceRequest.FromString(message.SerializeToString())) == order
+    assert (message.job, message.source, message.number) == ("job", "a", 7)
+    assert (advance_to_message("job", order).source, advance_to_message("job", order).number) == ("", 0)
+
+
+@pytest.mark.parametrize("load_version", [None, 0, 3])
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_model_arrives_as_it_was_described(load_version: int | None, follows: bool) -> None:
+    layout = one_bucket(tensor("w", 4), tensor("v", 2))
+    tuning = Tuning(generation=4) if follows else None
+    configuration = Configuration(layout, "Adam", SETTINGS, 3, load_version, follows, tuning)
+    message = configuration_to_message("job", configuration, ORDER)
+    assert (message.job, message.source, message.number) == ("job", "a", 7)
+    message = pb.ConfigureRequest.FromString(message.SerializeToString())
+    assert configuration_from_message(message) == configuration
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        Report(),
+        Report(standby=Standing.CATCHING_UP),
+        Report(Written(1, 2, 3, ShardFile("part", "digest", 99), "", timedelta(microseconds=1234567))),
+        Report(Written(1, 2, 3, None, "No space left", timedelta(0)), Standing.FOLLOWING),
+    ],
+)
+def test_an_answer_arrives_as_it_was_given(report: Report) -> None:
+    message = pb.AdvanceReply.FromString(report_to_message(report).SerializeToString())
+    assert report_from_message(message) == report
+
+
+def test_what_nobody_can_have_said_is_refused() -> None:
+    with pytest.raises(Malformed, match="9 is not a valid Standing"):
+        report_from_message(pb.AdvanceReply(standby=9))
+    for text in ("", "{", "[]", "{}"):
+        with pytest.raises(Malformed, match="not the settings of an optimizer"):
+            settings_from_message(text)
+
+
+def test_an_order_is_old_when_it_or_a_later_one_of_its_source_has_come() -> None:
+    log = OrderLog()
+    seen = [
+        log.is_old(OrderId(source, number)) for source, number in (("a", 1), ("a", 1), ("a", 3), ("a", 2))
+    ]
+    assert seen == [False, True, False, True]
+    assert not log.is_old(OrderId("b", 1)), "of another source"
+    assert log.is_last(OrderId("a", 3))
+    assert not log.is_last(OrderId("a", 2))
+    assert not log.is_last(OrderId("c", 1))
+    log.clear()
+    assert not log.is_last(OrderId("a", 3))
+    assert not log.is_old(OrderId("a", 1)), "a new term"

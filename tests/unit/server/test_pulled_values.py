@@ -1,0 +1,194 @@
+"""Values on their way to the workers: encoded once, the same for all, and refused if they do not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.api.training import Compression, Consistency
+from elastic_ps.codec import as_bytes
+from elastic_ps.codec.builtin import Bf16
+from elastic_ps.codec.plan import Plan
+from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
+from elastic_ps.errors import ConnectionLost, Malformed
+from elastic_ps.server import shard
+from elastic_ps.server.encoder import Sent, ValueEncoder
+from elastic_ps.server.pulls import Pulled
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.worker.model import Flat
+from elastic_ps.worker.traffic import Traffic
+from elastic_ps.worker.values import Values
+from tests.testing.shard import Body, Rig
+
+KINDS = {
+    "weight": ("float32", Rule.GRADIENT, False),
+    "base": ("float32", Rule.GRADIENT, True),
+    "half": ("bfloat16", Rule.GRADIENT, False),
+    "wide": ("float64", Rule.GRADIENT, False),
+    "mean": ("float32", Rule.MEAN, False),
+    "table": ("float32", Rule.CONSTANT, False),
+}
+TENSORS = tuple(
+    TensorSpec(name, (4,), dtype, rule, 0 if rule is Rule.GRADIENT else -1, (), frozen)
+    for name, (dtype, rule, frozen) in KINDS.items()
+)
+LAYOUT = Layout(
+    TENSORS,
+    tuple(Bucket(i, 0, t.dtype, t.rule, (Piece(i, 0, 4),)) for i, t in enumerate(TENSORS)),
+    1,
+)
+BF16 = Plan(Compression(values="bf16"))
+THIRDS = torch.tensor([1, 2, 4, 5]) / 3
+
+
+def shard_of(consistency: Consistency | None = None) -> Rig:
+    rig = Rig(LAYOUT, workers=(0,), consistency=consistency or Consistency())
+    for bucket in LAYOUT.buckets:
+        rig.fill(bucket.index, THIRDS.to(getattr(torch, bucket.dtype)))
+    return rig
+
+
+def pulled(rig: Rig, bucket: int = 0, *, contributor: bool = True, held: int | None = None) -> Pulled:
+    who = (0, rig.workers[0]) if contributor else None
+    answers = rig.shard.pull([bucket], rig.version, term=3, attempt=None, contributor=who, held=held)
+    answer = next(iter(answers))
+    assert isinstance(answer, Pulled)
+    return answer
+
+
+class Model:
+    """A worker's, that receives values."""
+
+    def __init__(self, plan: Plan = BF16) -> None:
+        self.tensors = [torch.zeros(4, dtype=getattr(torch, t.dtype)) for t in TENSORS]
+        self.traffic = Traffic()
+        self._values = Values(Flat(LAYOUT, self.tensors), plan, traffic=self.traffic)
+
+    def receive(self, bucket: int, run: pb.Run | None, body: Body) -> torch.Tensor:
+        self._values.receive(LAYOUT.buckets[bucket], pb.PullReply(bucket=bucket, encoded=run), body)
+        return self.tensors[bucket]
+
+
+def body_of(sent: Sent, **more: Any) -> Body:
+    return Body(torch.frombuffer(bytearray(sent.body), dtype=torch.uint8), **more)
+
+
+def test_float32_values_that_are_trained_take_half_the_bytes() -> None:
+    """All else arrives as it is; the parameter server's own values are not rounded."""
+    rig, encoder, model = shard_of(), ValueEncoder(BF16), Model()
+    for index, (name, (dtype, _, _)) in enumerate(KINDS.items()):
+        sent = encoder.encode(rig.shard, pulled(rig, index))
+        exact = THIRDS.to(getattr(torch, dtype))
+        received = model.receive(index, sent.run, body_of(sent))
+        assert torch.equal(rig.values(index), exact)
+        assert torch.equal(BF16.as_pulled(LAYOUT, LAYOUT.buckets[index], exact), received)
+        if name == "weight":
+            assert len(sent.body) == exact.nbytes / 2
+            assert torch.equal(received, exact.bfloat16().float())
+        else:
+            assert sent.run is None
+            assert torch.equal(received, exact)
+    counts = model.traffic.counts()
+    assert counts.pulled_plain_bytes - counts.pulled_bytes == THIRDS.nbytes / 2
+    assert counts.decode_seconds > 0
+
+
+@pytest.mark.parametrize("contributor", [True, False])
+def test_all_workers_get_what_was_encoded_once(monkeypatch: pytest.MonkeyPatch, contributor: bool) -> None:
+    calls: list[torch.Tensor] = []
+
+    def encode(codec: Bf16, tensor: torch.Tensor, *more: Any) -> Any:
+        calls.append(tensor)
+        return usual(codec, tensor, *more)
+
+    usual = Bf16.encode
+    monkeypatch.setattr(Bf16, "encode", encode)
+    rig, encoder = shard_of(), ValueEncoder(BF16)
+    sent = [encoder.encode(rig.shard, pulled(rig, contributor=contributor)) for _ in range(3)]
+    assert len(calls) == 1
+    assert sent[0] is sent[1] is sent[2]
+    before = bytes(sent[0].body)
+    rig.push(0, torch.ones(4))
+    for index in (1, 2, 3, 4):
+        rig.push(0, torch.ones(4, dtype=getattr(torch, TENSORS[index].dtype)), bucket=index)
+    rig.commit(0, samples=1)
+    after = encoder.encode(rig.shard, pulled(rig, contributor=contributor))
+    assert len(calls) == 2
+    assert bytes(sent[0].body) == before  # a worker that is slow to read still gets its version
+    assert torch.equal(Model().receive(0, after.run, body_of(after)), (THIRDS - 1).bfloat16().float())
+    same = encoder.encode(rig.shard, pulled(rig, contributor=contributor, held=1))
+    assert (same.run, len(same.body)) == (None, 0)
+
+
+def test_what_is_made_while_the_values_may_change_is_for_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that has lost its part may read values of two versions; it is refused at the end."""
+    monkeypatch.setattr(shard, "SMALL", 0)  # else they would be copied
+    rig, encoder = shard_of(), ValueEncoder(BF16)
+    torn = pulled(rig)
+    copy = pulled(rig, contributor=False)
+    as_of_now = torch.frombuffer(torn.data, dtype=torch.float32)
+    as_of_now.fill_(7.0)
+    encoder.encode(rig.shard, torn)
+    sent = encoder.encode(rig.shard, copy)
+    assert torch.equal(Model().receive(0, sent.run, body_of(sent)), THIRDS.bfloat16().float())
+
+
+def test_another_shard_begins_anew() -> None:
+    """The term is another, so version 0 may be, too."""
+    encoder = ValueEncoder(BF16)
+    first, second = shard_of(), shard_of()
+    second.fill(0, torch.ones(4))
+    encoder.encode(first.shard, pulled(first))
+    sent = encoder.encode(second.shard, pulled(second))
+    assert Model().receive(0, sent.run, body_of(sent)).tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(("server", "worker"), [("none", "bf16"), ("bf16", "none")])
+def test_mixed_codecs_are_refused(server: Any, worker: Any) -> None:
+    rig = shard_of()
+    sent = ValueEncoder(Plan(Compression(values=server))).encode(rig.shard, pulled(rig))
+    model = Model(Plan(Compression(values=worker)))
+    with pytest.raises(Malformed, match=f"shard 0 .* as '{server}'; .* '{worker}'.*spec.compression"):
+        model.receive(0, sent.run, body_of(sent))
+    assert not model.tensors[0].any()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pb.Part(name="values", dtype="bfloat16", elements=3),
+        pb.Part(name="values", dtype="bfloat16", elements=5),
+        pb.Part(name="values", dtype="float16", elements=4),
+        pb.Part(name="other", dtype="bfloat16", elements=4),
+        pb.Part(name="values", dtype="object", elements=1),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(part: pb.Part) -> None:
+    run = pb.Run(codec="bf16", parts=[part])
+    with pytest.raises(Malformed, match="values of bucket 0 from shard 0 cannot be decoded"):
+        Model().receive(0, run, Body(torch.zeros(4, dtype=torch.bfloat16)))
+
+
+def test_a_body_that_is_cut_off_is_asked_for_again() -> None:
+    rig, model = shard_of(), Model()
+    sent = ValueEncoder(BF16).encode(rig.shard, pulled(rig))
+    with pytest.raises(ConnectionLost):
+        model.receive(0, sent.run, body_of(sent, cut_off=True))
+    assert not model.tensors[0].any()
+    assert torch.equal(model.receive(0, sent.run, body_of(sent)), THIRDS.bfloat16().float())
+
+
+def test_values_in_shared_memory_are_decoded_where_they_are() -> None:
+    class Shared(Body):
+        def view(self) -> memoryview:
+            return as_bytes(THIRDS.bfloat16())
+
+        def read_into(self, target: memoryview) -> None:
+            raise AssertionError("copied")
+
+    rig, model = shard_of(), Model()
+    sent = ValueEncoder(BF16).encode(rig.shard, pulled(rig))
+    received = model.receive(0, sent.run, Shared(THIRDS.bfloat16()))
+    assert torch.equal(received, THIRDS.bfloat16().float())

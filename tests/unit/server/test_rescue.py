@@ -1,0 +1,284 @@
+"""Rounds that only a standby has become a checkpoint when another parameter server takes over."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from elastic_ps.api.training import Consistency
+from elastic_ps.checkpoint.manifest import ShardFile
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.core.settings import Settings
+from elastic_ps.errors import AskedToEnd, ConnectionLost, Fenced, RefusalCode, Refused, StorageUnavailable
+from elastic_ps.process.telemetry import Trace
+from elastic_ps.server import rescue as rescue_module
+from elastic_ps.server.follower import for_standby
+from elastic_ps.server.keeper import Keeper
+from elastic_ps.server.node import Node
+from elastic_ps.server.orders import Advance, Application, Configuration, Report
+from elastic_ps.server.patience import Patience
+from elastic_ps.server.remote import RemoteShard
+from elastic_ps.server.rescue import held, rescue
+from tests.testing.shard import LR, Body, one_bucket, ones, tensor
+
+TENSOR = {"name": "w", "shape": [4], "dtype": "float32", "rule": 0, "group": 0}
+STATE = json.dumps({"tensors": [TENSOR], "optimizer": "SGD"})
+
+
+def make_node(store: Store) -> Node:
+    return Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""))
+
+
+def configure(node: Node, *, term: int, load: int | None = None) -> None:
+    node.configure(Configuration(one_bucket(tensor("w", 4)), "SGD", Settings(LR.groups), term, load))
+
+
+def round_of(version: int) -> Advance:
+    """What makes `version`, of a gradient of ones."""
+    application = Application(0, [(0, 10, version - 1)], 1, LR)
+    return Advance(version, 0, {}, application, term=1, state=STATE)
+
+
+class Disk(Store):
+    """A checkpoint directory in which there may be no room."""
+
+    room = True
+
+    def write_shard(self, *arguments: Any, **named: Any) -> ShardFile:
+        if not self.room:
+            raise StorageUnavailable("No space left on device")
+        return super().write_shard(*arguments, **named)
+
+
+class Setting:
+    """A standby that has carried out version 1 and has the sum for version 2, a new shard, and a keeper."""
+
+    def __init__(self, directory: Path) -> None:
+        self.store = Disk(directory)
+        self.store.next_term()
+        interval = timedelta(seconds=30)
+        self.keeper = Keeper(
+            self.store,
+            job="job",
+            term=self.store.next_term(),
+            shards=1,
+            interval=interval,
+            every=9,
+            keep=2,
+            now=0.0,
+        )
+        self.shard, self.standby = make_node(self.store), make_node(self.store)
+        configure(self.standby, term=1)
+        first, second = round_of(1), round_of(2)
+        self.standby.advance(Advance(0, 0, {}, term=1, next=first))
+        self.standby.take_sum(1, 0, 0, 0, [True], Body(ones(4)))
+        self.standby.advance(replace(for_standby(first), next=second))
+        self.standby.take_sum(1, 0, 1, 0, [True], Body(ones(4)))
+
+    def rescue(self) -> bool:
+        orders = held(cast(RemoteShard, self.standby), self.keeper.term)
+        return rescue(self.keeper, [self.shard], [cast(RemoteShard, self.standby)], orders)
+
+    def loaded(self, version: int) -> list[float]:
+        """The values of the checkpoint."""
+        node = make_node(self.store)
+        try:
+            configure(node, term=3, load=version)
+            ((_, values),) = node.shard.values()
+            return list(torch.Tensor.tolist(values))
+        finally:
+            node.close()
+
+    def close(self) -> None:
+        for each in (self.shard, self.standby, self.keeper):
+            each.close()
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Iterator[Setting]:
+    setting = Setting(tmp_path)
+    yield setting
+    setting.close()
+
+
+def test_the_newest_round_of_the_standby_becomes_a_checkpoint(setting: Setting) -> None:
+    assert setting.rescue()
+    assert setting.keeper.durable_version == 2
+    assert setting.loaded(2) == [-2.0] * 4
+
+
+def test_what_is_on_disk_is_not_saved_again(setting: Setting) -> None:
+    assert setting.rescue()
+    assert not setting.rescue()
+    assert setting.store.versions() == [2]
+
+
+def test_without_the_last_sum_the_version_before_is_saved(tmp_path: Path, setting: Setting) -> None:
+    orders = [round_of(1), round_of(3)]  # the standby is at version 1 and has the sum for 2
+    assert rescue(setting.keeper, [setting.shard], [cast(RemoteShard, setting.standby)], orders)
+    assert setting.keeper.durable_version == 1
+    assert setting.loaded(1) == [-1.0] * 4
+
+
+def test_nothing_is_saved_if_nobody_can_carry_an_order_out(setting: Setting) -> None:
+    assert not rescue(setting.keeper, [setting.shard], [cast(RemoteShard, setting.standby)], [round_of(3)])
+    assert setting.keeper.durable_version is None
+
+
+def test_a_version_that_cannot_be_written_is_not_lost(setting: Setting) -> None:
+    """Nor is an older one written in its place. When there is room again, it is saved."""
+    setting.store.room = False
+    with pytest.raises(StorageUnavailable, match="version 2 cannot be saved yet: No space left on device"):
+        setting.rescue()
+    assert setting.keeper.durable_version is None
+    setting.store.room = True
+    assert setting.rescue()
+    assert setting.loaded(2) == [-2.0] * 4
+
+
+def test_a_parameter_server_that_starts_waits_for_room_for_what_its_standby_has(setting: Setting) -> None:
+    setting.store.room = False
+    problems: list[str] = []
+
+    def asked_to_end() -> bool:
+        problems.append(patience.problem)
+        setting.store.room = True
+        return False
+
+    patience = Patience(asked_to_end)
+    assert patience.until_done(setting.rescue)
+    assert "version 2 cannot be saved yet" in problems[0]
+    assert setting.loaded(2) == [-2.0] * 4
+
+
+class Lossy:
+    """Loses the answers to the first `losses` orders that `inner` carries out, which takes `seconds` each."""
+
+    def __init__(self, inner: Node, losses: int, seconds: float = 0.0) -> None:
+        self._inner, self.losses, self._seconds = inner, losses, seconds
+
+    def advance(self, order: Advance) -> Report:
+        report = self._inner.advance(order)
+        if self.losses:
+            self.losses -= 1
+            time.sleep(self._seconds)
+            raise ConnectionLost("reset")
+        return report
+
+
+def test_an_answer_of_the_standby_that_is_lost_is_asked_for_again(setting: Setting) -> None:
+    lossy = cast(RemoteShard, Lossy(setting.standby, losses=3))
+    assert rescue(setting.keeper, [setting.shard], [lossy], [round_of(1), round_of(2)])
+    assert setting.keeper.durable_version == 2
+
+
+def test_an_answer_that_is_lost_after_long_work_is_asked_for_again(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time that a standby takes for the step and the copy is not time in which it has gone."""
+    monkeypatch.setattr(rescue_module, "GONE", timedelta(seconds=0.2))
+    lossy = cast(RemoteShard, Lossy(setting.standby, losses=1, seconds=0.4))
+    assert rescue(setting.keeper, [setting.shard], [lossy], [round_of(2)])
+
+
+def test_a_standby_that_has_gone_is_given_up(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a job whose shard and standby are lost together would never go back to its checkpoint."""
+    monkeypatch.setattr(rescue_module, "GONE", timedelta(seconds=0.3))
+    lossy = cast(RemoteShard, Lossy(setting.standby, losses=1_000_000))
+    assert not rescue(setting.keeper, [setting.shard], [lossy], [round_of(1), round_of(2)])
+
+
+def test_a_version_that_a_shard_was_writing_when_it_was_lost_comes_from_its_standby(setting: Setting) -> None:
+    class Dying:
+        """It begins to write, and is started again."""
+
+        asked = 0
+
+        def configure(self, configuration: Configuration) -> None: ...
+
+        def advance(self, order: Advance) -> Report:
+            self.asked += 1
+            if self.asked > 1:
+                raise Refused(RefusalCode.NOT_READY, "shard 0 does not know the model yet")
+            return Report()
+
+    given = ([Dying()], [cast(RemoteShard, setting.standby)], [round_of(2)])
+    with pytest.raises(StorageUnavailable, match="given up: shard 0 does not know the model yet"):
+        rescue(setting.keeper, *given)
+    assert rescue(setting.keeper, *given)
+    assert setting.loaded(2) == [-2.0] * 4
+
+
+def test_a_shard_that_still_has_the_model_needs_no_standby(setting: Setting) -> None:
+    configure(setting.shard, term=2)
+    order = replace(round_of(0), apply=None)
+
+    class Nobody:
+        def advance(self, order: Advance) -> Report:
+            raise AssertionError("the standby is asked")
+
+    assert rescue(setting.keeper, [setting.shard], [cast(RemoteShard, Nobody())], [order])
+    assert setting.loaded(0) == [0.0] * 4
+
+
+def test_a_standby_that_a_newer_term_has_asked_fences_this_one(setting: Setting) -> None:
+    setting.standby.held(5)
+    with pytest.raises(Fenced, match="term 5 gives the orders now"):
+        setting.rescue()
+
+
+def test_a_standby_that_does_not_answer_is_asked_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rescue_module, "GONE", timedelta(seconds=0.3))
+    order = round_of(1)
+
+    class Late:
+        asked = 0
+
+        def held(self, term: int) -> list[Advance]:
+            self.asked += 1
+            if self.asked < 3:
+                raise ConnectionLost("not there yet")
+            return [order]
+
+    assert held(cast(RemoteShard, Late()), 2) == [order]
+
+    class Never:
+        def held(self, term: int) -> list[Any]:
+            raise ConnectionLost("nobody")
+
+    assert held(cast(RemoteShard, Never()), 2) == []
+
+
+def test_what_only_a_silent_standby_has_is_not_given_up_by_a_process_that_ends(setting: Setting) -> None:
+    """The next parameter server asks it again, and this one does not outlast its grace period."""
+    began = time.monotonic()
+
+    class Never:
+        def held(self, term: int) -> list[Any]:
+            raise ConnectionLost("nobody")
+
+    with pytest.raises(AskedToEnd, match="the standby did not answer: nobody"):
+        held(cast(RemoteShard, Never()), 2, closing=lambda: True)
+    silent = cast(RemoteShard, Lossy(setting.standby, losses=1_000_000))
+    with pytest.raises(StorageUnavailable, match="version 2 is left to the standby: reset"):
+        rescue(setting.keeper, [setting.shard], [silent], [round_of(2)], closing=lambda: True)
+    assert time.monotonic() - began < rescue_module.GONE.total_seconds()
+    assert setting.rescue()
+    assert setting.loaded(2) == [-2.0] * 4
+
+
+def test_a_refusal_of_the_standby_is_no_answer() -> None:
+    class Busy:
+        def held(self, term: int) -> list[Any]:
+            raise Refused(RefusalCode.STALE_TERM, "term 9 gives the orders now")
+
+    with pytest.raises(Fenced, match="term 9"):
+        held(cast(RemoteShard, Busy()), 2)

@@ -1,0 +1,276 @@
+"""Gradients of which few elements are sent are added without being decoded, to the same sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.api.training import Compression
+from elastic_ps.codec.base import Codec, Encoded, Sparse
+from elastic_ps.codec.memory import as_bytes, dtype_of
+from elastic_ps.codec.plan import Plan
+from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
+from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.server import decoder
+from elastic_ps.server.decoder import Decoder
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.worker.encoder import Encoder, Payload
+from tests.testing.shard import Body, Rig
+
+WEIGHT, BIAS = 2000, 20
+BY_NAME = {"rules": [{"match": "bias", "codec": "none"}]}
+
+
+def plan(**compression: Any) -> Plan:
+    return Plan(Compression.model_validate(compression))
+
+
+def request_of(payload: Payload, worker: int = 0) -> pb.PushRequest:
+    return pb.PushRequest(
+        codec=payload.codec,
+        runs=payload.runs,
+        present=payload.present,
+        caller=pb.Caller(worker=worker),
+    )
+
+
+class Pushing:
+    """Workers that encode, and the shard that they push to."""
+
+    def __init__(self, codecs: Plan, *, workers: int = 3, dtype: str = "float32") -> None:
+        tensors = [
+            TensorSpec(name, (size,), dtype, Rule.GRADIENT, 0)
+            for name, size in (("weight", WEIGHT), ("bias", BIAS))
+        ]
+        pieces = tuple(Piece(i, 0, t.elements) for i, t in enumerate(tensors))
+        self.bucket = Bucket(0, 0, dtype, Rule.GRADIENT, pieces)
+        self.layout = Layout(tuple(tensors), (self.bucket,), 1)
+        self.rig = Rig(self.layout, workers=range(workers), codecs=codecs)
+        self.decoder = Decoder(codecs)
+        self.encoders = [Encoder(self.layout, codecs, worker=w, seed=0) for w in range(workers)]
+
+    def payload(self, worker: int, gradient: torch.Tensor, present: Sequence[bool] = ()) -> Payload:
+        encoder = self.encoders[worker]
+        encoder.begin(self.rig.version)
+        version = self.rig.version
+        raw = as_bytes(gradient)
+        return encoder.encode(self.bucket, gradient, raw, present, step=version, version=version)
+
+    def push(self, worker: int, payload: Payload, samples: int = 1) -> bool:
+        request = request_of(payload, worker)
+        body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
+        shard = self.rig.shard
+        with self.decoder.open(request, self.layout, self.bucket, body) as incoming:
+            return shard.push(self.rig.key(worker), samples, payload.present, incoming)
+
+    def refused(self, worker: int, payload: Payload) -> Refused:
+        """Refuses, and leaves the sum as it is."""
+        before = self.sum
+        with pytest.raises(Refused) as refusal:
+            self.push(worker, payload)
+        assert torch.equal(self.sum, before)
+        assert f"worker {worker}" in str(refusal.value)
+        return refusal.value
+
+    @property
+    def sum(self) -> torch.Tensor:
+        (found,) = self.rig.shard.sums()
+        return found.total.clone()
+
+
+def gradients(count: int, seed: int = 0, dtype: str = "float32") -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randn(WEIGHT + BIAS, generator=random).to(dtype_of(dtype)) for _ in range(count)]
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the gradients that were decoded as a whole."""
+    lengths: list[int] = []
+    usual = decoder.Decoded._decode
+
+    def decode(self: decoder.Decoded, arrived: Any) -> torch.Tensor:
+        result = usual(self, arrived)
+        lengths.append(len(result))
+        return result
+
+    monkeypatch.setattr(decoder.Decoded, "_decode", decode)
+    return lengths
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "compression",
+    [
+        {"codec": "topk"},
+        {"codec": "topk", **BY_NAME},
+        {"codec": "topk", "rules": [{"match": "bias", "codec": "int8"}]},
+        {"codec": "topk", "lossless": "zstd", **BY_NAME},
+        {"codec": "topk", "lossless": "blosc"},
+        {"codec": "auto", "maxError": 1},
+    ],
+    ids=["topk", "plain", "int8", "zstd", "blosc", "auto"],
+)
+def test_the_sum_is_that_of_the_decoded_gradients(
+    compression: dict[str, Any], dtype: str, decoded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their mean, weighed by samples, for one round after the other."""
+    used = plan(**compression)
+    if used.auto is not None:
+        monkeypatch.setattr(type(used.auto), "begin", lambda self, _: None)
+        used.auto._first = used.auto._names.index("topk")
+        used.auto._squares = [0.0, 0.0]
+    pushing = Pushing(used, dtype=dtype)
+    for seed in (1, 2):
+        expected = torch.zeros(WEIGHT + BIAS)
+        for worker, gradient in enumerate(gradients(3, seed, dtype)):
+            payload = pushing.payload(worker, gradient)
+            assert pushing.push(worker, payload, samples=worker + 1)
+            assert not pushing.push(worker, payload, samples=worker + 1)
+            assert decoded == []
+            whole = whole_of(pushing, payload).to(torch.float32)
+            assert 0 < int((whole != 0).sum()) <= 21 + BIAS
+            expected += (worker + 1) * whole
+            decoded.clear()
+            pushing.encoders[worker].applied()
+        assert torch.allclose(pushing.sum, expected / 6, rtol=1e-5, atol=1e-6)
+        pushing.rig.commit(0, 1, 2, samples=6)
+
+
+def whole_of(pushing: Pushing, payload: Payload) -> torch.Tensor:
+    request = request_of(payload)
+    body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
+    with pushing.decoder.open(request, pushing.layout, pushing.bucket, body) as incoming:
+        view = incoming.view()
+        assert view is not None
+        return torch.frombuffer(bytearray(view), dtype=dtype_of(pushing.bucket.dtype))
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [
+        {"codec": "int8"},
+        {"codec": "topk", "options": {"ratio": 0.2}},
+        {"codec": "int8", "rules": [{"match": "bias", "codec": "topk"}]},
+    ],
+)
+def test_what_is_not_sparse_is_decoded(compression: dict[str, Any], decoded: list[int]) -> None:
+    pushing = Pushing(plan(**compression), workers=1)
+    (gradient,) = gradients(1)
+    payload = pushing.payload(0, gradient)
+    pushing.push(0, payload)
+    assert decoded == [WEIGHT + BIAS]
+    assert torch.equal(pushing.sum, whole_of(pushing, payload))
+
+
+class Own(Codec):
+    """A user's own sparse codec, which says whatever it is told to."""
+
+    said: Sparse
+
+    def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
+        return Encoded({"first": tensor[:1]})
+
+    def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
+        raise AssertionError("nothing is decoded")
+
+    def sparse(self, encoded: Encoded, elements: int) -> Sparse:
+        return self.said
+
+
+def said(places: Any, values: Any, dtype: torch.dtype = torch.int64) -> Sparse:
+    return Sparse(torch.tensor(places, dtype=dtype), torch.tensor(values))
+
+
+@pytest.mark.parametrize(
+    ("sparse", "words"),
+    [
+        (said([WEIGHT + BIAS], [1.0]), "places from 2020 to 2020 of 2020"),
+        (said([-1, 3], [1.0, 2.0]), "places from -1 to 3"),
+        (said([1, 2], [1.0]), "(2,) places"),
+        (said([[1, 2]], [[1.0, 2.0]]), "(1, 2) places"),
+        (said([1], [1.0], torch.int32), "int32"),
+    ],
+)
+def test_places_that_are_not_there_are_refused(
+    sparse: Sparse, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Own, "said", sparse, raising=False)
+    pushing = Pushing(plan(codec="tests.unit.server.test_sparse_pushes:Own"), workers=2)
+    monkeypatch.setattr(Own, "said", said([5], [2.0]))
+    pushing.push(0, pushing.payload(0, torch.ones(WEIGHT + BIAS)))
+    monkeypatch.setattr(Own, "said", sparse)
+    refusal = pushing.refused(1, pushing.payload(1, torch.ones(WEIGHT + BIAS)))
+    assert refusal.code is RefusalCode.MALFORMED
+    assert words in str(refusal)
+
+
+@pytest.mark.parametrize(
+    ("places", "values"), [([3], [float("nan")]), ([3, 4], [1.0, float("inf")]), ([3, 3], [3e38, 3e38])]
+)
+def test_what_is_not_finite_or_overflows_is_refused(
+    places: list[int], values: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushing = Pushing(plan(codec="tests.unit.server.test_sparse_pushes:Own"), workers=2)
+    monkeypatch.setattr(Own, "said", said([3], [1.0]), raising=False)
+    pushing.push(0, pushing.payload(0, torch.ones(WEIGHT + BIAS)))
+    monkeypatch.setattr(Own, "said", said(places, values))
+    refusal = pushing.refused(1, pushing.payload(1, torch.ones(WEIGHT + BIAS)))
+    assert refusal.code is RefusalCode.NOT_FINITE
+
+
+def test_a_place_that_is_there_twice_has_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    pushing = Pushing(plan(codec="tests.unit.server.test_sparse_pushes:Own"), workers=1)
+    monkeypatch.setattr(Own, "said", said([7, 7, 9], [1.0, 2.0, 4.0]), raising=False)
+    pushing.push(0, pushing.payload(0, torch.ones(WEIGHT + BIAS)), samples=2)
+    expected = torch.zeros(WEIGHT + BIAS)
+    expected[7], expected[9] = 3, 4
+    assert torch.equal(pushing.sum, expected)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    "compression",
+    [
+        {"codec": "signsgd"},
+        {"codec": "signsgd", "lossless": "zstd"},
+        {"codec": "int8"},
+        {"codec": "topk", "options": {"ratio": 0.2}},
+        {"codec": "topk"},
+    ],
+    ids=["signsgd", "zstd", "int8", "decoded", "sparse"],
+)
+def test_a_parameter_without_a_gradient_has_what_others_have_sent(
+    compression: dict[str, Any], order: tuple[int, int]
+) -> None:
+    """Also where a codec makes something of its zeros, which share a block with a parameter that has one."""
+    pushing = Pushing(plan(**compression), workers=2)
+    mine, theirs = gradients(2)
+    mine[WEIGHT:] = 0.0
+    theirs[WEIGHT:] *= 10  # so that topk sends them
+    payloads = [pushing.payload(0, mine, (True, False)), pushing.payload(1, theirs)]
+    for worker in order:
+        assert pushing.push(worker, payloads[worker])
+    wholes = [whole_of(pushing, payload) for payload in payloads]
+    assert wholes[0][:WEIGHT].any()
+    assert wholes[1][WEIGHT:].any()
+    assert torch.equal(2 * pushing.sum[WEIGHT:], wholes[1][WEIGHT:])
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_elements_of_a_parameter_without_a_gradient_are_not_added(
+    absent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a codec of the user's says of them."""
+    pushing = Pushing(plan(codec="tests.unit.server.test_sparse_pushes:Own"), workers=1)
+    elements = said([0, WEIGHT - 1, WEIGHT, WEIGHT + BIAS - 1], [1.0, 2.0, 4.0, 8.0])
+    monkeypatch.setattr(Own, "said", elements, raising=False)
+    present = [index != absent for index in range(2)]
+    pushing.push(0, pushing.payload(0, torch.ones(WEIGHT + BIAS), present))
+    expected = torch.zeros(WEIGHT + BIAS)
+    expected[elements.places] = elements.values
+    expected[slice(WEIGHT) if absent == 0 else slice(WEIGHT, None)] = 0.0
+    assert torch.equal(pushing.sum, expected)

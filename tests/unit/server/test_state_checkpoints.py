@@ -1,0 +1,251 @@
+"""What shard 0 knows of a job, as checkpoints hold it and the status tells it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from elastic_ps.api.job import Data
+from elastic_ps.api.training import Consistency
+from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.fingerprint import Mark, to_text
+from elastic_ps.core.lanes import Lanes
+from elastic_ps.core.ledger import Ledger
+from elastic_ps.core.partition import Rule, TensorSpec, partition
+from elastic_ps.errors import InvalidJob
+from elastic_ps.server import kept, reported
+from elastic_ps.server.state import JobState, Model
+from tests.testing.state import MODEL, contribution, finish, join, training, two
+
+
+@pytest.fixture
+def state() -> JobState:
+    return training()
+
+
+def next_term(saved: dict[str, Any], *, version: int, data: Data | None = None, change: str = "") -> JobState:
+    """The state that the job goes on with from a checkpoint of its first term."""
+    return kept.from_checkpoint(
+        saved,
+        term=2,
+        lease=timedelta(seconds=10),
+        consistency=Consistency(),
+        data=data or Data(),
+        version=version,
+        model=MODEL,
+        change=change,
+    )
+
+
+def test_a_checkpoint_knows_what_scripts_have_asked_for(state: JobState) -> None:
+    state.model = MODEL
+    state.stopped, state.assigned = "no improvement", 3
+    again = next_term(kept.to_checkpoint(state), version=0)
+    assert again.stopped == "no improvement"
+    assert again.finished
+    assert again.assigned == 3
+
+
+@pytest.mark.parametrize(("change", "outcome"), [("", "lost"), ("consistency is async now", "left")])
+def test_members_end_with_a_term_because_it_was_lost_or_because_of_a_change(
+    state: JobState, change: str, outcome: str
+) -> None:
+    join(state, 0)
+    state.model = MODEL
+    again = next_term(kept.to_checkpoint(state), version=3, change=change)
+    ended = [(stay.outcome, stay.reason, stay.left_version) for stay in again.members.departed]
+    assert set(ended) == {(outcome, change, 3)}
+
+
+def test_members_of_a_finished_job_have_left(state: JobState) -> None:
+    """Its last checkpoint is written before its workers say goodbye."""
+    state.ledger = Ledger(records=10, epochs=1, shard_records=10)
+    committed(state, [contribution(state, join(state, 0))])
+    assert state.ledger.finished
+    state.model = MODEL
+    again = next_term(kept.to_checkpoint(state), version=3)
+    assert [stay.outcome for stay in again.members.departed] == ["left"]
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        ({"seed": 2}, "data.seed is 2, .* made with 1"),
+        ({"seed": 1, "shuffle": False}, "data.shuffle is False"),
+    ],
+)
+def test_a_checkpoint_goes_on_in_the_order_of_records_that_it_was_made_with(
+    data: dict[str, Any], match: str
+) -> None:
+    """In another order records would be trained twice, and others never, in the epoch that is under way."""
+    order = Data(seed=1, shard_records=16)
+    state = JobState(1, timedelta(seconds=10), data=order, model=MODEL, initialised=True)
+    state.open_ledger(100, 1, lanes=0)
+    saved = kept.to_checkpoint(state)
+    ledger = next_term(saved, version=7, data=Data(seed=1, shard_records=8)).ledger
+    assert isinstance(ledger, Ledger)
+    assert ledger.shard_records == 8, "what may change"
+    with pytest.raises(InvalidJob, match=match):
+        next_term(saved, version=7, data=Data(**data))
+
+
+def committed(state: JobState, contributions: list[Contribution], now: float = 0.0) -> None:
+    """The round of these steps is made."""
+    for each in contributions:
+        state.rounds.finish(each, version=state.version, attempt=state.rounds.attempt)
+    state.book(state.rounds.begin_commit(), now, decided=now)
+
+
+@pytest.mark.parametrize("lanes", [0, 2])
+def test_a_checkpoint_holds_all_that_the_job_goes_on_with(lanes: int) -> None:
+    state = JobState(1, timedelta(seconds=10), data=Data(shard_records=10), model=MODEL, initialised=True)
+    state.open_ledger(100, 2, lanes=lanes)
+    stays = [join(state, worker) for worker in range(2)] if lanes else [join(state, 0)]
+    steps = [
+        replace(contribution(state, stay), metrics={"loss": 1.0 + stay.worker, "accuracy": 0.5})
+        for stay in stays
+    ]
+    committed(state, steps)
+    state.drop(0, "left")
+    state.chiefs, state.script_state = {0: 1, 1: 0}, '{"best": 0.5}'
+    saved = json.loads(json.dumps(kept.to_checkpoint(state)))
+    again = next_term(saved, version=1, data=Data(shard_records=10))
+    assert (again.version, again.term, again.initialised, again.resumed) == (1, 2, True, True)
+    assert again.settings == state.settings
+    assert (again.chiefs, again.chief, again.stopped) == ({0: 1, 1: 0}, 0, "")
+    assert again.script_state == '{"best": 0.5}'
+    assert (again.metrics, again.loss.points) == (state.metrics, state.loss.points)
+    assert again.last_round == json.loads(json.dumps(state.last_round))
+    assert isinstance(again.ledger, Lanes if lanes else Ledger)
+    assert state.ledger is not None
+    assert again.ledger.applied == state.ledger.applied == 10 * len(stays)
+    outcomes = {stay.worker: stay.outcome for stay in again.members.stays()}
+    assert outcomes == ({0: "left", 1: "lost"} if lanes else {0: "left"})
+    assert not again.members.live
+    assert again.members.last_incarnation == 2 << 32, "no incarnation is given twice"
+    again.resumed = False
+    assert kept.to_checkpoint(again).keys() == saved.keys()
+
+
+def test_the_loss_of_a_version_is_the_mean_over_its_samples(state: JobState) -> None:
+    first, second = two(state)
+    steps = [contribution(state, stay) for stay in (first, second)]
+    steps = [
+        replace(steps[0], samples=10, metrics={"loss": 1.0, "a": 1.0}),
+        replace(steps[1], samples=30, metrics={"loss": 2.0, "b": 2.0}),
+    ]
+    committed(state, steps)
+    assert state.loss.points == [(2, 1.75)]
+    assert state.metrics == {"a": 1.0, "b": 2.0}
+    committed(state, [contribution(state, first, step=1), contribution(state, second, step=1)])
+    assert len(state.loss.points) == 1, "nobody reported one"
+
+
+def test_progress_in_numbers(state: JobState) -> None:
+    assert reported.progress(JobState(term=1, lease=timedelta(seconds=1)), 0.0, None).records_expected is None
+    state.ledger = Ledger(records=40, epochs=2, shard_records=10)
+    stay = join(state, 0)
+    for number in range(3):
+        committed(state, [contribution(state, stay, step=number)], now=float(number))
+        state.take(0, stay.incarnation, 10)
+    progress = reported.progress(state, 2.0, (3, 1_700_000_000.0))
+    assert (progress.version, progress.epoch, progress.epochs) == (3, 0, 2)
+    assert (progress.records_applied, progress.records_expected, progress.percent) == (30, 80, 37)
+    assert progress.samples_per_second == pytest.approx(10.0)
+    assert progress.eta_seconds == 5
+    assert (progress.durable_version, progress.durable_time) == (3, "2023-11-14T22:13:20Z")
+    assert not progress.finished
+    assert stay.records == 30
+    assert stay.steps == 3
+    for number in range(3, 8):
+        committed(state, [contribution(state, stay, step=number)], now=float(number))
+        state.take(0, stay.incarnation, 10)
+    progress = reported.progress(state, 7.0, None)
+    assert (progress.percent, progress.epoch, progress.eta_seconds) == (100, 2, 0)
+    assert progress.finished
+    assert (progress.durable_version, progress.durable_time) == (None, None)
+
+
+def test_what_a_member_is_said_to_do() -> None:
+    state = JobState(term=1, lease=timedelta(seconds=10))
+    state.initialiser = 0
+    stay = state.members.join(0, pid=7, host="here", version=0, now=0.0)
+    assert reported.member(state, stay, 1.0).state == "joining"
+    state.initialiser, state.initialised = None, True
+    assert reported.member(state, stay, 1.0).state == "idle"
+    state.ledger = Ledger(records=100, epochs=1, shard_records=10)
+    state.take(0, stay.incarnation, 10)
+    state.admit(0, 0)
+    member = reported.member(state, stay, 1.0)
+    assert (member.state, member.worker, member.pid, member.host) == ("training", 0, 7, "here")
+    assert (member.joined_version, member.left_version, member.gone_seconds) == (0, None, None)
+    other = join(state, 1)
+    assert other.worker in state.rounds.waiting
+    assert reported.member(state, other, 1.0).state == "training", "from the next round on"
+    state.drop(0, "hung", "it kept the others waiting", 3.0)
+    member = reported.member(state, stay, 5.0)
+    assert (member.state, member.reason, member.gone_seconds) == ("hung", "it kept the others waiting", 2.0)
+    assert member.left_version == 0
+
+
+def test_a_resumed_job_may_train_more_epochs_and_nothing_else() -> None:
+    state = JobState(1, timedelta(seconds=10), model=MODEL, initialised=True)
+    state.open_ledger(100, 2, lanes=0)
+    state.stopped, state.resumed = "no improvement", True
+    assert "may train more epochs, not fewer" in state.match_ledger(100, 1, 4)
+    other = state.match_ledger(99, 2, 4)
+    assert "has 99 records for 2 epochs" in other
+    assert "Give it the 100 records" in other
+    assert "epochs, not fewer" not in other, "the epochs are right"
+    assert state.stopped == "no improvement"
+    assert state.match_ledger(100, 5, 4) == ""
+    assert not state.stopped, "the end is another one"
+    assert not state.resumed
+    wrong = state.match_ledger(100, 6, 4)
+    assert wrong.endswith("the job trains 100 records for 5 epochs"), "it is not resumed any more"
+
+
+def test_the_first_worker_says_which_records_the_job_has() -> None:
+    """Also for one that continues from a checkpoint; one of an earlier version does not say it."""
+    ours, others = (to_text({"Subset.indices": Mark(each)}) for each in ("a", "b"))
+    state = JobState(1, timedelta(seconds=10), model=MODEL, initialised=True)
+    state.open_ledger(100, 2, lanes=0)
+    assert state.match_ledger(100, 2, 4) == state.match_ledger(100, 2, 4, ours) == ""
+    assert state.match_ledger(100, 2, 4, ours) == state.match_ledger(100, 2, 4) == ""
+    wrong = state.match_ledger(100, 2, 4, others)
+    assert "this worker's records are not the job's: the entries of Subset.indices are other ones" in wrong
+    assert "no fingerprint" in state.match_ledger(100, 2, 4, "{")
+    saved = kept.to_checkpoint(state)
+    resumed = next_term(saved, version=0)
+    assert "not those of the checkpoint" in resumed.match_ledger(100, 2, 4, others)
+    assert resumed.match_ledger(100, 2, 4, ours) == ""
+    del saved["fingerprint"]
+    assert next_term(saved, version=0).match_ledger(100, 2, 4, others) == ""
+
+
+@pytest.mark.parametrize("lanes", [0, 2])
+def test_what_is_foreseen_is_what_comes_and_nothing_changes_before(state: JobState, lanes: int) -> None:
+    """A standby is told of a round before it is applied, and goes by that if nobody else is left."""
+    tensors = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
+    state.model = Model(partition(tensors, bucket_bytes=1024, shards=1), "SGD")
+    if lanes:
+        state.ledger = Lanes(1000, 1, 10, lanes)
+    stays = [join(state, worker) for worker in range(2)]
+    for stay in stays:
+        state.rounds.admit(stay.worker, at_once=True)
+    for stay in stays:
+        finish(state, stay)
+    state.drop(1, "lost")
+    contributions = state.rounds.begin_commit()
+    before = copy.deepcopy(kept.to_checkpoint(state))
+    foreseen = kept.foreseen(state, contributions, decided=7.0)
+    assert kept.to_checkpoint(state) == before
+    state.book(contributions, 7.0, decided=7.0)
+    assert kept.to_checkpoint(state) == foreseen
+    assert foreseen["round"]["version"] == 1
+    assert len(foreseen["round"]["contributions"]) == 2

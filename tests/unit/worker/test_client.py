@@ -1,0 +1,129 @@
+"""What a worker says of itself when it joins."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from elastic_ps.core.settings import Settings
+from elastic_ps.errors import ConnectionLost, InvalidModel, RefusalCode, Refused
+from elastic_ps.process.lifecycle import tell_joined
+from elastic_ps.process.telemetry import History
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Connection, Frame, Incoming
+from elastic_ps.worker import client as client_module
+from elastic_ps.worker import current
+from elastic_ps.worker.client import Client
+from elastic_ps.worker.member import Member
+from tests.testing.service import environment
+
+
+class Refusing(Connection):
+    """Keeps what is asked, and refuses it."""
+
+    def __init__(self) -> None:
+        self.asked: list[bytes] = []
+
+    def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
+        self.asked.append(bytes(frame.header))
+        raise Refused(RefusalCode.INVALID, "no")
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("given", "told"), [("digits-worker-0", "digits-worker-0"), ("", None)])
+def test_a_worker_calls_its_host_what_its_starter_does(given: str, told: str | None) -> None:
+    """The operator knows a hung worker's pod by that, also where the pod has the hostname of its node."""
+    connection = Refusing()
+    client = Client("job", 0, [connection], hostname=given)
+    with pytest.raises(InvalidModel):
+        client.join([], "sgd", Settings(()))
+    (asked,) = connection.asked
+    assert pb.JoinRequest.FromString(asked).host == (told or socket.gethostname())
+
+
+def test_a_worker_tells_its_starter_when_it_has_joined() -> None:
+    told: list[str] = []
+    stays = SimpleNamespace(lease=timedelta(hours=1))
+    client: Any = SimpleNamespace(join=lambda *_: stays, leave=lambda: None, close=lambda: None)
+    described: Any = SimpleNamespace(specs=[], optimizer="sgd")
+    member = Member(client, history=History(None, ""), on_joined=lambda: told.append("joined"))
+    assert told == []
+    member.join(described, Settings(()))
+    member.leave(in_step=False)
+    assert told == ["joined"]
+
+
+def test_a_worker_whose_file_cannot_be_made_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tell_joined(None)
+    tell_joined(tmp_path / "missing" / "joined")
+    assert "nobody sees by" in caplog.text
+
+
+def test_a_worker_knows_it_from_its_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: dict[str, Any] = {}
+
+    class Recorded:
+        def __init__(self, *_: Any, **more: Any) -> None:
+            given.update(more)
+
+        def close(self) -> None:
+            pass
+
+    contract = replace(
+        environment(),
+        role="worker",
+        addresses=("127.0.0.1:1",),
+        hostname="digits-worker-0",
+        joined=tmp_path / "joined",
+    )
+    for name, value in contract.to_variables().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(current, "Session", Recorded)
+    monkeypatch.setattr(current, "_current", None)
+    current.connect()
+    assert given["hostname"] == "digits-worker-0"
+    given["on_joined"]()
+    assert (tmp_path / "joined").exists()
+
+
+class Failing(Connection):
+    """Each call fails so, in order."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+
+    def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
+        raise self.errors.pop(0)
+
+    def close(self) -> None:
+        pass
+
+
+def test_one_that_leaves_waits_for_a_server_that_is_not_ready_and_not_for_one_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "LEAVING", timedelta(0))
+    not_yet = Refused(RefusalCode.NOT_READY, "going back to a checkpoint")
+    busy = Failing(not_yet, not_yet, ConnectionLost("gone"), ConnectionLost("gone"))
+    client = Client("job", 0, [busy])
+    client.expect_to_leave()
+    with pytest.raises(ConnectionLost, match="gone"):
+        client.heartbeat()
+    assert len(busy.errors) == 1
+
+
+def test_the_time_that_one_that_leaves_waits_begins_when_it_was_asked() -> None:
+    client = Client("job", 0, [])
+    assert not client.is_lost(time.monotonic() - 60)
+    client.expect_to_leave()
+    assert not client.is_lost(time.monotonic() - 60)
