@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_operator import builders
-from elastic_operator.wiring import HEADLESS
+from elastic_operator.wiring import service
 from elastic_ps.api.job import TrainingJobSpec
 from tests.e2e.cluster import GivenCluster, wait_for
 from tests.testing.operator_process import OperatorProcess, requests, sleeper
@@ -43,7 +43,7 @@ def floor(cluster: GivenCluster, namespace: str, jobs: int, image: str) -> float
         document["metadata"] |= {"namespace": namespace, "uid": "none", "name": f"floor-{index}"}
         spec = TrainingJobSpec.model_validate(document["spec"])
         parts = [
-            *HEADLESS.services(document, [("ps", 0)], revision="").values(),
+            service(document, revision=""),
             builders.pod(document, spec, "ps", 0),
             builders.pod(document, spec, "worker", 0),
         ]

@@ -13,11 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_operator import names, probes
+from elastic_operator import names, probes, wiring
 from elastic_operator.manifests import Manifest
 from elastic_operator.manifests import metadata as metadata_of
 from elastic_operator.merging import merge
-from elastic_operator.wiring import HEADLESS, Wiring
 from elastic_ps.api.job import API_VERSION, KIND, TrainingJobSpec
 from elastic_ps.api.policies import RunPolicy
 from elastic_ps.api.tuning import Tuning
@@ -197,19 +196,21 @@ def pod(
     index: int,
     *,
     avoid: Sequence[str] = (),
-    wiring: Wiring = HEADLESS,
+    secured: bool = False,
     number: int | None = None,
     durable: int | None = None,
 ) -> Manifest:
     """The pod of one shard, standby or worker, or of the evaluator: the user's template over the default.
 
-    `avoid`: nodes that the scheduler shall take only if there is no other. `number`: of what shard 0
-    is told; None for the job's generation. `durable`: a version that is known to have been on disk.
+    `avoid`: nodes that the scheduler shall take only if there is no other. `secured`: the job's processes
+    talk to each other over TLS. `number`: of what shard 0 is told; None for the job's generation. `durable`:
+    a version that is known to have been on disk.
     """
     name = job["metadata"]["name"]
     own = template(spec, role)
     default = _default_pod_spec(name, spec, role, index)
-    wiring.mount(default, name, role, index)
+    if secured:
+        wiring.mount_certificate(default, name, role, index)
     pod_spec = merge(default, own.get("spec") or {})
     pod_spec["tolerations"] = with_tolerations(pod_spec.get("tolerations") or [])
     if avoid:
@@ -231,8 +232,8 @@ def pod(
     for container in pod_spec["containers"]:
         if container["name"] == names.CONTAINER[role]:
             given = with_threads(container.get("env") or [], container.get("resources") or {})
-            container["env"] = _contract(job, spec, role, index, wiring, given)
-    if role in SERVERS and wiring.headless:
+            container["env"] = _contract(job, spec, role, index, given, secured=secured)
+    if role in SERVERS:
         pod_spec["hostname"], pod_spec["subdomain"] = metadata["name"], names.service(name)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec}
 
@@ -323,8 +324,9 @@ def _contract(
     spec: TrainingJobSpec,
     role: Role,
     index: int,
-    wiring: Wiring,
     given: list[Any],
+    *,
+    secured: bool,
 ) -> list[Manifest]:
     """The container's variables: the user's, then those of the process contract, which win."""
     name = job["metadata"]["name"]
@@ -358,7 +360,7 @@ def _contract(
         run=job["metadata"]["uid"],
         # By which its stays are found again (`status.stays`). A template may give the pod another hostname.
         hostname=names.pod(name, role, index) if role == "worker" else "",
-        tls=Path(names.TLS_DIRECTORY) if wiring.secured else None,
+        tls=Path(names.TLS_DIRECTORY) if secured else None,
         joined=Path(names.JOINED) if role == "worker" else None,
         tuning=Path(names.WISHES_DIRECTORY) / "tuning.json" if (role, index) == ("ps", 0) else None,
     )

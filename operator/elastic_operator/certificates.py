@@ -40,7 +40,7 @@ def due(
     desired: Desired, status: TrainingJobStatus, observed: Observed, now: datetime, options: Options
 ) -> Certify | None:
     """The certificates to issue now, if the job's processes have none, too few, or old ones."""
-    if not desired.wiring.secured:
+    if not desired.secured:
         return None
     spec, known, workers = desired.spec, status.certificates, desired.workers(observed)[-1] + 1
     renewal = _renewal(known, options)
@@ -60,7 +60,7 @@ def due(
     if spec.evaluator is not None:
         processes["evaluator"] = 1
     first = known is None or not known.issued
-    return Certify(processes, desired.wiring, options.certificate_lifetime, reason, first=first)
+    return Certify(processes, options.certificate_lifetime, reason, first=first)
 
 
 def _renewal(known: CertificatesStatus | None, options: Options) -> datetime | None:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from itertools import groupby
 from typing import Any
 
-from elastic_operator import builders, names
+from elastic_operator import builders, names, wiring
 from elastic_operator.api import NAMESPACE_TERMINATING, Api, ApiError
 from elastic_operator.authority import Authority
 from elastic_operator.certificates import REFUSED, secrets
@@ -167,7 +167,7 @@ class Cluster:
         """Issue certificates, and write them over the job's Secrets without reading those."""
         metadata = job["metadata"]
         wanted = {
-            (role, index): action.wiring.names(metadata["name"], metadata["namespace"], role, index)
+            (role, index): wiring.certified(metadata["name"], metadata["namespace"], role, index)
             for role, count in action.processes.items()
             for index in range(count)
         }

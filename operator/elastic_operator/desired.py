@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from elastic_operator import builders, documents, names, wiring
+from elastic_operator import builders, documents, names
 from elastic_operator.permissions import Policy, refusal, violations
 from elastic_operator.plan import Observed
 from elastic_operator.pods import Pod
-from elastic_operator.wiring import HEADLESS, Wiring
 from elastic_ps.api.job import TrainingJobSpec, parse_spec
 from elastic_ps.api.tuning import Tuning, read_tuning
 from elastic_ps.contract.env import Role
@@ -33,7 +32,7 @@ class Desired:
         restart: what was made before then is to be made again; None if nobody has asked for that.
         generation: the number of what shard 0 is told; 0 if it is not known what the job wants, because the
             spec cannot be followed and the pod is gone that was told before. Then a checkpoint's word counts.
-        wiring: how its processes find each other.
+        secured: whether its processes talk to each other over TLS.
     """
 
     name: str
@@ -43,7 +42,7 @@ class Desired:
     invalid: str = ""
     restart: datetime | None = None
     generation: int = 0
-    wiring: Wiring = HEADLESS
+    secured: bool = False
 
     def outdated(self, pod: Pod) -> bool:
         """Whether a pod was made from another image or template, or before a restart was asked for."""
@@ -118,7 +117,7 @@ def read_desired(
         ignored=tuple(ignored),
         restart=restart,
         generation=builders.generation(job) if known else 0,
-        wiring=wiring.of(name, observed.services, secured=secured),
+        secured=secured,
     )
 
 
@@ -166,18 +165,16 @@ def _is_secured(job: Mapping[str, Any], observed: Observed, default: bool) -> bo
 def revision(job: Mapping[str, Any], observed: Observed) -> str:
     """The fixed part of the spec as it was recorded when the job started; "" if it has not started.
 
-    The status has it, and so has the job's Service, which exists from the very first: in a job that an
-    earlier version has started, that of shard 0.
+    The status has it, and so has the job's Service, which exists from the very first.
     """
     name, status = job["metadata"]["name"], job.get("status")
     kept = status.get("revision") if isinstance(status, Mapping) else None
-    services = (names.service(name), names.service_of(name, 0))
-    texts = (*map(observed.services.get, services), kept)
+    texts = (observed.services.get(names.service(name)), kept)
     return next((text for text in texts if isinstance(text, str) and _is_revision(text)), "")
 
 
 def _is_revision(text: str) -> bool:
-    """Whether it names what is trained. An earlier version may have recorded fewer of its fields."""
+    """Whether it names what is trained; somebody may have written into the Service."""
     try:
         fixed = json.loads(text)
     except ValueError:

@@ -71,11 +71,6 @@ def service(job: str) -> str:
     return f"{job}-servers"
 
 
-def service_of(job: str, shard: int, role: Role = "ps") -> str:
-    """The Service in front of one server, of a job that an earlier version has started: the pod's name."""
-    return pod(job, role, shard)
-
-
 def claim(job: str) -> str:
     """The volume claim that holds the checkpoints; it has the name of the first server that mounts it."""
     return pod(job, "ps", 0)

@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeAlias
 
 from elastic_operator.permissions import Policy
 from elastic_operator.pods import Pod, Problem
-from elastic_operator.wiring import Wiring
 from elastic_ps.api.status import ServerStatus, TrainingJobStatus
 from elastic_ps.contract.env import Role
 
@@ -122,7 +121,6 @@ class Certify:
     """
 
     processes: Mapping[Role, int]
-    wiring: Wiring
     lifetime: timedelta
     reason: str
     first: bool = False

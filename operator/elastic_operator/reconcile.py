@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from elastic_operator import builders, certificates, names, network
+from elastic_operator import builders, certificates, names, network, wiring
 from elastic_operator.desired import (
     Desired,
     kept_valid,
@@ -115,7 +115,7 @@ def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Op
     end = verdict(status, desired, observed, now)
     if end is not None:
         return _conclude(old, status, end, notes, now)
-    actions = [*_network(job, desired, observed, options), *_services(job, desired, observed)]
+    actions = [*_network(job, desired, observed, options), *_service(job, desired, observed)]
     certify = certificates.due(desired, status, observed, now, options)
     status = certificates.renewed(status, certify, observed, now)
     actions += [certify] if certify is not None else []
@@ -226,7 +226,7 @@ def _suspended(
     """Workers and evaluator leave first; then the parameter servers write a checkpoint and end."""
     reason = "the job is suspended"
     # Nothing is created: a job that has not begun may change in any way.
-    actions: list[Action] = [a for a in _services(job, desired, observed) if isinstance(a, Remember)]
+    actions: list[Action] = [a for a in _service(job, desired, observed) if isinstance(a, Remember)]
     # A finalizer keeps only the object.
     observed = replace(observed, pods=tuple(pod for pod in observed.pods if not pod.held_by))
     workers = [pod for pod in observed.of("worker") if pod.ending != "done" or pod.live]
@@ -288,20 +288,19 @@ def _network(
             yield Create("NetworkPolicy", name, manifest, "only the job's own pods reach its data ports")
 
 
-def _services(job: Mapping[str, Any], desired: Desired, observed: Observed) -> Iterator[Action]:
-    """They record how the job is wired, and with what spec it has started, so they come before all others."""
-    revision = builders.revision(desired.spec)
-    wanted = desired.wiring.services(job, builders.servers(desired.spec), revision=revision)
-    first, valid = next(iter(wanted)), json.dumps(job.get("spec"), sort_keys=True)
+def _service(job: Mapping[str, Any], desired: Desired, observed: Observed) -> Iterator[Action]:
+    """It records with what spec the job has started, and whether over TLS, so it comes before all others."""
+    name, revision = names.service(desired.name), builders.revision(desired.spec)
+    valid = json.dumps(job.get("spec"), sort_keys=True)
     if desired.invalid or len(revision) + len(valid) > _MOST_KEPT:
         valid = ""
-    if valid:
-        wanted[first]["metadata"]["annotations"][names.VALID_ANNOTATION] = valid
-    for address, manifest in wanted.items():
-        if address not in observed.services:
-            yield Create("Service", address, manifest, "the address of the job's servers")
-    if valid and first in observed.services and observed.valid_spec != valid:
-        yield Remember(first, valid, "the job goes on with it if the next one cannot be followed")
+    if name not in observed.services:
+        manifest = wiring.service(job, revision=revision, secured=desired.secured)
+        if valid:
+            manifest["metadata"]["annotations"][names.VALID_ANNOTATION] = valid
+        yield Create("Service", name, manifest, "the address of the job's servers")
+    elif valid and observed.valid_spec != valid:
+        yield Remember(name, valid, "the job goes on with it if the next one cannot be followed")
 
 
 def _servers(
@@ -437,7 +436,7 @@ def _create(
         role,
         index,
         avoid=avoid,
-        wiring=desired.wiring,
+        secured=desired.secured,
         number=desired.generation,
         durable=_durable(desired, status),
     )

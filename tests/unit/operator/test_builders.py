@@ -8,7 +8,7 @@ import pytest
 
 from elastic_operator import builders, names
 from elastic_operator.manifests import owner
-from elastic_operator.wiring import HEADLESS
+from elastic_operator.wiring import host, service
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.contract import env
 from tests.testing.simulation import job_document
@@ -173,7 +173,7 @@ def test_names_are_short_enough() -> None:
     longest = names.pod("x" * 52, "worker", 99999)
     assert len(longest) <= 65
     assert len(names.service("x" * 52)) <= 63
-    assert max(map(len, HEADLESS.host("x" * 52, "standby", 63).split("."))) <= 63, "a label of DNS"
+    assert max(map(len, host("x" * 52, "standby", 63).split("."))) <= 63, "a label of DNS"
 
 
 def test_the_jobs_objects_are_its_own() -> None:
@@ -200,7 +200,7 @@ def test_an_events_message_is_as_long_as_the_api_allows() -> None:
 def test_a_server_has_an_address_before_it_is_ready() -> None:
     """It becomes ready by what workers send to it."""
     job = job_document()
-    (made,) = HEADLESS.services(job, [("ps", 0)], revision="{}").values()
+    made = service(job, revision="{}")
     assert made["spec"]["clusterIP"] == "None"
     assert made["spec"]["publishNotReadyAddresses"] is True
     assert {port["name"]: (port["port"], port["targetPort"]) for port in made["spec"]["ports"]} == {

@@ -17,7 +17,6 @@ from elastic_operator.certificates import REFUSED, room
 from elastic_operator.plan import Certify, Create, Options, Outcome, Remember, stamp
 from elastic_operator.pods import Problem, parse_time
 from elastic_operator.reconcile import reconcile
-from elastic_operator.wiring import Wiring
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.status import CertificatesStatus
 from elastic_ps.contract import env
@@ -228,7 +227,7 @@ def test_a_pod_that_waits_for_a_lost_secret_gets_another_one_once() -> None:
 def test_a_pod_mounts_the_files_of_its_own_process_and_of_no_other() -> None:
     job = job_document()
     spec = TrainingJobSpec.model_validate(job["spec"])
-    pod = builders.pod(job, spec, "worker", 300, wiring=Wiring(secured=True))
+    pod = builders.pod(job, spec, "worker", 300, secured=True)
     (volume,) = (v for v in pod["spec"]["volumes"] if "secret" in v)
     assert volume["secret"]["secretName"] == names.certificates("digits", "worker", 256)
     assert volume["secret"]["defaultMode"] == 0o400

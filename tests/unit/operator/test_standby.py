@@ -10,7 +10,7 @@ import pytest
 
 from elastic_operator import builders, names
 from elastic_operator.plan import Create, Options
-from elastic_operator.wiring import HEADLESS
+from elastic_operator.wiring import service
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.status import Progress, ServerStatus
 from elastic_ps.contract import env
@@ -89,7 +89,7 @@ def test_a_standby_is_a_pod_like_its_shard() -> None:
     assert standby["metadata"]["ownerReferences"] == server["metadata"]["ownerReferences"]
     for pod in (server, standby):
         del pod["spec"]["containers"][0]["env"]
-    (address,) = HEADLESS.services(job, [("ps", 0), ("standby", 0)], revision="").values()
+    address = service(job, revision="")
     for pod in (server, standby):
         assert pod["spec"].pop("subdomain") == address["metadata"]["name"]
         assert pod["spec"].pop("hostname") == pod["metadata"]["name"]

@@ -18,7 +18,7 @@ from helm_python import Chart, HelmError, lint
 from elastic_operator import builders, crd, names, settings
 from elastic_operator.desired import TUNABLE
 from elastic_operator.permissions import Permissions
-from elastic_operator.wiring import HEADLESS
+from elastic_operator.wiring import service
 from elastic_ps.api.job import TrainingJobSpec, load_job
 from tests.testing.simulation import job_document
 from tools.render_install import CHART, ROOT, TARGET, install_manifest, render
@@ -81,7 +81,7 @@ def test_pods_and_services_of_a_job_are_valid_for_a_current_kubernetes() -> None
     for manifest in (
         builders.pod(job, spec, "ps", 0),
         builders.pod(job, spec, "worker", 1),
-        *HEADLESS.services(job, [("ps", 0)], revision="{}").values(),
+        service(job, revision="{}"),
         builders.claim(job, spec),
         builders.event(job, name="e", kind="Normal", reason="R", message="m", now="2026-01-01T00:00:00Z"),
     ):
