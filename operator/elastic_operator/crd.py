@@ -1,9 +1,8 @@
 """The CustomResourceDefinition, generated from `job` and `status` of `elastic_ps.api`.
 
 `python -m elastic_operator.crd --write` writes it to `manifests/crd/` and into the chart, `--check` fails
-where the files differ from what would be written. There are two variants: rules in CEL (comparisons between
-fields, fields that cannot change) are refused by servers before 1.25, so one file has them and one does not,
-and the chart decides by the version of the server. The chart's policy of `admission` is written, too.
+where the files differ from what would be written. Its rules in CEL (comparisons between fields, fields that
+cannot change) need Kubernetes 1.29. The chart's policy of `admission` is written, too.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from elastic_ps.api.training import OPTIONS, OUTER_RULES
 Schema: TypeAlias = dict[str, Any]
 
 NAME = f"{names.PLURAL}.{GROUP}"
-CEL_SINCE = ">=1.29-0"
 _KEPT = (
     "type",
     "description",
@@ -86,13 +84,13 @@ COLUMNS = (
 )
 
 
-def crd(*, rules: bool) -> Schema:
-    """The whole definition. `rules`: whether it has the CEL rules."""
+def crd() -> Schema:
+    """The whole definition."""
     version: Schema = {
         "name": VERSION,
         "served": True,
         "storage": True,
-        "schema": {"openAPIV3Schema": _schema(rules=rules)},
+        "schema": {"openAPIV3Schema": _schema()},
         "subresources": {
             "status": {},
             "scale": {
@@ -126,7 +124,7 @@ def crd(*, rules: bool) -> Schema:
     }
 
 
-def _schema(*, rules: bool) -> Schema:
+def _schema() -> Schema:
     spec = structural(TrainingJobSpec.model_json_schema(by_alias=True))
     example = TrainingJobSpec(entrypoint="module:function")
     _write_defaults(spec, example.model_dump(mode="json", by_alias=True, exclude_none=True))
@@ -140,15 +138,14 @@ def _schema(*, rules: bool) -> Schema:
         template["properties"] = copy.deepcopy(_TEMPLATE)
     # Always there, so that a rule is also asked when a person adds it.
     spec["properties"]["arguments"]["default"] = {}
-    if rules:
-        _add_rules(spec)
+    _add_rules(spec)
     status = structural(TrainingJobStatus.model_json_schema(by_alias=True), written_by_us=True)
     # So that server-side apply, as others may use it, changes one condition and leaves the rest.
     status["properties"]["conditions"] |= {
         "x-kubernetes-list-type": "map",
         "x-kubernetes-list-map-keys": ["type"],
     }
-    root: Schema = {
+    return {
         "description": "A training run: what to train, its parameter servers and its workers.",
         "type": "object",
         "required": ["spec"],
@@ -159,17 +156,13 @@ def _schema(*, rules: bool) -> Schema:
             "spec": spec,
             "status": status,
         },
-    }
-    if rules:
-        root["x-kubernetes-validations"] = [
+        "x-kubernetes-validations": [
             {
                 "rule": f"self.metadata.name.matches('{names.PATTERN}')",
                 "message": names.EXPECTED,
             }
-        ]
-    else:
-        root["properties"]["metadata"]["properties"] = {"name": {"type": "string", "pattern": names.PATTERN}}
-    return root
+        ],
+    }
 
 
 def structural(document: Mapping[str, Any], *, written_by_us: bool = False) -> Schema:
@@ -229,7 +222,7 @@ def structural(document: Mapping[str, Any], *, written_by_us: bool = False) -> S
 def _write_defaults(schema: Schema, values: Mapping[str, Any]) -> None:
     """Defaults as YAML files have them; JSON schema has durations in another notation.
 
-    Those of objects are whole: a server with CEL applies the rules to them before it fills in their fields.
+    Those of objects are whole: the API server applies the rules to them before it fills in their fields.
     """
     for name, child in schema["properties"].items():
         fields = child.get("properties")
@@ -439,31 +432,16 @@ def dump(document: Mapping[str, Any]) -> str:
 
 
 def chart_template() -> str:
-    """The template of the chart: the rules only for servers that know them, kept on uninstall."""
-    document = crd(rules=True)
+    """The template of the chart: kept on uninstall."""
+    document = crd()
     document["metadata"]["annotations"] = {"helm.sh/resource-policy": "keep"}
-    lines: list[str] = []
-    indent: int | None = None
-    for line in dump(document).splitlines():
-        depth = len(line) - len(line.lstrip())
-        if indent is not None and (depth < indent or (depth == indent and not line.lstrip().startswith("-"))):
-            lines.append("{{- end }}")
-            indent = None
-        if line.strip() == "x-kubernetes-validations:":
-            lines.append(f'{{{{- if semverCompare "{CEL_SINCE}" .Capabilities.KubeVersion.Version }}}}')
-            indent = depth
-        lines.append(line)
-    if indent is not None:
-        lines.append("{{- end }}")
-    body = "\n".join(lines)
-    return f"{_HEADER}{{{{- if .Values.crd.install }}}}\n{body}\n{{{{- end }}}}\n"
+    return f"{_HEADER}{{{{- if .Values.crd.install }}}}\n{dump(document)}{{{{- end }}}}\n"
 
 
 def files(root: Path) -> dict[Path, str]:
     """Every generated file and its content."""
     return {
-        root / "manifests/crd/trainingjobs.yaml": _HEADER + dump(crd(rules=True)),
-        root / "manifests/crd/trainingjobs-without-rules.yaml": _HEADER + dump(crd(rules=False)),
+        root / "manifests/crd/trainingjobs.yaml": _HEADER + dump(crd()),
         root / "charts/elastic-ps/templates/crd.yaml": chart_template(),
         root / "charts/elastic-ps/templates/admission-policy.yaml": admission.chart_template(),
     }

@@ -33,10 +33,7 @@ ConditionType: TypeAlias = Literal["Created", "Running", "Degraded", "Suspended"
 
 
 def dump_status(status: TrainingJobStatus) -> dict[str, Any]:
-    """The status as the API server stores it: without what is unset, empty text, and what is not finite.
-
-    JSON has no NaN, and an API server of 1.20 takes an empty text in a merge patch for a null.
-    """
+    """The status as the API server stores it: without what is unset, empty text, and what is not finite."""
     return dict(_stored(status.model_dump(mode="json", by_alias=True, exclude_none=True)))
 
 

@@ -11,7 +11,7 @@ import pytest
 from elastic_operator.crd import crd
 from elastic_operator.merging import merge
 from tests.e2e.cluster import GivenCluster
-from tests.e2e.conftest import minor_version
+from tests.e2e.conftest import knows_rules
 from tests.testing.operator_process import sleeper
 
 pytestmark = pytest.mark.usefixtures("definition")
@@ -161,7 +161,7 @@ FREE: list[dict[str, Any]] = [
 
 @pytest.fixture
 def rules(cluster: GivenCluster) -> None:
-    if minor_version(cluster) < 29:
+    if not knows_rules(cluster):
         pytest.skip("the API server knows no CEL rules")
 
 
@@ -193,7 +193,7 @@ def test_each_rule_of_the_definition_is_tried() -> None:
     tried = [words for words, _ in REFUSED] + [f"{field} cannot change" for field, _ in FIXED]
     tried += ["metadata.name must have", "worker.replicas cannot change"]
     tried += ["in mode local, consistency besides steps cannot change"]
-    schema = crd(rules=True)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    schema = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     untried = [message for message in messages(schema) if not any(words in message for words in tried)]
     assert untried == []
 
@@ -237,7 +237,7 @@ def test_the_api_server_refuses_to_change_what_is_fixed(cluster: GivenCluster, n
 
 def test_explain_describes_each_field_of_a_spec(cluster: GivenCluster) -> None:
     text = cluster.kubectl("explain", "tj.spec", "--recursive").stdout
-    schema = crd(rules=True)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    schema = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     for field in schema["properties"]["spec"]["properties"]:
         assert f"\n  {field}\t" in text.replace("   ", "  "), field
     told = cluster.kubectl("explain", "tj.spec.worker.replicas").stdout

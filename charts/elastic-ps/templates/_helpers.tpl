@@ -86,8 +86,6 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- /* Who may read the port 8080 of jobs: the operator's own pods, and those of the values. */ -}}
 {{- define "elastic-ps.httpFrom" -}}
 {{- $namespace := dict "matchLabels" (dict "kubernetes.io/metadata.name" .Release.Namespace) -}}
-{{- /* Before 1.21 no namespace has this label by itself; then pods of these labels may be anywhere. */ -}}
-{{- if semverCompare "<1.21-0" .Capabilities.KubeVersion.Version -}}{{- $namespace = dict -}}{{- end -}}
 {{- $pods := dict "matchLabels" (include "elastic-ps.selector" . | fromYaml) -}}
 {{- concat (list (dict "namespaceSelector" $namespace "podSelector" $pods)) .Values.jobNetworkPolicy.httpFrom | toJson -}}
 {{- end -}}

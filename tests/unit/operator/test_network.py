@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
-import yaml
-from helm_python import Chart
 
 from elastic_operator import network
 from elastic_operator.plan import Create, Options
@@ -18,7 +15,6 @@ from tests.testing.api_server import ApiServer
 from tests.testing.simulation import Simulation, job_document, running
 from tests.unit.operator.test_cluster import Operator
 from tests.unit.tools.test_chart import EVERYTHING, VERSION, documents
-from tools.render_install import CHART
 
 OPERATOR = {"podSelector": {"matchLabels": {"app": "operator"}}}
 GUARDED = Options(http_from=[OPERATOR])
@@ -92,26 +88,6 @@ def test_the_operator_finds_its_policy_again(tmp_path: Path) -> None:
         assert len(server.asked("POST", "networkpolicies")) == 1
     finally:
         server.close()
-
-
-@pytest.mark.parametrize(("version", "labelled"), [("v1.20.15", False), ("v1.21.0", True)])
-def test_an_old_cluster_has_no_label_by_which_the_operators_namespace_is_found(
-    tmp_path: Path, version: str, labelled: bool
-) -> None:
-    chart = tmp_path / "elastic-ps"
-    shutil.copytree(CHART, chart)
-    for template in (chart / "templates").iterdir():
-        if template.is_file():
-            said = template.read_text().replace(".Capabilities.KubeVersion.Version", f'"{version}"')
-            template.write_text(said)
-    with Chart.load(chart) as loaded:
-        (text,) = (text for name, text in loaded.render().items() if name.endswith("/deployment.yaml"))
-    deployment = next(d for d in yaml.safe_load_all(text) if d["kind"] == "Deployment")
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    (argument,) = (a for a in container["args"] if a.startswith("--http-from"))
-    (operator,) = parse([argument]).options.http_from or ()
-    assert bool(operator["namespaceSelector"]) is labelled
-    assert operator["podSelector"]["matchLabels"]
 
 
 def test_the_chart_lets_the_operator_read_status_and_turns_it_off() -> None:

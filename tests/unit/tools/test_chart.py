@@ -344,12 +344,12 @@ def test_generated_files_are_written_and_checked(tmp_path: Path, capsys: pytest.
 def test_chart_holds_the_generated_definition() -> None:
     (rendered,) = (d for d in documents() if d["kind"] == "CustomResourceDefinition")
     assert rendered["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
-    assert rendered == crd.crd(rules=True)
+    assert rendered == crd.crd()
     assert not [d for d in documents({"crd": {"install": False}}) if d["kind"] == rendered["kind"]]
 
 
 def test_an_older_definition_does_not_prune_or_refuse_a_newer_status() -> None:
-    version = crd.crd(rules=True)["spec"]["versions"][0]
+    version = crd.crd()["spec"]["versions"][0]
     status = version["schema"]["openAPIV3Schema"]["properties"]["status"]
     objects = [status, *(child for child in status["properties"].values() if "properties" in child)]
     objects.append(status["properties"]["conditions"]["items"])
@@ -360,7 +360,7 @@ def test_an_older_definition_does_not_prune_or_refuse_a_newer_status() -> None:
 
 def test_each_field_of_the_status_is_described() -> None:
     """`kubectl explain tj.status` shows that."""
-    version = crd.crd(rules=True)["spec"]["versions"][0]
+    version = crd.crd()["spec"]["versions"][0]
 
     def bare(node: dict[str, Any], path: str) -> Iterator[str]:
         for name, child in node.get("properties", {}).items():
@@ -371,14 +371,13 @@ def test_each_field_of_the_status_is_described() -> None:
     assert list(bare(version["schema"]["openAPIV3Schema"]["properties"]["status"], "status")) == []
 
 
-def schema_of_spec(*, rules: bool) -> dict[str, Any]:
-    version = crd.crd(rules=rules)["spec"]["versions"][0]
+def schema_of_spec() -> dict[str, Any]:
+    version = crd.crd()["spec"]["versions"][0]
     found: dict[str, Any] = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
     return found
 
 
-@pytest.mark.parametrize("rules", [True, False])
-def test_schema_is_structural(rules: bool) -> None:
+def test_schema_is_structural() -> None:
     def walk(node: object) -> None:
         if isinstance(node, dict):
             assert not {"$ref", "anyOf", "oneOf", "allOf", "title", "const"} & node.keys()
@@ -393,20 +392,17 @@ def test_schema_is_structural(rules: bool) -> None:
             for value in node:
                 walk(value)
 
-    walk(crd.crd(rules=rules)["spec"]["versions"][0]["schema"])
-    assert ("x-kubernetes-validations" in yaml.safe_dump(crd.crd(rules=rules))) == rules
+    walk(crd.crd()["spec"]["versions"][0]["schema"])
 
 
-@pytest.mark.parametrize("rules", [True, False])
-def test_a_name_is_checked_by_the_definition(rules: bool) -> None:
-    root = crd.crd(rules=rules)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    checked = root["x-kubernetes-validations"] if rules else root["properties"]["metadata"]
-    assert "^[a-z]([-a-z0-9]{0,50}[a-z0-9])?$" in str(checked)
+def test_a_name_is_checked_by_the_definition() -> None:
+    root = crd.crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    assert "^[a-z]([-a-z0-9]{0,50}[a-z0-9])?$" in str(root["x-kubernetes-validations"])
 
 
 def test_what_cannot_change_has_a_rule_that_says_so() -> None:
     """Each field that a running job keeps as it was, see docs/operator.md."""
-    spec = schema_of_spec(rules=True)["properties"]
+    spec = schema_of_spec()["properties"]
     server = spec["parameterServer"]["properties"]
     fixed = [spec[name] for name in builders.FIXED_FIELDS if name not in TUNABLE]
     fixed += [spec[name] for name in builders.YOUNGER_FIELDS]
@@ -431,12 +427,12 @@ def test_defaults_of_the_definition_are_those_of_the_models() -> None:
                 fill(child, value[name])
         return value
 
-    given = fill(schema_of_spec(rules=False), {"entrypoint": "a:b"})
+    given = fill(schema_of_spec(), {"entrypoint": "a:b"})
     assert TrainingJobSpec.model_validate(given) == TrainingJobSpec(entrypoint="a:b")
 
 
 def test_the_default_of_an_object_is_whole() -> None:
-    """A server with CEL refuses a definition with a rule that fails on a default, as it does on `{}`."""
+    """An API server refuses a definition with a rule that fails on a default, as it does on `{}`."""
 
     def whole(node: dict[str, Any]) -> Any:
         fields = {name: whole(child) for name, child in node.get("properties", {}).items()}
@@ -445,14 +441,14 @@ def test_the_default_of_an_object_is_whole() -> None:
             assert node["default"] == given
         return node.get("default")
 
-    whole(crd.crd(rules=True)["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
+    whole(crd.crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
 
 
 def test_samples_are_valid() -> None:
     for path in sorted((ROOT / "manifests" / "samples").glob("*.yaml")):
         job = load_job(path)
         document = job.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
-        jsonschema.validate(document, schema_of_spec(rules=False))
+        jsonschema.validate(document, schema_of_spec())
 
 
 def test_the_pod_that_takes_a_model_out_fits_the_sample() -> None:
