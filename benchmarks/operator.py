@@ -43,7 +43,7 @@ def floor(cluster: GivenCluster, namespace: str, jobs: int, image: str) -> float
         document["metadata"] |= {"namespace": namespace, "uid": "none", "name": f"floor-{index}"}
         spec = TrainingJobSpec.model_validate(document["spec"])
         parts = [
-            service(document, revision=""),
+            service(document),
             builders.pod(document, spec, "ps", 0),
             builders.pod(document, spec, "worker", 0),
         ]

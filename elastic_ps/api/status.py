@@ -507,11 +507,6 @@ class TrainingJobStatus(CamelModel):
         "It is written with the progress.",
     )
     summary: Summary = Field(default_factory=Summary)
-    revision: str = Field(
-        default="",
-        description="The fields of the spec that stay as they were when the job started, as JSON, without "
-        "most of those that have their defaults.",
-    )
     certificates: CertificatesStatus | None = Field(
         default=None, description="Of a job whose processes talk to each other over TLS."
     )

@@ -51,81 +51,11 @@ _WISHES: Manifest = {
 
 _LOST_NODE = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 _CPU = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(m?)")
-FIXED_FIELDS = ("entrypoint", "arguments", "consistency", "compression", "data")
-FIXED_PS_FIELDS = ("replicas", "bucketBytes")
 SERVERS: tuple[Role, ...] = ("ps", "standby")
-FREE_EVALUATOR_FIELDS = ("template", "finishTimeout")
-OTHER_VOLUMES = ("existingClaim", "resumeFrom")
-YOUNGER = ("accessMode", "retain")
-YOUNGER_FIELDS = ("strategy", "unencryptedAllReduce")
 
 
 _PROGRAMS = {"worker": "elastic_ps.worker", "evaluator": "elastic_ps.evaluation"}
 """What the processes of a role run, if not a parameter server."""
-
-
-def fixed_part(spec: TrainingJobSpec) -> Manifest:
-    """The fields that describe what is trained; a running job keeps those it was started with."""
-    document = spec.model_dump(mode="json", by_alias=True)
-    fixed = {name: document[name] for name in FIXED_FIELDS}
-    server = document["parameterServer"]
-    fixed["parameterServer"] = {name: server[name] for name in FIXED_PS_FIELDS}
-    claim = server["checkpoint"]["volumeClaim"]
-    # Younger fields are left out where they are unset, so that a job recorded before them reads the same.
-    if claim is not None:
-        claim = {key: value for key, value in claim.items() if key not in YOUNGER or value}
-    if has_standbys(spec):
-        fixed["parameterServer"]["durability"] = server["durability"]
-    said = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    fixed |= {name: said[name] for name in YOUNGER_FIELDS if name in said}
-    others = {name: server["checkpoint"][name] for name in OTHER_VOLUMES}
-    given = {name: value for name, value in others.items() if value is not None}
-    fixed["parameterServer"]["checkpoint"] = {"volumeClaim": claim, **given}
-    if spec.evaluator is not None:
-        fixed["evaluator"] = {
-            k: v for k, v in document["evaluator"].items() if k not in FREE_EVALUATOR_FIELDS
-        }
-    if spec.consistency.fixed_workers:
-        fixed["worker"] = {"replicas": spec.worker.replicas}
-    return fixed
-
-
-def revision(spec: TrainingJobSpec) -> str:
-    """The fixed part as text."""
-    return json.dumps(fixed_part(spec), sort_keys=True)
-
-
-def short_revision(spec: TrainingJobSpec) -> str:
-    """The same without what `overlay_fixed` fills in with the defaults: for a person who reads the status."""
-    fixed, plain = fixed_part(spec), fixed_part(TrainingJobSpec(entrypoint=spec.entrypoint))
-    for name in FIXED_FIELDS:
-        if isinstance(fixed[name], Mapping):
-            defaults = plain[name].items()
-            fixed[name] = {key: item for key, item in fixed[name].items() if (key, item) not in defaults}
-    return json.dumps({name: item for name, item in fixed.items() if item != {}}, sort_keys=True)
-
-
-def overlay_fixed(spec: Mapping[str, Any], fixed: Mapping[str, Any]) -> Manifest:
-    """`spec` as a document, with the fields of `fixed` in the place of its own.
-
-    Of a field that was not there when `fixed` was recorded, the job has the default.
-    """
-    merged = {**spec}
-    for name in (*FIXED_FIELDS, *YOUNGER_FIELDS):
-        merged.pop(name, None)
-        if name in fixed:
-            merged[name] = fixed[name]
-    if "worker" in fixed:
-        merged["worker"] = {**(spec.get("worker") or {}), **fixed["worker"]}
-    free = {k: v for k, v in (spec.get("evaluator") or {}).items() if k in FREE_EVALUATOR_FIELDS}
-    merged["evaluator"] = {**free, **fixed["evaluator"]} if "evaluator" in fixed else None
-    server = dict(spec.get("parameterServer") or {})
-    server.pop("durability", None)
-    asked = server.get("checkpoint") or {}
-    checkpoint = {name: value for name, value in asked.items() if name not in OTHER_VOLUMES}
-    checkpoint |= fixed["parameterServer"].get("checkpoint") or {}
-    merged["parameterServer"] = {**server, **fixed["parameterServer"], "checkpoint": checkpoint}
-    return merged
 
 
 def claim_name(job: str, spec: TrainingJobSpec) -> str | None:
@@ -197,14 +127,12 @@ def pod(
     *,
     avoid: Sequence[str] = (),
     secured: bool = False,
-    number: int | None = None,
     durable: int | None = None,
 ) -> Manifest:
     """The pod of one shard, standby or worker, or of the evaluator: the user's template over the default.
 
     `avoid`: nodes that the scheduler shall take only if there is no other. `secured`: the job's processes
-    talk to each other over TLS. `number`: of what shard 0 is told; None for the job's generation. `durable`:
-    a version that is known to have been on disk.
+    talk to each other over TLS. `durable`: a version that is known to have been on disk.
     """
     name = job["metadata"]["name"]
     own = template(spec, role)
@@ -225,7 +153,7 @@ def pod(
         names.TEMPLATE_ANNOTATION: template_hash(spec, role),
     }
     if (role, index) == ("ps", 0):
-        word = Tuning.of(spec, generation=generation(job) if number is None else number)
+        word = Tuning.of(spec, generation=generation(job))
         metadata["annotations"][names.TUNING_ANNOTATION] = word.to_json()
         if durable is not None:
             metadata["annotations"] |= durable_annotation(durable)

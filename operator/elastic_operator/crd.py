@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import yaml
 from pydantic.alias_generators import to_camel
 
-from elastic_operator import admission, builders, names
+from elastic_operator import admission, names
 from elastic_ps.api.job import GROUP, KIND, VERSION, Evaluator, TrainingJobSpec
 from elastic_ps.api.status import TrainingJobStatus
 from elastic_ps.api.training import OPTIONS, OUTER_RULES
@@ -272,7 +272,7 @@ def _add_rules(spec: Schema) -> None:
             "message": "unencryptedAllReduce works only with strategy all-reduce",
         },
     ]
-    for name in ("entrypoint", "arguments", *builders.YOUNGER_FIELDS, "data"):
+    for name in ("entrypoint", "arguments", "strategy", "unencryptedAllReduce", "data"):
         fields[name]["x-kubernetes-validations"] = [_immutable(name)]
     fields["consistency"]["x-kubernetes-validations"] = list(_kept_consistency(fields["consistency"]))
     fields["consistency"]["x-kubernetes-validations"].append(
@@ -372,7 +372,7 @@ def _add_rules(spec: Schema) -> None:
         },
     ]
     server = fields["parameterServer"]["properties"]
-    volumes = ("volumeClaim", *builders.OTHER_VOLUMES)
+    volumes = ("volumeClaim", "existingClaim", "resumeFrom")
     for name in volumes:
         server["checkpoint"]["properties"][name].pop("nullable")
     given = " || ".join(f"has(self.checkpoint.{name})" for name in volumes)
@@ -386,12 +386,28 @@ def _add_rules(spec: Schema) -> None:
     # A rule on the field itself would not be asked when the field appears or goes.
     server["checkpoint"]["x-kubernetes-validations"] = [
         {
-            "rule": f"has(self.{name}) == has(oldSelf.{name}) && "
-            f"(!has(self.{name}) || self.{name} == oldSelf.{name})",
+            "rule": _same(name),
             "message": f"parameterServer.checkpoint.{name} cannot change; create a new job for that",
         }
         for name in volumes
     ]
+    evaluator = fields["evaluator"]
+    evaluator.pop("nullable")
+    kept = [name for name in evaluator["properties"] if name not in ("template", "finishTimeout")]
+    for name in kept:
+        evaluator["properties"][name].pop("nullable", None)
+    evaluator["x-kubernetes-validations"] = [
+        {
+            "rule": " && ".join(map(_same, kept)),
+            "message": "evaluator cannot change, except template and finishTimeout; create a new job",
+        }
+    ]
+    spec["x-kubernetes-validations"].append(
+        {
+            "rule": "has(self.evaluator) == has(oldSelf.evaluator)",
+            "message": "evaluator cannot change: no job gets or loses one; create a new job for that",
+        }
+    )
     for name in ("replicas", "bucketBytes", "durability"):
         server[name]["x-kubernetes-validations"] = [_immutable(f"parameterServer.{name}")]
     server["bucketBytes"]["x-kubernetes-validations"].append(
@@ -412,14 +428,15 @@ def _kept_consistency(consistency: Schema) -> Iterator[Schema]:
         "message": "to or from mode local, consistency cannot change; create a new job for that",
     }
     others = [name for name in consistency["properties"] if name not in ("mode", "steps")]
-    same = " && ".join(
-        f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || self.{name} == oldSelf.{name})"
-        for name in others
-    )
+    same = " && ".join(map(_same, others))
     yield {
         "rule": f"self.mode != 'local' || ({same})",
         "message": "in mode local, consistency besides steps cannot change; create a new job for that",
     }
+
+
+def _same(name: str) -> str:
+    return f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || self.{name} == oldSelf.{name})"
 
 
 def _immutable(field: str) -> Schema:

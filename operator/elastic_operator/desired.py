@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -25,13 +24,12 @@ class Desired:
     """The job to work towards.
 
     Attributes:
-        spec: the spec; what describes the training itself is as it was when the job started.
-        replicas: wanted workers, within the bounds.
+        spec: the spec.
+        replicas: wanted workers.
         ignored: why `spec` is not quite what the resource says; empty if it is.
         invalid: why `spec` is the last one that could be followed; "" if that of the resource can be.
         restart: what was made before then is to be made again; None if nobody has asked for that.
-        generation: the number of what shard 0 is told; 0 if it is not known what the job wants, because the
-            spec cannot be followed and the pod is gone that was told before. Then a checkpoint's word counts.
+        generation: the number of what shard 0 is told.
         secured: whether its processes talk to each other over TLS.
     """
 
@@ -83,8 +81,6 @@ def read_desired(
         InvalidJob: the spec cannot be followed; each line of the message names a field.
     """
     name = job["metadata"]["name"]
-    if not re.match(names.PATTERN, name):
-        raise InvalidJob(f"metadata.name is {name!r}: {names.EXPECTED}")
     document = dict(job.get("spec") or {})
     unknown: list[str] = []
     if started(job, observed):
@@ -93,16 +89,6 @@ def read_desired(
     ignored = [
         f"this version of the operator does not know {field}, so it has no effect" for field in unknown
     ]
-    recorded = revision(job, observed)
-    fixed = json.loads(recorded) if recorded else {}
-    if "worker" in fixed:
-        document = _keep_workers(document, fixed["worker"]["replicas"], ignored)
-    elif started(job, observed):
-        document = _clamp(document, ignored)
-    known = True
-    if fixed:
-        fixed, known = _keep_tunable(document, fixed, observed, ignored)
-        document, _ = documents.known_spec(_keep_fixed(document, fixed, ignored))
     spec = parse_spec(document, source="spec")
     _check_pods(job, spec, policy)
     _check_claim(name, spec)
@@ -116,7 +102,7 @@ def read_desired(
         replicas=spec.worker.replicas,
         ignored=tuple(ignored),
         restart=restart,
-        generation=builders.generation(job) if known else 0,
+        generation=builders.generation(job),
         secured=secured,
     )
 
@@ -154,37 +140,19 @@ def kept_valid(why: str) -> str:
 
 def _is_secured(job: Mapping[str, Any], observed: Observed, default: bool) -> bool:
     """Whether the job's processes talk TLS. Its Service says so, and if that is lost, its certificates do."""
-    if observed.services:
+    if observed.service:
         return observed.secured
-    status = job.get("status")
-    return bool(isinstance(status, Mapping) and status.get("certificates")) or (
-        default and not started(job, observed)
-    )
-
-
-def revision(job: Mapping[str, Any], observed: Observed) -> str:
-    """The fixed part of the spec as it was recorded when the job started; "" if it has not started.
-
-    The status has it, and so has the job's Service, which exists from the very first.
-    """
-    name, status = job["metadata"]["name"], job.get("status")
-    kept = status.get("revision") if isinstance(status, Mapping) else None
-    texts = (observed.services.get(names.service(name)), kept)
-    return next((text for text in texts if isinstance(text, str) and _is_revision(text)), "")
-
-
-def _is_revision(text: str) -> bool:
-    """Whether it names what is trained; somebody may have written into the Service."""
-    try:
-        fixed = json.loads(text)
-    except ValueError:
-        return False
-    return isinstance(fixed, dict) and {"entrypoint", "parameterServer"} <= fixed.keys()
+    return bool(_status(job).get("certificates")) or (default and not started(job, observed))
 
 
 def started(job: Mapping[str, Any], observed: Observed) -> bool:
-    """Whether something has been created for the job, or was."""
-    return bool(observed.services) or bool(revision(job, observed))
+    """Whether something has been created for the job, or was; the status knows if its Service is gone."""
+    return observed.service or "startTime" in _status(job)
+
+
+def _status(job: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = job.get("status")
+    return found if isinstance(found, Mapping) else {}
 
 
 def _restart(job: Mapping[str, Any], ignored: list[str]) -> datetime | None:
@@ -216,127 +184,14 @@ def restart_of(job: Mapping[str, Any]) -> datetime | None:
     return moment
 
 
-TUNABLE = ("consistency", "compression")
-"""Of the fixed part, what may change in some ways while a job runs."""
-
-
-def _keep_fixed(document: dict[str, Any], fixed: Mapping[str, Any], ignored: list[str]) -> dict[str, Any]:
-    """What is trained stays as it was when the job started."""
-    kept = builders.overlay_fixed(document, fixed)
-    try:
-        asked = builders.fixed_part(parse_spec(document, source="spec"))
-        # Younger fields than the record have their defaults in both; those of a newer version are in neither.
-        fixed = builders.fixed_part(parse_spec(documents.known_spec(kept)[0], source="spec"))
-    except InvalidJob as error:
-        ignored.append(f"the spec cannot be followed: {error}")
-        return kept
-    others = [field for field in builders.FIXED_FIELDS if field not in TUNABLE]  # see `_keep_tunable`
-    changed = [field for field in others if asked[field] != fixed[field]]
-    before, after = fixed["parameterServer"], asked["parameterServer"]
-    fields = sorted(before.keys() | after.keys())
-    changed += [f"parameterServer.{field}" for field in fields if after.get(field) != before.get(field)]
-    younger = ("evaluator", *builders.YOUNGER_FIELDS)
-    changed += [field for field in younger if asked.get(field) != fixed.get(field)]
-    if changed:
-        ignored.append(f"{', '.join(changed)} cannot change while the job runs; create a new job for that")
-    return kept
-
-
-def _keep_tunable(
-    document: dict[str, Any], fixed: dict[str, Any], observed: Observed, ignored: list[str]
-) -> tuple[dict[str, Any], bool]:
-    """The fixed part with the consistency and compression asked for, if a running job can change to those.
-
-    If not, it keeps those that its parameter server was told last; it was started with them, if that is not
-    known. Returns also whether it is known what the job wants.
-    """
-    others = {name: fixed[name] for name in builders.YOUNGER_FIELDS if name in fixed}
-    kept = {"entrypoint": "module:function", **others, **{name: fixed.get(name) or {} for name in TUNABLE}}
-    wanted = {**kept, **{name: document.get(name) or {} for name in TUNABLE}}
-    before, asked, told = _tuning_of(kept), _tuning_of(wanted), _told(observed)
-    if before is None:
-        return fixed, True  # what is wrong with it is said with the rest; likewise below
-    refusal = _refusal(before, asked, told) if asked is not None else ""
-    if refusal:
-        ignored.append(refusal)
-    follows = asked is not None and not refusal
-    meant = asked if asked is not None and follows else (told or before).over(before)
-    tunable = meant.model_dump(mode="json", by_alias=True, include=set(TUNABLE))
-    return {**fixed, **tunable}, follows or told is not None
-
-
-def _tuning_of(document: dict[str, Any]) -> Tuning | None:
-    """What a part of a spec says; None if it cannot be followed."""
-    try:
-        return Tuning.of(parse_spec(documents.known_spec(document)[0], source="spec"))
-    except InvalidJob:
-        return None
-
-
-def _told(observed: Observed) -> Tuning | None:
-    """What shard 0 was told last; None if that is not known: the pod is gone, or was made without a word."""
-    leader = next((pod for pod in observed.of("ps") if pod.index == 0 and pod.tuning), None)
-    try:
-        told = read_tuning(leader.tuning, source="annotation") if leader is not None else None
-    except InvalidJob:
-        return None
-    return told if told is not None and told.generation else None
-
-
-def _refusal(before: Tuning, asked: Tuning, told: Tuning | None) -> str:
-    """Why a job cannot change to what is asked for; "" if it can."""
-    unheard = told is not None and told.compression is None and asked.compression != before.compression
-    return before.refusal(asked) or (
-        "compression cannot change yet: the job's parameter server was created by an earlier version of "
-        f"the operator. Ask for a restart with the annotation {names.RESTART_ANNOTATION} first"
-        if unheard
-        else ""
-    )
-
-
 def tuning_to_tell(desired: Desired, server: Pod) -> str:
-    """What shard 0 is to be told that the job wants, as JSON; "" if it was told, or if that is not known."""
-    if not desired.generation:
-        return ""
+    """What shard 0 is to be told that the job wants, as JSON; "" if it was told."""
     wanted = Tuning.of(desired.spec, generation=desired.generation)
     try:
         told = read_tuning(server.tuning, source="annotation")
     except InvalidJob:
         return wanted.to_json()
-    if told.compression is None:  # it may not know of such changes
-        wanted = wanted.model_copy(update={"compression": None})
-    return wanted.to_json() if wanted.differs(told) or not told.generation else ""
-
-
-def _keep_workers(document: dict[str, Any], replicas: int, ignored: list[str]) -> dict[str, Any]:
-    """The records of a deterministic job are shared out over the workers that it was started with."""
-    worker = document.get("worker") or {}
-    asked = worker.get("replicas", 1)
-    if asked == replicas:
-        return document
-    ignored.append(
-        f"worker.replicas {asked} has no effect: with consistency.deterministic each worker has a fixed "
-        f"share of the records, so the job keeps its {replicas}"
-    )
-    return {**document, "worker": {**worker, "replicas": replicas}}
-
-
-def _clamp(document: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-    """A running job that is scaled out of its bounds goes to the bound."""
-    worker = document.get("worker") or {}
-    low, high = worker.get("minReplicas", 1), worker.get("maxReplicas")
-    replicas = worker.get("replicas", 1)
-    if not all(isinstance(n, int) for n in (low, replicas)) or not (high is None or isinstance(high, int)):
-        return document
-    size = (document.get("consistency") or {}).get("globalBatchSize")
-    most = min((n for n in (high, size) if isinstance(n, int)), default=None)
-    bounded = max(low, replicas if most is None else min(replicas, most))
-    if bounded == replicas or (most is not None and low > most):
-        return document
-    above = f"maxReplicas {high}" if most == high else f"globalBatchSize {size}"
-    bound = f"minReplicas {low}" if bounded > replicas else above
-    ignored.append(f"worker.replicas {replicas} is outside of {bound}; the job runs with {bounded} workers")
-    return {**document, "worker": {**worker, "replicas": bounded}}
+    return wanted.to_json() if wanted.differs(told) else ""
 
 
 def _check_pods(job: Mapping[str, Any], spec: TrainingJobSpec, policy: Policy) -> None:

@@ -13,9 +13,6 @@ from elastic_ps.contract.env import ROLE_LABEL as ROLE_LABEL
 from elastic_ps.contract.env import Role
 
 PLURAL = "trainingjobs"
-SPEC_ANNOTATION = f"{GROUP}/spec"
-"""On the job's Service: the part of the spec that stays as it was when the job started."""
-
 VALID_ANNOTATION = f"{GROUP}/last-valid-spec"
 """On the job's Service: the whole spec, as it was when it could be followed last."""
 

@@ -61,9 +61,9 @@ class Observed:
 
     Attributes:
         pods: its pods.
-        services: names of its Services, with the spec annotation of the one that has it.
-        valid_spec: the last spec that could be followed, as JSON, which one of them has; "" if none has.
-        secured: whether one of them says that the job's processes talk to each other over TLS.
+        service: whether it has its Service.
+        valid_spec: the last spec that could be followed, as JSON, which its Service has; "" if it has none.
+        secured: whether its Service says that the job's processes talk to each other over TLS.
         claims: names of its volume claims.
         policies: names of its network policies; looked for only if there is to be one.
         server: what shard 0 answered; None if it did not.
@@ -72,7 +72,7 @@ class Observed:
     """
 
     pods: tuple[Pod, ...] = ()
-    services: Mapping[str, str | None] = field(default_factory=dict)
+    service: bool = False
     valid_spec: str = ""
     secured: bool = False
     claims: frozenset[str] = frozenset()

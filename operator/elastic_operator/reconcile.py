@@ -73,7 +73,7 @@ _NEED: dict[Role, str] = {
 
 
 _MOST_KEPT = 200 * 1024
-"""Characters of a spec and of its fixed part, if both are written down on a Service.
+"""Characters of a spec that is written down on a Service.
 
 Kubernetes takes 256 KiB for all annotations of an object, and refuses one that has more.
 """
@@ -122,7 +122,6 @@ def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Op
     actions += _servers(job, desired, old, status, observed, now, options)
     actions += _workers(job, desired, old, status, observed, now, options)
     actions += _evaluator(job, desired, status, observed, now, options)
-    status = status.model_copy(update={"revision": builders.short_revision(desired.spec)})
     status = health(status, desired, observed, now=now, options=options)
     return Plan(
         actions=tuple(actions),
@@ -225,7 +224,6 @@ def _suspended(
 ) -> Plan:
     """Workers and evaluator leave first; then the parameter servers write a checkpoint and end."""
     reason = "the job is suspended"
-    # Nothing is created: a job that has not begun may change in any way.
     actions: list[Action] = [a for a in _service(job, desired, observed) if isinstance(a, Remember)]
     # A finalizer keeps only the object.
     observed = replace(observed, pods=tuple(pod for pod in observed.pods if not pod.held_by))
@@ -289,13 +287,12 @@ def _network(
 
 
 def _service(job: Mapping[str, Any], desired: Desired, observed: Observed) -> Iterator[Action]:
-    """It records with what spec the job has started, and whether over TLS, so it comes before all others."""
-    name, revision = names.service(desired.name), builders.revision(desired.spec)
-    valid = json.dumps(job.get("spec"), sort_keys=True)
-    if desired.invalid or len(revision) + len(valid) > _MOST_KEPT:
+    """It records the spec, and whether the job uses TLS, so it comes before all others."""
+    name, valid = names.service(desired.name), json.dumps(job.get("spec"), sort_keys=True)
+    if desired.invalid or len(valid) > _MOST_KEPT:
         valid = ""
-    if name not in observed.services:
-        manifest = wiring.service(job, revision=revision, secured=desired.secured)
+    if not observed.service:
+        manifest = wiring.service(job, secured=desired.secured)
         if valid:
             manifest["metadata"]["annotations"][names.VALID_ANNOTATION] = valid
         yield Create("Service", name, manifest, "the address of the job's servers")
@@ -437,7 +434,6 @@ def _create(
         index,
         avoid=avoid,
         secured=desired.secured,
-        number=desired.generation,
         durable=_durable(desired, status),
     )
     # The name of a claim may be taken, and then the checkpoints on it are those of somebody else.

@@ -159,12 +159,13 @@ class Store:
             places = self._belongings.get(key, ())
             owned = [(place, self._items[place]) for place in places if item.uid in self._items[place].owners]
         found: list[Pod] = [other.value for place, other in owned if place[0] == "pods" and other.value]
-        services = {place[2]: other.value for place, other in owned if place[0] == "services"}
+        service = next((other.value for place, other in owned if place[0] == "services"), None)
+        secured, valid_spec = service or (False, "")
         observed = Observed(
             pods=tuple(sorted(found, key=lambda pod: pod.name)),
-            services={name: revision for name, (revision, _, _) in services.items()},
-            secured=any(secured for _, secured, _ in services.values()),
-            valid_spec=next((valid for _, _, valid in services.values() if valid), ""),
+            service=service is not None,
+            secured=secured,
+            valid_spec=valid_spec,
             claims=frozenset(place[2] for place, _ in owned if place[0] == "persistentvolumeclaims"),
             policies=frozenset(place[2] for place, _ in owned if place[0] == "networkpolicies"),
         )
@@ -216,7 +217,7 @@ def _read(resource: Resource, manifest: Mapping[str, Any]) -> _Item | None:
     elif resource == "services":
         valid = str(annotations.get(names.VALID_ANNOTATION) or "")
         secured = annotations.get(names.TLS_ANNOTATION) == "true"
-        value = (annotations.get(names.SPEC_ANNOTATION), secured, valid)
+        value = (secured, valid)
     key = (metadata["namespace"], labels[names.JOB_LABEL])
     return _Item(uid, version, key, frozenset(owners), value, value)
 

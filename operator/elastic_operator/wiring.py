@@ -45,17 +45,13 @@ def mount_certificate(pod_spec: Manifest, job: str, role: Role, index: int) -> N
     pod_spec["containers"][0]["volumeMounts"].append(mounted)
 
 
-def service(job: Mapping[str, Any], *, revision: str, secured: bool = False) -> Manifest:
-    """The job's Service, which says how the job was started.
+def service(job: Mapping[str, Any], *, secured: bool = False) -> Manifest:
+    """The job's Service. `secured`: it says that the processes talk to each other over TLS.
 
     Workers initialise the model, so a server is found before it is ready.
-
-    Args:
-        revision: the part of the spec that stays as it is.
-        secured: whether the processes talk to each other over TLS.
     """
     name = job["metadata"]["name"]
-    annotations = {names.SPEC_ANNOTATION: revision, **({names.TLS_ANNOTATION: "true"} if secured else {})}
+    annotations = {names.TLS_ANNOTATION: "true"} if secured else {}
     labels = names.labels(name) | names.SERVER_LABEL
     ports = [{"name": port, "port": number, "targetPort": number} for port, number in _PORTS.items()]
     return {

@@ -129,6 +129,12 @@ FIXED: list[tuple[str, dict[str, Any]]] = [
     ("consistency.deterministic and globalBatchSize", {"consistency": {"deterministic": True}}),
     ("consistency.deterministic and globalBatchSize", {"consistency": {"globalBatchSize": 2}}),
     ("to or from mode local, consistency", {"consistency": {"mode": "local", "steps": 3}}),
+    ("evaluator", {"evaluator": None}),
+    ("evaluator", {"evaluator": {"entrypoint": "another:main"}}),
+    ("evaluator", {"evaluator": {"arguments": {"epochs": 3}}}),
+    ("evaluator", {"evaluator": {"every": 7}}),
+    ("evaluator", {"evaluator": {"backlog": 7}}),
+    ("evaluator", {"evaluator": {"best": {"metric": "prec@1", "mode": "max"}}}),
     ("strategy", {"strategy": "all-reduce"}),
     ("unencryptedAllReduce", {"unencryptedAllReduce": True}),
     ("data", {"data": {"seed": 7}}),
@@ -155,6 +161,7 @@ FREE: list[dict[str, Any]] = [
     {"consistency": {"maxStaleness": 2}},
     {"consistency": {"maxStaleness": None, "mode": "async"}},
     {"compression": {"codec": "int8", "options": {"block": 128}, "values": "bf16"}},
+    {"evaluator": {"finishTimeout": "1h", "template": {"metadata": {"labels": {"team": "a"}}}}},
 ]
 """One after the other, what may become of a job."""
 
@@ -200,7 +207,9 @@ def test_each_rule_of_the_definition_is_tried() -> None:
 
 @pytest.mark.usefixtures("rules")
 def test_the_api_server_refuses_to_change_what_is_fixed(cluster: GivenCluster, namespace: str) -> None:
-    given = job("fixed", {"parameterServer": {"checkpoint": {"volumeClaim": CLAIM}}})
+    evaluator = {"entrypoint": "evaluates:main"}
+    server = {"checkpoint": {"volumeClaim": CLAIM}}
+    given = job("fixed", {"parameterServer": server, "evaluator": evaluator})
     cluster.apply(given, namespace=namespace)
     for field, change in FIXED:
         patch = json.dumps({"spec": change})

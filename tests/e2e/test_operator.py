@@ -213,17 +213,6 @@ def big(jobs: Jobs, name: str) -> dict[str, Any]:
     return template
 
 
-def test_deterministic_job_is_not_scaled(jobs: Jobs, operator: OperatorProcess) -> None:
-    jobs.apply("fixed", consistency={"deterministic": True})
-    jobs.wait_status("fixed", phase="Running", workers="2/2")
-    refused = jobs.kubectl("scale", "tj/fixed", "--replicas=3", check=False)
-    if refused.returncode != 0:
-        assert "consistency.deterministic" in refused.stderr, "a server that knows CEL"
-        return
-    assert "3 has no effect" in jobs.wait_condition("fixed", "Degraded", "SpecNotFollowed")
-    assert jobs.identities("fixed").keys() == {"fixed-ps-0", "fixed-worker-0", "fixed-worker-1"}
-
-
 @pytest.mark.parametrize(
     ("spec", "word"),
     [

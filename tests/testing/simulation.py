@@ -51,7 +51,7 @@ class Simulation:
     def __init__(self, job: Mapping[str, Any]) -> None:
         self.job: dict[str, Any] | None = copy.deepcopy(dict(job))
         self.pods: dict[str, dict[str, Any]] = {}
-        self.services: dict[str, str | None] = {}
+        self.services: set[str] = set()
         self.valid_spec = ""
         self.claims: set[str] = set()
         self.policies: set[str] = set()
@@ -89,7 +89,7 @@ class Simulation:
         found = [pods.read(pod) for pod in self.pods.values()]
         return Observed(
             pods=tuple(pod for pod in found if pod is not None),
-            services=dict(self.services),
+            service=bool(self.services),
             valid_spec=self.valid_spec if self.services else "",
             secured=self.secured,
             claims=frozenset(self.claims),
@@ -124,7 +124,7 @@ class Simulation:
         if isinstance(action, Certify):
             self.certified.append(action)
         elif isinstance(action, DeleteJob):
-            self.job, self.pods, self.services, self.claims = None, {}, {}, set()
+            self.job, self.pods, self.services, self.claims = None, {}, set(), set()
         elif isinstance(action, DeletePod):
             self._delete(action)
         elif isinstance(action, TellPod):
@@ -135,7 +135,7 @@ class Simulation:
             metadata = action.manifest["metadata"]
             self.secured = self.secured or names.TLS_ANNOTATION in metadata["annotations"]
             self.valid_spec = metadata["annotations"].get(names.VALID_ANNOTATION) or self.valid_spec
-            self.services.setdefault(action.name, metadata["annotations"].get(names.SPEC_ANNOTATION))
+            self.services.add(action.name)
         elif action.kind == "NetworkPolicy":
             self.policies.add(action.name)
         elif action.kind == "PersistentVolumeClaim":

@@ -200,7 +200,7 @@ def test_an_events_message_is_as_long_as_the_api_allows() -> None:
 def test_a_server_has_an_address_before_it_is_ready() -> None:
     """It becomes ready by what workers send to it."""
     job = job_document()
-    made = service(job, revision="{}")
+    made = service(job)
     assert made["spec"]["clusterIP"] == "None"
     assert made["spec"]["publishNotReadyAddresses"] is True
     assert {port["name"]: (port["port"], port["targetPort"]) for port in made["spec"]["ports"]} == {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,25 +114,6 @@ def test_a_job_has_one_volume(checkpoint: dict[str, Any], words: str) -> None:
     simulation = Simulation(job_document(parameterServer={"checkpoint": checkpoint}))
     simulation.settle()
     assert words in simulation.condition("Failed")["message"]
-
-
-@pytest.mark.parametrize("before", [{}, resuming(job="earlier"), RETAINED])
-def test_a_job_that_runs_keeps_its_volume(before: dict[str, Any]) -> None:
-    simulation = Simulation(job_document(parameterServer=before))
-    simulation.settle()
-    volumes = simulation.pods["digits-ps-0"]["spec"]["volumes"]
-    simulation.edit(parameterServer={"checkpoint": {"existingClaim": "other", "keep": 7}})
-    del simulation.pods["digits-ps-0"]
-    simulation.settle()
-    assert simulation.pods["digits-ps-0"]["spec"]["volumes"] == volumes
-    assert contract(simulation).spec.parameter_server.checkpoint.keep == 7
-    assert "parameterServer.checkpoint cannot change" in simulation.condition("Degraded")["message"]
-
-
-def test_a_job_that_was_recorded_before_there_were_such_claims_reads_the_same() -> None:
-    plain = spec_of({"checkpoint": {"volumeClaim": {"storage": "1Gi"}}})
-    recorded = json.loads(builders.revision(plain))["parameterServer"]["checkpoint"]
-    assert recorded == {"volumeClaim": {"storage": "1Gi", "storageClassName": None}}
 
 
 def test_older_images_need_not_know_where_a_server_s_volume_comes_from() -> None:

@@ -28,7 +28,7 @@ def test_what_is_not_permitted_is_refused_by_its_path_and_said_how_to_permit(
 ) -> None:
     refused = simulated(template)
     assert refused.pods == {}
-    assert refused.services == {}
+    assert refused.services == set()
     failed = refused.condition("Failed")
     assert failed["reason"] == "InvalidSpec"
     (permission,) = permissions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from datetime import timedelta
 from typing import Any
 
@@ -429,14 +428,6 @@ def test_invalid_spec_fails_once_and_is_looked_at_again_when_edited(spec: dict[s
     assert simulation.status["phase"] == "Running"
 
 
-@pytest.mark.parametrize("name", ["x" * 53, "2layers", "a.b", "a-", "A"])
-def test_a_name_that_a_service_cannot_have_is_refused_in_words(name: str) -> None:
-    simulation = Simulation(job_document(name=name))
-    simulation.settle()
-    assert "52 characters" in simulation.condition("Failed")["message"]
-    assert simulation.services == {}
-
-
 def test_invalid_edit_does_not_end_a_training() -> None:
     simulation = running()
     simulation.edit(data={"shardRecords": 0})
@@ -529,7 +520,7 @@ def test_what_a_person_edits_while_the_job_is_suspended_is_the_last_valid_spec_t
 
 @pytest.mark.parametrize("known", ["", "{", "[]", "5", '{"entrypoint": "nonsense"}'])
 def test_a_job_of_which_no_valid_spec_is_known_is_left_alone_until_it_has_one(known: str) -> None:
-    """An earlier version of the operator has started it, or somebody has written into its Service."""
+    """It is too long to be kept, or somebody has written into its Service."""
     simulation = running()
     forbid(simulation)
     simulation.valid_spec = known
@@ -538,54 +529,6 @@ def test_a_job_of_which_no_valid_spec_is_known_is_left_alone_until_it_has_one(kn
     for _ in range(3):
         assert simulation.step().actions == ()
     assert simulation.condition("Degraded")["reason"] == "InvalidSpec"
-
-
-def test_running_job_keeps_what_it_trains_and_goes_to_the_bound() -> None:
-    simulation = running(worker={"replicas": 1, "maxReplicas": 2})
-    simulation.edit(entrypoint="other:main")
-    simulation.scale(7)
-    simulation.settle()
-    assert len(simulation.workers()) == 2
-    degraded = simulation.condition("Degraded")
-    assert "maxReplicas 2" in degraded["message"]
-    assert "entrypoint cannot change" in degraded["message"]
-    variables = {
-        e["name"]: e["value"] for e in simulation.pods["digits-worker-1"]["spec"]["containers"][0]["env"]
-    }
-    assert "examples.digits.train:main" in variables["ELASTIC_PS_SPEC"]
-
-
-def test_a_job_with_a_global_batch_size_has_no_more_workers_than_records() -> None:
-    consistency = {"deterministic": True, "globalBatchSize": 3}
-    simulation = running(worker={"replicas": 1}, consistency=consistency)
-    for replicas in (2, 5):
-        simulation.scale(replicas)
-        simulation.settle()
-        assert len(simulation.workers()) == min(replicas, 3)
-    assert "outside of globalBatchSize 3" in simulation.condition("Degraded")["message"]
-
-
-@pytest.mark.parametrize("replicas", [1, 4, 9])
-def test_deterministic_job_keeps_its_workers(replicas: int) -> None:
-    simulation = running(worker={"replicas": 3, "maxReplicas": 8}, consistency={"deterministic": True})
-    simulation.scale(replicas)
-    simulation.settle()
-    assert len(simulation.workers()) == 3
-    assert simulation.status["phase"] == "Running"
-    degraded = simulation.condition("Degraded")
-    assert (degraded["status"], degraded["reason"]) == ("True", "SpecNotFollowed")
-    assert degraded["message"].startswith(f"worker.replicas {replicas} has no effect")
-    assert "maxReplicas" not in degraded["message"]
-    assert "DegradedSpecNotFollowed" in simulation.notes.values()
-    for name in ("digits-ps-0", "digits-worker-2"):
-        del simulation.pods[name]
-    simulation.settle()
-    for name in ("digits-ps-0", "digits-worker-2"):
-        variables = {e["name"]: e.get("value") for e in simulation.pods[name]["spec"]["containers"][0]["env"]}
-        assert json.loads(variables["ELASTIC_PS_SPEC"])["worker"]["replicas"] == 3
-    simulation.scale(3)
-    simulation.settle()
-    assert simulation.condition("Degraded")["status"] == "False"
 
 
 def test_a_deterministic_job_that_names_no_number_of_workers_asks_for_one() -> None:

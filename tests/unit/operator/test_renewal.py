@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 from typing import Any
 
@@ -243,53 +242,3 @@ def test_a_job_that_has_succeeded_is_not_started_again() -> None:
     simulation.restart(simulation.now)
     simulation.settle()
     assert simulation.status["phase"] == "Succeeded"
-
-
-def test_what_is_trained_is_kept_though_the_service_is_gone() -> None:
-    simulation = running()
-    simulation.services.clear()
-    simulation.edit(entrypoint="other:main")
-    simulation.settle()
-    assert "entrypoint cannot change" in simulation.condition("Degraded")["message"]
-    fixed = json.loads(simulation.services["digits-servers"] or "")
-    assert fixed["entrypoint"] == "examples.digits.train:main"
-    assert len(simulation.status["revision"]) < 200, "it stands in the status as one line"
-
-
-def test_what_is_trained_is_kept_by_the_status_alone_whatever_differs_from_the_defaults() -> None:
-    spec: dict[str, Any] = {
-        "arguments": {"lr": 0.1},
-        "consistency": {"mode": "bounded", "maxStaleness": 8},
-        "parameterServer": {"checkpoint": {"volumeClaim": {"storage": "1Gi"}}},
-    }
-    simulation = Simulation(job_document(**spec))
-    simulation.settle()
-    fixed = simulation.services["digits-servers"]
-    simulation.services.clear()
-    server = {**spec["parameterServer"], "replicas": 2}
-    simulation.edit(arguments={"lr": 0.2}, data={"shardRecords": 7}, parameterServer=server)
-    simulation.settle()
-    told = simulation.condition("Degraded")["message"]
-    assert "arguments, data, parameterServer.replicas cannot change" in told
-    assert simulation.services["digits-servers"] == fixed
-
-
-def test_what_is_trained_is_kept_though_it_was_recorded_before_some_of_its_fields_were_there() -> None:
-    simulation = running()
-    recorded = json.loads(simulation.services["digits-servers"] or "")
-    older = {name: recorded[name] for name in ("entrypoint", "arguments", "data", "parameterServer")}
-    simulation.services["digits-servers"] = simulation.status["revision"] = json.dumps(older)
-    simulation.edit(entrypoint="other:main", compression={"codec": "bf16"})
-    simulation.settle()
-    told = simulation.condition("Degraded")["message"]
-    assert "entrypoint" in told
-    assert "cannot change while the job runs" in told
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '"text"'])
-def test_what_is_no_revision_is_none(text: str) -> None:
-    simulation = running()
-    simulation.services["digits-servers"] = text
-    simulation.settle()
-    assert simulation.status["phase"] == "Running"
-    assert simulation.condition("Degraded")["status"] == "False"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 from typing import Any
 
@@ -89,7 +88,7 @@ def test_a_standby_is_a_pod_like_its_shard() -> None:
     assert standby["metadata"]["ownerReferences"] == server["metadata"]["ownerReferences"]
     for pod in (server, standby):
         del pod["spec"]["containers"][0]["env"]
-    address = service(job, revision="")
+    address = service(job)
     for pod in (server, standby):
         assert pod["spec"].pop("subdomain") == address["metadata"]["name"]
         assert pod["spec"].pop("hostname") == pod["metadata"]["name"]
@@ -140,11 +139,6 @@ def test_without_standbys_everything_is_as_it_was() -> None:
     assert env.PREFIX + "STANDBYS" not in str(pod)
     assert "accessMode" not in str(pod)
     simulation.settle()
-    assert json.loads(simulation.services["digits-servers"] or "")["parameterServer"] == {
-        "replicas": 1,
-        "bucketBytes": 0,
-        "checkpoint": {"volumeClaim": {"storage": "1Gi", "storageClassName": None}},
-    }
     simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True)
     simulation.settle()
     assert simulation.condition("Degraded")["status"] == "False"
@@ -275,25 +269,6 @@ def test_no_several_servers_without_a_volume_to_share(server: dict[str, Any]) ->
     assert simulation.status["phase"] == "Running"
 
 
-@pytest.mark.parametrize("started_with", ["checkpoint", "standby"])
-def test_durability_stays_as_the_job_was_started(started_with: str) -> None:
-    first: dict[str, Any] = {"durability": started_with, "checkpoint": CLAIM}
-    simulation = Simulation(job_document(parameterServer=first))
-    simulation.settle()
-    pods, services = set(simulation.pods), set(simulation.services)
-    other = "checkpoint" if started_with == "standby" else "standby"
-    simulation.edit(parameterServer={**first, "durability": other})
-    del simulation.pods["digits-ps-0"]
-    simulation.settle()
-    assert (set(simulation.pods), set(simulation.services)) == (pods, services)
-    server = environment(simulation.pods["digits-ps-0"])
-    assert server.spec.parameter_server.durability == started_with
-    assert bool(server.standbys) is (started_with == "standby")
-    degraded = simulation.condition("Degraded")
-    assert degraded["reason"] == "SpecNotFollowed"
-    assert "parameterServer.durability cannot change" in degraded["message"]
-
-
 @pytest.mark.parametrize("writes", range(8))
 def test_killed_after_any_write_it_comes_to_the_same_rest(writes: int) -> None:
     simulation = Simulation(job_document(parameterServer=STANDBY))
@@ -310,18 +285,3 @@ def test_killed_after_any_write_it_comes_to_the_same_rest(writes: int) -> None:
 
 def test_the_standby_of_the_last_shard_has_a_valid_name() -> None:
     assert len(names.pod("x" * 52, "standby", 63)) <= 63
-
-
-@pytest.mark.parametrize("started_with", ["parameter-server", "all-reduce"])
-def test_the_strategy_stays_as_the_job_was_started(started_with: str) -> None:
-    simulation = Simulation(job_document(strategy=started_with))
-    simulation.settle()
-    assert environment(simulation.pods["digits-worker-0"]).spec.strategy == started_with
-    other = "all-reduce" if started_with == "parameter-server" else "parameter-server"
-    simulation.edit(strategy=other)
-    del simulation.pods["digits-worker-0"]
-    simulation.settle()
-    assert environment(simulation.pods["digits-worker-0"]).spec.strategy == started_with
-    degraded = simulation.condition("Degraded")
-    assert degraded["reason"] == "SpecNotFollowed"
-    assert "strategy cannot change" in degraded["message"]

@@ -276,9 +276,6 @@ def test_a_job_that_runs_goes_on_though_its_spec_has_a_field_of_a_newer_version(
     simulation.settle()
     assert simulation.job is not None
     simulation.edit(worker={"replicas": 2, "topology": "ring"}, budget={"hours": 3})
-    recorded = json.loads(simulation.services["digits-servers"] or "")
-    recorded["data"]["cache"] = "8Gi"
-    simulation.services["digits-servers"] = json.dumps(recorded)
     del simulation.pods["digits-worker-1"]
     simulation.settle()
     assert len(simulation.workers()) == 2
@@ -286,33 +283,6 @@ def test_a_job_that_runs_goes_on_though_its_spec_has_a_field_of_a_newer_version(
     assert (degraded["status"], degraded["reason"]) == ("True", "SpecNotFollowed")
     assert "does not know worker.topology" in degraded["message"]
     assert "does not know budget" in degraded["message"]
-
-
-@pytest.mark.parametrize("section", ["compression", "consistency", "data", "evaluator", "volumeClaim"])
-def test_a_job_was_started_before_there_were_some_fields(section: str) -> None:
-    """It has their defaults, and nobody has changed anything."""
-    simulation = Simulation(
-        job_document(
-            evaluator={"entrypoint": "a:b"},
-            parameterServer={"checkpoint": {"volumeClaim": {"storage": "2Gi"}}},
-            arguments={"lr": 0.1},
-        )
-    )
-    simulation.settle()
-    recorded = json.loads(simulation.services["digits-servers"] or "")
-    claim = recorded["parameterServer"]["checkpoint"]["volumeClaim"]
-    fields = claim if section == "volumeClaim" else recorded[section]
-    given = {key: fields[key] for key in ("entrypoint", "storage") if key in fields}
-    assert fields.keys() > given.keys()
-    fields.clear()
-    fields.update(given)
-    simulation.services["digits-servers"] = json.dumps(recorded)
-    simulation.settle()
-    assert simulation.condition("Degraded")["reason"] != "SpecNotFollowed", simulation.condition("Degraded")
-    simulation.edit(arguments={"lr": 0.2})
-    simulation.settle()
-    told = simulation.condition("Degraded")["message"]
-    assert "arguments cannot change while the job runs" in told
 
 
 def test_what_json_or_the_api_server_cannot_hold_is_not_stored() -> None:

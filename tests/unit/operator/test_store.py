@@ -150,10 +150,7 @@ def owned(name: str, version: int, **annotations: str) -> dict[str, Any]:
 def test_a_job_is_seen_with_all_that_is_its_own(store: Store) -> None:
     store.put("pods", pod("digits-worker-1", 3))
     store.put("pods", pod("digits-worker-0", 4))
-    store.put(
-        "services", owned("digits-ps-0", 5, **{names.SPEC_ANNOTATION: "{}", names.VALID_ANNOTATION: "{1}"})
-    )
-    store.put("services", owned("digits-ps-1", 6))
+    store.put("services", owned("digits-servers", 5, **{names.VALID_ANNOTATION: "{1}"}))
     store.put("persistentvolumeclaims", owned("digits-ps-0", 7))
     store.put("networkpolicies", owned("digits-servers", 8))
     foreign = pod("digits-worker-2", 9)
@@ -165,7 +162,7 @@ def test_a_job_is_seen_with_all_that_is_its_own(store: Store) -> None:
     snapshot = store.snapshot(KEY)
     assert snapshot is not None
     assert [found.name for found in snapshot.observed.pods] == ["digits-worker-0", "digits-worker-1"]
-    assert snapshot.observed.services == {"digits-ps-0": "{}", "digits-ps-1": None}
+    assert (snapshot.observed.service, snapshot.observed.secured) == (True, False)
     assert snapshot.observed.valid_spec == "{1}"
     assert snapshot.observed.claims == {"digits-ps-0"}
     assert snapshot.observed.policies == {"digits-servers"}

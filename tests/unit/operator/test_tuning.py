@@ -113,26 +113,7 @@ def test_a_server_that_comes_back_begins_with_the_newest_word() -> None:
     assert parse_spec(json.loads(spec), source="test").consistency.max_staleness == 8
 
 
-def test_what_cannot_change_is_said_and_the_last_change_stays() -> None:
-    """As on a server that does not know the definition's rules."""
-    simulation = running()
-    simulation.edit(consistency=BOUNDED)
-    simulation.settle()
-    for wrong in ({"mode": "local", "steps": 5}, {"deterministic": True}):
-        simulation.edit(consistency=wrong)
-        simulation.settle()
-        assert told(simulation).consistency.max_staleness == 8
-        degraded = simulation.condition("Degraded")
-        assert degraded["status"] == "True"
-        assert "stays what it is" in degraded["message"]
-    simulation.edit(consistency={"mode": "async"})
-    simulation.settle()
-    assert told(simulation).consistency.mode == "async"
-    assert simulation.condition("Degraded")["status"] == "False"
-
-
 WRONG: list[dict[str, Any]] = [
-    {"consistency": {"mode": "local", "steps": 5}},
     {"consistency": {"mode": "bounded"}},
     {"consistency": {"mode": "nonsense"}},
     {"compression": {"codec": "int8", "maxError": 0.5}},
@@ -149,33 +130,9 @@ def test_a_spec_that_cannot_be_followed_takes_no_change_back(wrong: dict[str, An
     simulation.settle()
     assert told(simulation) == before
     assert simulation.condition("Degraded")["status"] == "True"
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_server_that_comes_back_under_such_a_spec_keeps_what_its_checkpoint_says(
-    wrong: dict[str, Any],
-) -> None:
-    """What it was told before went with its pod. A word with the number 0 is older than any checkpoint's."""
-    simulation = running()
-    started = told(simulation)
-    simulation.edit(consistency=BOUNDED, compression={"codec": "int8"})
-    simulation.settle()
-    simulation.edit(**wrong)
-    simulation.settle()
     del simulation.pods["digits-ps-0"]
     simulation.settle()
-    assert told(simulation) == started.model_copy(update={"generation": 0})
-    checkpoint = {"interval": "5m", "volumeClaim": {}}
-    simulation.edit(parameterServer={"checkpoint": checkpoint})
-    simulation.settle()
-    assert told(simulation).generation == 0, "nor is it told anything as long as that is so"
-    simulation.edit(consistency={"mode": "sync"}, compression={})
-    simulation.settle()
-    assert told(simulation).generation == 5, "it is told what it began with, as it may have gone on otherwise"
-    assert (told(simulation).consistency, told(simulation).compression) == (
-        started.consistency,
-        started.compression,
-    )
+    assert told(simulation) == before.model_copy(update={"generation": 3})
 
 
 def test_the_compression_changes_as_the_consistency_does() -> None:
@@ -215,24 +172,6 @@ def test_a_compression_that_the_job_cannot_have_is_said_and_changes_nothing(
     degraded = simulation.condition("Degraded")
     assert degraded["status"] == "True"
     assert words in degraded["message"]
-
-
-def test_a_server_that_an_earlier_operator_has_created_is_told_of_no_compression() -> None:
-    """It would refuse a word that it does not know. What it does know of, it is told."""
-    simulation = running()
-    annotations = simulation.pods["digits-ps-0"]["metadata"]["annotations"]
-    earlier = told(simulation).model_copy(update={"compression": None})
-    annotations[names.TUNING_ANNOTATION] = earlier.to_json()
-    assert "compression" not in annotations[names.TUNING_ANNOTATION]
-    simulation.edit(consistency=BOUNDED)
-    simulation.settle()
-    assert (told(simulation).consistency.max_staleness, told(simulation).compression) == (8, None)
-    simulation.edit(compression={"codec": "int8"})
-    simulation.settle()
-    assert told(simulation).compression is None
-    degraded = simulation.condition("Degraded")
-    assert "compression cannot change yet" in degraded["message"]
-    assert "elastic-ps.dev/restartedAt" in degraded["message"]
 
 
 def test_times_of_checkpoints_are_told_too() -> None:

@@ -34,7 +34,7 @@ def test_a_server_is_found_by_its_pods_own_name() -> None:
 def test_the_service_leads_to_servers_alone() -> None:
     job = job_document()
     spec = TrainingJobSpec.model_validate(job["spec"])
-    selector = wiring.service(job, revision="{}")["spec"]["selector"].items()
+    selector = wiring.service(job)["spec"]["selector"].items()
     roles: tuple[Role, ...] = ("ps", "standby", "worker", "evaluator")
     pods = {role: builders.pod(job, spec, role, 0)["metadata"]["labels"] for role in roles}
     assert {role for role, labels in pods.items() if selector <= labels.items()} == {"ps", "standby"}
