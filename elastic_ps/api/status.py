@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from datetime import timedelta
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import Field, PlainSerializer
 
 from elastic_ps.api.fields import CamelModel
-
-
-def _said(metrics: Any) -> Any:
-    """Those that a parameter server has said; an older one says null for what is not finite."""
-    if isinstance(metrics, Mapping):
-        return {name: value for name, value in metrics.items() if value is not None}
-    return metrics
 
 
 def _finite(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
-Reported: TypeAlias = Annotated[
-    dict[str, float], BeforeValidator(_said), PlainSerializer(_finite, when_used="json")
-]
+Reported: TypeAlias = Annotated[dict[str, float], PlainSerializer(_finite, when_used="json")]
 """Values by their names. JSON has no NaN and no Inf: they are left out, since Kubernetes takes no null."""
 
 

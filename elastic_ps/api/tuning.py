@@ -83,14 +83,13 @@ class Tuning(CamelModel):
         moved: what has become of that since; None for nothing.
         run: of which run of the job; generations of other runs cannot be compared with it.
         since: the version after which it is in force; the parameter server fills it in.
-        compression: None for what the job has been started with: whoever has written this knows of no change.
     """
 
     generation: int = Field(default=0, ge=0)
     run: str = ""
     since: int = Field(default=0, ge=0)
     consistency: Consistency = Field(default_factory=Consistency)
-    compression: Compression | None = None
+    compression: Compression = Field(default_factory=Compression)
     checkpoint: Times = Field(default_factory=Times)
     moved: Moved | None = None
 
@@ -113,10 +112,13 @@ class Tuning(CamelModel):
         server = spec.parameter_server
         checkpoint = server.checkpoint.model_copy(update=times)
         server = server.model_copy(update={"checkpoint": checkpoint})
-        update: dict[str, Any] = {"consistency": self.consistency, "parameter_server": server}
-        if self.compression is not None:
-            update["compression"] = self.compression
-        return spec.model_copy(update=update)
+        return spec.model_copy(
+            update={
+                "consistency": self.consistency,
+                "compression": self.compression,
+                "parameter_server": server,
+            }
+        )
 
     def replaces(self, other: Tuning) -> bool:
         """Whether this is a later one of the same run."""
@@ -139,16 +141,9 @@ class Tuning(CamelModel):
 
     def after(self, before: Tuning) -> Tuning:
         """This wish, which follows on `before`: what that has moved stays if the consistency is not meant."""
-        wish = self.over(before)
-        if wish.consistency != before.wished:
-            return wish
-        return wish.model_copy(update={"consistency": before.consistency, "moved": before.moved})
-
-    def over(self, before: Tuning) -> Tuning:
-        """The same, with the compression of `before` if this says nothing of it."""
-        if self.compression is not None:
+        if self.consistency != before.wished:
             return self
-        return self.model_copy(update={"compression": before.compression})
+        return self.model_copy(update={"consistency": before.consistency, "moved": before.moved})
 
     def differs(self, other: Tuning) -> bool:
         """Whether it says anything else."""
@@ -163,9 +158,9 @@ class Tuning(CamelModel):
         news = {}
         if self.consistency != before.consistency:
             news["consistency"] = describe(self.consistency), describe(before.consistency)
-        ours, theirs = self.over(before).compression, before.over(self).compression
-        if ours is not None and theirs is not None and ours != theirs:
-            news["compression"] = describe_compression(ours), describe_compression(theirs)
+        if self.compression != before.compression:
+            ours, theirs = describe_compression(self.compression), describe_compression(before.compression)
+            news["compression"] = ours, theirs
         return news
 
     def refusal(self, later: Tuning) -> str:
@@ -178,8 +173,7 @@ class Tuning(CamelModel):
                     f"consistency cannot change from ({now}) to ({then}) while the job runs. "
                     f"{part.name} stays what it is: {part.why}. Start a new job for that"
                 )
-        chosen = later.compression.codec if later.compression is not None else ""
-        if later.consistency.deterministic and chosen == AUTO:
+        if later.consistency.deterministic and later.compression.codec == AUTO:
             return (
                 "compression.codec cannot become auto in a job with consistency.deterministic: true, because "
                 "it chooses by measured times; name a codec"

@@ -79,8 +79,8 @@ class Manifest:
                 dtype=t["dtype"],
                 rule=Rule(t["rule"]),
                 group=t["group"],
-                aliases=tuple(t.get("aliases", ())),
-                frozen=t.get("frozen", False),
+                aliases=tuple(t["aliases"]),
+                frozen=t["frozen"],
             )
             for t in self.tensors
         )
@@ -156,7 +156,7 @@ def _faults_of_tensors(tensors: list[dict[str, Any]]) -> Iterator[str]:
     names: set[str] = set()
     for tensor in tensors:
         name, shape = tensor["name"], tensor["shape"]
-        for each in (name, *tensor.get("aliases", ())):
+        for each in (name, *tensor["aliases"]):
             if not isinstance(each, str) or each in names:
                 yield f"{each!r} is not the name of a tensor, or is there twice"
             names.add(each)
@@ -170,8 +170,8 @@ def _faults_of_tensors(tensors: list[dict[str, Any]]) -> Iterator[str]:
             yield f"tensor {name!r} has the rule {tensor['rule']!r}"
         if not is_count(tensor["group"], below=1 << 31, least=-1):
             yield f"tensor {name!r} is in group {tensor['group']!r}"
-        if not isinstance(frozen := tensor.get("frozen", False), bool):
-            yield f"tensor {name!r} has {frozen!r} for whether it is frozen"
+        if not isinstance(tensor["frozen"], bool):
+            yield f"tensor {name!r} has {tensor['frozen']!r} for whether it is frozen"
 
 
 def is_count(value: object, *, below: int, least: int = 0) -> bool:

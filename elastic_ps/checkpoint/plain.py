@@ -160,9 +160,7 @@ def _ids_of(model: torch.nn.Module, own: Sequence[str]) -> set[int]:
 def _require_same(model: torch.nn.Module, values: Mapping[str, torch.Tensor], left: Set[int]) -> None:
     """Raise ModelMismatch unless the model has these tensors, and else only those whose ids are in `left`."""
     present = {name: t for name, t in naming.saved(model).items() if isinstance(t, torch.Tensor)}
-    # A checkpoint of an older program knows a shared tensor by one name only.
-    known = {id(present[name]) for name in values if name in present}
-    absent = [name for name in present if name not in values and id(present[name]) not in known | left]
+    absent = [name for name in present if name not in values and id(present[name]) not in left]
     wrong = [f"{name} is not in the checkpoint" for name in absent]
     wrong += [f"{name} is not in the model" for name in values if name not in present]
     wrong += [

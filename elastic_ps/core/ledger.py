@@ -196,7 +196,7 @@ class Ledger:
             epochs=state["epochs"],
             shard_records=shard_records,
             applied=state["applied"],
-            skipped=state.get("skipped", 0),
+            skipped=state["skipped"],
             _next_epoch=epoch,
             _next_position=position,
             _returned=[Range(*r) for r in state["returned"]],

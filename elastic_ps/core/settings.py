@@ -148,7 +148,7 @@ class Settings:
         """Raises ValueError, KeyError or TypeError if `text` was not made by `to_json`."""
         data = json.loads(text)
         position = Position(*(int(number) for number in data["position"]))
-        made = Made(*(int(number) for number in data.get("made", ())))
+        made = Made(*(int(number) for number in data["made"]))
         return cls(tuple(data["groups"]), tuple(data["schedulers"]), position, tuple(data["first"]), made)
 
     @property

@@ -118,8 +118,7 @@ class Changes:
             newest = self._wishes.newest() if self._wishes is not None else None
             if newest is not None:
                 scales.check(newest.consistency.staleness_scale)
-                if newest.compression is not None:
-                    Plan(newest.compression)
+                Plan(newest.compression)
         except InvalidJob as error:
             return newest, str(error)
         return newest, ""
@@ -157,7 +156,7 @@ class Changes:
                 f"{what} cannot change in a job with strategy all-reduce, which is always sync, and where "
                 "gradients travel as torch.distributed sends them"
             )
-        if wanted.compression is not None and "compression" in wanted.news(self._job.tuning):
+        if "compression" in wanted.news(self._job.tuning):
             sent = Plan(wanted.compression).momentum
             if problem := second_momentum(state.settings.groups, sent):
                 return f"compression cannot change so: {problem}"

@@ -231,7 +231,7 @@ class Driver:
 
     def _kept_size(self, found: Manifest) -> int:
         """The size of buckets that a checkpoint says was chosen, if this job has it, too; else 0."""
-        spec, chosen = self._job.spec, int(found.state.get("bucket_bytes", 0))
+        spec, chosen = self._job.spec, int(found.state["bucket_bytes"])
         if spec.parameter_server.bucket_bytes:
             return 0
         if of_same_run(found, self._job.tuning):
@@ -429,8 +429,7 @@ class Driver:
         layout, chosen = self._cut(found.specs, settings, self._kept_size(found))
         tuning = tuning_of(found, job.tuning)
         scales.check(tuning.consistency.staleness_scale)
-        if tuning.compression is not None:
-            Plan(tuning.compression)  # before any shard is told
+        Plan(tuning.compression)  # before any shard is told
         try:
             for shard in self._shards:
                 shard.configure(

@@ -400,8 +400,8 @@ def of_same_run(found: Manifest, ours: Tuning) -> bool:
 
 def _recorded(found: Manifest, ours: Tuning) -> Tuning:
     """The tuning that a checkpoint names; ours if it names none."""
-    said = found.state.get("tuning") or ""
-    return read_tuning(said, source="the checkpoint's tuning").over(ours) if said else ours
+    said = found.state["tuning"]
+    return read_tuning(said, source="the checkpoint's tuning") if said else ours
 
 
 def _beside_model(state: dict[str, Any]) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:

@@ -10,7 +10,6 @@ from typing import Any
 
 from elastic_ps.api.job import Data
 from elastic_ps.api.training import Consistency
-from elastic_ps.core import script_state
 from elastic_ps.core.balance import Balance
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.lanes import Lanes
@@ -99,7 +98,7 @@ def from_checkpoint(
     state.rounds.version = version
     if saved["ledger"] is not None:
         state.ledger = _restored(saved["ledger"], data, consistency.global_batch_size)
-    state.fingerprint = saved.get("fingerprint", "")
+    state.fingerprint = saved["fingerprint"]
     in_order = change or (state.ledger is not None and state.ledger.finished)
     for stay in (Stay(**stay) for stay in saved["members"]):
         if not stay.outcome:
@@ -108,16 +107,16 @@ def from_checkpoint(
         stay.ended = None
         state.members.departed.append(stay)
     state.metrics = dict(saved["metrics"])
-    state.last_round = saved.get("round", {})
-    state.stopped = saved.get("stopped", "")
-    state.assigned = saved.get("assigned", 0)
-    state.bucket_bytes = saved.get("bucket_bytes", 0)
+    state.last_round = saved["round"]
+    state.stopped = saved["stopped"]
+    state.assigned = saved["assigned"]
+    state.bucket_bytes = saved["bucket_bytes"]
     state.chiefs = dict(saved["chiefs"])
-    state.script_state = saved.get("script_state", script_state.EMPTY)
+    state.script_state = saved["script_state"]
     state.told = dict.fromkeys(state.chiefs)
     state.chief = state.chiefs[max(state.chiefs)] if state.chiefs else None
     state.loss = Curve(points=[(at, loss) for at, loss in saved["loss"]])
-    counts, largest = saved.get("staleness", ([], 0))
+    counts, largest = saved["staleness"]
     state.staleness = Distribution(dict(counts), largest)
     return state
 

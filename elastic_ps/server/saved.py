@@ -22,7 +22,7 @@ from elastic_ps.codec.optimizers import WIDE, Optimizers, usual_state
 from elastic_ps.codec.several import SEPARATOR, Kind
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, partition
-from elastic_ps.core.script_state import EMPTY, from_text
+from elastic_ps.core.script_state import from_text
 from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints
 from elastic_ps.core.sizing import CROWDED, SMALLEST
 from elastic_ps.errors import CheckpointCorrupt, InvalidJob, InvalidModel, UserError
@@ -40,13 +40,13 @@ class _Saved(BaseModel):
     members: list[Stay]
     metrics: dict[str, float]
     loss: list[tuple[int, float]]
-    round: dict[str, Any] = {}
+    round: dict[str, Any]
     chiefs: list[tuple[int, int]]
-    stopped: str = ""
-    assigned: int = 0
-    bucket_bytes: int = 0
-    script_state: str = EMPTY
-    tuning: str = ""
+    stopped: str
+    assigned: int
+    bucket_bytes: int
+    script_state: str
+    tuning: str
 
 
 def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:

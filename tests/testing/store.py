@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,12 @@ import torch
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Stored
-from elastic_ps.core.partition import Rule
+from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.errors import CheckpointCorrupt
 
 SHARDS = 2
 TERM = 1
-TENSORS = [
-    {"name": f"w{number}", "shape": [4], "dtype": "float32", "rule": int(Rule.GRADIENT), "group": 0}
-    for number in range(SHARDS)
-]
+TENSORS = [asdict(TensorSpec(f"w{number}", (4,), "float32", Rule.GRADIENT, 0)) for number in range(SHARDS)]
 
 
 def manifest(version: int, *, term: int = TERM) -> Manifest:

@@ -203,7 +203,8 @@ def test_a_worker_that_is_alone_gets_half_of_what_is_left() -> None:
 def described(*returned: list[int]) -> dict[str, Any]:
     """A ledger of 3 epochs of 10 records, all of epochs 0 and 1 handed out."""
     count = sum(stop - start for _, start, stop in returned)
-    return {"records": 10, "epochs": 3, "applied": 20 - count, "next": [2, 0], "returned": list(returned)}
+    numbers = {"records": 10, "epochs": 3, "applied": 20 - count, "skipped": 0}
+    return {**numbers, "next": [2, 0], "returned": list(returned)}
 
 
 def test_a_description_is_taken_over() -> None:

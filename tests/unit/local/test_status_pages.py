@@ -218,7 +218,3 @@ def test_a_value_that_is_not_finite_does_not_make_the_status_unreadable(server: 
     assert found.progress.evaluation is not None
     assert found.progress.evaluation.metrics == {"accuracy": 0.5}
     assert 'name="norm"} +Inf' in get(server, "/metrics")[2], "there it has a name"
-
-
-def test_what_an_older_parameter_server_says_is_read() -> None:
-    assert Progress.model_validate({"metrics": {"norm": None, "accuracy": 0.5}}).metrics == {"accuracy": 0.5}

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,8 @@ def test_a_parameter_server_whose_shard_refuses_the_checkpoint_does_not_start(
 
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", "parameterServer": {"replicas": 2}})
     lead = Lead("job", spec, 2, [Notes(), Refusing()], keeper=None, history=History(None, ""))
-    tensors = [{"name": "w", "shape": [4], "dtype": "float32", "rule": int(Rule.GRADIENT), "group": 0}]
-    state = {"settings": SETTINGS.to_json()}
+    tensors = [asdict(TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0))]
+    state = {"settings": SETTINGS.to_json(), "bucket_bytes": 0, "tuning": ""}
     found = Manifest(job="job", version=1, term=1, tensors=tensors, optimizer="SGD", state=state)
     with pytest.raises(expected, match="term 3"):
         lead.start(found)

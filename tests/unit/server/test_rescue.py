@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +16,7 @@ import torch
 from elastic_ps.api.training import Consistency
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
+from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import AskedToEnd, ConnectionLost, Fenced, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.process.telemetry import Trace
@@ -29,7 +30,7 @@ from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.rescue import held, rescue
 from tests.testing.shard import LR, Body, one_bucket, ones, tensor
 
-TENSOR = {"name": "w", "shape": [4], "dtype": "float32", "rule": 0, "group": 0}
+TENSOR = asdict(TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0))
 STATE = json.dumps({"tensors": [TENSOR], "optimizer": "SGD"})
 
 
