@@ -258,10 +258,7 @@ def _contract(
 ) -> list[Manifest]:
     """The container's variables: the user's, then those of the process contract, which win."""
     name = job["metadata"]["name"]
-    # What a process does not use, an older image need not understand.
-    volumes = {"existing_claim": None, "resume_from": None}
-    checkpoint = spec.parameter_server.checkpoint.model_copy(update=volumes)
-    server = spec.parameter_server.model_copy(update={"template": {}, "checkpoint": checkpoint})
+    server = spec.parameter_server.model_copy(update={"template": {}})
     evaluator = spec.evaluator.model_copy(update={"template": {}}) if spec.evaluator is not None else None
     bare = spec.model_copy(
         update={

@@ -42,7 +42,7 @@ while not ask(b"/readyz"):
         sys.exit(not up)
     time.sleep(0.3)
 """
-"""It imports nothing of the library, so that it is quick, and the same for an older image."""
+"""It imports nothing of the library, so that it is quick."""
 
 
 def of_server() -> Manifest:

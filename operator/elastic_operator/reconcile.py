@@ -107,7 +107,7 @@ def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Op
     if left := left_over(desired, observed):
         return Plan(actions=left, status=status, requeue=options.retry if observed.refusals else ZERO)
     status, notes = counted(status, desired, observed)
-    status = _with_counts(status, observed, desired, now)
+    status = _with_counts(status, observed, desired)
     notes += model_lost(old, status, observed)
     if desired.spec.run_policy.suspend:
         return _suspended(job, old, status, desired, observed, notes, now, options)
@@ -131,11 +131,9 @@ def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Op
     )
 
 
-def _with_counts(
-    status: TrainingJobStatus, observed: Observed, desired: Desired, now: datetime
-) -> TrainingJobStatus:
+def _with_counts(status: TrainingJobStatus, observed: Observed, desired: Desired) -> TrainingJobStatus:
     shards = desired.spec.parameter_server.replicas
-    status = with_counts(status, observed, now, job=desired.name, replicas=desired.replicas, shards=shards)
+    status = with_counts(status, observed, job=desired.name, replicas=desired.replicas, shards=shards)
 
     def outdated(*roles: Role) -> int | None:
         return sum(pod.active and desired.outdated(pod) for pod in observed.of(*roles)) or None

@@ -112,15 +112,11 @@ def _last_seen(member: Member, now: datetime) -> datetime:
 
 
 def with_counts(
-    status: TrainingJobStatus, observed: Observed, now: datetime, *, job: str, replicas: int, shards: int
+    status: TrainingJobStatus, observed: Observed, *, job: str, replicas: int, shards: int
 ) -> TrainingJobStatus:
     """The status with the numbers of pods, the progress and the words for `kubectl get`."""
     workers = observed.of("worker")
-    # The image of an older version does not tell the kubelet that a worker has joined.
-    ready = sum(
-        pod.active and (pod.ready or any(stay.present for stay in stays(pod, observed, now)))
-        for pod in workers
-    )
+    ready = sum(pod.active and pod.ready for pod in workers)
     completed = min(replicas, sum(pod.ending == "done" for pod in workers))
     worker: WorkerStatus = status.worker.model_copy(
         update={

@@ -114,10 +114,3 @@ def test_a_job_has_one_volume(checkpoint: dict[str, Any], words: str) -> None:
     simulation = Simulation(job_document(parameterServer={"checkpoint": checkpoint}))
     simulation.settle()
     assert words in simulation.condition("Failed")["message"]
-
-
-def test_older_images_need_not_know_where_a_server_s_volume_comes_from() -> None:
-    simulation = Simulation(job_document(parameterServer=resuming(job="earlier")))
-    simulation.settle()
-    for pod in simulation.pods:
-        assert contract(simulation, pod).spec.parameter_server.checkpoint.resume_from is None

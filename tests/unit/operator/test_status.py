@@ -28,7 +28,7 @@ def worker(index: int, **fields: Any) -> Pod:
 
 
 def counted(status: TrainingJobStatus, *pods: Pod) -> WorkerStatus:
-    return with_counts(status, Observed(pods=pods), START, job="digits", replicas=2, shards=1).worker
+    return with_counts(status, Observed(pods=pods), job="digits", replicas=2, shards=1).worker
 
 
 def with_condition(kind: str, status: str, reason: str, *, phase: str = "Running") -> TrainingJobStatus:
@@ -105,18 +105,8 @@ def test_workers_that_completed_are_kept_when_the_job_is_over_and_their_pods_are
 
 def test_a_worker_that_has_completed_is_not_missing_in_the_summary() -> None:
     pods = (worker(0, ending="done"), worker(1, ready=True))
-    status = with_counts(TrainingJobStatus(), Observed(pods=pods), START, job="digits", replicas=2, shards=1)
+    status = with_counts(TrainingJobStatus(), Observed(pods=pods), job="digits", replicas=2, shards=1)
     assert status.summary.workers == "2/2"
-
-
-def test_a_worker_of_an_older_image_counts_once_the_parameter_server_knows_it() -> None:
-    """It does not tell the kubelet that it has joined."""
-    simulation = running(worker={"replicas": 2})
-    for name in simulation.workers():
-        simulation.pods[name]["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
-    tell(simulation, sender(1))
-    simulation.step()
-    assert simulation.status["summary"]["workers"] == "1/2"
 
 
 @pytest.mark.parametrize(
