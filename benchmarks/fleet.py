@@ -217,7 +217,7 @@ class Fleet:
             }
             api.request("create", "nodes", "/api/v1/nodes", body=node)
         crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-        api.request("create", "customresourcedefinitions", crds, body=crd(rules=True))
+        api.request("create", "customresourcedefinitions", crds, body=crd())
         self.wait("the definition is served", lambda: self._get(JOBS))
 
     def apply(self, number: int) -> None:
