@@ -80,6 +80,13 @@ class RunPolicy(CamelModel):
         description="Rules for a cluster: which ends of a worker count against backoffLimit, which do not, "
         "and which end the job.",
     )
+    on_divergence: Literal["warn", "stop"] = Field(
+        default="warn",
+        description="What happens when the job learns nothing: its loss, or a gradient, is not finite; or "
+        "the loss is far above its best for a tenth of the job; or in the second half of the job it is no "
+        "better than at the start. With warn, the condition Diverged says so, and what to change. With stop, "
+        "the job fails as well, and no worker is started again. The loss is what scripts report as loss.",
+    )
     active_deadline_seconds: int | None = Field(
         default=None,
         ge=1,

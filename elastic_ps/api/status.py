@@ -53,6 +53,16 @@ class EvaluationStatus(CamelModel):
         return f"version {self.version} was evaluated: {values or 'nothing was reported'}{best}"
 
 
+class Divergence(CamelModel):
+    """That the job learns nothing, as far as its loss says."""
+
+    reason: str = Field(
+        description="LossNotFinite, LossFarAboveBest (for a tenth of the job) or LossNoBetter (than at the "
+        "start, in the second half of the job)."
+    )
+    message: str = Field(description="What was found, and what to change in a job of this mode.")
+
+
 class Progress(CamelModel):
     """How far training is, as the parameter server sees it."""
 
@@ -72,6 +82,9 @@ class Progress(CamelModel):
         default=None,
         description="The training loss that the scripts reported last: the mean over the workers whose steps "
         "are in one version, weighted by their samples.",
+    )
+    diverged: Divergence | None = Field(
+        default=None, description="Why the job learns nothing, by its loss; unset if it does."
     )
     eta_seconds: int | None = Field(
         default=None, description="The expected time until the end of training, in seconds."
@@ -383,8 +396,9 @@ class ServerStatus(CamelModel):
 class Condition(CamelModel):
     """A metav1.Condition."""
 
-    type: Literal["Created", "Running", "Degraded", "Suspended", "Succeeded", "Failed"] = Field(
-        description="What the condition is about: Created, Running, Degraded, Suspended, Succeeded or Failed."
+    type: Literal["Created", "Running", "Degraded", "Diverged", "Suspended", "Succeeded", "Failed"] = Field(
+        description="What the condition is about: Created, Running, Degraded, Diverged, Suspended, Succeeded "
+        "or Failed."
     )
     status: Literal["True", "False", "Unknown"] = Field(description="Whether it holds: True or False.")
     reason: str = Field(description="Why, in one word.")

@@ -102,6 +102,8 @@ def frame(status: LocalStatus, record: Record | None = None, *, height: int = 10
         parts += [_bar(status), _numbers(status, record)]
         if record is None and (network := words.traffic(status.server.traffic, status.server.bucket_bytes)):
             parts.append(Text(network, style="dim"))
+        if (found := status.server.progress.diverged) is not None:
+            parts.append(Text(f"diverged: {found.message}", style="yellow"))
         tuning = status.server.tuning
         if record is None and tuning.generation:
             parts.append(Text(f"consistency: {tuning.consistency}", style="dim"))

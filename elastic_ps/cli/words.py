@@ -105,6 +105,8 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
         return
     if (evaluation := progress.evaluation) is not None:
         yield from _evaluated(evaluation)
+    if progress.diverged is not None and outcome.verdict.reason != "Diverged":  # else it is the verdict
+        yield "warning", f"the training has diverged: {progress.diverged.message}"
     curve = outcome.record.loss_curve()
     if curve:
         yield "loss", f"{curve[-1][1]:.4f}"

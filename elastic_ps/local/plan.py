@@ -135,6 +135,7 @@ class Desired:
         workers: workers.
         backoff_limit: failures of workers that the job survives.
         deadline: the job fails after this time; None never.
+        stop_diverged: the job fails when it learns nothing.
         schedule: changes of the number of workers that have not been made yet.
         start_limit: time for the parameter servers to answer.
         leave_grace: time for a worker to leave while the job goes on.
@@ -150,6 +151,7 @@ class Desired:
     standbys: bool = False
     backoff_limit: int
     deadline: timedelta | None = None
+    stop_diverged: bool = False
     schedule: tuple[ScaleAt, ...] = ()
     start_limit: timedelta = timedelta(seconds=120)
     leave_grace: timedelta = timedelta(seconds=30)
@@ -318,6 +320,8 @@ def _verdict(desired: Desired, observed: Observed, now: float) -> Verdict | None
         if process.ending == "invalid" and process.role != "evaluator":
             message = cause_of(process.output) or process.output or f"{process.name} refused the job"
             return Verdict("Failed", "InvalidJob", message)
+    if desired.stop_diverged and (found := observed.progress.diverged) is not None:
+        return Verdict("Failed", "Diverged", found.message)
     return (
         _deadline_exceeded(desired, observed, now)
         or _parameter_server_silent(desired, observed, now)

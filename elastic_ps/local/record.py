@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from elastic_ps.api.status import EvaluationStatus, Member, ServerStatus, TuningStatus
+from elastic_ps.api.status import Divergence, EvaluationStatus, Member, Progress, ServerStatus, TuningStatus
 
 MAX_POINTS = 4000
 
@@ -61,6 +61,9 @@ class Record:
         for kind, version, text in evaluation_changes(self._evaluation(), status.progress.evaluation):
             self.events.append(Event(elapsed, version, kind, text))
         for kind, version, text in problem_changes(self.last.problem if self.last else "", status):
+            self.events.append(Event(elapsed, version, kind, text))
+        found = self.last.progress.diverged if self.last else None
+        for kind, version, text in divergence_changes(found, status.progress):
             self.events.append(Event(elapsed, version, kind, text))
         if self.last is not None:
             for kind, version, text in tuning_changes(self.last.tuning, status.tuning):
@@ -148,6 +151,13 @@ def problem_changes(before: str, after: ServerStatus) -> Iterator[tuple[str, int
 
 def _but_for_numbers(text: str) -> str:
     return re.sub(r"\d+", "0", text)
+
+
+def divergence_changes(before: Divergence | None, after: Progress) -> Iterator[tuple[str, int, str]]:
+    """(kind, version, text) of why a job learns nothing, if that was not said `before`, or not so."""
+    found = after.diverged
+    if found is not None and (before is None or before.reason != found.reason):
+        yield "warning", after.version, f"the training has diverged: {found.message}"
 
 
 def tuning_changes(before: TuningStatus, after: TuningStatus) -> Iterator[tuple[str, int, str]]:

@@ -37,6 +37,7 @@ def build_report(outcome: Outcome) -> dict[str, Any]:
         "message": outcome.verdict.message,
         "test_accuracy": progress.metrics.get("test_accuracy"),
         "metrics": progress.metrics,
+        "diverged": progress.diverged.model_dump() if progress.diverged else None,
         "samples_per_second": outcome.record.samples_per_second,
         "records_expected": progress.records_expected,
         "records_applied": progress.records_applied,

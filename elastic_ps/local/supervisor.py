@@ -280,9 +280,14 @@ class Launcher:
             standbys=spec.parameter_server.durability == "standby",
             backoff_limit=spec.run_policy.backoff_limit,
             deadline=None if seconds is None else timedelta(seconds=seconds),
+            stop_diverged=self._stops_diverged,
             schedule=self._schedule,
             evaluator_grace=None if spec.evaluator is None else spec.evaluator.finish_timeout,
         )
+
+    @property
+    def _stops_diverged(self) -> bool:
+        return self.job.spec.run_policy.on_divergence == "stop"
 
     def _read_edits(self) -> bool:
         """Take over a new number of workers, and what else may change while the job runs (`tuning`)."""
@@ -331,6 +336,8 @@ class Launcher:
             changed, ended = True, replace(process, ended=now, exit=status)
             if ended.ending in ("failed", "invalid", "killed") or ended.role != "worker":
                 ended = replace(ended, output=child.output() if status else "")
+                if self._stops_diverged:  # if that is why, no other one is started
+                    self._poller.ask()
             processes[position] = ended
             self._tell_end(ended)
         self._observed = replace(self._observed, processes=tuple(processes))

@@ -7,6 +7,7 @@ calls meet them.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -630,12 +631,15 @@ class Coordinator:
     def report(self, worker: int, incarnation: int, metrics: Mapping[str, float]) -> None:
         """Keep values that a script reports outside a step.
 
+        A loss that is not finite is what a worker reports of a step whose gradient was refused for that.
         A worker that has not joined reports, too, with 0: its script uses `session.server` alone.
         """
         with self.job.lock:
             if incarnation:
                 self._check(worker, incarnation)
             keep(self.job.state.metrics, metrics)
+            if not math.isfinite(metrics.get("loss", 0.0)):
+                self.job.state.judge(math.nan)
 
 
 def _require_speakable(state: JobState, worker: int, peer: Peer | None) -> None:

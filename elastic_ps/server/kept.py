@@ -12,6 +12,7 @@ from elastic_ps.api.job import Data
 from elastic_ps.api.training import Consistency
 from elastic_ps.core.balance import Balance
 from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.divergence import Trend
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.membership import Stay
@@ -33,6 +34,7 @@ def foreseen(state: JobState, contributions: Sequence[Contribution], *, decided:
     after.metrics = dict(state.metrics)
     after.staleness = replace(state.staleness, counts=dict(state.staleness.counts))
     after.recent = Distribution()
+    after.trend = replace(state.trend)
     after.loss = replace(state.loss, points=list(state.loss.points))
     after.rate, after.pace, after.balance = Rate(), Pace(), Balance()
     after.book(contributions, decided, decided=decided)
@@ -52,6 +54,7 @@ def to_checkpoint(state: JobState) -> dict[str, Any]:
         "members": [asdict(stay) for stay in state.members.stays()],
         "metrics": dict(state.metrics),
         "loss": list(state.loss.points),
+        "trend": asdict(state.trend),
         "staleness": [list(state.staleness.counts.items()), state.staleness.largest],
         "round": state.last_round,
         "stopped": state.stopped,
@@ -116,6 +119,8 @@ def from_checkpoint(
     state.told = dict.fromkeys(state.chiefs)
     state.chief = state.chiefs[max(state.chiefs)] if state.chiefs else None
     state.loss = Curve(points=[(at, loss) for at, loss in saved["loss"]])
+    state.trend = Trend(**saved["trend"])
+    state.trend.begin_again()
     counts, largest = saved["staleness"]
     state.staleness = Distribution(dict(counts), largest)
     return state

@@ -143,9 +143,11 @@ class Lead:
         with job.lock:
             state, now = job.state, job.clock()
             durable = keeper.durable if keeper else None
-            progress = reported.progress(state, now, durable)
-            if self._desk is not None:
-                progress = progress.model_copy(update={"evaluation": self._desk.status()})
+            found = {
+                "diverged": reported.divergence(state, job.spec.compression),
+                "evaluation": self._desk.status() if self._desk is not None else None,
+            }
+            progress = reported.progress(state, now, durable).model_copy(update=found)
             return ServerStatus(
                 job=self._name,
                 shard=0,

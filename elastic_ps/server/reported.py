@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from elastic_ps.api.status import Member, Progress, Staleness
+from elastic_ps.api.status import Divergence, Member, Progress, Staleness
+from elastic_ps.api.training import Compression
+from elastic_ps.core.divergence import advice
 from elastic_ps.core.membership import Stay
 from elastic_ps.server.state import JobState
 
@@ -39,6 +41,14 @@ def progress(state: JobState, now: float, durable: tuple[int, float] | None) -> 
             "stopped": state.stopped,
         }
     )
+
+
+def divergence(state: JobState, compression: Compression) -> Divergence | None:
+    """Why the job learns nothing, and what to change; None if it learns, or if that cannot be said."""
+    if (found := state.trend.found) is None:
+        return None
+    text = f"{found.text}. {advice(found, state.consistency, compression)}"
+    return Divergence(reason=found.reason, message=text)
 
 
 def _staleness(state: JobState) -> Staleness | None:

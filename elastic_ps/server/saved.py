@@ -20,6 +20,7 @@ from elastic_ps.checkpoint.tensors import MASTER, PULLED, Reader
 from elastic_ps.codec import dtype_of, name_of
 from elastic_ps.codec.optimizers import WIDE, Optimizers, usual_state
 from elastic_ps.codec.several import SEPARATOR, Kind
+from elastic_ps.core.divergence import Trend
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.script_state import from_text
@@ -40,6 +41,7 @@ class _Saved(BaseModel):
     members: list[Stay]
     metrics: dict[str, float]
     loss: list[tuple[int, float]]
+    trend: Trend
     round: dict[str, Any]
     chiefs: list[tuple[int, int]]
     stopped: str

@@ -19,6 +19,7 @@ from elastic_ps.core import damping, scales
 from elastic_ps.core.balance import Balance
 from elastic_ps.core.calls import Calls
 from elastic_ps.core.consistency import After, AskedRounds, Contribution, Entry, SyncRounds
+from elastic_ps.core.divergence import Trend
 from elastic_ps.core.fingerprint import differing, other_records
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger, LedgerError, Range
@@ -100,6 +101,7 @@ class JobState:
         early: workers that wait for records, and whose scripts have not begun the last epoch. They will not
             come to its end if training ends now.
         loops: for members that have said so, the epoch that their scripts' loops are in.
+        trend: of the losses so far, by which it is seen that the job learns nothing.
         staleness: of all steps that are in the model.
         recent: of those that are in it since this was emptied last; see `changes`.
         batch: how many records a worker has in a batch, as the last one to ask has said; 0 before.
@@ -136,6 +138,7 @@ class JobState:
     told: dict[int, Stay | None] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     loss: Curve = field(default_factory=Curve)
+    trend: Trend = field(default_factory=Trend)
     rate: Rate = field(default_factory=Rate)
     staleness: Distribution = field(default_factory=Distribution)
     recent: Distribution = field(default_factory=Distribution)
@@ -173,6 +176,12 @@ class JobState:
         if self.ledger.finished and not (self.consistency.fragments or 1) > 1:
             return True
         return (self.ledger.finished or bool(self.stopped)) and self.rounds.resting
+
+    def judge(self, loss: float) -> None:
+        """Take a loss in that the job has now; NaN if a worker's gradient was not finite."""
+        ledger = self.ledger
+        done = 0.0 if ledger is None else (ledger.applied + ledger.skipped) / max(1, ledger.expected)
+        self.trend.add(done, loss)
 
     @property
     def required(self) -> frozenset[int]:
@@ -779,6 +788,7 @@ class JobState:
         reported = reduce_all([Metrics(c.metrics, c.reductions, c.samples) for c in contributions])
         if (loss := reported.pop("loss", None)) is not None:
             self.loss.add(self.version, loss)
+            self.judge(loss)
         keep(self.metrics, reported)
         self.rate.add(self.ledger.applied if self.ledger else 0, now)
 

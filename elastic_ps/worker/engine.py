@@ -8,7 +8,9 @@ ask; what is told of steps to the parameter server is `Exchange`'s and `Client`'
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Protocol
 
@@ -476,6 +478,8 @@ class Engine:
             elif expelled(refusal):
                 self._join_again(refusal)
             else:
+                if refusal.code is RefusalCode.NOT_FINITE and self.world.leads:
+                    self._report_not_finite()
                 raise
         except ElasticPSError:
             raise
@@ -490,6 +494,11 @@ class Engine:
                 self.schedule.step_made(settings, self._in_force())
             return True
         return False
+
+    def _report_not_finite(self) -> None:
+        """A shard has refused this worker's step, or it would spoil those of others: tell shard 0 why."""
+        with contextlib.suppress(ElasticPSError):
+            self.client.report({"loss": math.nan})
 
     # --- steps that this worker makes by itself, in mode `local`
 

@@ -85,6 +85,7 @@ CHANGES: dict[str, Callable[[Manifest], Manifest]] = {
     "member with less than no steps": member(steps=-1),
     "metrics in words": state(metrics={"accuracy": "good"}),
     "a loss curve of words": state(loss=[["a", "b"]]),
+    "losses in words": state(trend={"best": "low"}),
     "settings that are no JSON": state(settings="{"),
     "settings of another kind": state(settings="[]"),
     "no parameter groups": settings(groups=[]),

@@ -25,3 +25,4 @@ def test_none_is_left_out() -> None:
 def test_it_trains_the_digits(name: str, seed: int) -> None:
     report = run(MODES[name], seed=seed, epochs=EPOCHS)
     assert report["test_accuracy"] >= LEAST
+    assert report["diverged"] is None

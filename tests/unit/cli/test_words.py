@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from elastic_ps.api.status import EvaluationStatus, Member, Phase, Progress, ServerStatus, Traffic
+from elastic_ps.api.status import Divergence, EvaluationStatus, Member, Phase, Progress, ServerStatus, Traffic
 from elastic_ps.cli import words
 from elastic_ps.cli.view import frame
 from elastic_ps.local import LocalStatus
@@ -104,6 +104,17 @@ def test_the_status_says_what_problem_the_parameter_server_has(ready: bool) -> N
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(frame(status))
     assert "problem: No space left on device" in console.export_text()
+
+
+def test_the_status_says_why_the_job_learns_nothing() -> None:
+    progress = Progress(version=3, diverged=Divergence(reason="LossNoBetter", message="the loss is 2.3"))
+    server = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, progress=progress)
+    status = LocalStatus(
+        job="j", phase="Running", launcher_pid=1, started=0, updated=0, workers=1, server=server
+    )
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(frame(status))
+    assert "diverged: the loss is 2.3" in console.export_text()
 
 
 @pytest.mark.parametrize(

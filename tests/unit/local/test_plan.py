@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ps.api.status import Member, Progress, ServerStatus
+from elastic_ps.api.status import Divergence, Member, Progress, ServerStatus
 from elastic_ps.contract import exits
 from elastic_ps.contract.deaths import describe_exit
 from elastic_ps.local.plan import (
@@ -273,6 +273,18 @@ def test_a_parameter_server_that_never_answers_fails_the_job() -> None:
 def test_the_deadline_fails_the_job() -> None:
     desired = replace(DESIRED, deadline=timedelta(seconds=9))
     assert verdict(worker(0), worker(1), desired=desired).reason == "DeadlineExceeded"
+
+
+@pytest.mark.parametrize("progress", [HALF, FINISHED])
+def test_a_job_that_learns_nothing_fails_if_it_is_to_stop_then(progress: Progress) -> None:
+    """Also if a worker has failed over it, or if that is known only when all is done."""
+    found = Divergence(reason="LossNotFinite", message="the loss is NaN")
+    diverged = progress.model_copy(update={"diverged": found})
+    stop = replace(DESIRED, stop_diverged=True, backoff_limit=0)
+    for workers in ([worker(0), worker(1)], [worker(0), ended(1, 1)], [ended(0, 0), ended(1, 0)]):
+        expected = Verdict("Failed", "Diverged", "the loss is NaN")
+        assert verdict(*workers, desired=stop, progress=diverged) == expected
+    assert plan(DESIRED, observed(worker(0), worker(1), progress=diverged), NOW) == []
 
 
 @pytest.mark.parametrize(

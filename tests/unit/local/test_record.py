@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ps.api.job import TrainingJob, parse_job
-from elastic_ps.api.status import Member, Progress, ServerStatus
+from elastic_ps.api.status import Divergence, Member, Progress, ServerStatus
 from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.owner import Claim
 from elastic_ps.cli.view import sparkline
@@ -61,6 +61,17 @@ def test_a_problem_of_the_parameter_server_is_told_once_though_its_numbers_chang
     told = [(event.kind, event.text) for event in record.events]
     said = "the parameter server has a problem: "
     assert told == [("warning", f"{said}No space left"), ("warning", f"{said}it is 70 s old")]
+
+
+def test_that_the_job_learns_nothing_is_told_once_though_its_numbers_change() -> None:
+    record = Record()
+    for reason, loss in [("", 1), ("LossNoBetter", 2), ("LossNoBetter", 3), ("LossNotFinite", 4), ("", 5)]:
+        found = Divergence(reason=reason, message=f"it is {loss}") if reason else None
+        progress = status(loss).progress.model_copy(update={"diverged": found})
+        record.add(status(loss).model_copy(update={"progress": progress}), elapsed=1.0)
+    told = [(event.kind, event.version, event.text) for event in record.events]
+    said = "the training has diverged: "
+    assert told == [("warning", 2, f"{said}it is 2"), ("warning", 4, f"{said}it is 4")]
 
 
 def test_a_long_run_is_recorded_coarsely_from_its_beginning_to_its_end() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elastic_ps.api.job import Data
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.training import Compression, Consistency
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.fingerprint import Mark, to_text
 from elastic_ps.core.lanes import Lanes
@@ -144,6 +144,35 @@ def test_the_loss_of_a_version_is_the_mean_over_its_samples(state: JobState) -> 
     assert state.metrics == {"a": 1.0, "b": 2.0}
     committed(state, [contribution(state, first, step=1), contribution(state, second, step=1)])
     assert len(state.loss.points) == 1, "nobody reported one"
+
+
+def test_that_the_job_learns_nothing_is_seen_and_by_the_next_term_again(state: JobState) -> None:
+    """With what the loss was at the start, though the next term has not seen that."""
+
+    def train(state: JobState, loss: float, steps: int) -> list[str]:
+        stay, found = join(state, 0), []
+        for number in range(steps):
+            step = replace(contribution(state, stay, step=number), metrics={"loss": loss})
+            committed(state, [step])
+            state.take(0, stay.incarnation, 10)
+            told = reported.divergence(state, Compression())
+            found.append(told.reason if told else "")
+        return found
+
+    state.model = MODEL
+    assert train(state, 2.0, steps=60) == [*[""] * 49, *["LossNoBetter"] * 11]
+    saved = json.loads(json.dumps(kept.to_checkpoint(state)))
+    again = next_term(saved, version=60, data=Data(shard_records=10))
+    assert reported.divergence(again, Compression()) is None
+    found = train(again, 1.99, steps=35)
+    assert (found[0], found[-1]) == ("", "LossNoBetter")
+    told = reported.divergence(again, Compression(codec="topk"))
+    assert told is not None
+    assert "1.99 after 95% of the job, no better than at the start, when it was 2" in told.message
+    assert "loses less than topk" in told.message
+    del saved["trend"]
+    older = next_term(saved, version=60, data=Data(shard_records=10))
+    assert set(train(older, 2.0, steps=35)) == {""}, "how good the loss was at the start is not known"
 
 
 def test_progress_in_numbers(state: JobState) -> None:
