@@ -59,7 +59,8 @@ def essence(status: ServerStatus) -> object:
     """What of an answer may change a decision. The numbers of the progress need no hurry."""
     progress = status.progress
     members = tuple((m.worker, m.incarnation, m.host, m.state) for m in status.members)
-    ends = (progress.finished, progress.stopped, progress.records_expected is None)
+    found = progress.diverged.reason if progress.diverged is not None else ""
+    ends = (progress.finished, progress.stopped, progress.records_expected is None, found)
     tuning = (status.tuning.generation, status.tuning.problem)
     return (status.term, status.ready, status.problem, tuning, tuple(status.standbys), ends, members)
 

@@ -53,6 +53,7 @@ from elastic_operator.status import (
     condition,
     ended,
     explained,
+    judged,
     model_lost,
     stays,
     turned,
@@ -107,7 +108,7 @@ def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Op
     if left := left_over(desired, observed):
         return Plan(actions=left, status=status, requeue=options.retry if observed.refusals else ZERO)
     status, notes = counted(status, desired, observed)
-    status = _with_counts(status, observed, desired)
+    status = judged(_with_counts(status, observed, desired), now)
     notes += model_lost(old, status, observed)
     if desired.spec.run_policy.suspend:
         return _suspended(job, old, status, desired, observed, notes, now, options)

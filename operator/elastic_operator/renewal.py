@@ -47,7 +47,9 @@ def is_restarted(job: Mapping[str, Any], status: TrainingJobStatus, now: datetim
 def begun_again(status: TrainingJobStatus, now: datetime) -> TrainingJobStatus:
     """The status of a job that had failed, as one that starts: nothing counts any more, progress stays."""
     worker = WorkerStatus(counted_pods=status.worker.counted_pods)
+    progress = status.progress.model_copy(update={"diverged": None})
     update = {"phase": "Pending", "worker": worker, "start_time": None, "completion_time": None}
+    update["progress"] = progress
     again = Problem("StartedAgain", "the job was corrected or restarted, and starts again")
     return with_condition(status.model_copy(update=update), "Failed", False, again, now=now)
 

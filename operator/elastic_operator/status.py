@@ -29,7 +29,9 @@ from elastic_ps.api.status import (
 RECOVERING = "Recovering"
 """The reason of Degraded when nothing is wrong any more, and the job still has less than it asks for."""
 
-ConditionType: TypeAlias = Literal["Created", "Running", "Degraded", "Suspended", "Succeeded", "Failed"]
+ConditionType: TypeAlias = Literal[
+    "Created", "Running", "Degraded", "Diverged", "Suspended", "Succeeded", "Failed"
+]
 
 
 def dump_status(status: TrainingJobStatus) -> dict[str, Any]:
@@ -155,9 +157,20 @@ def with_counts(
     )
 
 
+def judged(status: TrainingJobStatus, now: datetime) -> TrainingJobStatus:
+    """The status with the condition Diverged: the job learns nothing, as the progress says."""
+    found = status.progress.diverged
+    if found is not None:
+        return with_condition(status, "Diverged", True, Problem(found.reason, found.message), now=now)
+    if condition(status, "Diverged") is None:
+        return status
+    over = Problem("NotFound", "the loss is finite, and as far as can be said it is as it should be")
+    return with_condition(status, "Diverged", False, over, now=now)
+
+
 def explained(status: TrainingJobStatus) -> TrainingJobStatus:
     """The status with the reason, for `kubectl get`, for which the job is not as it should be."""
-    kinds: tuple[ConditionType, ...] = ("Succeeded", "Failed", "Suspended", "Degraded")
+    kinds: tuple[ConditionType, ...] = ("Succeeded", "Failed", "Suspended", "Degraded", "Diverged")
     why = next((condition(status, kind) for kind in kinds if holds(status, kind)), None)
     if why is None and not holds(status, "Running"):
         why = condition(status, "Running")
@@ -198,7 +211,7 @@ def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
             since = before.last_transition_time
         key = f"{after.type}/{after.status}/{after.reason}/{since}"
         if after.status == "True" and after.type != "Created":
-            bad = after.type in ("Degraded", "Failed")
+            bad = after.type in ("Degraded", "Diverged", "Failed")
             plain = after.reason in (after.type, "Finished")
             reason = after.type if plain else f"{after.type}{after.reason}"
             notes.append(Note(key, "Warning" if bad else "Normal", reason, after.message))

@@ -39,14 +39,24 @@ def verdict(status: TrainingJobStatus, desired: Desired, observed: Observed, now
         trained = status.progress.version > 0  # then it waits until the spec is corrected, and loses nothing
         if refusal.reason == "InvalidSpec" and not (trained or holds(status, "Running")):
             return Verdict("Failed", refusal)
+    policy = desired.spec.run_policy
+    if policy.on_divergence == "stop" and (why := _diverged(desired, observed)) is not None:
+        return Verdict("Failed", why)
     if (why := fatal(status, desired, observed)) is not None:
         return Verdict("Failed", why)
-    policy = desired.spec.run_policy
     deadline, start = policy.active_deadline_seconds, parse_time(status.start_time)
     if deadline is not None and start is not None and now - start >= timedelta(seconds=deadline):
         message = f"the job did not finish within activeDeadlineSeconds: {deadline}"
         return Verdict("Failed", Problem("DeadlineExceeded", message))
     return _workers_done(status, desired, observed, now)
+
+
+def _diverged(desired: Desired, observed: Observed) -> Problem | None:
+    """That the job learns nothing, unless a parameter server says so that a restart is to end."""
+    found = observed.word.progress.diverged if observed.word is not None else None
+    if found is None or any(pod.older_than(desired.restart) for pod in observed.of("ps")):
+        return None
+    return Problem("Diverged", found.message)
 
 
 def _workers_done(

@@ -21,7 +21,7 @@ from elastic_operator.plan import Observed
 from elastic_operator.pods import Pod
 from elastic_operator.poller import Poller, Server, ask, essence, server_of
 from elastic_operator.queue import Key
-from elastic_ps.api.status import Member, Progress, ServerStatus
+from elastic_ps.api.status import Divergence, Member, Progress, ServerStatus
 from tests.testing import talking
 from tests.testing.polling import LIMIT
 from tests.testing.virtual import Clock
@@ -185,6 +185,7 @@ def test_numbers_that_move_need_no_hurry_and_everything_else_does() -> None:
         told(progress=Progress(finished=True), members=[member]),
         told(progress=Progress(records_expected=10), members=[member]),
         told(progress=Progress(stopped="enough"), members=[member]),
+        told(progress=Progress(diverged=Divergence(reason="LossNoBetter", message="")), members=[member]),
         told(members=[]),
         told(members=[member.model_copy(update={"state": "hung"})]),
         before.model_copy(update={"problem": "the disk is full"}),
