@@ -18,9 +18,9 @@ from elastic_operator.authority import Authority
 from elastic_operator.cluster import Cluster
 from elastic_operator.controller import Controller
 from elastic_operator.leader import Leadership
+from elastic_operator.listings import Listings
 from elastic_operator.metrics import HealthServer, Metrics
 from elastic_operator.queue import Queue
-from elastic_operator.reflector import Reflectors
 from elastic_operator.settings import Settings
 from elastic_operator.store import Store
 from elastic_ps.errors import UserError
@@ -50,9 +50,9 @@ def main() -> int:
         print(f"elastic-operator: {error}", file=sys.stderr)
         return 2
     store = Store()
-    reflectors = Reflectors(api, store, given)
+    listings = Listings(api, store, given)
     authority = None if given.tls_secret is None else Authority(api, given.tls_secret)
-    controller = Controller(Cluster(api, store, authority), store, reflectors, given, metrics)
+    controller = Controller(Cluster(api, store, authority), store, listings, given, metrics)
     passes = handlers.Passes(controller, given)
     queue = passes.queue
     metrics.queue.set_function(lambda: len(queue))
@@ -76,8 +76,8 @@ def main() -> int:
         controller.wait_until_served()
         queue.last_turn = time.monotonic()
         kopf.run(
-            registry=handlers.build_registry(controller, passes, store, reflectors, given, api),
-            settings=handlers.build_settings(),
+            registry=handlers.build_registry(controller, passes, store, listings, given, api),
+            settings=handlers.build_settings(given, listings),
             identity=identity,
             standalone=True,
             clusterwide=not given.namespaces,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 from urllib.parse import urlencode
 
 import urllib3
@@ -32,7 +30,6 @@ NAMESPACE_TERMINATING = "NamespaceTerminating"
 _METHODS = {
     "get": "GET",
     "list": "GET",
-    "watch": "GET",
     "create": "POST",
     "update": "PUT",
     "patch": "PATCH",
@@ -59,7 +56,6 @@ class Access:
     server: str
     authority: str | None
     insecure: bool
-    token: str | None
     certificate: str | None
     key: str | None
 
@@ -77,28 +73,25 @@ class Api:
         except ConfigException as error:
             raise UsageError(f"no cluster is configured: {error}; give --kubeconfig") from error
         configuration.retries = False
-        watches = 5 * max(1, len(settings.namespaces))
-        configuration.connection_pool_maxsize = settings.concurrency + watches + 2
+        configuration.connection_pool_maxsize = settings.concurrency + 2
         self._client = client.ApiClient(configuration)
         self._timeout = settings.request_timeout.total_seconds()
-        self._metrics = metrics
+        self.metrics = metrics
         self._left = settings.fail_after_writes
         self._lock = threading.Lock()
 
     def access(self) -> Access:
         """How this client reaches the API server."""
         configuration = self._client.configuration
-        token = self._authorization()
         return Access(
             server=configuration.host,
             authority=configuration.ssl_ca_cert,
             insecure=not configuration.verify_ssl,
-            token=token.split(" ", 1)[-1] if token else None,
             certificate=configuration.cert_file,
             key=configuration.key_file,
         )
 
-    def _authorization(self) -> str | None:
+    def authorization(self) -> str | None:
         """The header's value, as it is now: a token in a file is read again when it expires."""
         bearer: Any = self._client.configuration.auth_settings().get("BearerToken")
         return bearer["value"] if bearer else None
@@ -122,33 +115,13 @@ class Api:
         counts = verb not in ("get", "list") and resource != "leases"
         if self._left == 0 and counts:
             self._end()
-        response = self._send(verb, resource, path, body=body, query=query, timeout=self._timeout)
+        response = self._send(verb, resource, path, body=body, query=query)
         if not 200 <= response.status < 300:
-            raise self._error(verb, resource, response.status, response.data)
+            raise self.error(verb, resource, response.status, response.data)
         if counts:
             self._written()
         answer = json.loads(response.data)
         return answer if isinstance(answer, dict) else {}
-
-    @contextmanager
-    def stream(
-        self, resource: str, path: str, *, query: Mapping[str, str], timeout: float
-    ) -> Iterator[Iterator[bytes]]:
-        """The lines of a watch, as they come; `timeout` is for each of them, in seconds.
-
-        Raises:
-            ApiError: the API server refused.
-            ConnectionLost: no answer, or the connection broke, here or while the lines are read.
-        """
-        response = self._send("watch", resource, path, query=query, timeout=timeout, preload=False)
-        try:
-            if response.status != 200:
-                raise self._error("watch", resource, response.status, response.read())
-            yield _lines(response)
-        except (urllib3.exceptions.HTTPError, OSError, http.client.HTTPException) as error:
-            raise ConnectionLost(f"watch {path}: {error}") from error
-        finally:
-            response.close()
 
     def _send(
         self,
@@ -156,15 +129,13 @@ class Api:
         resource: str,
         path: str,
         *,
-        timeout: float,
         body: Mapping[str, Any] | None = None,
         query: Mapping[str, str] | None = None,
-        preload: bool = True,
     ) -> urllib3.BaseHTTPResponse:
-        self._metrics.requests.labels(verb, resource).inc()
+        self.metrics.requests.labels(verb, resource).inc()
         content = "application/merge-patch+json" if verb == "patch" else "application/json"
         headers = {**self._client.default_headers, "Accept": "application/json", "Content-Type": content}
-        authorization = self._authorization()
+        authorization = self.authorization()
         if authorization is not None:
             headers["Authorization"] = authorization
         url = f"{self._client.configuration.host}{path}{f'?{urlencode(query)}' if query else ''}"
@@ -176,16 +147,16 @@ class Api:
                 url,
                 body=None if body is None else json.dumps(body).encode(),
                 headers=headers,
-                timeout=timeout,
-                preload_content=preload,
+                timeout=self._timeout,
             )
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise ConnectionLost(f"{verb} {path}: {error}") from error
         return answer
 
-    def _error(self, verb: str, resource: str, status: int, body: bytes | str | None) -> ApiError:
+    def error(self, verb: str, resource: str, status: int, body: bytes | str | None) -> ApiError:
+        """What a refusal says; it is counted."""
         error = read_error(status, body)
-        self._metrics.request_errors.labels(verb, resource, str(status), error.reason).inc()
+        self.metrics.request_errors.labels(verb, resource, str(status), error.reason).inc()
         return error
 
     def _written(self) -> None:
@@ -200,14 +171,6 @@ class Api:
     def _end(self) -> None:
         logger.error("ended by --fail-after-writes")
         os._exit(EXIT_TEST)
-
-
-def _lines(response: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
-    """Whole lines, each as soon as it is there."""
-    rest = b""
-    while part := cast(urllib3.HTTPResponse, response).read1():
-        *whole, rest = (rest + part).split(b"\n")
-        yield from whole
 
 
 def read_error(status: int, body: bytes | str | None) -> ApiError:

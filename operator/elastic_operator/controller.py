@@ -15,12 +15,12 @@ from elastic_operator import names
 from elastic_operator.api import ApiError
 from elastic_operator.cluster import Cluster
 from elastic_operator.documents import read_status
+from elastic_operator.listings import Listings
 from elastic_operator.metrics import Metrics
 from elastic_operator.plan import Outcome
 from elastic_operator.poller import Server, server_of
 from elastic_operator.queue import Key
 from elastic_operator.reconcile import reconcile
-from elastic_operator.reflector import Reflectors
 from elastic_operator.settings import Settings
 from elastic_operator.status import holds
 from elastic_operator.store import Snapshot, Store, is_over
@@ -36,16 +36,16 @@ class Controller:
     """What the operator does, without the framework that says when. Thread-safe; blocking but for `look`."""
 
     def __init__(
-        self, cluster: Cluster, store: Store, reflectors: Reflectors, settings: Settings, metrics: Metrics
+        self, cluster: Cluster, store: Store, listings: Listings, settings: Settings, metrics: Metrics
     ) -> None:
-        self._cluster, self._store, self._reflectors = cluster, store, reflectors
+        self._cluster, self._store, self._listings = cluster, store, listings
         self._settings = settings
         self._metrics = metrics
         self._conflicts: dict[Key, int] = {}
         self.served = False
         """Whether the API server has answered a listing; before that there is nothing to watch."""
         self.definition_gone = False
-        """Whether the API server no longer knows TrainingJobs; the watches do not survive that."""
+        """Whether the API server has forgotten TrainingJobs that it has served."""
 
     def look(self, key: Key) -> tuple[Snapshot | None, Server | None]:
         """The job as it is known, and the server to ask about it, if there is one."""
@@ -111,9 +111,9 @@ class Controller:
         Raises:
             ApiError, ConnectionLost: the API server cannot be asked.
         """
-        for resource in self._reflectors.monitors:
+        for resource in self._listings.monitors:
             try:
-                self._reflectors.list_all(resource)
+                self._listings.list_all(resource)
             except ApiError as error:
                 if resource == names.PLURAL:
                     self.definition_gone = self.served and error.status == 404
@@ -126,6 +126,7 @@ class Controller:
         while True:
             try:
                 self.list_all()
+                self._listings.find()
                 return
             except (ApiError, ConnectionLost) as error:
                 logger.warning("cannot list TrainingJobs yet, next try in %g s: %s", delay, error)
@@ -134,7 +135,7 @@ class Controller:
 
     def watch_ages(self) -> dict[str, float]:
         """Seconds by which each watch is behind what was listed."""
-        ages = self._reflectors.ages()
+        ages = self._listings.ages()
         for resource, age in ages.items():
             self._metrics.watch_age.labels(resource).set(age)
         return ages

@@ -23,8 +23,8 @@ from elastic_ps.api.job import GROUP, VERSION
 Resource: TypeAlias = Literal["trainingjobs", "pods", "services", "persistentvolumeclaims", "networkpolicies"]
 
 _GROUPS: dict[Resource, str] = {
-    "trainingjobs": f"/apis/{GROUP}/{VERSION}",
-    "networkpolicies": "/apis/networking.k8s.io/v1",
+    "trainingjobs": f"{GROUP}/{VERSION}",
+    "networkpolicies": "networking.k8s.io/v1",
 }
 _REMEMBER_GONE = 600.0
 
@@ -178,9 +178,14 @@ class Store:
         return {item.key: item.over for item in sorted(found, key=lambda item: item.key)}
 
 
+def group_of(resource: Resource) -> str:
+    """The API group and its version, as an `apiVersion` names them."""
+    return _GROUPS.get(resource, "v1")
+
+
 def path_of(resource: Resource, namespace: str) -> str:
     """Where the objects of a namespace are; "" for all namespaces."""
-    group = _GROUPS.get(resource, "/api/v1")
+    group = f"/{'apis' if resource in _GROUPS else 'api'}/{group_of(resource)}"
     return f"{group}/namespaces/{namespace}/{resource}" if namespace else f"{group}/{resource}"
 
 

@@ -39,11 +39,11 @@ Where = tuple[str, str, str]
 
 
 class Refusal(Exception):
-    """What the server answers instead."""
+    """What the server answers instead; if `streamed`, a watch is told it in its stream, which then ends."""
 
-    def __init__(self, code: int, reason: str, message: str = "") -> None:
+    def __init__(self, code: int, reason: str, message: str = "", *, streamed: bool = False) -> None:
         super().__init__(message)
-        self.code, self.reason, self.message = code, reason, message
+        self.code, self.reason, self.message, self.streamed = code, reason, message, streamed
 
 
 @dataclass
@@ -72,6 +72,7 @@ class ApiServer:
         requests: what has been asked, in order.
         refuse: looks at each request first, and raises `Refusal` for those that are to fail.
         page: objects in a page of a listing at most; None: as many as the request says.
+        discovery: what it says it serves, by path.
     """
 
     def __init__(self) -> None:
@@ -79,6 +80,7 @@ class ApiServer:
         self.requests: list[Request] = []
         self.refuse: Callable[[Request], None] = lambda _: None
         self.page: int | None = None
+        self.discovery = dict(_DISCOVERY)
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()
         self._watches: list[_Watch] = []
@@ -102,10 +104,15 @@ class ApiServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def close(self) -> None:
+    def cut(self) -> None:
+        """End all watches."""
         with self._lock:
             for watch in self._watches:
                 watch.changes.put(None)
+            self._watches.clear()
+
+    def close(self) -> None:
+        self.cut()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -217,7 +224,13 @@ class ApiServer:
                 else:
                     return _send(handler, 200, self._answer(request))
         except Refusal as refusal:
-            return _send(handler, refusal.code, _status(refusal))
+            status = _status(refusal)
+            if refusal.streamed:
+                watch = _Watch("", "")
+                watch.changes.put({"type": "ERROR", "object": status})
+                watch.changes.put(None)
+            else:
+                return _send(handler, refusal.code, status)
         handler.send_response(200)
         handler.send_header("Content-Type", "application/json")
         handler.end_headers()
@@ -226,7 +239,9 @@ class ApiServer:
                 handler.wfile.write(json.dumps(change).encode() + b"\n")
                 handler.wfile.flush()
         except OSError:
-            self._watches.remove(watch)
+            with self._lock:
+                if watch in self._watches:
+                    self._watches.remove(watch)
 
     def _watch(self, request: Request) -> _Watch:
         namespace, resource, _, _ = _locate(request.path)
@@ -240,7 +255,7 @@ class ApiServer:
         return watch
 
     def _answer(self, request: Request) -> Object:
-        if (known := _DISCOVERY.get(request.path)) is not None:
+        if (known := self.discovery.get(request.path)) is not None:
             return known
         namespace, resource, name, sub = _locate(request.path)
         if resource not in _KINDS:
@@ -385,7 +400,14 @@ _DISCOVERY: dict[str, Object] = {
             if name not in (JOBS, "leases", "networkpolicies")
         ),
     ),
-    "/apis": {"groups": [_group("elastic-ps.dev", "v1alpha1"), _group("apiextensions.k8s.io", "v1")]},
+    "/apis": {
+        "groups": [
+            _group("elastic-ps.dev", "v1alpha1"),
+            _group("networking.k8s.io", "v1"),
+            _group("apiextensions.k8s.io", "v1"),
+        ]
+    },
+    "/apis/networking.k8s.io/v1": _resources(_resource("networkpolicies", "NetworkPolicy", namespaced=True)),
     "/apis/elastic-ps.dev/v1alpha1": _resources(_resource(JOBS, "TrainingJob", namespaced=True)),
     "/apis/apiextensions.k8s.io/v1": _resources(
         _resource("customresourcedefinitions", "CustomResourceDefinition", namespaced=False)

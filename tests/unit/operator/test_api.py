@@ -71,12 +71,12 @@ def test_kopf_reaches_the_api_server_as_our_own_client_does(
         "users": [{"name": "me", "user": {"token": token} if token else {}}],
     }
     (tmp_path / "config").write_text(json.dumps(config))
-    access = Api(Settings(kubeconfig=tmp_path / "config"), Metrics()).access()
-    assert access == Access(
+    api = Api(Settings(kubeconfig=tmp_path / "config"), Metrics())
+    assert api.authorization() == (f"Bearer {token}" if token else None)
+    assert api.access() == Access(
         server="https://here:6443",
         authority=None,
         insecure=insecure,
-        token=token,
         certificate=None,
         key=None,
     )

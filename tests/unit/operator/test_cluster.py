@@ -19,11 +19,11 @@ from elastic_operator.authority import Authority
 from elastic_operator.cluster import Cluster, difference
 from elastic_operator.controller import Controller
 from elastic_operator.documents import read_status
+from elastic_operator.listings import Listings
 from elastic_operator.metrics import Metrics
 from elastic_operator.plan import Create, DeleteJob, DeletePod, Note, Observed, Outcome
 from elastic_operator.poller import ask
 from elastic_operator.queue import Key
-from elastic_operator.reflector import Reflectors
 from elastic_operator.settings import Settings
 from elastic_operator.store import Store
 from elastic_ps.api.status import Progress, ServerStatus, TrainingJobStatus
@@ -50,9 +50,9 @@ class Operator:
         self.store = Store()
         secret = self.settings.tls_secret
         self.cluster = Cluster(self.api, self.store, Authority(self.api, secret) if secret else None)
-        reflectors = Reflectors(self.api, self.store, self.settings)
-        self.monitors = reflectors.monitors
-        self.controller = Controller(self.cluster, self.store, reflectors, self.settings, self.metrics)
+        listings = Listings(self.api, self.store, self.settings)
+        self.monitors = listings.monitors
+        self.controller = Controller(self.cluster, self.store, listings, self.settings, self.metrics)
 
     def count(self, name: str, **labels: str) -> float:
         """The value of one of the operator's counters."""
@@ -665,6 +665,21 @@ def test_a_definition_that_was_there_and_is_gone_is_told_from_one_that_is_yet_to
     assert not controller.definition_gone
 
 
+def test_it_waits_for_a_definition_that_is_served_and_that_kopf_would_not_find_yet(
+    server: ApiServer, operator: Operator
+) -> None:
+    waited: list[float] = []
+    named = server.discovery["/apis"]
+
+    def name(seconds: float) -> None:
+        waited.append(seconds)
+        server.discovery["/apis"] = named
+
+    server.discovery["/apis"] = {"groups": []}
+    operator.controller.wait_until_served(name)
+    assert waited == [1.0]
+
+
 def test_the_age_of_what_a_watch_has_not_delivered_is_shown(server: ApiServer, operator: Operator) -> None:
     job = server.add_job()
     operator.turns()
@@ -705,7 +720,7 @@ def test_requests_say_who_asks_and_what_they_carry(server: ApiServer, operator: 
         kind = "application/merge-patch+json" if patched else "application/json"
         assert request.headers["content-type"] == kind
     access = operator.api.access()
-    assert (access.server, access.token, access.insecure) == (server.url, "secret", False)
+    assert (access.server, access.insecure) == (server.url, False)
 
 
 def test_a_merge_patch_holds_what_differs_and_no_more() -> None:

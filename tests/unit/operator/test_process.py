@@ -16,8 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_operator import handlers, settings
+from elastic_operator import handlers, names, settings
+from elastic_operator.api import Api
+from elastic_operator.listings import Listings
 from elastic_operator.metrics import HealthServer, Metrics
+from elastic_operator.store import Store
 from tests.testing.api_server import JOBS, ApiServer, Refusal, Request
 from tests.testing.impatient import Slow, assert_only_what_fails_is_told, broken
 from tests.testing.polling import eventually
@@ -108,7 +111,7 @@ def test_it_reacts_to_jobs_and_pods_and_ends_in_order(server: ApiServer, listeni
         lambda: server.phase("digits") == "Running",
         f"the pods' start is noticed: {operator.said}",
     )
-    job = server.get(JOBS, "digits")
+    first = job = server.get(JOBS, "digits")
     edited = {**job, "spec": {**job["spec"], "worker": {"replicas": 2}}}
     edited["metadata"]["generation"] = 2
     server.put(JOBS, edited)
@@ -133,8 +136,21 @@ def test_it_reacts_to_jobs_and_pods_and_ends_in_order(server: ApiServer, listeni
     assert 'elastic_ps_operator_jobs_total{event="started"} 1.0' in metrics
     assert 'elastic_ps_operator_watch_age_seconds{resource="pods"}' in metrics
     assert "elastic_ps_operator_queue " in metrics
+    assert not {"finalizers", "annotations"} & first["metadata"].keys(), "kopf writes nothing"
+    assert {request.method for request in of_kopf(server)} == {"GET"}
     operator.child.send_signal(signal.SIGTERM)
     assert operator.child.wait(60) == 0
+
+
+def of_kopf(server: ApiServer, *, watch: bool | None = None, resource: str = "") -> list[Request]:
+    """The requests that kopf has made so far, and not our own client."""
+    return [
+        request
+        for request in list(server.requests)
+        if request.headers["user-agent"].startswith("kopf/")
+        and request.path.endswith(resource)
+        and watch in (None, "watch" in request.query)
+    ]
 
 
 def deaf(request: Request) -> None:
@@ -204,6 +220,64 @@ def test_what_no_watch_delivers_is_found_by_a_listing(server: ApiServer, tmp_pat
         operator.close()
 
 
+def test_a_watch_goes_on_from_where_it_was_and_begins_anew_where_that_is_forgotten(
+    server: ApiServer, tmp_path: Path
+) -> None:
+    """What was deleted while there was no watch, no watch tells."""
+    refusals: list[Refusal] = []
+
+    def refuse(request: Request) -> None:
+        if request.query.get("watch") == "true" and "pods" in request.path and refusals:
+            raise refusals.pop(0)
+
+    server.refuse = refuse
+    operator = start(server, tmp_path, "--resync", "1h", "--namespace", "default")
+    try:
+        eventually(lambda: server.watched(JOBS) and server.watched("pods"), f"it watches: {operator.said}")
+        server.add_job()
+        eventually(lambda: "digits-worker-0" in server.names("pods"), f"it is started: {operator.said}")
+        refusals += [Refusal(code, "Refused") for code in (500, 403, 404)]
+        server.cut()
+        eventually(lambda: not refusals and server.watched("pods"), f"it watches again: {operator.said}")
+        server.start("digits-worker-0")
+        server.start("digits-ps-0")
+        eventually(lambda: server.phase("digits") == "Running", f"it is told of that: {operator.said}")
+        assert len(of_kopf(server, watch=False, resource="/pods")) == 1, "it has missed nothing"
+        watches = of_kopf(server, watch=True, resource="/pods")
+        versions = [int(request.query["resourceVersion"]) for request in watches]
+        assert versions[0] < versions[1] == versions[-1]
+        assert {request.query["allowWatchBookmarks"] for request in watches} == {"true"}
+        assert {request.query["labelSelector"] for request in watches} == {names.JOB_LABEL}
+        for number, code in enumerate((410, 500), start=2):
+            refusals.append(Refusal(code, "Refused", streamed=True))
+            server.cut()
+            server.remove("pods", "digits-worker-0")
+            eventually(lambda: "digits-worker-0" in server.names("pods"), f"it is noticed: {operator.said}")
+            assert len(of_kopf(server, watch=False, resource="/pods")) == number
+        assert {request.path for request in server.asked("GET", JOBS)[2:]} == {
+            f"/apis/elastic-ps.dev/v1alpha1/namespaces/default/{JOBS}"
+        }
+    finally:
+        operator.close()
+
+
+def test_kopf_asks_again_though_it_is_not_known(server: ApiServer, listening: Process) -> None:
+    """The API server may not have read all accounts yet, or the token be an old one."""
+    unknown = [401, 401]
+
+    def refuse(request: Request) -> None:
+        if request.headers["user-agent"].startswith("kopf/") and unknown:
+            raise Refusal(unknown.pop(), "Unauthorized")
+
+    server.refuse = refuse
+    server.cut()
+    eventually(lambda: not unknown and server.watched("pods"), f"it watches again: {listening.said}")
+    eventually(lambda: server.watched(JOBS), f"it watches again: {listening.said}")
+    server.add_job()
+    eventually(lambda: "digits-worker-0" in server.names("pods"), f"it is started: {listening.said}")
+    assert {request.headers["authorization"] for request in of_kopf(server)} == {"Bearer secret"}
+
+
 def test_an_operator_that_cannot_reach_a_cluster_ends_with_2_and_a_sentence(tmp_path: Path) -> None:
     process = Process(tmp_path / "log", "--kubeconfig", str(tmp_path / "none"), "--health", "127.0.0.1:0")
     assert process.child.wait(60) == 2
@@ -252,8 +326,9 @@ def test_a_wrong_command_line_says_what_is_wrong(
     assert words in capsys.readouterr().err
 
 
-def test_kopf_looks_for_nothing_and_writes_nothing() -> None:
-    chosen = handlers.build_settings()
+def test_kopf_looks_for_nothing_and_writes_nothing(server: ApiServer, tmp_path: Path) -> None:
+    given = settings.Settings(kubeconfig=server.kubeconfig(tmp_path))
+    chosen = handlers.build_settings(given, Listings(Api(given, Metrics()), Store(), given))
     assert chosen.scanning.disabled, "it may not look for kinds of objects"
     assert not chosen.posting.enabled, "it may not create events"
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from elastic_operator import queue as queue_module
+from elastic_operator.listings import WatchMonitor
 from elastic_operator.queue import Key, Queue
-from elastic_operator.watches import WatchMonitor
 from tests.testing.virtual import Clock
 
 JOB: Key = ("default", "digits")

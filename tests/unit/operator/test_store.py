@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,17 +11,16 @@ from typing import Any
 
 import pytest
 
-from elastic_operator import names
-from elastic_operator import reflector as reflector_module
+from elastic_operator import names, session
 from elastic_operator import store as store_module
 from elastic_operator.api import Api, ApiError
+from elastic_operator.listings import Listings
 from elastic_operator.metrics import Metrics
 from elastic_operator.queue import Key
-from elastic_operator.reflector import Reflectors
+from elastic_operator.session import Delays
 from elastic_operator.settings import Settings
 from elastic_operator.store import Resource, Store
 from tests.testing.api_server import JOBS, ApiServer, Refusal, Request
-from tests.testing.polling import eventually
 from tests.testing.simulation import job_document
 from tests.testing.virtual import Clock
 
@@ -298,60 +295,31 @@ def server() -> Iterator[ApiServer]:
 
 
 @pytest.fixture
-def filled(server: ApiServer, tmp_path: Path) -> Iterator[tuple[Store, Reflectors]]:
-    """A store, and what keeps it like the server; not started."""
+def filled(server: ApiServer, tmp_path: Path) -> tuple[Store, Listings]:
+    """A store, and the listings that fill it; kopf does not run."""
     store, settings = Store(), Settings(kubeconfig=server.kubeconfig(tmp_path))
-    reflectors = Reflectors(Api(settings, Metrics()), store, settings)
-    yield store, reflectors
-    reflectors.stop()
+    return store, Listings(Api(settings, Metrics()), store, settings)
 
 
-def test_a_listing_comes_in_pages(server: ApiServer, filled: tuple[Store, Reflectors]) -> None:
-    store, reflectors = filled
+def test_a_listing_comes_in_pages(server: ApiServer, filled: tuple[Store, Listings]) -> None:
+    store, listings = filled
     server.page = 2
     for index in range(5):
         server.add_job(f"digits-{index}")["metadata"]["uid"] = f"uid-{index}"
-    reflectors.list_all("trainingjobs")
+    listings.list_all("trainingjobs")
     assert [name for _, name in store.jobs()] == [f"digits-{index}" for index in range(5)]
     assert len(server.asked("GET", JOBS)) == 3
     server.remove(JOBS, "digits-3")
-    reflectors.list_all("trainingjobs")
+    listings.list_all("trainingjobs")
     assert len(store.jobs()) == 4
 
 
-def test_a_watch_goes_on_from_where_it_was_and_lists_again_if_that_is_forgotten(
-    server: ApiServer, filled: tuple[Store, Reflectors]
-) -> None:
-    store, reflectors = filled
-    forgotten = threading.Event()
-
-    def forget(request: Request) -> None:
-        if request.query.get("watch") == "true" and JOBS in request.path and not forgotten.is_set():
-            forgotten.set()
-            raise Refusal(410, "Expired", "too old resource version")
-
-    server.refuse = forget
-    reflectors.start()
-    eventually(lambda: server.watched(JOBS) and server.watched("services"), "it watches")
-    assert forgotten.is_set()
-    listed = [r for r in server.asked("GET", JOBS) if "watch" not in r.query]
-    assert len(listed) == 2
-    server.add_job()
-    eventually(lambda: KEY in store.jobs(), "the job is known")
-    server.remove(JOBS, "digits")
-    eventually(lambda: not store.jobs(), "it is gone")
-    assert len([r for r in server.asked("GET", JOBS) if "watch" not in r.query]) == 2
-    watch = server.asked("GET", "services")[-1].query
-    assert (watch["allowWatchBookmarks"], watch["labelSelector"]) == ("true", names.JOB_LABEL)
-    assert int(watch["resourceVersion"]) > 0
-
-
-def test_a_listing_that_fails_changes_nothing(server: ApiServer, filled: tuple[Store, Reflectors]) -> None:
-    store, reflectors = filled
+def test_a_listing_that_fails_changes_nothing(server: ApiServer, filled: tuple[Store, Listings]) -> None:
+    store, listings = filled
     server.page = 1
     for name in ("a", "b"):
         server.add_job(name)
-    reflectors.list_all("trainingjobs")
+    listings.list_all("trainingjobs")
 
     def fail(request: Request) -> None:
         if "continue" in request.query:
@@ -359,54 +327,62 @@ def test_a_listing_that_fails_changes_nothing(server: ApiServer, filled: tuple[S
 
     server.refuse = fail
     with pytest.raises(ApiError):
-        reflectors.list_all("trainingjobs")
+        listings.list_all("trainingjobs")
     assert len(store.jobs()) == 2
 
 
-@pytest.mark.parametrize(
-    ("refusals", "waits"),
-    [([500] * 10, [1, 1, 2, 3, 5, 8, 13, 20, 20, 20]), ([410] * 3, [1, 2]), ([403, 410], [1, 1])],
-)
-def test_a_watch_that_is_refused_is_tried_less_and_less_often(
-    server: ApiServer,
-    filled: tuple[Store, Reflectors],
-    refusals: list[int],
-    waits: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Only a version that is too old is no reason to wait; and after each refusal everything is listed."""
-    monkeypatch.setattr(reflector_module, "random", SimpleNamespace(uniform=lambda low, high: 0.0))
-    number = itertools.count()
-
-    def refuse(request: Request) -> None:
-        if (
-            request.query.get("watch") == "true"
-            and JOBS in request.path
-            and (at := next(number)) < len(refusals)
-        ):
-            raise Refusal(refusals[at], "Refused")
-
-    server.refuse = refuse
-    filled[1].start()
-    eventually(lambda: server.watched(JOBS), "it watches")
-    told = re.findall(r"cannot watch trainingjobs, next try in (\d+) s", caplog.text)
-    assert [int(wait) for wait in told] == waits
-    listed = [r for r in server.asked("GET", JOBS) if "watch" not in r.query]
-    assert len(listed) == len(refusals) + 1
-
-
 def test_what_was_listed_before_a_watch_and_what_it_delivers_is_not_late(
-    server: ApiServer, filled: tuple[Store, Reflectors]
+    server: ApiServer, filled: tuple[Store, Listings]
 ) -> None:
-    store, reflectors = filled
+    store, listings = filled
     server.add_job("before")
-    reflectors.list_all("trainingjobs")
-    assert reflectors.ages()["trainingjobs"] > 0, "nobody watches yet"
-    assert "networkpolicies" not in reflectors.ages(), "jobs get none"
-    reflectors.start()
-    eventually(lambda: reflectors.ages()["trainingjobs"] == 0, "it is known from the watch's own listing")
-    server.add_job("later")
-    eventually(lambda: ("default", "later") in store.jobs(), "the job is known")
-    reflectors.list_all("trainingjobs")
-    assert reflectors.ages()["trainingjobs"] == 0
+    listings.list_all("trainingjobs")
+    assert listings.ages()["trainingjobs"] > 0, "nobody watches yet"
+    assert "networkpolicies" not in listings.ages(), "jobs get none"
+    listings.told("trainingjobs", {"type": None, "object": server.get(JOBS, "before")})
+    listings.answered("list", ("trainingjobs", ""))
+    listings.list_all("trainingjobs")
+    assert listings.ages()["trainingjobs"] > 0, "it was listed by kopf, which does not watch yet"
+    assert not listings.due.is_set()
+    listings.answered("watch", ("trainingjobs", ""))
+    assert listings.due.is_set()
+    listings.list_all("trainingjobs")
+    assert listings.ages()["trainingjobs"] == 0, "there was a watch before it was listed"
+    later = server.add_job("later")
+    listings.list_all("trainingjobs")
+    assert listings.ages()["trainingjobs"] > 0, "the watch has not told of it"
+    listings.told("trainingjobs", {"type": "ADDED", "object": later})
+    assert listings.ages()["trainingjobs"] == 0
+    server.remove(JOBS, "before")
+    listings.told("trainingjobs", {"type": "DELETED", "object": {**later}})
+    assert [*store.jobs()] == [("default", "before")]
+    listings.due.clear()
+    listings.answered("watch", ("trainingjobs", ""))
+    assert not listings.due.is_set(), "a watch that goes on from where it was has missed nothing"
+
+
+def test_a_listing_that_fails_is_no_proof_and_the_next_one_is(
+    server: ApiServer, filled: tuple[Store, Listings]
+) -> None:
+    _, listings = filled
+    server.add_job()
+    listings.list_all("trainingjobs")
+    listings.answered("list", ("trainingjobs", ""))
+    listings.answered("watch", ("trainingjobs", ""))
+
+    def fail(_: Request) -> None:
+        raise Refusal(500, "InternalError")
+
+    server.refuse = fail
+    with pytest.raises(ApiError):
+        listings.list_all("trainingjobs")
+    assert listings.ages()["trainingjobs"] > 0
+    server.refuse = lambda _: None
+    listings.list_all("trainingjobs")
+    assert listings.ages()["trainingjobs"] == 0
+
+
+def test_what_kopf_is_refused_it_asks_for_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "random", SimpleNamespace(uniform=lambda low, high: low + high))
+    first = [delay / 2 for delay in itertools.islice(Delays(), 10)]
+    assert first == [1, 1, 2, 3, 5, 8, 13, 20, 20, 20]

@@ -1,0 +1,96 @@
+"""How kopf reaches the API server: as our own client does. Its requests are counted, its watches noticed.
+
+There are answers after which kopf ends, and the operator with it: that there is no such kind of object any
+more, say, or that etcd has just lost its leader. So a refusal that kopf takes for final counts here as no
+answer, and kopf asks again, less and less often; and an error in the stream of a watch is always the one that
+kopf knows, that the version is too old, and kopf lists again. Whether its watches live is for the listings.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, cast
+
+import aiohttp
+import kopf
+
+from elastic_operator.api import Api
+from elastic_operator.listings import Listings
+
+logger = logging.getLogger(__name__)
+
+_DELAYS = (1, 1, 2, 3, 5, 8, 13, 20)
+
+_ERROR = re.compile(rb'\{"type": ?"ERROR"')
+
+_TOO_OLD = b'{"type":"ERROR","object":{"code":410}}'
+
+
+class Delays:
+    """Seconds between the attempts of a request; they do not end."""
+
+    def __iter__(self) -> Iterator[float]:
+        yield from (delay * random.uniform(0.8, 1.2) for delay in _DELAYS)
+        while True:
+            yield _DELAYS[-1] * random.uniform(0.8, 1.2)
+
+
+class _Lines:
+    """What a watch streams, in whole lines: if it is cut in the middle of one, that is left out."""
+
+    def __init__(self, content: aiohttp.StreamReader) -> None:
+        self._content = content
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._content, name)
+
+    async def iter_chunked(self, _: int) -> AsyncIterator[bytes]:
+        rest = b""
+        async for part in self._content.iter_any():
+            *whole, rest = (rest + part).split(b"\n")
+            for line in whole:
+                if _ERROR.match(line):
+                    logger.warning("an error in a watch: %s", line.decode(errors="replace"))
+                yield (_TOO_OLD if _ERROR.match(line) else line) + b"\n"
+
+
+def session(api: Api, listings: Listings) -> kopf.AiohttpSession:
+    """What kopf makes its requests with, and closes at the end. To be called in its event loop."""
+    access = api.access()
+    info = kopf.ConnectionInfo(
+        server=access.server,
+        ca_path=access.authority,
+        insecure=access.insecure,
+        certificate_path=access.certificate,
+        private_key_path=access.key,
+    )
+
+    async def ask(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        *_, above, namespace, plural = f"//{request.url.path}".split("/")
+        resource = next((resource for resource in listings.monitors if resource == plural), None)
+        verb = "get" if resource is None else "watch" if "watch" in request.url.query else "list"
+        api.metrics.requests.labels(verb, resource or "apis").inc()
+        if (authorization := api.authorization()) is not None:
+            request.headers["Authorization"] = authorization
+        response = await send(request)
+        if response.status >= 400:
+            error = api.error(verb, resource or "apis", response.status, await response.read())
+            searched = resource is None and error.status == 404
+            if error.status < 500 and error.status != 429 and not searched:
+                raise aiohttp.ClientConnectionError(f"{verb} {request.url.path}: {error}")
+        elif resource is not None:
+            listings.answered(verb, (resource, namespace if above == "namespaces" else ""))
+            if verb == "watch":
+                response.content = cast(aiohttp.StreamReader, _Lines(response.content))
+        return response
+
+    return kopf.AiohttpSession(
+        server=access.server,
+        aiohttp_session=aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
+            middlewares=[ask],
+        ),
+    )
