@@ -17,9 +17,6 @@ from typing import Literal
 from elastic_ps.api.training import Consistency
 from elastic_ps.api.tuning import without_options_of_other_modes
 
-WINDOW = 200
-"""Steps that are measured for a decision: two of them may be more stale than the 99th percentile."""
-
 CALM = 3
 """Windows in a row after which a looser way is tried for the first time."""
 

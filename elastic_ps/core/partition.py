@@ -185,7 +185,14 @@ class Layout:
         return gradients[::-1] + others
 
 
-def partition(tensors: Sequence[TensorSpec], *, bucket_bytes: int, shards: int, parts: int = 1) -> Layout:
+def partition(
+    tensors: Sequence[TensorSpec],
+    *,
+    bucket_bytes: int,
+    shards: int,
+    parts: int = 1,
+    smallest: int = SMALLEST_BUCKET_BYTES,
+) -> Layout:
     """Cut `tensors`, given in order of registration, into buckets for `shards` shards.
 
     Buckets hold whole tensors of up to about `bucket_bytes` bytes. In a small model they are smaller, so that
@@ -202,7 +209,7 @@ def partition(tensors: Sequence[TensorSpec], *, bucket_bytes: int, shards: int, 
         ]
         # For each rule by itself: a few trained parameters do not cut a large frozen model into crumbs.
         total = sum(t.elements * ITEM_SIZE[t.dtype] for _, t in numbered)
-        wanted = max(SMALLEST_BUCKET_BYTES, math.ceil(total / BUCKETS_WANTED))
+        wanted = max(smallest, math.ceil(total / BUCKETS_WANTED))
         most = min(bucket_bytes, wanted) if bucket_bytes <= OVERLAPPING_BYTES else bucket_bytes
         target = min(most, math.ceil(total / max(shards, parts)))
         for dtype, pieces in _fill(reversed(numbered), target, bucket_bytes):

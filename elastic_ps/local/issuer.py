@@ -30,7 +30,7 @@ class Issuer:
     def __init__(self, run: str, directory: Path) -> None:
         self._run, self._directory = run, directory
         self._issued: set[Identity] = set()
-        self._authority = make_authority(run, now=datetime.now(UTC), lifetime=LIFETIME)
+        self.authority = make_authority(run, now=datetime.now(UTC), lifetime=LIFETIME)
 
     def own(self) -> Path:
         """The directory of the launcher's own certificate. Raises OSError: it cannot be written."""
@@ -44,9 +44,9 @@ class Issuer:
         """The same directory for the process that takes the place of another one."""
         directory = self._directory / f"{identity.role}-{identity.index}"
         if identity not in self._issued or not (directory / KEY_FILE).exists():
-            made = issue(self._authority, identity, now=datetime.now(UTC), lifetime=LIFETIME)
+            made = issue(self.authority, identity, now=datetime.now(UTC), lifetime=LIFETIME)
             files = {
-                CA_FILE: self._authority.certificate,
+                CA_FILE: self.authority.certificate,
                 CERTIFICATE_FILE: made.certificate,
                 KEY_FILE: made.key,
             }

@@ -12,7 +12,7 @@ from elastic_ps.local.forks import ForkServer
 from elastic_ps.local.gone import tell_parameter_server
 from elastic_ps.local.mpi import Slots
 from elastic_ps.local.plan import ScaleAt, Verdict
-from elastic_ps.local.processes import Programs
+from elastic_ps.local.processes import PORTS, Programs
 from elastic_ps.local.record import Record
 from elastic_ps.local.state import LocalStatus
 
@@ -44,6 +44,7 @@ class Options:
         host: an address of this host, at which workers reach the parameter servers.
         route: what stands between workers and parameter servers; None for nothing.
         on_worker_gone: told about worker processes that died; may block, is called on its own thread.
+        ports: those that the parameter servers may listen on.
     """
 
     schedule: tuple[ScaleAt, ...] = ()
@@ -60,6 +61,7 @@ class Options:
     host: str = "127.0.0.1"
     route: Route | None = None
     on_worker_gone: WorkerGone = tell_parameter_server
+    ports: range = PORTS
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,7 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-def free_ports(count: int) -> list[int]:
+def free_ports(count: int, among: range = PORTS) -> list[int]:
     """That many different ports on which nobody listens, at no address of this host nor within it.
 
     Raises:
@@ -175,7 +175,7 @@ def free_ports(count: int) -> list[int]:
     """
     ports: list[int] = []
     with contextlib.ExitStack() as stack:
-        for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        for port in random.SystemRandom().sample(among, len(among)):
             if len(ports) == count:
                 break
             listener = stack.enter_context(socket.socket())
@@ -186,15 +186,15 @@ def free_ports(count: int) -> list[int]:
                 ports.append(port)
     if len(ports) < count:
         raise CannotListen(
-            f"a job needs {count} free ports from {PORTS.start} to {PORTS.stop - 1}, but found {len(ports)}. "
+            f"a job needs {count} free ports from {among.start} to {among.stop - 1}, but found {len(ports)}. "
             "Stop the processes that hold them"
         )
     return ports
 
 
-def free_addresses(count: int) -> list[str]:
+def free_addresses(count: int, among: range = PORTS) -> list[str]:
     """That many different `host:port` of loopback on which nobody listens. Raises CannotListen."""
-    return [f"127.0.0.1:{port}" for port in free_ports(count)]
+    return [f"127.0.0.1:{port}" for port in free_ports(count, among)]
 
 
 @contextlib.contextmanager

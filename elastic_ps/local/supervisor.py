@@ -92,7 +92,7 @@ class Launcher:
         self.directory = JobDirectory(job.name, root=self.options.root)
         self.record = Record()
         self.run = uuid.uuid4().hex
-        self._issuer = issuer.Issuer(self.run, self.directory.tls) if self.options.tls else None
+        self.issuer = issuer.Issuer(self.run, self.directory.tls) if self.options.tls else None
         self._lock_file = self.directory.claim()
         with self.directory.kept():
             self.checkpoints = self._choose_checkpoints()
@@ -110,7 +110,7 @@ class Launcher:
         self._start_times: dict[int, int | None] = {}
         self._instances: dict[int, str] = {}
         self._addresses: tuple[str, ...] = ()
-        self._standbys: tuple[str, ...] = ()
+        self.standbys: tuple[str, ...] = ()
         self._http: tuple[str, ...] = ()
         self._standbys_http: tuple[str, ...] = ()
         self._began = time.time()
@@ -134,8 +134,8 @@ class Launcher:
         """
         self._choose_addresses()
         self.directory.sign(self._lock_file)
-        if self._issuer is not None:
-            self._issuer.own()  # now: later the disk may be full
+        if self.issuer is not None:
+            self.issuer.own()  # now: later the disk may be full
         self._status = self._build_status(ended=False)
         self.directory.write_status(self._status)
         # Not before: a thread object that is made before a fork counts as ended after it.
@@ -213,9 +213,9 @@ class Launcher:
     def _choose_addresses(self) -> None:
         shards = self.job.spec.parameter_server.replicas
         standbys = shards if self._desired().standbys else 0
-        ports = iter(free_ports(2 * shards + 2 * standbys))
+        ports = iter(free_ports(2 * shards + 2 * standbys, self.options.ports))
         self._addresses = tuple(f"{self.options.host}:{port}" for port in islice(ports, shards))
-        self._standbys = tuple(f"{self.options.host}:{port}" for port in islice(ports, standbys))
+        self.standbys = tuple(f"{self.options.host}:{port}" for port in islice(ports, standbys))
         self._http = tuple(f"127.0.0.1:{port}" for port in islice(ports, shards))
         self._standbys_http = tuple(f"127.0.0.1:{port}" for port in ports)
 
@@ -349,7 +349,7 @@ class Launcher:
             gone = self.options.on_worker_gone
             instance = self._instances[process.pid]
             addresses = self._reached_at(self._addresses)
-            own = self._issuer.own() if self._issuer is not None else None
+            own = self.issuer.own() if self.issuer is not None else None
             self._notices.submit(gone, self.job.name, addresses, process.index, instance, own)
         if status != 0 and not (process.killed or process.asked):
             said = planning.cause_of(process.output).splitlines()[:1] or process.output.splitlines()[-1:]
@@ -489,14 +489,14 @@ class Launcher:
         addresses = self._addresses
         if action.role == "worker" and self.options.route is not None:
             addresses = self.options.route(action.index, addresses)
-        bind = (self._standbys if action.role == "standby" else self._addresses)[shard]
+        bind = (self.standbys if action.role == "standby" else self._addresses)[shard]
         return ProcessEnvironment(
             job=self.job.name,
             spec=self.job.spec,
             role=action.role,
             index=action.index,
             addresses=self._reached_at(addresses, by=action.role),
-            standbys=self._reached_at(self._standbys),
+            standbys=self._reached_at(self.standbys),
             bind=f"{self.options.transport}:{bind}" if self.options.transport else bind,
             http=(self._standbys_http if action.role == "standby" else self._http)[shard],
             checkpoints=None if action.role == "evaluator" else self.checkpoints,
@@ -507,7 +507,7 @@ class Launcher:
             lifeline=self._lifeline.fd,
             run=self.run,
             instance=uuid.uuid4().hex,
-            tls=self._issuer.of(action.role, action.index) if self._issuer is not None else None,
+            tls=self.issuer.of(action.role, action.index) if self.issuer is not None else None,
             tuning=self._tuning if (action.role, action.index) == ("ps", 0) else None,
             crowded=self._crowded,
         )

@@ -17,7 +17,7 @@ from elastic_ps.api.tuning import Tuning
 from elastic_ps.codec.optimizers import second_momentum
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core import scales
-from elastic_ps.core.objective import WINDOW, Objective, ways
+from elastic_ps.core.objective import Objective, ways
 from elastic_ps.core.progress import Distribution
 from elastic_ps.errors import InvalidJob
 from elastic_ps.server.driver import Driver
@@ -126,7 +126,7 @@ class Changes:
     def _moved(self, state: JobState, before: Tuning) -> Tuning | None:
         """How the job's objective is kept from now on, if that is another way; the lock is held."""
         most = before.consistency.max_staleness_p99
-        if most is None or state.recent.count < WINDOW:
+        if most is None or state.recent.count < self._job.limits.window:
             return None
         p99, state.recent = state.recent.percentile(99), Distribution()
         known = ways(before.wished)
@@ -137,7 +137,7 @@ class Changes:
         if step > 0:
             self._objective.tried()
         text = "99 of 100 of the last %d steps were at most %d versions stale; maxStalenessP99 is %d"
-        logger.info(text, WINDOW, p99, most)
+        logger.info(text, self._job.limits.window, p99, most)
         return before.moved_to(known[at + step])
 
     def _may_begin(self, state: JobState) -> bool:

@@ -10,7 +10,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from enum import Enum, auto
 from typing import Any
 
@@ -32,12 +31,6 @@ from elastic_ps.server.safekeeping import Safekeeping
 from elastic_ps.server.state import JobState, Model, Taken
 
 logger = logging.getLogger(__name__)
-
-TICK = timedelta(milliseconds=250)
-"""How often leases and checkpoints are looked after, and a blocked call looks again."""
-
-WAIT = timedelta(seconds=5)
-"""After this time a blocked call answers that nothing has happened, and the caller asks again."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +140,7 @@ class Coordinator:
             has_to_measure = measures and link is None
             may_join = self.job.changed.wait_for(
                 lambda: self.job.closing or self._may_join(worker, has_to_measure=has_to_measure),
-                timeout=WAIT.total_seconds(),
+                timeout=self.job.limits.answer.total_seconds(),
             )
             if not may_join or self.job.closing:
                 return NotYet.WAIT
@@ -233,7 +226,7 @@ class Coordinator:
                 text = f"worker {worker} with incarnation {incarnation} is not the one that brings the model"
                 raise Refused(RefusalCode.STALE_INCARNATION, text)
         self._driver.drive()
-        self._safekeeping.keep_what_must_be(patience=WAIT)
+        self._safekeeping.keep_what_must_be(patience=self.job.limits.answer)
         with self.job.settled() as now:
             if now is not state:
                 raise Refused(RefusalCode.STALE_TERM, f"term {state.term} is over")
@@ -316,7 +309,7 @@ class Coordinator:
             if new:
                 self._skip(state, stay, skipped)
                 self._withdraw(state, stay, abandoned)
-        deadline = self.job.clock() + WAIT.total_seconds()
+        deadline = self.job.clock() + self.job.limits.answer.total_seconds()
         while True:
             self._driver.drive()
             self._safekeeping.keep_what_must_be()
@@ -348,7 +341,7 @@ class Coordinator:
                 left = deadline - self.job.clock()
                 if left <= 0:
                     return Taken(pending=True)
-                self.job.changed.wait(min(left, TICK.total_seconds()))  # mutant: equal
+                self.job.changed.wait(min(left, self.job.limits.tick.total_seconds()))  # mutant: equal
 
     def _skip(self, state: JobState, stay: Stay, skipped: Sequence[Range]) -> None:
         """A script has left records out, and makes no step to tell so with; the lock is held."""
@@ -489,7 +482,7 @@ class Coordinator:
         Raises:
             Refused: LATE: enough others have begun theirs. The step is void, and its records go to others.
         """
-        deadline = self.job.clock() + WAIT.total_seconds()
+        deadline = self.job.clock() + self.job.limits.answer.total_seconds()
         round_: int | None = None
         while True:
             self._driver.drive()
@@ -509,7 +502,7 @@ class Coordinator:
                 left = deadline - self.job.clock()
                 if left <= 0:
                     return None
-                self.job.changed.wait(min(left, TICK.total_seconds()))  # mutant: equal
+                self.job.changed.wait(min(left, self.job.limits.tick.total_seconds()))  # mutant: equal
         self._driver.drive()
         raise Refused(
             RefusalCode.LATE,
@@ -531,7 +524,7 @@ class Coordinator:
         Raises:
             Refused: see `SyncRounds.after`.
         """
-        deadline = self.job.clock() + WAIT.total_seconds()
+        deadline = self.job.clock() + self.job.limits.answer.total_seconds()
         while True:
             self._driver.drive()
             with self.job.settled() as state:
@@ -542,7 +535,7 @@ class Coordinator:
                 left = deadline - self.job.clock()
                 if left <= 0:
                     return None
-                self.job.changed.wait(min(left, TICK.total_seconds()))  # mutant: equal
+                self.job.changed.wait(min(left, self.job.limits.tick.total_seconds()))  # mutant: equal
 
     def assign(self, worker: int, incarnation: int, *, version: int) -> Assigning | None:
         """A worker's values are to become the next version. Blocks.
@@ -560,7 +553,7 @@ class Coordinator:
         """
         if not self.job.spec.consistency.may_assign:
             raise Refused(RefusalCode.INVALID, "values can be assigned with consistency.mode sync alone")
-        deadline = self.job.clock() + WAIT.total_seconds()
+        deadline = self.job.clock() + self.job.limits.answer.total_seconds()
         while True:
             self._driver.drive()
             self._safekeeping.keep_what_must_be()
@@ -580,7 +573,7 @@ class Coordinator:
                 left = deadline - self.job.clock()
                 if left <= 0:
                     return None
-                self.job.changed.wait(min(left, TICK.total_seconds()))  # mutant: equal
+                self.job.changed.wait(min(left, self.job.limits.tick.total_seconds()))  # mutant: equal
 
     def finish(
         self,

@@ -41,7 +41,7 @@ from elastic_ps.errors import (
 from elastic_ps.process.telemetry import History
 from elastic_ps.server import kept
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.keeper import PATIENCE, Keeper, of_same_run, tuning_of
+from elastic_ps.server.keeper import Keeper, of_same_run, tuning_of
 from elastic_ps.server.orders import Advance, Application, Configuration, Report, ShardControl, Standing
 from elastic_ps.server.patience import Patience
 from elastic_ps.server.remote import RemoteShard
@@ -142,7 +142,9 @@ class Driver:
     def close(self) -> None:
         """Give no further orders, but tell the other shards that they may end. Blocks."""
         with self._job.lock:
-            self._job.changed.wait_for(lambda: not self._driving, timeout=PATIENCE.total_seconds())
+            self._job.changed.wait_for(
+                lambda: not self._driving, timeout=self._job.limits.patience.total_seconds()
+            )
             self._over = True
         self._release()
         self.abandon()
@@ -154,7 +156,7 @@ class Driver:
     def finish_round(self) -> bool:
         """Commit what is decided: some shards may have applied it. Returns whether to keep the version."""
         job = self._job
-        deadline = job.clock() + PATIENCE.total_seconds()
+        deadline = job.clock() + job.limits.patience.total_seconds()
         while True:
             with job.lock:
                 job.changed.wait_for(lambda: not self._driving)
@@ -245,7 +247,8 @@ class Driver:
         """
         size = self._job.spec.parameter_server.bucket_bytes or chosen or BUCKET_BYTES
         parts = self._job.spec.consistency.fragments or 1
-        layout = partition(tensors, bucket_bytes=size, shards=len(self._shards), parts=parts)
+        shards, least = len(self._shards), self._job.limits.smallest_bucket
+        layout = partition(tensors, bucket_bytes=size, shards=shards, parts=parts, smallest=least)
         fragments(layout, parts)
         limited = [i for i, group in enumerate(settings.groups) if group.get(MAX_NORM) is not None]
         if cut := cut_rows(layout, limited):

@@ -18,23 +18,17 @@ import logging
 import threading
 import time
 from dataclasses import replace
-from datetime import timedelta
 
 from elastic_ps.codec import as_bytes, name_of
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import RefusalCode, Refused, TransportError
 from elastic_ps.server.copying import Part
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Advance, Application, Configuration, Standing
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.shard import Shard
 
 logger = logging.getLogger(__name__)
-
-PROBE = timedelta(milliseconds=500)
-"""Between two tries to reach a standby."""
-
-SLICE = timedelta(seconds=1)
-"""For how long a round is held up, at about the most, to send buckets to a standby that is catching up."""
 
 COST = 0.1
 """A standby that fails again and again may hold training up for about this share of the time."""
@@ -80,8 +74,8 @@ class Follower:
         standby: the way to it; closed by `close`.
     """
 
-    def __init__(self, standby: RemoteShard) -> None:
-        self._standby = standby
+    def __init__(self, standby: RemoteShard, limits: ServerLimits = USUAL) -> None:
+        self._standby, self._limits = standby, limits
         self._changed = threading.Condition()
         self._base: Configuration | None = None
         self._copy: _Copy | None = None  # None: the standby does not know the model
@@ -152,7 +146,7 @@ class Follower:
     def _leave_behind(self, copy: _Copy, why: object, seconds: float) -> None:
         """`seconds`: for how long training has waited for it."""
         with self._changed:
-            self._not_before = time.monotonic() + PROBE.total_seconds() + seconds / COST
+            self._not_before = time.monotonic() + self._limits.probe.total_seconds() + seconds / COST
             if self._copy is copy:
                 if not self._closing:
                     logger.warning("training continues without the standby: %s", why)
@@ -182,8 +176,8 @@ class Follower:
             copy.whole = True
 
     def _send_buckets(self, shard: Shard, copy: _Copy) -> None:
-        """Send buckets that the standby lacks: one at least, and no further ones after `SLICE`."""
-        end = time.monotonic() + SLICE.total_seconds()
+        """Send buckets that the standby lacks: one at least, and none after `ServerLimits.slice`."""
+        end = time.monotonic() + self._limits.slice.total_seconds()
         for bucket in sorted(shard.buckets - copy.buckets):
             tensors = list(shard.stored(bucket))
             for stored in tensors:
@@ -223,7 +217,7 @@ class Follower:
             except (TransportError, Refused) as error:
                 logger.debug("no standby is there: %s", error)
                 with self._changed:
-                    self._not_before = time.monotonic() + PROBE.total_seconds()
+                    self._not_before = time.monotonic() + self._limits.probe.total_seconds()
             else:
                 with self._changed:
                     if self._base is base:

@@ -15,12 +15,10 @@ from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.tuning import Tuning
 from elastic_ps.core.reduced import Custody
 from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.state import JobState
 
 logger = logging.getLogger(__name__)
-
-SETTLED = timedelta(seconds=5)
-"""For how long a call waits for a round to be committed, before the worker has to call again."""
 
 
 class Guarded:
@@ -33,6 +31,7 @@ class Guarded:
         spec: how to train the job, with `tuning`.
         tuning: what of it may change, as it is in this term.
         clock: the time in seconds, which only grows.
+        limits: how long it waits for what.
         lock: entered as such where nobody waits, which takes a third of the time of a condition.
         changed: the lock, and the threads that wait for a change.
         ticking: the same lock, and the thread that looks after what takes time. No round wakes it up.
@@ -54,7 +53,9 @@ class Guarded:
         *,
         clock: Callable[[], float] | None = None,
         tuning: Tuning | None = None,
+        limits: ServerLimits = USUAL,
     ) -> None:
+        self.limits = limits
         self.tuning = tuning or Tuning.of(spec)
         self.spec = self.tuning.applied_to(spec)
         self.clock = clock or time.monotonic
@@ -117,14 +118,14 @@ class Guarded:
 
     @contextmanager
     def settled(self) -> Iterator[JobState]:
-        """Hold the lock while no round is being committed. Blocks for `SETTLED` at most.
+        """Hold the lock while no round is being committed. Blocks for `limits.settled` at most.
 
         Raises:
             Refused: NOT_READY; a round is still being committed, or the job is going back to a checkpoint.
         """
         with self.lock:
             settled = self._is_settled or self.changed.wait_for(
-                lambda: self._is_settled, timeout=SETTLED.total_seconds()
+                lambda: self._is_settled, timeout=self.limits.settled.total_seconds()
             )
             if self.closing:
                 raise Refused(RefusalCode.NOT_READY, "the parameter server is stopping")

@@ -21,15 +21,10 @@ from elastic_ps.errors import (
     TransportError,
 )
 from elastic_ps.evaluation.queue import Desk
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Written
 
 logger = logging.getLogger(__name__)
-
-PATIENCE = timedelta(seconds=60)
-"""How long a silent shard is asked for its part, and a closing server waits for its last checkpoint."""
-
-GIVEN_UP = timedelta(minutes=10)
-"""A checkpoint is given up if a shard has not written its part after this time."""
 
 POLL = 0.01
 """Seconds between two checks whether a checkpoint is whole."""
@@ -70,7 +65,9 @@ class Keeper:
         check: Check = lambda _: None,
         desk: Desk | None = None,
         known: int | None = None,
+        limits: ServerLimits = USUAL,
     ) -> None:
+        self._limits = limits
         self.fenced = False
         self.paused = timedelta(0)
         self._problem = ""
@@ -276,17 +273,17 @@ class Keeper:
         """Wait until the checkpoint under way is whole or given up. `ask` collects the shards' parts.
 
         As long as the shards answer, they are writing, which takes its time where a part is large. The
-        checkpoint is given up after `GIVEN_UP`, or if a shard does not answer for `PATIENCE`. It cannot
-        become whole later.
+        checkpoint is given up after `ServerLimits.given_up`, or if a shard does not answer for
+        `ServerLimits.patience`. It cannot become whole later.
 
         Args:
-            closing: whether the process is about to end; then it waits for `PATIENCE` at most.
+            closing: whether the process is about to end; then it waits for `ServerLimits.patience` at most.
 
         Raises:
             Refused: a shard has lost the model; the checkpoint is given up.
         """
         began, silent = time.monotonic(), math.inf
-        deadline = began + GIVEN_UP.total_seconds()
+        deadline = began + self._limits.given_up.total_seconds()
         while self._lacks_parts:
             try:
                 ask()
@@ -299,10 +296,12 @@ class Keeper:
                     raise
             now = time.monotonic()
             if closing():
-                deadline = min(deadline, now + PATIENCE.total_seconds())  # of the first look that finds it so
+                deadline = min(
+                    deadline, now + self._limits.patience.total_seconds()
+                )  # of the first look that finds it so
             if now > deadline:
                 self._give_up(f"a shard has not written its part after {now - began:.0f} s")
-            elif now - silent > PATIENCE.total_seconds():
+            elif now - silent > self._limits.patience.total_seconds():
                 self._give_up(f"a shard has not answered for {now - silent:.0f} s")
             time.sleep(POLL)
         while self.writing:
@@ -345,12 +344,11 @@ class Keeper:
     def give_up_late(self, now: float) -> None:
         """Give up a checkpoint that has been under way for too long, so that another one can be begun."""
         with self._lock:
-            late = self._pending is not None and now - self._last > GIVEN_UP.total_seconds()
+            most = self._limits.given_up.total_seconds()
+            late = self._pending is not None and now - self._last > most
             missing = sorted(set(range(self._shards)) - self._files.keys())
         if late:
-            self._give_up(
-                f"shards {missing} have not written their parts after {GIVEN_UP.total_seconds():.0f} s"
-            )
+            self._give_up(f"shards {missing} have not written their parts after {most:.0f} s")
 
     def _run(self) -> None:
         while (manifest := self._queue.get()) is not None:

@@ -15,10 +15,11 @@ from elastic_ps.evaluation.queue import Desk
 from elastic_ps.process.telemetry import History
 from elastic_ps.server import reported
 from elastic_ps.server.changes import Changes
-from elastic_ps.server.coordinator import TICK, Coordinator
+from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.keeper import Keeper
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.meeting import Meeting
 from elastic_ps.server.orders import ShardControl, Standing
 from elastic_ps.server.patience import Patience
@@ -64,9 +65,10 @@ class Lead:
         tuning: Tuning | None = None,
         wishes: Wishes | None = None,
         crowded: bool = False,
+        limits: ServerLimits = USUAL,
     ) -> None:
         self._name, self._shards, self._keeper, self._desk = name, len(shards), keeper, desk
-        self._job = Guarded(spec, term, clock=clock, tuning=tuning)
+        self._job = Guarded(spec, term, clock=clock, tuning=tuning, limits=limits)
         self._driver = Driver(
             self._job, shards, standbys=standbys, keeper=keeper, history=history, crowded=crowded
         )
@@ -112,7 +114,7 @@ class Lead:
         return self._driver.fenced
 
     def _tick(self) -> None:
-        """Every `TICK`: declare silent members gone, collect checkpoint parts, repeat what failed.
+        """Every tick: declare silent members gone, collect checkpoint parts, repeat what failed.
 
         Also when a grace period is over, which may be sooner.
         Also check the fence: workers that wait for records must not keep waiting here.
@@ -124,7 +126,7 @@ class Lead:
                 self._keeper.give_up_late(job.clock())
             with job.lock:
                 if not job.closing:
-                    job.ticking.wait(job.until_next_look(TICK))
+                    job.ticking.wait(job.until_next_look(job.limits.tick))
                 if job.closing:
                     return
                 if job.state.rounds.committing:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from elastic_ps.core.reduced import Custody, Peer, Place, ReducedRounds
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server.coordinator import TICK, WAIT
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.safekeeping import Safekeeping
@@ -78,7 +77,7 @@ class Meeting:
         Raises:
             Refused: STALE_INCARNATION; LATE: the worker does not make the open round.
         """
-        deadline = self._job.clock() + WAIT.total_seconds()
+        deadline = self._job.clock() + self._job.limits.answer.total_seconds()
         while True:
             self._driver.drive()
             with self._job.settled() as state:
@@ -109,7 +108,7 @@ class Meeting:
                 left = deadline - self._job.clock()
                 if left <= 0:
                     return None
-                self._job.changed.wait(min(left, TICK.total_seconds()))  # mutant: equal
+                self._job.changed.wait(min(left, self._job.limits.tick.total_seconds()))  # mutant: equal
 
     def _met(self, state: JobState, worker: int, place: Place | None = None) -> Met:
         rounds, custody = _of(state)

@@ -25,6 +25,7 @@ from elastic_ps.errors import CheckpointError, RefusalCode, Refused
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.copying import Part
 from elastic_ps.server.follower import Follower, for_standby, sum_key
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import (
     Advance,
     Configuration,
@@ -73,7 +74,9 @@ class Node:
         follower: Follower | None = None,
         codecs: Plan | None = None,
         optimizers: Optimizers | None = None,
+        limits: ServerLimits = USUAL,
     ) -> None:
+        self._limits = limits
         self.index = index
         self._optimizers = optimizers or Optimizers()
         self.shards = shards
@@ -139,6 +142,7 @@ class Node:
             follows=configuration.follows,
             codecs=codecs,
             optimizers=self._optimizers,
+            limits=self._limits,
         )
         if configuration.load_version is not None:
             if self.store is None:

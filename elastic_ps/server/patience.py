@@ -30,15 +30,16 @@ class Patience:
 
     Args:
         asked_to_end: whether the process was asked to end, so that it must not wait any longer.
+        pause: between two tries.
 
     Attributes:
         problem: what is waited for, in words; "" while nothing is.
         asked_to_end: as given.
     """
 
-    def __init__(self, asked_to_end: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, asked_to_end: Callable[[], bool] = lambda: False, pause: timedelta = PAUSE) -> None:
         self.problem = ""
-        self.asked_to_end = asked_to_end
+        self.asked_to_end, self._pause_for = asked_to_end, pause
 
     def until_done(self, action: Callable[[], T], *, between: Callable[[], object] = lambda: None) -> T:
         """Call `action` until the storage lets it through. Blocks without a limit.
@@ -71,7 +72,7 @@ class Patience:
         self.problem = problem
 
     def _pause(self) -> None:
-        deadline = time.monotonic() + PAUSE.total_seconds()
+        deadline = time.monotonic() + self._pause_for.total_seconds()
         while time.monotonic() < deadline:
             if self.asked_to_end():
                 raise AskedToEnd(f"asked to end while waiting: {self.problem}")

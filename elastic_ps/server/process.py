@@ -25,6 +25,7 @@ from elastic_ps.server.desk_service import DeskService
 from elastic_ps.server.follower import Follower
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.lead import Lead
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import ShardControl
 from elastic_ps.server.patience import Patience
@@ -74,7 +75,9 @@ class ParameterServer:
         connect_standby: Callable[[int], Connection] | None = None,
         *,
         patience: Patience | None = None,
+        limits: ServerLimits = USUAL,
     ) -> None:
+        self._limits = limits
         spec, index = environment.spec, environment.index
         codecs = Plan(spec.compression)
         optimizers = Optimizers(spec.parameter_server.optimizers)
@@ -92,7 +95,8 @@ class ParameterServer:
             follower = Follower(
                 RemoteShard(
                     environment.job, connect_standby(index), start=timedelta(0), timeout=STANDBY_TIMEOUT
-                )
+                ),
+                limits,
             )
         self.node = Node(
             index,
@@ -104,6 +108,7 @@ class ParameterServer:
             trace=self._trace,
             history=self._history,
             follower=follower,
+            limits=limits,
         )
         self._index, self._job, self._shards = index, environment.job, shards
         self._tensors = Tensors(
@@ -112,6 +117,7 @@ class ParameterServer:
             bucket_bytes=spec.parameter_server.slice_bytes,
             most_bytes=spec.parameter_server.tensor_bytes,
             clock=time.monotonic,
+            limits=limits,
         )
         self.lead: Lead | None = None
         self.term = 1
@@ -175,6 +181,7 @@ class ParameterServer:
             tuning=tuning,
             wishes=wishes,
             crowded=environment.crowded,
+            limits=self._limits,
         )
         lead.start(found, self._patience)
         self.lead = lead
@@ -215,6 +222,7 @@ class ParameterServer:
             check=partial(require_usable, spec=environment.spec),
             desk=self._desk,
             known=environment.durable,
+            limits=self._limits,
         )
         try:
             found = self._find(environment, keeper)

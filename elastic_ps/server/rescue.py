@@ -29,8 +29,10 @@ RETRY = timedelta(milliseconds=100)
 """Between two calls to one that does not answer."""
 
 
-def held(standby: RemoteShard, term: int, *, closing: Callable[[], bool] = lambda: False) -> list[Advance]:
-    """The orders that shard 0's standby can carry out, oldest first; none if it does not answer for `GONE`.
+def held(
+    standby: RemoteShard, term: int, *, closing: Callable[[], bool] = lambda: False, gone: timedelta = GONE
+) -> list[Advance]:
+    """The orders that shard 0's standby can carry out, oldest first; none if it does not answer for `gone`.
 
     Blocks until it answers.
 
@@ -41,7 +43,7 @@ def held(standby: RemoteShard, term: int, *, closing: Callable[[], bool] = lambd
         Fenced: another parameter server has begun a newer term.
         AskedToEnd: the process was asked to end meanwhile. The standby keeps what it has.
     """
-    deadline = time.monotonic() + GONE.total_seconds()
+    deadline = time.monotonic() + gone.total_seconds()
     while True:
         try:
             return standby.held(term)
@@ -63,10 +65,11 @@ def rescue(
     orders: Sequence[Advance],
     *,
     closing: Callable[[], bool] = lambda: False,
+    gone: timedelta = GONE,
 ) -> bool:
     """Make a checkpoint of the newest of `orders` that the shards, or their standbys, can all carry out.
 
-    Blocks until it is on disk. A standby that does not answer is asked again, until `GONE` has passed. May be
+    Blocks until it is on disk. A standby that does not answer is asked again, until `gone` has passed. May be
     called again.
 
     Args:
@@ -86,7 +89,7 @@ def rescue(
         if keeper.durable_version is not None and order.version <= keeper.durable_version:
             return False
         try:
-            _save(keeper, shards, standbys, order, closing=closing)
+            _save(keeper, shards, standbys, order, closing=closing, gone=gone)
         except TransportError as error:  # it will not answer to an older order either
             logger.warning("version %d is given up with a standby that has gone: %s", order.version, error)
             return False
@@ -107,11 +110,14 @@ def _save(
     order: Advance,
     *,
     closing: Callable[[], bool],
+    gone: timedelta,
 ) -> None:
     """Raises TransportError, Refused, StorageUnavailable, Fenced."""
     number = keeper.number()
     write = replace(order, checkpoint=number, term=keeper.term, expected={}, prepare=False, rescue=True)
-    writers = [_order(*pair, write, closing=closing) for pair in zip(shards, standbys, strict=True)]
+    writers = [
+        _order(*pair, write, closing=closing, gone=gone) for pair in zip(shards, standbys, strict=True)
+    ]
     keeper.begin(order.version, time.monotonic(), json.loads(order.state), number=number)
     probe = Advance(order.version, 0, {}, term=keeper.term, rescue=True)
 
@@ -128,13 +134,13 @@ def _save(
 
 
 def _order(
-    shard: ShardControl, standby: RemoteShard, order: Advance, *, closing: Callable[[], bool]
+    shard: ShardControl, standby: RemoteShard, order: Advance, *, closing: Callable[[], bool], gone: timedelta
 ) -> ShardControl:
     """Have a shard carry `order` out, or its standby if the shard has lost the model. Returns who has.
 
     Raises:
         Refused: neither can.
-        TransportError: one of them has not answered for `GONE`, and the other one cannot.
+        TransportError: one of them has not answered for `gone`, and the other one cannot.
         StorageUnavailable: one of them does not answer, and the process is about to end.
     """
     until = math.inf
@@ -155,7 +161,7 @@ def _order(
             raise StorageUnavailable(
                 f"version {order.version} is left to the standby: {silence}"
             ) from silence
-        until = min(until, time.monotonic() + GONE.total_seconds())  # from the first call without an answer
+        until = min(until, time.monotonic() + gone.total_seconds())  # from the first call without an answer
         if time.monotonic() > until:
             raise silence
         time.sleep(RETRY.total_seconds())

@@ -17,13 +17,10 @@ from typing import Protocol
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused, TransportError
 from elastic_ps.server import kept
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.keeper import PATIENCE, Keeper
+from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.orders import Advance
 
 logger = logging.getLogger(__name__)
-
-PAUSE = timedelta(seconds=1)
-"""After a checkpoint that must be written has failed, the time until the next attempt."""
 
 LAST = timedelta(minutes=10)
 """For how long the end of the job waits for the last version to be on disk."""
@@ -118,14 +115,14 @@ class Safekeeping:
                 self._writing = False
                 state.initialised |= kept
                 if not kept:
-                    self._not_before = job.clock() + PAUSE.total_seconds()
+                    self._not_before = job.clock() + job.limits.keep_again.total_seconds()
                 job.changed.notify_all()
 
     def keep_now(self, *, amend: bool = False) -> bool:
         """Write a checkpoint of the current version, and its end. Blocks; returns whether both are on disk.
 
-        A failed call is repeated for `PATIENCE`. A checkpoint that is being written is finished first: two at
-        a time would delete each other's files.
+        A failed call is repeated for `Limits.patience`. A checkpoint that is being written is finished first:
+        two at a time would delete each other's files.
 
         Args:
             amend: what is said of the version has changed: write that also if the version is on disk already.
@@ -133,7 +130,7 @@ class Safekeeping:
         job, keeper = self._job, self._keeper
         if keeper is None:
             return True
-        deadline = job.clock() + PATIENCE.total_seconds()
+        deadline = job.clock() + job.limits.patience.total_seconds()
         while True:
             try:
                 self._keep(keeper, amend=amend)

@@ -111,6 +111,9 @@ class Service:
     Args:
         meeting: of the workers, with `strategy: all-reduce`.
         beside: other calls that it answers, by their names.
+
+    Attributes:
+        methods: what answers calls, by their names.
     """
 
     def __init__(
@@ -129,13 +132,13 @@ class Service:
         self._coordinator, self._standby = coordinator, standby
         self._join_header, self._model_known = 0, False
         self._waste = bytearray()  # what a Probe brings goes here, also of several at the same time
-        self._methods: dict[str, Callable[[Incoming], Iterator[Frame]]] = {**(beside or {})}
+        self.methods: dict[str, Callable[[Incoming], Iterator[Frame]]] = {**(beside or {})}
         if coordinator is None:
-            self._methods |= {"Configure": self._configure, "Advance": self._advance}
+            self.methods |= {"Configure": self._configure, "Advance": self._advance}
         if standby:
-            self._methods |= {"State": self._state, "Sum": self._sum, "Held": self._held}
+            self.methods |= {"State": self._state, "Sum": self._sum, "Held": self._held}
         else:
-            self._methods |= {
+            self.methods |= {
                 "Init": self._init,
                 "InitState": self._init_state,
                 "Push": self._push,
@@ -143,7 +146,7 @@ class Service:
                 "OptimizerState": self._optimizer_state,
             }
         if coordinator is not None:
-            self._methods |= {
+            self.methods |= {
                 "Join": self._join,
                 "Probe": self._probe,
                 "InitDone": self._init_done,
@@ -168,7 +171,7 @@ class Service:
         require_permitted(
             permissions.refuse(incoming.peer, method, shard=self._node.index, standby=self._standby)
         )
-        handler = self._methods.get(method)
+        handler = self.methods.get(method)
         if handler is None:
             raise Refused(RefusalCode.UNKNOWN_METHOD, f"shard {self._node.index} has no method {method}")
         self._check_header(method, len(incoming.header))

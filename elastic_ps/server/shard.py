@@ -16,7 +16,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +36,7 @@ from elastic_ps.server import copying
 from elastic_ps.server.copying import Catching, Part
 from elastic_ps.server.decoder import Decoded
 from elastic_ps.server.drafts import Basis, Drafts
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Application
 from elastic_ps.server.pulls import NO_DRAFTS, Pulled, RestartedAs
 from elastic_ps.server.receiving import Buffers, read_state
@@ -45,13 +45,6 @@ from elastic_ps.transport.base import EMPTY, Incoming
 from elastic_ps.transport.memory import shared_if_possible
 
 logger = logging.getLogger(__name__)
-
-WAIT = timedelta(seconds=10)
-"""After this time a blocked call answers that nothing has happened, and the caller asks again."""
-
-
-SMALL = 64 * 1024
-"""Bytes of a pulled bucket that are copied, if it is the last one: then nothing has to be said after it."""
 
 
 class BucketSum(NamedTuple):
@@ -92,7 +85,9 @@ class Shard:
         follows: bool = False,
         codecs: Plan | None = None,
         optimizers: Optimizers | None = None,
+        limits: ServerLimits = USUAL,
     ) -> None:
+        self._limits = limits
         self.layout = layout
         self._optimizers = optimizers or Optimizers()
         self.codecs = codecs or Plan(Compression())
@@ -179,7 +174,7 @@ class Shard:
         bucket = self.bucket(index)
         with self._lock:
             self._check_sender(worker, incarnation, version)
-        with self._buffers.receive(bucket, incoming, timeout=WAIT) as values:
+        with self._buffers.receive(bucket, incoming, timeout=self._limits.shard_answer) as values:
             if bucket.rule is Rule.GRADIENT and version is None:
                 require_finite(values, f"first values of bucket {index}")
             with self._stepping[index], self._lock:
@@ -280,7 +275,7 @@ class Shard:
             sparse = incoming.sparse() if isinstance(incoming, Decoded) else None
             if sparse is not None:
                 return self._add(key, samples, present, sparse)
-            with self._buffers.receive(bucket, incoming, timeout=WAIT) as contribution:
+            with self._buffers.receive(bucket, incoming, timeout=self._limits.shard_answer) as contribution:
                 return self._add(key, samples, present, contribution)
         finally:
             with self._lock:
@@ -327,14 +322,16 @@ class Shard:
             return self._log.queued
 
     def _await(self, ready: Callable[[], bool], *, on: threading.Condition | None = None) -> bool:
-        """Wait, holding the lock, until `ready` or until `WAIT` is over; `ready` may raise."""
+        """Wait, holding the lock, until `ready` or `shard_answer` is over; `ready` may raise."""
 
         def look() -> bool:
             if self._retired is not None:
                 raise Refused(self._retired, f"term {self._log.term} of this shard is over")
             return ready()
 
-        return look() or (on or self._changed).wait_for(look, timeout=WAIT.total_seconds())
+        return look() or (on or self._changed).wait_for(
+            look, timeout=self._limits.shard_answer.total_seconds()
+        )
 
     def _wake_all(self) -> None:
         self._changed.notify_all()
@@ -357,7 +354,9 @@ class Shard:
         held: int | None = None,
         drafts: Mapping[int, int] = NO_DRAFTS,
     ) -> Iterator[Pulled | RestartedAs | None]:
-        """Yield each bucket when it has reached `version`. Blocks; yields None after `WAIT` without one.
+        """Yield each bucket when it has reached `version`. Blocks.
+
+        Yields None after `ServerLimits.shard_answer` without one.
 
         A caller that wants no bucket waits for the version all the same: it pushes for it next.
 
@@ -408,10 +407,10 @@ class Shard:
                 stands = not unchanged and drafts.get(index, 0) == values.draft > 0
                 delta = None if unchanged or stands else values.delta_for(held)
                 last = index == buckets[-1]
-                copied = not stable or (last and len(values.memory) <= SMALL)
+                copied = not stable or (last and len(values.memory) <= self._limits.small_pull)
                 data = EMPTY
                 if not (unchanged or stands or delta):
-                    data = _copy_of(values) if copied else values.memory
+                    data = _copy_of(values, small=self._limits.small_pull) if copied else values.memory
                 reached_version = values.version
             yield Pulled(
                 index,
@@ -747,8 +746,8 @@ class Shard:
                 yield values.bucket, values.values
 
 
-def _copy_of(values: BucketValues) -> memoryview:
+def _copy_of(values: BucketValues, *, small: int) -> memoryview:
     """A bucket's values, which never change."""
-    if len(values.memory) > SMALL:
+    if len(values.memory) > small:
         return as_bytes(values.values.clone())
     return memoryview(bytes(values.memory))  # torch would give up Python's lock, for longer than this takes

@@ -16,7 +16,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -25,15 +24,7 @@ from elastic_ps.core.names import LONGEST_NAME, is_name
 from elastic_ps.core.partition import ITEM_SIZE
 from elastic_ps.core.spread import PushRule, Slice, size_of, spread
 from elastic_ps.errors import RefusalCode, Refused
-
-PATIENCE = timedelta(seconds=60)
-"""A worker that brings a tensor and sends nothing of it for so long is taken for lost: another one may."""
-
-MOST_TENSORS = 10_000
-"""Tensors on a shard; each takes some memory besides its elements."""
-
-MOST_SENDERS = 20_000
-"""Processes whose last push a tensor remembers; those that have pushed longest ago are forgotten."""
+from elastic_ps.server.limits import USUAL, ServerLimits
 
 MOST_DIMENSIONS = 64
 
@@ -132,7 +123,9 @@ class Tensors:
         most_bytes: int,
         clock: Callable[[], float],
         life: int | None = None,
+        limits: ServerLimits = USUAL,
     ) -> None:
+        self._limits = limits
         self._shard, self._shards = shard, shards
         self._bucket_bytes, self._most_bytes = bucket_bytes, most_bytes
         self._clock = clock
@@ -190,7 +183,7 @@ class Tensors:
                     return Declared(kept.birth, self.life)
                 if kept.holder != who:
                     return Declared(kept.birth, self.life, pending=True)
-                kept.until = now + PATIENCE.total_seconds()
+                kept.until = now + self._limits.bring.total_seconds()
                 if kept.birth.number > above:
                     return Declared(kept.birth, self.life, bring=True)
             self._births = max(self._births, above) + 1
@@ -228,7 +221,7 @@ class Tensors:
             if kept.holder not in (None, who):
                 raise self._gone(name)
             self._require_same(kept, name, shape, dtype)
-            kept.until = now + PATIENCE.total_seconds()
+            kept.until = now + self._limits.bring.total_seconds()
             return self._slice(kept, name, start)
 
     def put(self, who: Sender, name: str, *, birth: Birth, start: int, values: torch.Tensor) -> None:
@@ -300,7 +293,7 @@ class Tensors:
                 (target.add_ if rule == "add" else target.copy_)(values)
             kept.last[who] = (number, start)
             kept.last.move_to_end(who)
-            if len(kept.last) > MOST_SENDERS:
+            if len(kept.last) > self._limits.senders:
                 kept.last.popitem(last=False)
             return True
 
@@ -354,10 +347,13 @@ class Tensors:
         free = self._most_bytes - self._nbytes + (before.nbytes if before is not None else 0)
         if nbytes > free:
             raise self._no_room(name, nbytes, free)
-        if before is None and len(self._kept) >= MOST_TENSORS:
-            text = f"there are {MOST_TENSORS} tensors already, so there is no place for {name!r}; free some"
+        if before is None and len(self._kept) >= self._limits.tensors:
+            most = self._limits.tensors
+            text = f"there are {most} tensors already, so there is no place for {name!r}; free some"
             raise Refused(RefusalCode.INVALID, text)
-        kept = _Kept(tuple(shape), dtype, birth, nbytes, slices, holder, now + PATIENCE.total_seconds())
+        kept = _Kept(
+            tuple(shape), dtype, birth, nbytes, slices, holder, now + self._limits.bring.total_seconds()
+        )
         self._kept[name] = kept
         return kept
 

@@ -1,6 +1,6 @@
 """The calls that a worker makes, and what it does when the other side does not answer.
 
-A call that failed on the way is made again for `PATIENCE`, with growing pauses: all of them may be
+A call that failed on the way is made again for a while (`limits`), with growing pauses: all of them may be
 repeated. `Refused` is an answer and is passed on.
 """
 
@@ -46,13 +46,11 @@ from elastic_ps.transport.convert import (
 )
 from elastic_ps.worker.dialogue import Answers, Ending, Granted, Membership, Stay, Step, Wanted
 from elastic_ps.worker.encoder import Payload
+from elastic_ps.worker.limits import USUAL, WorkerLimits
 from elastic_ps.worker.probe import measure
 from elastic_ps.worker.traffic import Traffic
 
 logger = logging.getLogger(__name__)
-
-PATIENCE = timedelta(minutes=15)
-"""For how long a call is repeated before the parameter server counts as lost: it may wait for a node."""
 
 FIRST_PAUSE = 0.02
 """Seconds between the first two attempts of a call; later pauses are longer."""
@@ -62,15 +60,6 @@ LONGEST_PAUSE_CALLING = 0.2
 
 LONGEST_PAUSE = 1.0
 """Seconds, while the answer is "not yet": hundreds of workers may ask."""
-
-NOTICE = timedelta(seconds=10)
-"""How often the log says that the parameter server does not answer."""
-
-GOODBYE = timedelta(seconds=2)
-"""For how long a worker tries to tell the parameter server that it leaves."""
-
-LEAVING = timedelta(seconds=10)
-"""For how long a worker that was asked to leave waits for a parameter server that does not answer."""
 
 TIMEOUT = timedelta(seconds=60)
 """Deadline of one attempt. Servers answer blocked calls sooner, so only a lost answer takes this long."""
@@ -93,13 +82,13 @@ class Client:
     Args:
         job, worker: the job's name and the worker's index.
         connections: one for each shard, in order.
-        patience: for how long a call that failed on the way is repeated.
+        limits: for how long calls are repeated.
         instance: names this process for all time; a random text if it is not given.
         pid: of the process that its starter knows, if that is another one.
         hostname: what this host is called, to its starter; by default what it calls itself.
 
     Attributes:
-        instance: see above.
+        instance, limits: see above.
         address: where the other workers find this one, if they speak to each other; else "".
         stay: the present one, since the last `join`.
         traffic: of that stay; what each step ends with tells it.
@@ -111,7 +100,7 @@ class Client:
         worker: int,
         connections: Sequence[Connection],
         *,
-        patience: timedelta = PATIENCE,
+        limits: WorkerLimits = USUAL,
         instance: str = "",
         pid: int | None = None,
         hostname: str = "",
@@ -126,7 +115,7 @@ class Client:
         self._pending = 0  # the number of a Take that is to be asked again
         self.shards = len(connections)
         self._connections = connections
-        self._patience = patience
+        self.limits, self._patience = limits, limits.patience
         self._asked_to_leave: float | None = None
         self._closed = threading.Event()
         self._noticed = 0.0
@@ -287,7 +276,7 @@ class Client:
         self._ask(0, "Heartbeat", request, pb.Done)
 
     def expect_to_leave(self) -> None:
-        """This worker was asked to leave: one that does not answer is waited for during `LEAVING` only.
+        """This worker was asked to leave: one that does not answer is waited for during `leaving` only.
 
         May be called from a signal handler, and while calls are under way.
         """
@@ -297,7 +286,7 @@ class Client:
         """Whether a parameter server that has not answered since then (monotonic) is waited for no longer."""
         now = time.monotonic()
         asked = self._asked_to_leave
-        if asked is not None and now > max(since, asked) + LEAVING.total_seconds():
+        if asked is not None and now > max(since, asked) + self.limits.leaving.total_seconds():
             return True
         return self._is_late(since, now)
 
@@ -305,16 +294,16 @@ class Client:
         return now > since + self._patience.total_seconds()
 
     def hasten(self) -> None:
-        """This worker is about to end: from now on calls that fail are repeated for `GOODBYE` only."""
-        self._patience = GOODBYE
+        """This worker is about to end: from now on calls that fail are repeated for `goodbye` only."""
+        self._patience = self.limits.goodbye
 
     def leave(self) -> None:
-        """Say goodbye; what this worker holds goes to others. Tried for `GOODBYE` only."""
+        """Say goodbye; what this worker holds goes to others. Tried for `goodbye` only."""
         self.hasten()
         self._ask(0, "Leave", pb.LeaveRequest(caller=self.stay.caller(next(self._calls))), pb.Done)
 
     def gone(self) -> None:
-        """End the stay in the middle of a step, which is void by that. Tried for `GOODBYE` only."""
+        """End the stay in the middle of a step, which is void by that. Tried for `goodbye` only."""
         self.hasten()
         request = pb.GoneRequest(job=self.stay.job, worker=self.worker, instance=self.instance)
         self._ask(0, "Gone", request, pb.Done)
@@ -602,7 +591,7 @@ class Client:
     def notice(self, since: float, problem: Exception) -> None:
         """Now and then, say that a call has failed since `since` (monotonic) and is made again."""
         now = time.monotonic()
-        if now - max(since, self._noticed) >= NOTICE.total_seconds():
+        if now - max(since, self._noticed) >= self.limits.notice.total_seconds():
             self._noticed = now
             logger.warning(
                 "the parameter server has not answered for %.0f s, trying again: %s", now - since, problem

@@ -11,8 +11,8 @@ from elastic_ps.contract import env
 from elastic_ps.errors import UsageError
 from elastic_ps.process.lifecycle import end_hung, tell_joined
 from elastic_ps.process.telemetry import History, Trace
-from elastic_ps.worker.client import PATIENCE
 from elastic_ps.worker.group import host_towards, require_safe
+from elastic_ps.worker.limits import USUAL
 from elastic_ps.worker.local_world import Drained, Links, LocalWorld
 from elastic_ps.worker.session import Session
 
@@ -40,7 +40,7 @@ def connect() -> Session:
 
     host = "127.0.0.1"
     if environment.spec.all_reduce:
-        host = host_towards(ways.parse(environment.addresses[0])[1], within=PATIENCE)
+        host = host_towards(ways.parse(environment.addresses[0])[1], within=USUAL.patience)
         require_safe(host, environment.spec, secured=environment.tls is not None)
     world = _local_world(environment)
     process = f"worker-{environment.index}"

@@ -53,6 +53,7 @@ class Exchange:
 
     Attributes:
         version: of the values that the model has; with bounded staleness, some may be newer.
+        encoder, flat: as given.
         sending, receiving: the two ways.
     """
 
@@ -70,8 +71,7 @@ class Exchange:
     ) -> None:
         self.version = 0
         self._client = client
-        self._encoder = encoder
-        self._flat = flat
+        self.encoder, self.flat = encoder, flat
         self._history = history
         self._sends_ahead = ahead
         # With a single bucket of gradients nothing is there to be sent before backward ends.
@@ -118,13 +118,13 @@ class Exchange:
             codecs: likewise; None: they are the same as before.
         """
         if codecs is not None:
-            self._encoder.adopt(codecs)
+            self.encoder.adopt(codecs)
             self._values.adopt(codecs)
         self._may_be_stale = consistency.may_be_stale
         self._may_be_late = consistency.may_be_late
         self._holds_up = consistency.each_alone and consistency.reads_one_version
         self._accumulates = consistency.several_steps
-        self._at_once = self._small and not (self._accumulates or self._encoder.tuner.active)
+        self._at_once = self._small and not (self._accumulates or self.encoder.tuner.active)
         self._may_ask_ahead = self._sends_ahead and consistency.waits_for_all and not self._at_once
         self.sending.adopt(consistency, at_once=self._at_once)
 
@@ -163,7 +163,7 @@ class Exchange:
         with awaited.lock:
             awaited.begin(step)
             self._besides = besides
-            self._encoder.begin(step.number, step.stay.term)
+            self.encoder.begin(step.number, step.stay.term)
             self.receiving.ahead.forget()
             self._to_ask = None
             if self._accumulates:  # from now on, as the round may start again before the script ends the step
@@ -172,7 +172,7 @@ class Exchange:
             if settings:
                 pulls = self._expect_next(step)
                 for shard in self._far:
-                    sent = [b.index for b in self._flat.layout.pushed if b.shard == shard]
+                    sent = [b.index for b in self.flat.layout.pushed if b.shard == shard]
                     if buckets := [index for index in sent if index not in besides]:
                         early = pulls.pop(shard)._replace(buckets=buckets, ahead=settings)
                         self.receiving.ask_for({shard: early})
@@ -215,13 +215,13 @@ class Exchange:
             self._client.begin(step)
         if self._accumulates and not self._push_alone(step, ending):
             awaited.step = None
-            self._encoder.applied(in_sums=True)
+            self.encoder.applied(in_sums=True)
             return False
         with awaited.lock:
             awaited.ending = ending
             awaited.changed.notify_all()
             awaited.versions.clear()
-            self._flat.expect()
+            self.flat.expect()
             pulls = self._expect_next(step) if self._to_ask is None else self._to_ask
             if not self._at_once:
                 self.receiving.ask_for(pulls)
@@ -233,7 +233,7 @@ class Exchange:
             self.receiving.receive(0, pulls[0])
         self._wait()
         awaited.step = None
-        self._encoder.applied()
+        self.encoder.applied()
         self._arrived_at(step.version + 1, self._besides, publish=publish)
         if self._history.enabled:
             self._history.record("applied", **step.applied(ending))
@@ -285,13 +285,13 @@ class Exchange:
         though nothing is computed on it before the worker takes part.
         """
         awaited = self._awaited
-        every = wanted = [b for b in self._flat.layout.pull_order if b.index not in besides]
-        self._flat.check(thorough=True)
+        every = wanted = [b for b in self.flat.layout.pull_order if b.index not in besides]
+        self.flat.check(thorough=True)
         self.reset()  # answers for what was given up, and what went wrong with it, mean nothing here
         awaited.versions.clear()
         for _ in range(FETCHES):
             with awaited.lock:
-                self._flat.expect()
+                self.flat.expect()
                 self.receiving.ask_for(self._expect(version, wanted, contributor=contributor))
             self._wait()
             newest = max(awaited.versions.values(), default=version)
@@ -300,7 +300,7 @@ class Exchange:
                 break
             version = newest
         if (standing := self.receiving.standing) is not None:
-            self._encoder.settle(made=standing.steps, term=self._client.term, version=standing.version)
+            self.encoder.settle(made=standing.steps, term=self._client.term, version=standing.version)
         self._arrived_at(version, besides)
         if contributor:
             self.computes_on(version)
@@ -314,10 +314,10 @@ class Exchange:
         arrived = [b for b in self._stepped if b.index not in besides]
         self._held |= {b.index: versions.get(b.index, version) for b in arrived}
         if self._history.enabled:
-            values = [(b.index, self._held[b.index], checksum(self._flat.value_bytes(b))) for b in arrived]
+            values = [(b.index, self._held[b.index], checksum(self.flat.value_bytes(b))) for b in arrived]
             self._history.record("values", term=self._client.stay.term, values=values)
         if publish:
-            self._flat.publish(besides=besides)
+            self.flat.publish(besides=besides)
         self.version = max(version, min(versions.values(), default=version))
 
     def computes_on(self, version: int) -> None:

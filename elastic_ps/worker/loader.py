@@ -10,7 +10,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from numbers import Integral
 from typing import Any
 
@@ -28,9 +27,6 @@ logger = logging.getLogger(__name__)
 
 MOST = 2**32 - 1
 """Epochs of a loop, and records of a batch, at most: what a call for records can say."""
-
-PATIENCE = timedelta(seconds=2)
-"""For processes that fetch records when the session is closed."""
 
 _OVER = (
     "training is over: an earlier loop over session.loader(...) has trained all epochs. To train 5 epochs, "
@@ -258,7 +254,7 @@ class ElasticLoader:
         # Torch ends them when nobody refers to the DataLoader any more.
         ending = threading.Thread(target=last.clear, name="end of fetching", daemon=True)
         ending.start()
-        ending.join(PATIENCE.total_seconds())
+        ending.join(self._engine.client.limits.fetching.total_seconds())
 
     def _check_length(self) -> None:
         """Raise UsageError if the data set has got more records, or fewer. A stream notices that itself."""

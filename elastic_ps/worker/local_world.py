@@ -77,10 +77,13 @@ class LocalWorld:
         links: of process 0, those to the others, in order; of another one, those to process 0. None if the
             worker has a single process.
         size: how many processes there are.
+        ending: for how long a process whose worker's other ones have ended waits to be ended, too.
     """
 
-    def __init__(self, rank: int = 0, links: Sequence[Links] = (), size: int = 1) -> None:
-        self.rank, self.size, self.links = rank, size, links
+    def __init__(
+        self, rank: int = 0, links: Sequence[Links] = (), size: int = 1, *, ending: timedelta = ENDING
+    ) -> None:
+        self.rank, self.size, self.links, self._ending = rank, size, links, ending
         self._wishes: dict[str, str] = {}
         self._agreed: dict[str, str] = {}
         self._shared: list[SharedMemory] = []
@@ -225,7 +228,7 @@ class LocalWorld:
             UsageError: nobody has ended this process, since the other one's script came to its end.
         """
         if DRAIN not in self._wishes:
-            time.sleep(ENDING.total_seconds())
+            time.sleep(self._ending.total_seconds())
         if DRAIN in self._wishes:
             raise Drained
         raise UsageError(

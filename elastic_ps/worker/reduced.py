@@ -37,9 +37,6 @@ from elastic_ps.worker.replica import Replica
 
 logger = logging.getLogger(__name__)
 
-RECOVERY = 1.0
-"""Seconds that a worker gives the parameter server to notice which member of its group is gone."""
-
 AHEAD = 5.0
 """A worker begins to add up during backward if all had computed so many seconds after its last one had begun.
 
@@ -335,7 +332,7 @@ class Reduced:
         """The group has lost the connection. Blocks until there is another attempt; returns who makes it."""
         logger.info("the group of version %d is broken: %s", met.version + 1, problem)
         self._drop_group()
-        deadline = time.monotonic() + RECOVERY
+        deadline = time.monotonic() + self._client.limits.recovery.total_seconds()
         while True:
             broken = time.monotonic() > deadline
             attempt = met.attempt if broken else None

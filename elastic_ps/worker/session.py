@@ -23,6 +23,7 @@ from elastic_ps.worker.averages import Averages
 from elastic_ps.worker.brought import Brought
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.engine import Engine
+from elastic_ps.worker.limits import USUAL, WorkerLimits
 from elastic_ps.worker.loader import ElasticLoader
 from elastic_ps.worker.local_steps import outer_optimizer, refuse_limits
 from elastic_ps.worker.local_world import LocalWorld
@@ -53,6 +54,7 @@ class Session:
         on_joined: called when this worker has become a member, or uses tensors of the server.
         world: the processes of this worker, if it has several. The session closes it.
         host: this host's address, as other workers reach it.
+        limits: how long it waits.
     """
 
     def __init__(
@@ -70,13 +72,16 @@ class Session:
         on_joined: Callable[[], None] = lambda: None,
         world: LocalWorld | None = None,
         host: str = "127.0.0.1",
+        limits: WorkerLimits = USUAL,
     ) -> None:
         self._world = world = world or LocalWorld()
         self.spec = spec
         self.worker = worker
         history = history or History(None, "")
         pid = None if world.alone else os.getppid()
-        client = Client(job, worker, connections, instance=instance, pid=pid, hostname=hostname)
+        client = Client(
+            job, worker, connections, instance=instance, pid=pid, hostname=hostname, limits=limits
+        )
         self._member = Member(client, history=history, on_hung=on_hung, on_joined=on_joined, world=world)
         self._on_joined = on_joined
         self._engine = Engine(

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from itertools import groupby
 
@@ -29,13 +28,10 @@ from elastic_ps.core.spread import PUSH_RULES, PushRule, Slice, spread
 from elastic_ps.errors import ConnectionLost, ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
-from elastic_ps.worker.client import GOODBYE, Client
+from elastic_ps.worker.client import Client
 from elastic_ps.worker.handles import CLOSED, Handle, Lane, in_words
 
 logger = logging.getLogger(__name__)
-
-RENEW = timedelta(seconds=10)
-"""How often a worker that brings a large tensor tells its home that it still does."""
 
 FIRST_PAUSE = 0.02
 LONGEST_PAUSE = 1.0
@@ -234,8 +230,8 @@ class Tensors:
             time.sleep(FIRST_PAUSE)
 
     def close(self) -> None:
-        """Carry out what was begun, for `GOODBYE` at most, and end the threads."""
-        deadline = time.monotonic() + GOODBYE.total_seconds()
+        """Carry out what was begun, for `WorkerLimits.goodbye` at most, and end the threads."""
+        deadline = time.monotonic() + self._client.limits.goodbye.total_seconds()
         with self._lock:
             self._closed = True
             lanes = list(self._lanes.values())
@@ -290,7 +286,7 @@ class Tensors:
         told = time.monotonic()
         try:
             for part in slices:
-                if time.monotonic() - told > RENEW.total_seconds():
+                if time.monotonic() - told > self._client.limits.renew.total_seconds():
                     told = time.monotonic()
                     said = self._declare(known)
                     if not (said.bring and said.birth == known.birth):

@@ -21,10 +21,10 @@ from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import ConnectionLost, InvalidJob, InvalidModel, Refused, UsageError
 from elastic_ps.local import Launcher, Options
-from elastic_ps.worker import reduced
-from elastic_ps.worker.client import Client
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Frame
 from elastic_ps.worker.group import Broken, Group, Store, host_towards, require_safe
-from elastic_ps.worker.replica import Replica
+from elastic_ps.worker.limits import WorkerLimits
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, make_mlp, make_spec, running_job
 from tests.testing.histories import check_histories
@@ -37,6 +37,7 @@ from tests.testing.oracle import (
     replay,
 )
 from tests.testing.polling import LIMIT, eventually
+from tests.testing.watched import Watched
 
 STEADY = "tests.testing.scripts.steady:main"
 Models = dict[int, torch.nn.Module]
@@ -149,16 +150,13 @@ def test_a_newcomer_gets_the_state_from_a_peer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["checkpoints", "no checkpoints"])
-def test_a_newcomer_at_the_end_gets_the_last_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool
-) -> None:
+def test_a_newcomer_at_the_end_gets_the_last_version(tmp_path: Path, keeps: bool) -> None:
     """It comes before the others have handed that over, and may be the one that saves the model."""
     data, models, entered = Numbers(40), Models(), threading.Event()
-    send = Replica.send
 
-    def late(self: Replica, version: int) -> None:
-        assert entered.wait(LIMIT)
-        send(self, version)
+    def late(method: str, frame: Frame) -> None:
+        if method == "Init" and pb.InitRequest.FromString(frame.header).HasField("version"):
+            assert entered.wait(LIMIT)
 
     def script(session: Session) -> None:
         models[session.worker] = train(session, data)
@@ -172,9 +170,9 @@ def test_a_newcomer_at_the_end_gets_the_last_version(
         assert optimizer is not None
         models[session.worker] = model
 
-    monkeypatch.setattr(Replica, "send", late)
     checkpoints = tmp_path / "checkpoints" if keeps else None
     with running_job(tmp_path, strategy="all-reduce", checkpoints=checkpoints) as job:
+        job.through = lambda _, inner: Watched(inner, late)
         for worker in range(2):
             job.start(worker, script)
         job.until(lambda: job.status().progress.records_applied == len(data), "all is trained")
@@ -214,7 +212,7 @@ def test_a_worker_that_vanishes_in_a_step_costs_no_record(tmp_path: Path) -> Non
             both_are_there(job)
             if step == 3 and session.worker == 1:
                 job.until(lambda: session.version == job.version, "the other waits")
-                job.coordinator.gone(1, session._engine.client.instance)
+                job.declare_gone(1)
                 raise SystemExit
 
         models[session.worker] = train(session, data, each=each)
@@ -237,7 +235,7 @@ def test_gradients_are_added_up_while_backward_goes_on(
             begun.add(computing.version)
         add_up(self, tensor)
         if computing.vanishes:
-            job.coordinator.gone(1, job.sessions[-1]._engine.client.instance)
+            job.declare_gone(1)
             raise SystemExit
 
     def script(session: Session) -> None:
@@ -294,23 +292,21 @@ def test_a_step_that_is_skipped_is_in_no_sum(tmp_path: Path) -> None:
     )
 
 
-def test_who_is_gone_between_the_sum_and_the_commit_takes_its_step_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_is_gone_between_the_sum_and_the_commit_takes_its_step_with_it(tmp_path: Path) -> None:
     """Two workers have added up; one says so, the other is gone. The first one makes the step without it."""
     data, models = Numbers(120), Models()
-    meet = Client.meet
 
-    def vanish(self: Client, *args: Any, ended: Any = None, **named: Any) -> Any:
-        if ended is not None and self.worker == 1 and ended[0].number == 3:
-            job.coordinator.gone(1, self.instance)
-        return meet(self, *args, ended=ended, **named)
+    def vanish(method: str, frame: Frame) -> None:
+        if method == "Meet":
+            finish = pb.MeetRequest.FromString(frame.header).finish
+            if (finish.caller.worker, finish.step) == (1, 3):
+                job.declare_gone(1)
 
     def script(session: Session) -> None:
         models[session.worker] = train(session, data, each=lambda *_: both_are_there(job))
 
-    monkeypatch.setattr(Client, "meet", vanish)
     with running(tmp_path) as job:
+        job.through = lambda _, inner: Watched(inner, vanish)
         job.run(script, workers=2)
         assert_right(job, models, data, adam)
 
@@ -333,8 +329,8 @@ def test_a_group_that_loses_the_connection_is_made_anew(
         models[session.worker] = train(session, data, each=lambda *_: both_are_there(job))
 
     monkeypatch.setattr(Group, "wait", fail)
-    monkeypatch.setattr(reduced, "RECOVERY", 0.1)
     with running(tmp_path) as job:
+        job.worker_limits = WorkerLimits(recovery=timedelta(seconds=0.1))
         job.run(script, workers=2)
         assert len(broken) == 2
         assert len(job.status().members) == 2
@@ -367,20 +363,16 @@ def test_buffers_are_the_mean_and_the_maximum_as_with_a_parameter_server(tmp_pat
                 assert torch.equal(value, states[strategy][0][key])
 
 
-def test_a_version_has_the_buffers_that_it_was_made_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_has_the_buffers_that_it_was_made_with(tmp_path: Path) -> None:
     """Worker 0 is gone before it sends a checkpoint. Worker 1, which sends it, has begun its next step."""
     due, begun = 5, threading.Event()
     expected: dict[str, torch.Tensor] = {}
-    send = Replica.send
 
-    def vanish(self: Replica, version: int) -> None:
-        if version == due and (client := self._client).worker == 0:
+    def vanish(method: str, frame: Frame) -> None:
+        if method == "Init" and pb.InitRequest.FromString(frame.header).version == due:
             begun.wait(60)
-            job.coordinator.gone(0, client.instance)
+            job.declare_gone(0)
             raise SystemExit
-        send(self, version)
 
     def script(session: Session) -> None:
         model = torch.nn.Sequential(torch.nn.BatchNorm1d(6), make_mlp())
@@ -396,9 +388,9 @@ def test_a_version_has_the_buffers_that_it_was_made_with(
                 begun.set()
             optimizer.step()
 
-    monkeypatch.setattr(Replica, "send", vanish)
     checkpoint = {"checkpoint": {"everyVersions": due, "keep": 100}}
     with running(tmp_path, parameterServer=checkpoint) as job:
+        job.through = lambda worker, inner: Watched(inner, vanish) if worker == 0 else inner
         job.run(script, workers=2)
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(6), make_mlp())
     load_checkpoint(tmp_path / "checkpoints", model, version=due)

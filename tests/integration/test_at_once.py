@@ -18,6 +18,7 @@ from elastic_ps.worker.dialogue import Answers, Step
 from elastic_ps.worker.encoder import Payload
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, events, make_mlp, running_job
+from tests.testing.inside import engine_of, exchange_of
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
 from tests.testing.polling import eventually
 from tests.testing.trained import Models, sgd
@@ -91,7 +92,7 @@ def test_the_step_is_pushed_again_if_another_worker_vanishes(tmp_path: Path, det
             optimizer.step()
 
     def vanish(session: Session) -> None:
-        client = session._engine.client
+        client = engine_of(session).client
         usual = client.push_and_pull
 
         def half(bucket: int, step: Step, attempt: int, payload: Payload, *rest: Any) -> Answers:
@@ -150,8 +151,7 @@ def test_a_script_may_go_on_after_an_interrupt(
                 optimizer.step()
 
     def interrupt_once(session: Session) -> None:
-        exchange = session._engine.exchange
-        assert exchange is not None
+        exchange = exchange_of(session)
         at_once = not (applied or shards > 1)
         place, name = (exchange.receiving, "receive") if at_once else (exchange, "_wait")
         usual = getattr(place, name)

@@ -21,13 +21,17 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob, RefusalCode, Refused
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Frame
 from elastic_ps.worker.order import permutation
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, events, make_mlp, make_spec, running_job
+from tests.testing.inside import engine_of, exchange_of
 from tests.testing.oracle import Adapted, assert_each_record_once, mse, ranges_of
 from tests.testing.polling import eventually
 from tests.testing.tiers import per_change
 from tests.testing.trained import adam, sgd, training
+from tests.testing.watched import Watched
 
 MOST = 6
 
@@ -69,17 +73,9 @@ def test_the_others_go_on_as_far_as_the_bound(tmp_path: Path, shards: int, where
     """
     data = Numbers(800)
 
-    def slow_to_pull(session: Session) -> None:
-        exchange = session._engine.exchange
-        assert exchange is not None
-        pull = exchange.receiving._pull_once
-
-        def late(shard: int, what: Any) -> bool:
-            if what.contributor:
-                eventually(lambda: job.version >= what.version + 2 or near_the_end(job, data), "others go on")
-            return pull(shard, what)
-
-        exchange.receiving._pull_once = late  # type: ignore[method-assign,assignment]
+    def late(method: str, frame: Frame) -> None:
+        if method == "Pull" and (asked := pb.PullRequest.FromString(frame.header)).contributor:
+            eventually(lambda: job.version >= asked.version + 2 or near_the_end(job, data), "others go on")
 
     def slow(session: Session) -> None:
         until = session.version + MOST
@@ -91,8 +87,6 @@ def test_the_others_go_on_as_far_as_the_bound(tmp_path: Path, shards: int, where
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=False)
-        if session.worker == 2 and where == "pull":
-            slow_to_pull(session)
         for x, y in session.loader(data, 4):
             if session.worker == 2 and where == "forward":
                 slow(session)
@@ -109,6 +103,8 @@ def test_the_others_go_on_as_far_as_the_bound(tmp_path: Path, shards: int, where
         worker={"replicas": 3},
         parameterServer={"replicas": shards, "bucketBytes": 1024},
     ) as job:
+        if where == "pull":
+            job.through = lambda worker, inner: Watched(inner, late) if worker == 2 else inner
         job.run(script, workers=3)
         commits, members = job.commits(), {m.worker: m for m in job.status().members}
     check_histories(job, data)
@@ -240,8 +236,7 @@ def test_with_consistent_reads_others_wait_for_who_reads(tmp_path: Path) -> None
     data, seen = Numbers(200), list[tuple[int, int]]()
 
     def slow_to_read(session: Session) -> None:
-        exchange = session._engine.exchange
-        assert exchange is not None
+        exchange = exchange_of(session)
         says = exchange.computes_on
 
         def late(version: int) -> None:
@@ -298,24 +293,18 @@ def test_alone_it_is_sync(tmp_path: Path) -> None:
 def test_a_worker_that_dies_while_it_pushes_has_contributed_nothing(
     tmp_path: Path, consistency: dict[str, Any]
 ) -> None:
-    data, blocked = Numbers(400), threading.Event()
+    data, pushes, blocked = Numbers(400), list[str](), threading.Event()
+
+    def dies(method: str, frame: Frame) -> None:
+        if method == "Push":
+            pushes.append(method)
+            if len(pushes) == 8:  # of three buckets each: in the middle of the third step
+                blocked.set()
+                engine_of(next(each for each in job.sessions if each.worker == 1)).client.close()
 
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
-        if session.worker == 1:
-            exchange = session._engine.exchange
-            assert exchange is not None
-            send, pushes = exchange.sending._send, [0]
-
-            def dies(push: Any) -> None:
-                pushes[0] += 1
-                if pushes[0] == 8:  # of three buckets each: in the middle of the third step
-                    blocked.set()
-                    session._engine.client.close()
-                send(push)
-
-            exchange.sending._send = dies  # type: ignore[method-assign]
         try:
             for x, y in session.loader(data, 4):
                 optimizer.zero_grad()
@@ -331,6 +320,7 @@ def test_a_worker_that_dies_while_it_pushes_has_contributed_nothing(
         parameterServer={"bucketBytes": 1024},
         worker={"replicas": 3, "leaseDuration": "1s"},
     ) as job:
+        job.through = lambda worker, inner: Watched(inner, dies) if worker == 1 else inner
         job.run(script, workers=3)
         commits = job.commits()
         [member] = [m for m in job.status().members if m.worker == 1]

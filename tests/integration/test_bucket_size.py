@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from elastic_ps.core.sizing import CROWDED, LARGEST, Link
+from elastic_ps.core.sizing import CROWDED, LARGEST
 from elastic_ps.errors import ConnectionLost
-from elastic_ps.worker import client
-from elastic_ps.worker.probe import measure
+from elastic_ps.transport.base import Connection, Frame
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, make_mlp, running_job
 from tests.testing.oracle import (
@@ -24,15 +24,26 @@ from tests.testing.oracle import (
 )
 from tests.testing.polling import LIMIT
 from tests.testing.trained import Models, sgd
+from tests.testing.watched import Watched
 
 WIDTHS = (6, 200, 200, 1)
 """A model of 168 kB."""
-SLOW, FAST = Link(12.5e6, 0.0), Link(1.25e9, 0.0)
+RATE = 5e6
+"""Bytes a second of a slow network."""
 TIMES = {"everyVersions": 4, "interval": "1h"}
 
 
-def never(_: object) -> Link:
-    raise AssertionError("no worker has to measure")
+def never(method: str, _: Frame) -> None:
+    assert method != "Probe", "no worker has to measure"
+
+
+def slow(method: str, frame: Frame) -> None:
+    if method == "Probe":
+        time.sleep(len(frame.body) / RATE)
+
+
+def slowly(_: int, inner: Connection) -> Connection:
+    return Watched(inner, slow)
 
 
 def buckets(job: Job) -> int:
@@ -46,16 +57,9 @@ def buckets(job: Job) -> int:
     [("inproc", "checkpoint"), ("grpc", "checkpoint"), ("tcp", "checkpoint"), ("inproc", "standby")],
 )
 def test_a_job_keeps_the_size_that_was_chosen_also_if_the_server_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, durability: str
+    tmp_path: Path, transport: str, durability: str
 ) -> None:
     data, models = Numbers(240), Models()
-    found: list[Link] = []
-
-    def slow(call: Any) -> Link:
-        found.append(measure(call))
-        return SLOW
-
-    monkeypatch.setattr(client, "measure", slow)
 
     def script(session: Session) -> None:
         model = make_mlp(WIDTHS)
@@ -69,9 +73,10 @@ def test_a_job_keeps_the_size_that_was_chosen_also_if_the_server_is_lost(
     checkpoints = tmp_path / "checkpoints"
     server = {"bucketBytes": 0, "durability": durability, "checkpoint": TIMES}
     with running_job(tmp_path, transport=transport, checkpoints=checkpoints, parameterServer=server) as job:
+        job.through = slowly
         job.start(0, script)
         job.until(lambda: (job.status().progress.durable_version or 0) >= 4, "a checkpoint")
-        monkeypatch.setattr(client, "measure", never)
+        job.through = lambda _, inner: Watched(inner, never)
         job.start(1, script)
         before = buckets(job)
         job.restart(0)
@@ -80,18 +85,13 @@ def test_a_job_keeps_the_size_that_was_chosen_also_if_the_server_is_lost(
         assert (job.status().bucket_bytes, buckets(job)) == (64 * 1024, before)
         commits = of_the_end(job.commits())
     assert before == 4
-    (link,) = found
-    assert link.rate > 0
-    assert link.seconds > 0
     assert_each_record_once(commits, records=len(data), epochs=1)
     assert_equal_up_to_round_off(
         models[0], make_mlp(WIDTHS), lambda m: replay(commits, data, m, sgd, job.spec)
     )
 
 
-def test_a_worker_ends_whose_model_was_cut_in_other_places(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_ends_whose_model_was_cut_in_other_places(tmp_path: Path) -> None:
     """Without a checkpoint a lost job begins anew, and another worker may be the first then.
 
     The worker is started again: with a `UserError` the job would fail, and no user has made a mistake.
@@ -114,26 +114,24 @@ def test_a_worker_ends_whose_model_was_cut_in_other_places(
         begun.set()
 
     with running_job(tmp_path, parameterServer={"bucketBytes": 0}) as job:
-        monkeypatch.setattr(client, "measure", lambda _: SLOW)
+        job.through = slowly
         job.start(0, first)
         job.until(entered.is_set, "the first worker brings the model")
-        monkeypatch.setattr(client, "measure", lambda _: FAST)
+        job.through = lambda _, inner: inner
         job.restart(0)
         job.start(1, second)
         with pytest.raises(ConnectionLost, match="has cut it into other buckets"):
             job.join()
 
 
-def test_a_worker_with_shared_memory_measures_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client, "measure", never)
+def test_a_worker_with_shared_memory_measures_nothing(tmp_path: Path) -> None:
 
     def script(session: Session) -> None:
         model = make_mlp(WIDTHS)
         session.optimizer(sgd(model), model)
 
     with running_job(tmp_path, transport="shm", parameterServer={"bucketBytes": 0}) as job:
+        job.through = lambda _, inner: Watched(inner, never)
         job.start(0, script)
         job.join()
         assert job.status().bucket_bytes == LARGEST
@@ -150,9 +148,8 @@ def test_a_worker_with_shared_memory_measures_nothing(
     ],
 )
 def test_another_run_keeps_the_size_that_was_chosen_if_it_may(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool, second: dict[str, Any], then: int
+    tmp_path: Path, first: bool, second: dict[str, Any], then: int
 ) -> None:
-    monkeypatch.setattr(client, "measure", lambda _: SLOW)
     checkpoints, transport = tmp_path / "checkpoints", "shm" if first else "inproc"
 
     def script(session: Session) -> None:
@@ -161,6 +158,7 @@ def test_another_run_keeps_the_size_that_was_chosen_if_it_may(
 
     kept: dict[str, Any] = {"checkpoints": checkpoints, "transport": transport}
     with running_job(tmp_path, **kept, run="a", crowded=first) as job:
+        job.through = slowly
         job.run(script, workers=1)
         chosen = job.status().bucket_bytes
     with running_job(tmp_path, **kept, resume="require", run="b", **second) as job:
@@ -187,9 +185,8 @@ def test_another_run_has_the_usual_size_if_the_kept_one_leaves_too_few_fragments
 
 
 def test_a_job_that_names_a_size_does_not_report_the_one_that_an_earlier_job_has_chosen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(client, "measure", lambda _: SLOW)
     checkpoints = tmp_path / "checkpoints"
 
     def script(session: Session) -> None:
@@ -197,6 +194,7 @@ def test_a_job_that_names_a_size_does_not_report_the_one_that_an_earlier_job_has
         session.optimizer(sgd(model), model)
 
     with running_job(tmp_path, checkpoints=checkpoints, parameterServer={"bucketBytes": 0}) as job:
+        job.through = slowly
         job.run(script, workers=1)
         assert job.status().bucket_bytes == 64 * 1024
     named = {"bucketBytes": 32 * 1024}

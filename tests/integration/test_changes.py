@@ -21,6 +21,7 @@ from elastic_ps.drill.recorded import read
 from elastic_ps.errors import UserError
 from elastic_ps.local import Launcher, Options
 from elastic_ps.local.state import write_atomically
+from elastic_ps.server.limits import ServerLimits
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, events, make_mlp, running_job
 from tests.testing.launching import forks, wait_for_workers
@@ -122,9 +123,9 @@ def test_a_parameter_server_that_dies_at_a_change(tmp_path: Path, durability: st
     plan = [BOUNDED, ASYNC, SYNC, BOUNDED, SYNC]
 
     def kill(job: Job, generation: int) -> None:
-        held = [job.servers[0].lead]
+        before = job.coordinator.job
         if generation % 2:  # in the middle of the change
-            eventually(lambda: job.changed(generation) or held[0]._job.held, "the change has begun")  # type: ignore[union-attr]
+            eventually(lambda: job.changed(generation) or before.held, "the change has begun")
         job.restart(0)
 
     script = Changing(data, plan, kill)
@@ -164,11 +165,11 @@ def test_the_compression_changes_while_parameter_servers_die_and_workers_join(
     data, changes = Numbers(1400), len(COMPRESSIONS)
 
     def kill(job: Job, generation: int) -> None:
-        held = job.servers[0].lead
+        before = job.coordinator.job
         if generation == 2:  # it joins just then
             job.start(2, script)
         if generation == 3:  # in the middle of the change
-            eventually(lambda: job.changed(3) or held._job.held, "the change has begun")  # type: ignore[union-attr]
+            eventually(lambda: job.changed(3) or before.held, "the change has begun")
             job.restart(0)
         if generation == 4:
             job.restart(1)
@@ -366,11 +367,8 @@ def test_a_running_job_is_changed_and_begins_so_when_its_parameter_server_is_kil
     assert [event.text for event in outcome.record.events if event.kind == "changed"]
 
 
-def test_the_server_keeps_an_objective_of_staleness_by_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_server_keeps_an_objective_of_staleness_by_itself(tmp_path: Path) -> None:
     """One worker is slow as long as nobody waits for it; the parameter server dies in between."""
-    monkeypatch.setattr("elastic_ps.server.changes.WINDOW", 50)
     wished = {"mode": "async", "maxStalenessP99": 20}
     bounded = {"mode": "bounded", "maxStaleness": 20, "maxStalenessP99": 20}
     data, restarted, over = Numbers(40_000), list[str](), list[bool]()
@@ -404,6 +402,7 @@ def test_the_server_keeps_an_objective_of_staleness_by_itself(
         worker={"replicas": 3},
         consistency=wished,
         data={"shardRecords": 8},
+        limits=ServerLimits(window=50),
     ) as job:
         job.run(script, workers=3)
     assert restarted == ["mode: bounded"], "it comes back with what it was changed to"

@@ -11,7 +11,6 @@ import torch
 
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
-from elastic_ps.worker.client import Client
 from elastic_ps.worker.order import permutation
 from elastic_ps.worker.session import Session
 from tests.integration.test_global_batch import check_sets, difference
@@ -84,7 +83,6 @@ CASES: dict[str, dict[str, Any]] = {
         "changes": [{"mode": "accumulate", "gradients": 3}, {"mode": "async", "reads": "inconsistent"}, {}],
     },
     "deltas in drafts, standbys, and other modes": {
-        "far": True,
         "compression": Z,
         "parameterServer": {"replicas": 2, "durability": "standby"},
         "changes": [{"backupWorkers": 1}, {"mode": "bounded", "maxStaleness": 2}, {}],
@@ -104,14 +102,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_is_lost_and_all_workers_have_the_same_values(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_lost_and_all_workers_have_the_same_values(tmp_path: Path, name: str) -> None:
     """Over a network that loses messages; a worker pauses, and shard 0 is lost after the last change."""
     case = CASES[name].copy()
     changes = list(enumerate(case.pop("changes"), 1))
-    if case.pop("far", False):
-        monkeypatch.setattr(Client, "is_near", lambda *_: False)
     data, models, network, restarted = Numbers(600), Models(), Network(1, 0.05), threading.Event()
 
     def script(session: Session, rank: int) -> None:

@@ -20,6 +20,7 @@ from elastic_ps.errors import InvalidJob
 from elastic_ps.server.deltas import make_delta
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.inside import vanish
 from tests.testing.oracle import (
     assert_each_record_once,
     assert_equal_up_to_round_off,
@@ -148,8 +149,7 @@ def test_exchanges_of_local_steps_are_encoded(
             torch.nn.functional.cross_entropy(model(images), labels).backward()
             optimizer.step()
             if dies and number == 34:
-                session._engine.client.close()  # without a goodbye
-                session.close()
+                vanish(session)
                 dead.set()
                 return
         reached[session.worker] = accuracy(model, *test.tensors)

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Frame
 from elastic_ps.worker.ahead import VOID_STEPS
-from elastic_ps.worker.client import Client
-from elastic_ps.worker.dialogue import Step
-from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
 from tests.testing.trained import Models, alone, sgd
+from tests.testing.watched import Watched
 
 FIELDS: dict[str, Any] = {"parameterServer": {"replicas": 2, "bucketBytes": 1024}}
 
@@ -106,31 +106,29 @@ def test_a_step_that_is_skipped_leaves_no_call_that_changes_the_model(tmp_path: 
         assert job.version >= 20
 
 
-def test_an_answer_that_comes_when_its_step_is_over_is_not_one_of_the_next_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_comes_when_its_step_is_over_is_not_one_of_the_next_step(tmp_path: Path) -> None:
     """Worker 1 leaves in the middle of a step, so the other one pushes again. A push is answered late."""
     data = Numbers(80)
     held, late = threading.Event(), threading.Event()
-    holding: list[Step] = []
+    holding: list[int] = []
     edges: list[int] = []
-    push = Client.push
+    answered: list[tuple[int, int]] = []  # of worker 0: step and attempt of each push
 
-    def slow(self: Client, bucket: int, shard: int, step: Step, attempt: int, *rest: Any) -> None:
-        push(self, bucket, shard, step, attempt, *rest)
-        if self.worker:
+    def slow(method: str, frame: Frame) -> None:
+        if method != "Push":
             return
-        if step.number >= 3 and not holding and attempt == 0 and bucket == edges[0]:
+        push = pb.PushRequest.FromString(frame.header)
+        step = push.step
+        if step >= 3 and not holding and push.attempt == 0 and push.bucket == edges[0]:
             held.set()
-            if any_within(3, lambda: exchanges[0]._awaited.attempt > 0):
+            if any_within(3, lambda: (step, 1) in answered):
                 holding.append(step)
                 assert late.wait(30)
-        elif holding and step.number == holding[0].number + 1 and bucket == edges[1]:
-            assert any_within(10, lambda: exchanges[0].sending._acknowledged == edges[2] - 1)
+        elif holding and step == holding[0] + 1 and push.bucket == edges[1]:
+            assert any_within(10, lambda: answered.count((step, 0)) == edges[2] - 1)
             late.set()
             time.sleep(0.2)  # the late answer is dealt with
-
-    monkeypatch.setattr(Client, "push", slow)
+        answered.append((step, push.attempt))
 
     def any_within(seconds: float, condition: Callable[[], bool]) -> bool:
         end = time.monotonic() + seconds
@@ -138,14 +136,12 @@ def test_an_answer_that_comes_when_its_step_is_over_is_not_one_of_the_next_step(
             time.sleep(0.01)
         return condition()
 
-    exchanges: dict[int, Exchange] = {}
-
     def script(session: Session) -> None:
         model = make_mlp((6, 40, 40, 1))
         optimizer = session.optimizer(sgd(model), model)
-        assert session._engine.exchange is not None
-        exchanges[session.worker] = session._engine.exchange
-        pushed = optimizer._flat.layout.pushed
+        built = job.coordinator.job.state.model
+        assert built is not None
+        pushed = built.layout.pushed
         edges[:] = [pushed[0].index, pushed[-1].index, len(pushed)]
         for x, y in session.loader(data, 4):
             optimizer.zero_grad()
@@ -155,6 +151,7 @@ def test_an_answer_that_comes_when_its_step_is_over_is_not_one_of_the_next_step(
             optimizer.step()
 
     with running_job(tmp_path, **FIELDS) as job:
+        job.through = lambda worker, inner: inner if worker else Watched(inner, after=slow)
         job.run(script, workers=2)
         assert_each_record_once(job.commits(), records=len(data), epochs=1)
     assert holding

@@ -26,6 +26,7 @@ from elastic_ps.worker.session import Session
 from tests.integration.test_fragments import fragments_of
 from tests.integration.test_local_steps import BATCH, Dying, adamw, check_histories, local, steps_on, train
 from tests.testing.harness import Numbers, make_mlp, make_spec, running_job
+from tests.testing.inside import engine_of
 from tests.testing.oracle import Adapted, Commit, assert_equal_up_to_round_off, mse
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.trained import alone
@@ -168,7 +169,7 @@ def test_a_worker_makes_its_next_steps_while_another_one_is_not_there_yet(tmp_pa
         return [member for member in job.status().members if member.worker == worker]
 
     def two_steps_made_meanwhile() -> bool:
-        engine = sessions[0]._engine
+        engine = engine_of(sessions[0])
         return engine.flight is not None and engine.local_steps >= 2
 
     def script(session: Session) -> None:
@@ -176,7 +177,7 @@ def test_a_worker_makes_its_next_steps_while_another_one_is_not_there_yet(tmp_pa
         optimizer = session.optimizer(adamw(model), model)
         sessions[session.worker] = session
         for x, y in session.loader(data, BATCH):
-            due = session._engine.local_steps == 3
+            due = engine_of(session).local_steps == 3
             if session.worker == 1 and not versions and due and any(m.steps for m in members(0)):
                 before = session.version
                 eventually(two_steps_made_meanwhile, "worker 0 makes two steps while its exchange waits")
@@ -270,7 +271,7 @@ def test_a_script_that_is_interrupted_while_it_waits_for_an_exchange_goes_on(tmp
             optimizer.step()
 
     def waits() -> bool:
-        exchange = session._engine.exchange
+        exchange = engine_of(session).exchange
         if exchange is None or exchange.under_way is None or session.version != job.version:
             return False
         frame, found = sys._current_frames().get(threading.main_thread().ident or 0), False
@@ -295,7 +296,7 @@ def test_a_script_that_is_interrupted_while_it_waits_for_an_exchange_goes_on(tmp
         with pytest.raises(KeyboardInterrupt):
             train(session, model, optimizer, session.loader(data, BATCH))
         thread.join()
-        assert session._engine.flight is None
+        assert engine_of(session).flight is None
         eventually(
             lambda: not any(t.name == "flight" for t in threading.enumerate()), "nothing is left of it"
         )

@@ -6,7 +6,6 @@ What fails is printed as the one command that repeats it. `docs/faults.md` has t
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import os
 import random
@@ -24,6 +23,7 @@ import psutil
 import pytest
 
 from elastic_ps.api.job import TrainingJob, parse_job
+from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.contract.schemes import Scheme
@@ -37,6 +37,7 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, unary
 from elastic_ps.transport.grpc import GrpcConnection
 from elastic_ps.transport.wire import messages
+from tests.testing import machine
 from tests.testing.launching import forks, version_of
 from tests.testing.polling import eventually
 from tests.testing.tiers import per_change
@@ -313,14 +314,10 @@ def test_a_checkpoint_that_cannot_be_written_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else what failed writes leave behind would keep a full disk full."""
-
-    def full(_path: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     store = Store(tmp_path)
     term = store.next_term()
     before = sorted(tmp_path.iterdir())
-    monkeypatch.setattr("elastic_ps.checkpoint.files.flush", full)
+    machine.fails(monkeypatch, files, "flush", machine.full())
     with pytest.raises(CheckpointError, match="No space left"):
         store.write_shard(term, 3, 0, 1, iter(()))
     assert sorted(tmp_path.iterdir()) == before

@@ -14,6 +14,7 @@ from elastic_ps.codec.optimizers import Entry
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.inside import engine_of
 from tests.testing.oracle import mse
 from tests.testing.trained import adam, failing, sgd
 
@@ -86,7 +87,7 @@ def test_limits_that_the_state_does_not_know_stay(tmp_path: Path) -> None:
         model = make_mlp()
         own = torch.optim.SGD([{"params": model.parameters(), "keep_zeros": True}], lr=0.1, momentum=0.9)
         session.optimizer(own, model, clamp=(-1.0, 1.0), max_grad_norm=0.5, state=saved)
-        found.update(session._engine.schedule.current().groups[0])
+        found.update(engine_of(session).schedule.current().groups[0])
 
     with running_job(tmp_path) as job:
         job.start(0, script)
@@ -147,7 +148,7 @@ def test_a_parameter_server_takes_only_what_its_optimizer_keeps(
 ) -> None:
     def script(session: Session) -> None:
         model = make_mlp((4, 4, 1))
-        client = session._engine.client
+        client = engine_of(session).client
         initialised = client.initialised
 
         def spoil() -> None:

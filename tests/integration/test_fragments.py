@@ -23,6 +23,7 @@ from elastic_ps.errors import InvalidJob, InvalidModel
 from elastic_ps.worker.session import Session
 from tests.integration.test_local_steps import BATCH, Dying, adamw, local, steps_on, train
 from tests.testing.harness import Job, Numbers, make_mlp, make_spec, running_job
+from tests.testing.inside import engine_of, exchange_of
 from tests.testing.oracle import (
     Adapted,
     Commit,
@@ -36,9 +37,8 @@ RULES = pytest.mark.parametrize("outer", ["diloco", "average", "easgd", "downpou
 
 def fragments_of(session: Session, count: int) -> list[set[int]]:
     """For each fragment, the numbers of the model's parameters in it."""
-    exchange = session._engine.exchange
-    assert exchange is not None
-    flat = exchange._flat
+    exchange = exchange_of(session)
+    flat = exchange.flat
     found = fragments(flat.layout, count)
     return [{i for i, own in enumerate(flat.buckets_of) if each.issuperset(own)} for each in found]
 
@@ -185,7 +185,7 @@ def test_an_exchange_has_the_bytes_of_one_fragment(tmp_path: Path) -> None:
         seen.append(counts(session))
 
     def counts(session: Session) -> tuple[int, int]:
-        found = session._engine.client.traffic.counts()
+        found = engine_of(session).client.traffic.counts()
         return found.pushed_bytes, found.pulled_bytes
 
     commits = alone(

@@ -28,7 +28,8 @@ from elastic_ps.transport import frame_pb2, shares
 from elastic_ps.transport.base import Frame, Incoming, Limits, unary
 from elastic_ps.transport.grpc import WINDOW, GrpcConnection, GrpcServer
 from elastic_ps.transport.wire import messages
-from elastic_ps.worker import client
+from elastic_ps.worker.client import Client
+from elastic_ps.worker.limits import WorkerLimits
 from tests.testing.polling import LIMIT, eventually
 
 LONG = timedelta(seconds=60)
@@ -319,15 +320,12 @@ def test_a_proxy_that_has_answered_is_not_asked_again(server: GrpcServer, status
         connection.close()
 
 
-def test_a_worker_says_that_it_is_not_answered(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(client, "NOTICE", timedelta(seconds=0.2))
-    monkeypatch.setattr(random, "random", lambda: 0.5)
+def test_a_worker_says_that_it_is_not_answered(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     connection = GrpcConnection(address)
-    calls = client.Client("job", 0, [connection], patience=timedelta(seconds=3))
+    limits = WorkerLimits(patience=timedelta(seconds=3), notice=timedelta(seconds=0.2))
+    calls = Client("job", 0, [connection], limits=limits)
     with pytest.raises(ConnectionLost, match=r"the parameter server has not answered for \d s"):
         calls.heartbeat()
     calls.close()
@@ -464,8 +462,13 @@ def test_one_address_has_a_share_of_the_threads(monkeypatch: pytest.MonkeyPatch)
         go_on.set()
         for call in calls:
             assert len(list(call)) == 1
-        eventually(lambda: not server._shares._held, "the calls give back what they held")
-        assert unary(connections[2], "echo", b"x", timeout=LONG) == b"x"
+
+        def answered() -> bool:
+            with contextlib.suppress(ConnectionLost):
+                return unary(connections[2], "echo", b"x", timeout=LONG) == b"x"
+            return False
+
+        eventually(answered, "the calls give back what they held")
 
 
 def test_the_waiting_calls_of_many_workers_leave_room_for_others() -> None:

@@ -14,6 +14,7 @@ from elastic_ps.worker.dialogue import Step
 from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.inside import flat_of
 from tests.testing.oracle import assert_each_record_once, mse
 from tests.testing.polling import LIMIT
 
@@ -40,7 +41,7 @@ def test_hooks_on_several_threads_make_one_step(tmp_path: Path, monkeypatch: pyt
 
     def script(session: Session) -> None:
         optimizer = session.optimizer(torch.optim.SGD(ours.parameters(), lr=0.1), ours)
-        contribution = optimizer._flat.contribution
+        contribution = flat_of(optimizer).contribution
 
         def together(index: int) -> torch.Tensor:
             if not hasattr(copied, "once") and threading.current_thread().name.startswith("backward"):
@@ -48,7 +49,7 @@ def test_hooks_on_several_threads_make_one_step(tmp_path: Path, monkeypatch: pyt
                 meeting.wait(LIMIT)
             return contribution(index)
 
-        monkeypatch.setattr(optimizer._flat, "contribution", together)
+        monkeypatch.setattr(flat_of(optimizer), "contribution", together)
         for x, y in session.loader(data, 4):
             meeting = threading.Barrier(PARTS)
             optimizer.zero_grad()

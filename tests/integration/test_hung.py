@@ -21,7 +21,8 @@ from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.local import Launcher, Options
-from elastic_ps.server import shard as shard_module
+from elastic_ps.server.limits import ServerLimits
+from elastic_ps.worker.limits import WorkerLimits
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.launching import forks
@@ -73,12 +74,10 @@ def test_the_others_go_on_and_the_worker_is_told(
         consistency=consistency,
         parameterServer={"replicas": shards, "bucketBytes": 1024},
     ) as job:
+        job.on_hung = told.append
         for worker in range(3):
             job.start(worker, script)
         job.until(lambda: stuck.is_set() and len(job.sessions) == 3, "a worker is stuck")
-        heart = next(s for s in job.sessions if s.worker == hanging)._member._heart
-        assert heart is not None
-        heart._on_hung = told.append
         job.until(lambda: job.status().progress.finished, "the others train all records")
         [member] = [m for m in job.status().members if m.state == "hung"]
         assert member.worker == hanging
@@ -97,14 +96,10 @@ def test_the_others_go_on_and_the_worker_is_told(
 
 
 @pytest.mark.parametrize("server", [{"bucketBytes": 1024}, {"replicas": 2}])
-def test_who_waits_for_its_turn_waits_for_as_long_as_it_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: dict[str, Any]
-) -> None:
+def test_who_waits_for_its_turn_waits_for_as_long_as_it_takes(tmp_path: Path, server: dict[str, Any]) -> None:
     """The parameter server answers it, so its patience does not end."""
-    monkeypatch.setattr(shard_module, "WAIT", timedelta(milliseconds=50))
 
     def script(session: Session) -> None:
-        session._engine.client._patience = timedelta(milliseconds=300)
         model = make_mlp()
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         for step, (x, y) in enumerate(session.loader(Numbers(40), 4)):
@@ -115,7 +110,10 @@ def test_who_waits_for_its_turn_waits_for_as_long_as_it_takes(
             optimizer.step()
 
     worker, consistency = {"replicas": 2}, {"deterministic": True}
-    with running_job(tmp_path, worker=worker, consistency=consistency, parameterServer=server) as job:
+    limits = ServerLimits(shard_answer=timedelta(milliseconds=50))
+    fields: dict[str, Any] = {"worker": worker, "consistency": consistency, "parameterServer": server}
+    with running_job(tmp_path, limits=limits, **fields) as job:
+        job.worker_limits = WorkerLimits(patience=timedelta(milliseconds=300))
         job.run(script, workers=2)
     assert check(read(tmp_path / "history"), Data(40, 1)) == []
 

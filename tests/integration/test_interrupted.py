@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from elastic_ps.server import coordinator
+from elastic_ps.server.limits import ServerLimits
 from elastic_ps.standalone import connect
-from elastic_ps.worker.client import Client
+from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.model import Flat
 from elastic_ps.worker.session import Session
@@ -21,21 +23,25 @@ from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, mse
 from tests.testing.polling import eventually
 from tests.testing.trained import alone, sgd
+from tests.testing.watched import Watched
 
 
-def test_while_it_asks_again_for_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_it_asks_again_for_records(tmp_path: Path) -> None:
     """The other worker has the last ones, so the first call is answered that there are none yet."""
     data, interrupted = Numbers(10), threading.Event()
-    take, pending = Client.take, set[int]()
 
-    def interrupt(self: Client, **asked: Any) -> Any:
-        if self.worker in pending and not interrupted.is_set():
+    def interrupt(pending: set[bytes], method: str, frame: Frame) -> None:
+        if method == "Take" and frame.header in pending and not interrupted.is_set():
             interrupted.set()
             raise KeyboardInterrupt
-        granted = take(self, **asked)
-        if granted.pending and job.version == 1:
-            pending.add(self.worker)
-        return granted
+
+    def note(pending: set[bytes], method: str, frame: Frame) -> None:
+        if method == "Take" and job.version == 1:
+            pending.add(frame.header)  # it is asked again so if it was answered that there are none
+
+    def through(worker: int, inner: Connection) -> Connection:
+        pending: set[bytes] = set()
+        return Watched(inner, partial(interrupt, pending), after=partial(note, pending))
 
     def both_have_records() -> bool:
         rounds = job.coordinator.job.state.rounds
@@ -62,27 +68,27 @@ def test_while_it_asks_again_for_records(tmp_path: Path, monkeypatch: pytest.Mon
             train()
         assert session.version == 2
 
-    monkeypatch.setattr(coordinator, "WAIT", timedelta(milliseconds=200))
-    monkeypatch.setattr(Client, "take", interrupt)
-    with running_job(tmp_path, data={"shardRecords": 5}) as job:
+    limits = ServerLimits(answer=timedelta(milliseconds=200))
+    with running_job(tmp_path, data={"shardRecords": 5}, limits=limits) as job:
+        job.through = through
         job.run(script, workers=2)
         assert_each_record_once(job.commits(), records=10, epochs=1)
     assert interrupted.is_set()
 
 
-def test_while_it_asks_for_its_first_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_it_asks_for_its_first_records(tmp_path: Path) -> None:
     """The call goes on at the parameter server. Nobody waits for the worker after that."""
     data, asked = Numbers(120), list[threading.Thread]()
-    take = Client.take
 
-    def interrupt(self: Client, **wanted: Any) -> Any:
-        if self.worker != 1 or asked:
-            return take(self, **wanted)
-        answer = threading.Thread(target=lambda: take(self, **wanted))
-        asked.append(answer)
-        answer.start()
-        answer.join(10)  # whatever comes of it, the script does not get it
-        raise KeyboardInterrupt
+    class Interrupted(Watched):
+        def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
+            answers = super().call(method, frame, timeout=timeout)
+            if method != "Take" or asked:
+                return answers
+            asked.append(threading.Thread(target=lambda: list(answers)))
+            asked[0].start()
+            asked[0].join(10)  # whatever comes of it, the script does not get it
+            raise KeyboardInterrupt
 
     def script(session: Session) -> None:
         model = make_mlp()
@@ -96,8 +102,8 @@ def test_while_it_asks_for_its_first_records(tmp_path: Path, monkeypatch: pytest
                 optimizer.step()
         job.until(lambda: job.status().progress.finished, "worker 0 trains all records")
 
-    monkeypatch.setattr(Client, "take", interrupt)
     with running_job(tmp_path, data={"shardRecords": 4}) as job:
+        job.through = lambda worker, inner: Interrupted(inner) if worker == 1 else inner
         job.run(script, workers=2)
         assert_each_record_once(job.commits(), records=120, epochs=1)
 

@@ -12,6 +12,7 @@ from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.worker.dialogue import Wanted
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, make_mlp, running_job
+from tests.testing.inside import engine_of
 from tests.testing.oracle import assert_each_record_once, mse
 from tests.testing.polling import LIMIT, eventually
 
@@ -61,9 +62,9 @@ def test_who_was_declared_gone_does_not_wait_for_a_version(tmp_path: Path) -> No
             mse(model, x, y).backward()
             if step == 3:
                 job.coordinator.gone(0, instance_of(job, 0))
-                stay, version = session._engine.client.stay, session.version + 1
+                stay, version = engine_of(session).client.stay, session.version + 1
                 with pytest.raises(Refused) as refusal:
-                    list(session._engine.client.pull(stay, 0, Wanted(version, [0], 9, contributor=True)))
+                    list(engine_of(session).client.pull(stay, 0, Wanted(version, [0], 9, contributor=True)))
                 refused.append(refusal.value.code)
             optimizer.step()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import multiprocessing
 import os
@@ -19,13 +20,14 @@ import pytest
 
 from elastic_ps.api.job import TrainingJob
 from elastic_ps.api.status import Member
-from elastic_ps.contract.env import Role
 from elastic_ps.errors import CannotListen, UserError
-from elastic_ps.local import Launcher, Options, Outcome, ScaleAt, issuer, processes, snapshot, supervisor
+from elastic_ps.local import Launcher, Options, Outcome, ScaleAt, processes, snapshot, supervisor
+from elastic_ps.local.issuer import Issuer
 from elastic_ps.local.plan import cores_of
 from elastic_ps.local.report import build_report
 from elastic_ps.local.state import JobDirectory
 from elastic_ps.process.lifecycle import usable_cores
+from tests.testing import machine
 from tests.testing.forked import forked
 from tests.testing.launching import PROGRAMS, gone, make_job, wait_for_end, wait_for_workers, workers_of
 from tests.testing.polling import LIMIT, eventually
@@ -105,10 +107,7 @@ def test_the_schedule_is_followed_by_version(tmp_path: Path) -> None:
 def test_a_job_that_cannot_be_scaled_since_the_disk_is_full_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: JobDirectory, workers: int) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(JobDirectory, "scale", full)
+    machine.fails(monkeypatch, JobDirectory, "scale", machine.full())
     options = Options(root=tmp_path, programs=PROGRAMS, schedule=(ScaleAt(20, 2),))
     with launched(make_job(records=2000, workers=1), tmp_path, options) as launcher:
         outcome = end_of(launcher)
@@ -131,7 +130,6 @@ def test_a_job_goes_on_when_the_system_gives_no_process_for_a_moment(
             super().__init__(*arguments, **named)
 
     monkeypatch.setattr(supervisor, "Child", Scarce)
-    monkeypatch.setattr(supervisor, "START_PAUSE", timedelta(seconds=0.2))
     with launched(make_job(records=800, workers=2), tmp_path) as launcher:
         outcome = end_of(launcher)
     assert outcome.verdict.phase == "Succeeded", outcome.verdict
@@ -144,20 +142,12 @@ def test_a_job_goes_on_when_the_system_gives_no_process_for_a_moment(
 def test_a_job_goes_on_when_no_certificate_can_be_written_for_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    issue, asked = issuer.Issuer.of, []
-
-    def of(self: issuer.Issuer, role: Role, index: int) -> Path:
-        asked.append(f"{role} {index}")
-        if len(asked) == 2:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return issue(self, role, index)
-
-    monkeypatch.setattr(issuer.Issuer, "of", of)
-    monkeypatch.setattr(supervisor, "START_PAUSE", timedelta(seconds=0.2))
+    asked = itertools.count(1)
+    machine.fails(monkeypatch, Issuer, "of", machine.full(), lambda: next(asked) == 2)
     with launched(make_job(records=800, workers=2), tmp_path) as launcher:
         outcome = end_of(launcher)
     assert outcome.verdict.phase == "Succeeded", outcome.verdict
-    assert asked == ["ps 0", "worker 0", "worker 1", "worker 0"]
+    assert next(asked) == 5, "one for each, and once more for worker 0"
     [text] = [event.text for event in outcome.record.events if "could not be started" in event.text]
     assert "No space left on device" in text
 
@@ -165,12 +155,7 @@ def test_a_job_goes_on_when_no_certificate_can_be_written_for_a_moment(
 def test_a_change_is_taken_over_when_the_disk_has_room_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, full = JobDirectory.write_tuning, threading.Event()
-
-    def write_tuning(self: JobDirectory, job: TrainingJob) -> Path:
-        if full.is_set():
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(self, job)
+    full = threading.Event()
 
     def change(job: TrainingJob) -> TrainingJob:
         consistency = {"mode": "async"}
@@ -178,7 +163,7 @@ def test_a_change_is_taken_over_when_the_disk_has_room_again(
         spec["worker"]["replicas"] = 3
         return job.model_copy(update={"spec": type(job.spec).model_validate(spec)})
 
-    monkeypatch.setattr(JobDirectory, "write_tuning", write_tuning)
+    machine.fails(monkeypatch, JobDirectory, "write_tuning", machine.full(), full.is_set)
     with launched(make_job(records=FOREVER, workers=2), tmp_path) as launcher:
         training(launcher, 2)
         full.set()
@@ -291,11 +276,12 @@ def test_a_parameter_server_that_cannot_start_fails_the_job(tmp_path: Path) -> N
     assert outcome.record.last is None, "nobody trained"
 
 
-def test_a_machine_without_free_ports_is_told_in_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "PORTS", range(10_000, 10_000))
-    with pytest.raises(CannotListen, match="a job needs 2 free ports"), launched(make_job(), tmp_path):
+def test_a_machine_without_free_ports_is_told_in_words(tmp_path: Path) -> None:
+    options = Options(root=tmp_path, programs=PROGRAMS, ports=range(10_000, 10_000))
+    with (
+        pytest.raises(CannotListen, match="a job needs 2 free ports"),
+        launched(make_job(), tmp_path, options),
+    ):
         pass
 
 

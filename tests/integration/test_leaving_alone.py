@@ -16,7 +16,7 @@ import torch
 from elastic_ps.contract import env, exits
 from elastic_ps.errors import TransportError
 from elastic_ps.local.processes import free_addresses
-from elastic_ps.worker import client
+from elastic_ps.worker.limits import WorkerLimits
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, events, make_mlp, make_spec, running_job
 from tests.testing.polling import LIMIT, eventually
@@ -25,10 +25,9 @@ from tests.testing.polling import LIMIT, eventually
 @pytest.mark.parametrize("server", [{}, {"bucketBytes": 1024}, {"replicas": 2, "bucketBytes": 1024}])
 @pytest.mark.parametrize("asked_first", [True, False])
 def test_it_does_not_wait_for_an_end_of_its_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: dict[str, Any], asked_first: bool
+    tmp_path: Path, server: dict[str, Any], asked_first: bool
 ) -> None:
     """Else it would keep its machine until it is killed."""
-    monkeypatch.setattr(client, "LEAVING", timedelta(seconds=0.5))
     in_step, alone = threading.Event(), threading.Event()
 
     def script(session: Session) -> None:
@@ -43,6 +42,7 @@ def test_it_does_not_wait_for_an_end_of_its_step(
             optimizer.step()
 
     with running_job(tmp_path, parameterServer=server) as job:
+        job.worker_limits = WorkerLimits(leaving=timedelta(seconds=0.5))
         worker = job.start(0, script)
         assert in_step.wait(LIMIT)
         if asked_first:

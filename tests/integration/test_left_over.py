@@ -16,6 +16,7 @@ from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, events, running_job
+from tests.testing.inside import exchange_of
 from tests.testing.oracle import assert_each_record_once
 from tests.testing.polling import eventually
 
@@ -51,12 +52,11 @@ class Counting:
                 return
             optimizer.step()
         self.weight = model.weight.detach().flatten().clone()
-        exchange = session._engine.exchange
-        assert exchange is not None
+        exchange = exchange_of(session)
         left = torch.zeros(ELEMENTS)
-        for bucket, rest in exchange._encoder.left_over.items():
+        for bucket, rest in exchange.encoder.left_over.items():
             start = 0
-            for piece in exchange._flat.layout.buckets[bucket].pieces:
+            for piece in exchange.flat.layout.buckets[bucket].pieces:
                 left[piece.start : piece.start + piece.length] += rest[start : start + piece.length]
                 start += piece.length
         self.left[session.worker] = left
@@ -137,9 +137,8 @@ class Encoding(Counting):
 
     def before(self, session: Session, step: int) -> None:
         if session.worker == 0 and self.plan and session.version >= self.next:
-            exchange = session._engine.exchange
-            assert exchange is not None
-            self.waited.append(bool(exchange._encoder.left_over))
+            exchange = exchange_of(session)
+            self.waited.append(bool(exchange.encoder.left_over))
             self.job.encode(self.plan[0][0], **self.plan[0][1])
             eventually(lambda: self.job.changed(self.plan[0][0]), "the change is in force")
             self.next = self.job.version + EVERY

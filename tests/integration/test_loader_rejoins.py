@@ -12,6 +12,7 @@ from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Job, Numbers, Tally, make_mlp, running_job
+from tests.testing.inside import engine_of
 from tests.testing.oracle import mse
 from tests.testing.trained import sgd
 
@@ -22,7 +23,7 @@ def lose_server_in_request(number: int, session: Session, job: Job, lost: list[i
     The model's version is put into `lost` then.
     """
     calls = 0
-    take = session._engine.client.take
+    take = engine_of(session).client.take
 
     def taken(**request: Any) -> Any:
         nonlocal calls
@@ -32,7 +33,7 @@ def lose_server_in_request(number: int, session: Session, job: Job, lost: list[i
             job.restart(0)
         return take(**request)
 
-    session._engine.client.take = taken  # type: ignore[method-assign]
+    engine_of(session).client.take = taken  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("ahead", [0, 2], ids=["half a batch in hand", "batches fetched ahead"])

@@ -24,6 +24,7 @@ from elastic_ps.transport.base import Frame, Incoming, Server, unary
 from elastic_ps.transport.grpc import GrpcServer
 from elastic_ps.transport.local import LocalServer
 from elastic_ps.transport.memory import Mapped, SharedMemory, place_of, shared_if_possible
+from tests.testing import machine
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.transports import LONG, Reading, echo, read
 
@@ -180,10 +181,7 @@ def test_memory_that_could_shrink_is_not_read() -> None:
 def test_without_shared_memory_everything_is_sent_and_the_log_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(*_: object) -> int:
-        raise PermissionError("not here")
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
+    machine.lacks_shared_memory(monkeypatch)
     body = shared_if_possible([10])(10)
     assert bytes(body) == bytes(10)
     assert place_of(body) is None

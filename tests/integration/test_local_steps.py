@@ -25,6 +25,7 @@ from elastic_ps.errors import InvalidJob, InvalidModel, UsageError
 from elastic_ps.worker.order import permutation
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Job, Numbers, Tally, make_mlp, make_spec, running_job
+from tests.testing.inside import exchange_of, vanish
 from tests.testing.oracle import (
     Adapted,
     Commit,
@@ -236,8 +237,7 @@ class Dying:
             mse(model, x, y).backward()
             optimizer.step()
             if dies and number == self._last:
-                session._engine.client.close()  # without a goodbye
-                session.close()
+                vanish(session)
                 self.dead.set()
                 return
 
@@ -354,10 +354,9 @@ def test_at_the_end_of_an_epoch_and_of_the_loop_the_model_is_the_jobs(tmp_path: 
                 optimizer.step()
                 if epoch == 1 and number == 4:
                     break
-            exchange = session._engine.exchange
-            assert exchange is not None
+            exchange = exchange_of(session)
             assert exchange.version == job.version
-            assert torch.equal(model.weight, exchange._flat.value(0))
+            assert torch.equal(model.weight, exchange.flat.value(0))
             seen.append((model.weight.detach().clone(), int(job.status().progress.records_applied)))
 
     with running_job(tmp_path, consistency=local(4, outer), data={"shardRecords": 30}) as job:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -13,6 +11,7 @@ from elastic_ps.errors import ConnectionLost
 from elastic_ps.local.processes import free_addresses
 from elastic_ps.transport import tcp, ways
 from elastic_ps.transport.base import Frame, Incoming, unary
+from tests.testing import machine
 from tests.testing.transports import LONG
 
 NAME = "digits-ps-0.digits-servers"
@@ -34,14 +33,7 @@ def test_a_name_that_nobody_knows_is_a_lost_connection(scheme: str) -> None:
 def test_a_name_is_looked_up_again_for_each_try(monkeypatch: pytest.MonkeyPatch) -> None:
     """And so a server is found that has come back with another address."""
     known: dict[str, str] = {}
-    look_up = socket.getaddrinfo
-
-    def asked(host: str, *rest: Any, **more: Any) -> Any:
-        if host == NAME and host not in known:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return look_up(known.get(host, host), *rest, **more)
-
-    monkeypatch.setattr(socket, "getaddrinfo", asked)
+    machine.knows_names(monkeypatch, known, NAME)
     (address,) = free_addresses(1)
     _, port = tcp.split(address)
     with contextlib.closing(ways.connect(f"tcp:{NAME}:{port}")) as connection:

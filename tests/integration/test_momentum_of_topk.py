@@ -15,6 +15,7 @@ from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob, InvalidModel
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.inside import vanish
 from tests.testing.oracle import mse
 from tests.testing.polling import eventually
 
@@ -96,8 +97,7 @@ def test_each_record_counts_once_though_a_worker_dies(tmp_path: Path) -> None:
             optimizer.zero_grad()
             mse(model, x, y).backward()
             if dies and number == 3:
-                session._engine.client.close()  # without a goodbye
-                session.close()
+                vanish(session)
                 dead.set()
                 return
             optimizer.step()

@@ -15,6 +15,7 @@ from elastic_ps.local.trace import merge_traces
 from elastic_ps.worker.sending import SENDERS
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.inside import flat_of
 from tests.testing.oracle import mse
 from tests.testing.transports import whole_jobs
 
@@ -41,7 +42,7 @@ def test_pushes_begin_while_backward_runs(tmp_path: Path, transport: str) -> Non
     def script(session: Session) -> None:
         model = make_mlp(WIDTHS)
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
-        layouts.append(optimizer._flat.layout)
+        layouts.append(flat_of(optimizer).layout)
         for x, y in session.loader(Numbers(40 * 32), 32):
             optimizer.zero_grad()
             mse(model, x, y).backward()

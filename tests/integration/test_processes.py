@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch
 
 from elastic_ps.errors import ModelMismatch, UsageError
 from elastic_ps.local import Launcher, Options
-from elastic_ps.worker import local_world
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Numbers, Tally, make_mlp, running_job
 from tests.testing.histories import check_histories
@@ -359,8 +359,7 @@ def test_processes_that_go_different_ways_are_told(tmp_path: Path) -> None:
             job.join()
 
 
-def test_a_process_that_ends_alone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_world, "ENDING", local_world.ENDING * 0)
+def test_a_process_that_ends_alone_is_named(tmp_path: Path) -> None:
     data, models = Numbers(40), Models()
 
     def script(session: Session, rank: int) -> None:
@@ -368,7 +367,7 @@ def test_a_process_that_ends_alone_is_named(tmp_path: Path, monkeypatch: pytest.
             trainer(data, models)(session, rank)
 
     with running_job(tmp_path, worker={"processes": 2}) as job:
-        job.start_processes(0, script)
+        job.start_processes(0, script, ending=timedelta(0))
         with pytest.raises(UsageError, match=r"process 1 of this worker has ended its script.*session\.opt"):
             job.join()
 

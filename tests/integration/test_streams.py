@@ -21,7 +21,7 @@ from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import UsageError
 from elastic_ps.local import Launcher, Options
-from elastic_ps.worker import loader
+from elastic_ps.worker.limits import WorkerLimits
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, Tally, events, make_mlp, running_job
 from tests.testing.launching import forks, make_job, version_of, wait_for_end, wait_for_workers
@@ -383,10 +383,7 @@ class Stuck(Numbers):
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_a_session_does_not_wait_for_a_record_that_does_not_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loader, "PATIENCE", timedelta(0))
+def test_a_session_does_not_wait_for_a_record_that_does_not_come(tmp_path: Path) -> None:
     before, alive = set(active_children()), list[int]()
     go = tmp_path / "go"
 
@@ -401,6 +398,7 @@ def test_a_session_does_not_wait_for_a_record_that_does_not_come(
     with running_job(
         tmp_path, consistency={"globalBatchSize": 40}, data={"shuffle": False, "shardRecords": 40}
     ) as job:
+        job.worker_limits = WorkerLimits(fetching=timedelta(0))
         job.run(script, workers=1)
     go.touch()
     assert alive == [2]

@@ -19,16 +19,18 @@ import torch
 from elastic_ps.contract.env import ProcessEnvironment
 from elastic_ps.core.spread import spread
 from elastic_ps.errors import TensorLost, UsageError
-from elastic_ps.server import tensors as kept
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport.base import Connection, Frame, Incoming, Server
-from elastic_ps.worker import tensors
+from elastic_ps.worker.limits import USUAL as USUAL_OF_WORKERS
+from elastic_ps.worker.limits import WorkerLimits
 from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.session import Session
 from tests.integration.test_unreliable import FATES, Network, Unreliable
 from tests.testing.harness import make_spec, running_job
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.transports import TRANSPORTS, InprocTransport, Transport
+from tests.testing.watched import Watched
 
 SHARDS = 2
 BUCKET = 1024
@@ -39,7 +41,14 @@ LARGE = 3000
 class Rig:
     """A job's parameter servers, which nobody gives a model, and sessions of workers."""
 
-    def __init__(self, transport: Transport, **server: Any) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        limits: ServerLimits = USUAL,
+        worker_limits: WorkerLimits = USUAL_OF_WORKERS,
+        **server: Any,
+    ) -> None:
+        self.limits, self.worker_limits = limits, worker_limits
         fields = {"replicas": SHARDS, "bucketBytes": BUCKET, **server}
         self.transport, self.spec = transport, make_spec(parameterServer=fields)
         self.listeners: list[Server] = [transport.listen() for _ in range(fields["replicas"])]
@@ -55,7 +64,10 @@ class Rig:
             addresses=tuple(listener.address for listener in self.listeners),
         )
         listener = self.listeners[shard]
-        return ParameterServer(environment, listener, lambda n: self.transport.connect(self.listeners[n]))
+        return ParameterServer(environment, listener, self._connect, limits=self.limits)
+
+    def _connect(self, shard: int) -> Connection:
+        return self.transport.connect(self.listeners[shard])
 
     def restart(self, shard: int) -> None:
         """Lose a parameter server with all that it knows, and start it again at the same address."""
@@ -66,7 +78,7 @@ class Rig:
     def session(self, through: Callable[[Connection], Connection] = lambda inner: inner) -> Session:
         """Of another process of worker 0, whose certificate the tests have."""
         connections = [through(self.transport.connect(listener)) for listener in self.listeners]
-        self.sessions.append(Session("test", self.spec, 0, connections))
+        self.sessions.append(Session("test", self.spec, 0, connections, limits=self.worker_limits))
         return self.sessions[-1]
 
     def close(self) -> None:
@@ -81,8 +93,8 @@ def make(request: pytest.FixtureRequest, certificates_of_transports: None) -> It
     """Makes rigs on the transport of the test; inproc if it names none."""
     rigs = []
 
-    def new(transport: Transport | None = None, **server: Any) -> Rig:
-        rigs.append(Rig(transport or InprocTransport(), **server))
+    def new(transport: Transport | None = None, *limits: Any, **server: Any) -> Rig:
+        rigs.append(Rig(transport or InprocTransport(), *limits, **server))
         return rigs[-1]
 
     yield new
@@ -216,13 +228,10 @@ def test_workers_go_on_while_servers_are_started_again(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_tensor_is_never_put_together_of_two(
-    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
+def test_a_tensor_is_never_put_together_of_two(make: Callable[..., Rig], seed: int) -> None:
     """Whoever brings it, on a bad network, while servers are started again and workers lose their turn."""
-    monkeypatch.setattr(kept, "PATIENCE", timedelta(seconds=0.2))
-    monkeypatch.setattr(tensors, "RENEW", timedelta(seconds=0.05))
-    rig, network, chance = make(replicas=3), Network(seed, 0.2), random.Random(seed)
+    limits = ServerLimits(bring=timedelta(seconds=0.2)), WorkerLimits(renew=timedelta(seconds=0.05))
+    rig, network, chance = make(None, *limits, replicas=3), Network(seed, 0.2), random.Random(seed)
     over, pulled = threading.Event(), [0, 0, 0]
 
     def work(worker: int) -> None:
@@ -401,11 +410,8 @@ class Dying(Connection):
 
 
 @pytest.mark.parametrize("after", ["nothing", "the other shard's slices"])
-def test_another_worker_brings_what_a_dead_one_has_not(
-    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch, after: str
-) -> None:
-    monkeypatch.setattr(kept, "PATIENCE", timedelta(seconds=1))
-    rig, home = make(), home_of("w")
+def test_another_worker_brings_what_a_dead_one_has_not(make: Callable[..., Rig], after: str) -> None:
+    rig, home = make(limits=ServerLimits(bring=timedelta(seconds=1))), home_of("w")
     numbers = iter(range(SHARDS))
 
     def through(inner: Connection) -> Connection:
@@ -418,26 +424,14 @@ def test_another_worker_brings_what_a_dead_one_has_not(
     assert alive.pull("w").eq(1).all()
 
 
-class Noting(Connection):
-    """Writes down which calls are made."""
-
-    def __init__(self, inner: Connection, methods: list[str]) -> None:
-        self._inner, self._methods = inner, methods
-
-    def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
-        self._methods.append(method)
-        return self._inner.call(method, frame, timeout=timeout)
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-def test_a_worker_that_takes_long_to_bring_a_tensor_says_that_it_still_does(
-    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensors, "RENEW", timedelta(0))
+def test_a_worker_that_takes_long_to_bring_a_tensor_says_that_it_still_does(make: Callable[..., Rig]) -> None:
     methods: list[str] = []
-    server = make().session(lambda inner: Noting(inner, methods)).server
+
+    def note(method: str, _: Frame) -> None:
+        methods.append(method)
+
+    limits = WorkerLimits(renew=timedelta(0))
+    server = make(worker_limits=limits).session(lambda inner: Watched(inner, note)).server
     server.init("w", torch.zeros(LARGE))
     slices = len(spread("w", (LARGE,), "float32", bucket_bytes=BUCKET, shards=SHARDS))
     assert methods.count("PutTensor") == slices

@@ -26,6 +26,7 @@ from elastic_ps.transport.base import Connection, Frame, Incoming, Server, unary
 from elastic_ps.transport.credentials import Credentials
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.transport.tcp import TcpServer
+from tests.testing import machine
 from tests.testing.certificates import HOUR, JOB, authority, write
 from tests.testing.polling import eventually
 from tests.testing.transports import LONG, read
@@ -305,7 +306,7 @@ def test_half_handshakes_from_many_addresses_leave_sockets_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each address holds its share, and all of them together hold everything."""
-    monkeypatch.setattr("resource.getrlimit", lambda _: (8 * shares.PART, 1000))
+    machine.lacks_descriptors(monkeypatch, 8 * shares.PART)
     monkeypatch.setattr(shares, "LEAST", 2)
     monkeypatch.setattr(stream, "HANDSHAKE", timedelta(hours=1))
     with contextlib.ExitStack() as stack:

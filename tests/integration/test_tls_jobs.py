@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import stat
 import threading
 from collections.abc import Iterator, Sequence
@@ -106,7 +108,7 @@ def test_a_thief_of_a_workers_certificate_harms_that_worker_only(tmp_path: Path,
         assert stat.S_IMODE(tls.stat().st_mode) == 0o700
         assert (tls / "operator-0" / "tls.key").exists(), "it can be used although the disk is full by then"
         thief, version = Credentials(tls / "worker-1"), version_of(launcher)
-        ports = [*launcher.status().addresses, *launcher._standbys]
+        ports = [*launcher.status().addresses, *launcher.standbys]
         for port in ports:
             assert accepted(f"{transport}:{port}", calls("besieged"), thief) == []
         assert accepted(f"{transport}:{ports[0]}", calls("besieged")[:3], None) == []
@@ -127,11 +129,11 @@ def test_certificates_end_during_a_run_and_nobody_notices(tmp_path: Path) -> Non
 
     def renew(launcher: Launcher) -> int:
         """Replace every certificate; returns how many there are."""
-        assert launcher._issuer is not None
+        assert launcher.issuer is not None
         directories = [path for path in launcher.directory.tls.iterdir() if (path / "tls.key").exists()]
         for directory in directories:
             role, _, index = directory.name.partition("-")
-            part, ca = cast(Role, role), launcher._issuer._authority
+            part, ca = cast(Role, role), launcher.issuer.authority
             write(directory, ca, part, int(index), job=launcher.run, lifetime=life)
         return len(directories)
 
@@ -150,7 +152,7 @@ def test_certificates_end_during_a_run_and_nobody_notices(tmp_path: Path) -> Non
             before = wait_for_workers(launcher, lambda workers: set(workers) == {0, 1}, "both train")
             for process in launcher.status().processes:
                 if (process.role, process.index) in (("worker", 1), ("ps", 0)):
-                    launcher._children[process.pid].kill()
+                    os.kill(process.pid, signal.SIGKILL)
             wait_for_workers(
                 launcher, lambda workers: set(workers) == {0, 1} and workers[1] != before[1], "again"
             )

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import tracemalloc
 from collections.abc import Iterator
 from datetime import timedelta
@@ -22,13 +21,13 @@ from typing import Any
 import pytest
 
 from elastic_ps.drill.wire import Wires
-from elastic_ps.errors import CannotListen, ConnectionLost, UsageError
-from elastic_ps.local import processes
+from elastic_ps.errors import CannotListen, ConnectionLost, DeadlineExceeded, UsageError
 from elastic_ps.local.processes import free_addresses, free_ports
 from elastic_ps.transport import line, local, shares, stream, tcp, ways
 from elastic_ps.transport.base import Connection, Frame, Incoming, Server, unary
 from elastic_ps.transport.grpc import GrpcServer
 from elastic_ps.transport.tcp import TcpServer, data_address
+from tests.testing import machine
 from tests.testing.polling import eventually
 from tests.testing.tiers import per_change
 from tests.testing.transports import LONG, Reading
@@ -46,7 +45,7 @@ def way_to(connection: Connection) -> str:
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> str:
     """An address that is free, on what counts as another host; its data port is free, too."""
-    monkeypatch.setattr("elastic_ps.transport.local.name_of", lambda _: None)
+    machine.is_another_host(monkeypatch)
     while True:
         (address,) = free_addresses(1)
         with contextlib.suppress(OSError), socket.create_server(tcp.split(data_address(address))):
@@ -148,13 +147,10 @@ def test_the_address_of_a_server_on_ipv6_leads_to_it() -> None:
         assert way_to(connection) == "tcp"
 
 
-def test_a_server_that_does_not_serve_yet_is_reached_at_its_data_port(
-    far: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_does_not_serve_yet_is_reached_at_its_data_port(far: str) -> None:
     """As one that loads a checkpoint, when the workers look for it again."""
-    monkeypatch.setattr(tcp, "CONNECT", timedelta(seconds=0.5))
     server = ways.listen(f"0.0.0.0:{tcp.split(far)[1]}")
-    serve = threading.Timer(1, server.serve, [name_the_way])
+    serve = threading.Timer(1.5 * tcp.CONNECT.total_seconds(), server.serve, [name_the_way])
     serve.start()
     with contextlib.closing(server), contextlib.closing(ways.connect(far)) as connection:
         assert way_to(connection) == "tcp"
@@ -219,7 +215,7 @@ def test_no_call_and_no_close_waits_for_another_calls_look(far: str, monkeypatch
         released.wait(20)
         raise TimeoutError("timed out")
 
-    monkeypatch.setattr("socket.create_connection", vanished)
+    machine.dials(monkeypatch, vanished)
     connection = ways.connect(far)
     errors = list[Exception]()
 
@@ -240,27 +236,24 @@ def test_no_call_and_no_close_waits_for_another_calls_look(far: str, monkeypatch
     assert len(errors) == 3
 
 
-def test_the_time_of_a_look_counts_as_the_calls(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = list[timedelta]()
-    with everywhere(far), contextlib.closing(ways.connect(far)) as connection:
-        dial, call = tcp.dial, stream.StreamConnection.call
+def test_the_time_of_a_look_counts_as_the_calls(far: str) -> None:
+    """Each takes most of the time that the call has."""
+    answers = threading.Event()
 
-        def slow(*args: Any, **options: Any) -> socket.socket:
-            time.sleep(0.2)
-            return dial(*args, **options)
+    def answer(method: str, incoming: Incoming) -> Iterator[Frame]:
+        answers.wait(2)
+        yield Frame(incoming.transport.encode())
 
-        def noting(self: stream.StreamConnection, method: str, frame: Frame, *, timeout: timedelta) -> Any:
-            given.append(timeout)
-            return call(self, method, frame, timeout=timeout)
-
-        monkeypatch.setattr(tcp, "dial", slow)
-        monkeypatch.setattr(stream.StreamConnection, "call", noting)
+    server = ways.listen(f"0.0.0.0:{tcp.split(far)[1]}")
+    with contextlib.closing(server), contextlib.closing(ways.connect(far)) as connection:
+        threading.Timer(0.8 * tcp.CONNECT.total_seconds(), server.serve, [answer]).start()
+        with pytest.raises(DeadlineExceeded):
+            unary(connection, "ask", b"", timeout=timedelta(seconds=2.2))
+        answers.set()
         assert way_to(connection) == "tcp"
-    assert given[0] <= LONG - timedelta(seconds=0.2)
 
 
-def test_a_data_port_that_speaks_slowly_is_a_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "CONNECT", timedelta(seconds=0.3))
+def test_a_data_port_that_speaks_slowly_is_a_strangers() -> None:
     ended = threading.Event()
 
     def speak(listener: socket.socket) -> None:
@@ -272,25 +265,16 @@ def test_a_data_port_that_speaks_slowly_is_a_strangers(monkeypatch: pytest.Monke
         thread = threading.Thread(target=speak, args=(listener,))
         thread.start()
         with pytest.raises(TimeoutError):
-            tcp.dial(f"127.0.0.1:{listener.getsockname()[1]}")
+            tcp.dial(f"127.0.0.1:{listener.getsockname()[1]}", speaks=timedelta(seconds=0.3))
         ended.set()
         thread.join()
 
 
-def test_a_server_that_is_busy_is_not_taken_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_busy_is_not_taken_for_lost() -> None:
     """Its data port has been chosen, so it is no stranger's."""
-    monkeypatch.setattr(tcp, "CONNECT", timedelta(seconds=0.1))
-    prepare = tcp._admit
-
-    def busy(sock: socket.socket) -> bool:
-        time.sleep(0.5)
-        return prepare(sock)
-
-    monkeypatch.setattr(tcp, "_admit", busy)
-    with (
-        serving(TcpServer("127.0.0.1:0")) as server,
-        contextlib.closing(tcp.connect(server.address)) as connection,
-    ):
+    server = TcpServer("127.0.0.1:0")
+    with contextlib.closing(server), contextlib.closing(tcp.connect(server.address)) as connection:
+        threading.Timer(1.5 * tcp.CONNECT.total_seconds(), server.serve, [name_the_way]).start()
         assert way_to(connection) == "tcp"
 
 
@@ -305,11 +289,8 @@ def test_a_server_that_comes_back_is_reached_at_its_data_port_again(far: str) ->
                 way_to(connection)
 
 
-def test_a_server_that_stood_still_is_reached_at_its_data_port_again(
-    far: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_stood_still_is_reached_at_its_data_port_again(far: str) -> None:
     """Ports of a process that is stopped take connections, and say nothing."""
-    monkeypatch.setattr(tcp, "CONNECT", timedelta(seconds=0.2))
     with contextlib.closing(ways.connect(far)) as connection:
         with everywhere(far):
             assert way_to(connection) == "tcp"
@@ -343,15 +324,14 @@ def test_who_takes_the_servers_name_within_the_host_is_not_overlooked(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It may be another user, who would make the job slower; and no new job gets such a port."""
-    ports = iter(free_ports(1))
-    monkeypatch.setattr(processes, "PORTS", range(port := next(ports), port + 1))
+    (port,) = free_ports(1)
     address = f"127.0.0.1:{port}"
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as stranger:
         stranger.bind(local.name_of(address) or "")
         stranger.listen()
         with pytest.raises(CannotListen, match="needs 1 free ports"):
-            free_ports(1)
-        monkeypatch.setattr(local, "same_user", lambda _: False)
+            free_ports(1, range(port, port + 1))
+        machine.is_another_users(monkeypatch)
         with serving(ways.listen(address)), contextlib.closing(ways.connect(address)) as connection:
             assert way_to(connection) == "grpc"
     told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
@@ -362,7 +342,7 @@ def test_who_takes_the_servers_name_within_the_host_is_not_overlooked(
 
 def test_sockets_do_not_take_all_descriptors_of_a_server(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are for gRPC, which is used then, and for checkpoints."""
-    monkeypatch.setattr("resource.getrlimit", lambda _: (2 * shares.PART, 1000))
+    machine.lacks_descriptors(monkeypatch, 2 * shares.PART)
     with everywhere(far), contextlib.ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(tcp.dial(data_address(far))).sendall(stream.GREETING)
@@ -372,16 +352,15 @@ def test_sockets_do_not_take_all_descriptors_of_a_server(far: str, monkeypatch: 
 
 def test_one_address_has_a_share_of_the_sockets(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With them it would have all threads, too, and nobody else could call."""
-    monkeypatch.setattr("resource.getrlimit", lambda _: (8 * shares.PART, 1000))
-    monkeypatch.setattr(shares, "LEAST", 2)
+    machine.lacks_descriptors(monkeypatch, 2 * shares.LEAST * shares.PART)
     with everywhere(far), contextlib.ExitStack() as stack:
         host, port = tcp.split(data_address(far))
         greedy = [
             stack.enter_context(socket.create_connection((host, port), source_address=("127.0.0.9", 0)))
-            for _ in range(6)
+            for _ in range(shares.LEAST + 4)
         ]
         heard = [bool(each.recv(1)) for each in greedy]
-        assert heard == [True] * 2 + [False] * 4
+        assert heard == [True] * shares.LEAST + [False] * 4
         connection = stack.enter_context(contextlib.closing(ways.connect(far)))
         assert way_to(connection) == "tcp", "others are served"
         greedy[0].close()

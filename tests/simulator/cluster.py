@@ -22,6 +22,7 @@ from elastic_ps.contract.env import ProcessEnvironment
 from elastic_ps.core.ledger import Range
 from elastic_ps.errors import ElasticPSError, Fenced, RefusalCode, Refused
 from elastic_ps.process.telemetry import History, Trace
+from elastic_ps.server.limits import ServerLimits
 from elastic_ps.server.patience import Patience
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport import messages_pb2 as pb
@@ -66,8 +67,8 @@ class Plan:
     """What a schedule is about; drawn from its seed, or given.
 
     `deaths` are those of processes by their names, at one of their yields (`Process.yields`).
-    `window` is `objective.WINDOW`, and a looser way is tried after one such window, not `objective.CALM`.
-    `slice` is `follower.SLICE` in seconds, `smallest_bucket` is `partition.SMALLEST_BUCKET_BYTES`. Backward
+    `window` is `ServerLimits.window`, and a looser way is tried after one such window, not `objective.CALM`.
+    `slice` is `ServerLimits.slice` in seconds, `smallest_bucket` is `ServerLimits.smallest_bucket`. Backward
     computes for `computing` seconds at most before each of its gradients.
     """
 
@@ -97,6 +98,12 @@ class Plan:
     stop_after: float | None = None
     computing: float = 0.0
     window: int = 4
+
+    @property
+    def limits(self) -> ServerLimits:
+        """Of the parameter servers."""
+        piece = timedelta(seconds=self.slice)
+        return ServerLimits(slice=piece, smallest_bucket=self.smallest_bucket, window=self.window)
 
     def __str__(self) -> str:
         return ", ".join(f"{k}={v}" for k, v in asdict(self).items())
@@ -425,6 +432,7 @@ class Cluster:
                 self._connect("ps"),
                 self._connect("standby") if self.plan.standby else None,
                 patience=Patience(lambda: self.stopping),
+                limits=self.plan.limits,
             )
         except Fenced:
             self.later(lambda: self._start_again(role, index, process), 0.5, 3)

@@ -9,7 +9,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +18,10 @@ import torch
 
 from elastic_ps.api.training import OUTER_RULES, Consistency
 from elastic_ps.checkpoint import store
-from elastic_ps.core import partition
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.objective import Objective
 from elastic_ps.errors import NoCheckpoint
-from elastic_ps.server import changes, follower
+from elastic_ps.server import changes
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.worker import entrance, group
 from elastic_ps.worker.slices import Slices
@@ -203,12 +201,9 @@ def run(plan: Plan, base: Path, arrange: Callable[[Cluster], None] | None = None
         session = importlib.import_module("elastic_ps.worker.session")
         parent = SimpleNamespace(getpid=os.getpid, getppid=lambda: pid_of(world().process.name))
         patch(session, "os", parent)
-        patch(partition, "SMALLEST_BUCKET_BYTES", plan.smallest_bucket)
-        patch(changes, "WINDOW", plan.window)
         patch(entrance, "Store", Store)
         patch(group, "_c10d", Collectives(here, cluster.network.process).module())
         patch(changes, "Objective", partial(Objective, needed=1))
-        patch(follower, "SLICE", timedelta(seconds=plan.slice))
         patch(Slices, "note", _noted(cluster))
         patch(store.Store, "commit", _watched(cluster))
         patch(store.Store, "newest", _found(cluster))

@@ -98,7 +98,7 @@ class SimServer(Server):
     def __init__(self, network: Network, address: str) -> None:
         self._network, self._address = network, address
         self._process = world().process
-        self._handler: Handler | None = None
+        self.handler: Handler | None = None
         self._calls: list[_Call] = []
         self._hidden: SimServer | None = None
 
@@ -107,13 +107,13 @@ class SimServer(Server):
         return self._address
 
     def serve(self, handler: Handler) -> None:
-        self._handler = handler
+        self.handler = handler
         self._hidden = self._network.servers.get(self._address)
         self._network.servers[self._address] = self
         self._process.on_death.append(self._vanish)
 
     def close(self, grace: timedelta = timedelta(0)) -> None:
-        self._handler = None
+        self.handler = None
         here = world()
         until = here.now + grace.total_seconds()
         while self._calls and here.now < until:
@@ -126,18 +126,18 @@ class SimServer(Server):
     def _vanish(self) -> None:
         if self._network.servers.get(self._address) is self:
             del self._network.servers[self._address]
-            if self._hidden is not None and self._hidden._handler is not None:
+            if self._hidden is not None and self._hidden.handler is not None:
                 self._network.servers[self._address] = self._hidden
-        self._handler = None
+        self.handler = None
         for call in self._calls:
             call.end(ConnectionLost(f"{call.what}: the server has gone"), self._network.latency())
 
     def begin(self, call: _Call, *, again: bool = False) -> None:
         """Answer a call in a thread of this process."""
-        if self._handler is None or self._process.dead:
+        if self.handler is None or self._process.dead:
             call.end(ConnectionLost(f"{call.what}: nobody serves there"), self._network.latency())
             return
-        handler = self._handler
+        handler = self.handler
         self._calls.append(call)
         world().spawn(self._process, f"handler {call.what}", lambda: self._answer(call, handler, again))
 

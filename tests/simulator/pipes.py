@@ -20,16 +20,16 @@ class End:
     """
 
     def __init__(self, process: Process) -> None:
-        self._other: End
-        self._arrived: deque[bytes | File] = deque()
+        self.other: End
+        self.arrived: deque[bytes | File] = deque()
         self._waiting: list[Task] = []
-        self._closed = False
+        self.closed = False
         process.on_death.append(self.close)
 
     @classmethod
     def pair(cls, one: Process, other: Process) -> tuple[End, End]:
         ends = cls(one), cls(other)
-        ends[0]._other, ends[1]._other = ends[1], ends[0]
+        ends[0].other, ends[1].other = ends[1], ends[0]
         return ends
 
     def send(self, item: object) -> None:
@@ -38,10 +38,10 @@ class End:
     def put(self, item: bytes | File) -> None:
         here = world()
         here.preempt()
-        if self._closed or self._other._closed:
+        if self.closed or self.other.closed:
             raise BrokenPipeError("the other process has gone")
-        self._other._arrived.append(item)
-        self._other._wake()
+        self.other.arrived.append(item)
+        self.other.wake()
         here.preempt()
 
     def recv(self) -> Any:
@@ -52,22 +52,22 @@ class End:
     def take(self) -> bytes | File:
         here = world()
         here.preempt()
-        while not self._arrived:
-            if self._closed or self._other._closed:
+        while not self.arrived:
+            if self.closed or self.other.closed:
                 raise EOFError
             self._waiting.append(here.task)
             here.block(None)
-        return self._arrived.popleft()
+        return self.arrived.popleft()
 
     def fileno(self) -> int:
         raise OSError("the simulator's pipes have no descriptors")
 
     def close(self) -> None:
-        self._closed = True
-        self._wake()
-        self._other._wake()
+        self.closed = True
+        self.wake()
+        self.other.wake()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         for task in self._waiting:
             world().wake(task)
         self._waiting.clear()

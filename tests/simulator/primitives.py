@@ -22,7 +22,7 @@ class Lock:
 
     def __init__(self) -> None:
         self._owner: Task | None = None
-        self._count = 0
+        self.count = 0
         self._waiters: list[Task] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
@@ -30,7 +30,7 @@ class Lock:
         here.preempt()
         me = here.task
         if self.reentrant and self._owner is me:
-            self._count += 1
+            self.count += 1
             return True
         deadline = None if timeout < 0 else here.now + timeout
         while self._owner is not None and not self._owner.done:
@@ -40,21 +40,21 @@ class Lock:
             here.block(None if deadline is None else deadline - here.now)
             if me in self._waiters:
                 self._waiters.remove(me)
-        self._owner, self._count = me, 1
+        self._owner, self.count = me, 1
         return True
 
     def release(self) -> None:
         here = world()
         if self._owner is not here.task:
             raise RuntimeError("release of a lock of somebody else")
-        self._count -= 1
-        if self._count:
+        self.count -= 1
+        if self.count:
             return
-        self._free()
+        self.free()
         if not here.process.dead:
             here.preempt()
 
-    def _free(self) -> None:
+    def free(self) -> None:
         self._owner = None
         for task in self._waiters:
             world().wake(task)
@@ -95,8 +95,8 @@ class Condition:
     def wait(self, timeout: float | None = None) -> bool:
         here = world()
         me = here.task
-        count, self._lock._count = self._lock._count, 0
-        self._lock._free()
+        count, self._lock.count = self._lock.count, 0
+        self._lock.free()
         self._waiters.append(me)
         try:
             woken = here.block(timeout)
@@ -104,7 +104,7 @@ class Condition:
             if me in self._waiters:
                 self._waiters.remove(me)
         self._lock.acquire()
-        self._lock._count = count
+        self._lock.count = count
         return woken
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:

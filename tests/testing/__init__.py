@@ -23,9 +23,11 @@ The oracles say what is right: `oracle` replays the recorded rounds with plain t
 to train; `scripts/` are scripts that `mpirun` or a launcher starts.
 
 What breaks things: `faulty_api` (an API server in trouble), `talking` (a server that says what no server
-would), `impatient` (a client that does not wait), `forked` (a child that has open what the test has open).
+would), `watched` (a connection on which calls are noted, late, or fail), `impatient` (a client that does not
+wait), `forked` (a child that has open what the test has open).
 
-Tools: `polling` (wait with a deadline), `tiers` (what runs with each change, what each night), `virtual`
+Tools: `polling` (wait with a deadline), `inside` (what no script may reach), `machine` (what a test says of
+the machine), `tiers` (what runs with each change, what each night), `virtual`
 (time that passes at once), `certificates`, `datafiles`, `templates`, `devices`, `launching`, `mpirun`,
 `relays`, `recorded_job`.
 """

@@ -65,10 +65,14 @@ def _link(place: Path, target: Path) -> None:
 
 
 @functools.cache
+def _root() -> Path:
+    return Path(tempfile.mkdtemp(prefix="elastic-ps-test-"))
+
+
+@functools.cache
 def pair() -> tuple[Credentials, Credentials]:
     """A server's and a worker's, which last until `remove_pair`."""
-    root = Path(tempfile.mkdtemp(prefix="elastic-ps-test-"))
-    ca = authority()
+    root, ca = _root(), authority()
     server, worker = write(root / "server", ca, "server"), write(root / "worker", ca, "worker")
     return Credentials(server), Credentials(worker)
 
@@ -76,5 +80,6 @@ def pair() -> tuple[Credentials, Credentials]:
 def remove_pair() -> None:
     """Delete the files of `pair`, if there are any."""
     if pair.cache_info().currsize:
-        shutil.rmtree(pair()[0]._directory.parent)
+        shutil.rmtree(_root())
+        _root.cache_clear()
         pair.cache_clear()

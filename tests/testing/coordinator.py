@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 from elastic_ps.api.job import TrainingJobSpec
@@ -14,11 +15,15 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.process.telemetry import History
 from elastic_ps.server.coordinator import Coordinator, Joined, NotYet
 from elastic_ps.server.lead import Lead
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Advance, Configuration, Report
 from elastic_ps.server.state import Taken
 
 TENSORS = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
 SETTINGS = Settings(({"lr": 0.1},))
+
+SOON = ServerLimits(answer=timedelta(milliseconds=50))
+"""A call that is to be asked again says so soon."""
 
 
 class Notes:
@@ -42,9 +47,9 @@ class Notes:
 
 
 @contextmanager
-def running(shards: Sequence[Notes], **fields: Any) -> Iterator[Coordinator]:
+def running(shards: Sequence[Notes], *, limits: ServerLimits = USUAL, **fields: Any) -> Iterator[Coordinator]:
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", **fields})
-    lead = Lead("job", spec, 1, shards, keeper=None, history=History(None, ""))
+    lead = Lead("job", spec, 1, shards, keeper=None, history=History(None, ""), limits=limits)
     lead.start(None)
     try:
         yield lead.coordinator

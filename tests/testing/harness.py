@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, Literal
@@ -23,9 +24,12 @@ from elastic_ps.contract.env import ProcessEnvironment, Resume
 from elastic_ps.local.state import write_atomically
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.coordinator import Coordinator
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport.base import Connection, Server
-from elastic_ps.worker.local_world import Links, LocalWorld
+from elastic_ps.worker.limits import USUAL as USUAL_OF_WORKERS
+from elastic_ps.worker.limits import WorkerLimits
+from elastic_ps.worker.local_world import ENDING, Links, LocalWorld
 from elastic_ps.worker.session import Session
 from tests.testing.polling import LIMIT, eventually, while_moving
 from tests.testing.transports import BY_NAME
@@ -52,6 +56,10 @@ class Job:
     threads: list[threading.Thread] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
     sessions: list[Session] = field(default_factory=list)
+    worker_limits: WorkerLimits = USUAL_OF_WORKERS
+    on_hung: Callable[[str], None] | None = None
+    through: Callable[[int, Connection], Connection] = lambda _, connection: connection
+    """What a worker's connections go through: that of each shard, of the worker of this index."""
 
     def change(self, generation: int, **consistency: Any) -> None:
         """Let a person want another consistency; `consistency` are its fields, as in YAML."""
@@ -76,22 +84,26 @@ class Job:
             "test",
             self.spec,
             worker,
-            self.open_connections() if leads else [],
+            [self.through(worker, each) for each in self.open_connections()] if leads else [],
             trace=Trace(self.traces if leads else None, f"worker-{worker}"),
             history=History(self.history if leads else None, f"worker-{worker}"),
             world=world,
+            limits=self.worker_limits,
+            on_hung=self.on_hung,
         )
         self.sessions.append(session)
         return session
 
-    def start_processes(self, worker: int, script: Callable[[Session, int], Any]) -> None:
+    def start_processes(
+        self, worker: int, script: Callable[[Session, int], Any], *, ending: timedelta = ENDING
+    ) -> None:
         """Run `script(session, rank)` as each of a worker's processes, in threads; see `start`."""
         size = self.spec.worker.processes
         pairs = [(Pipe(), Pipe()) for _ in range(size - 1)]
         links = [[Links(*(ends[0] for ends in pair)) for pair in pairs]]
         links += [[Links(*(ends[1] for ends in pair))] for pair in pairs]
         for rank in range(size):
-            self.start(worker, _of_rank(script, rank), LocalWorld(rank, links[rank], size))
+            self.start(worker, _of_rank(script, rank), LocalWorld(rank, links[rank], size, ending=ending))
 
     def start(
         self, worker: int, script: Callable[[Session], Any], world: LocalWorld | None = None
@@ -163,6 +175,10 @@ class Job:
         assert lead is not None
         return lead.coordinator
 
+    def declare_gone(self, worker: int) -> None:
+        """Tell shard 0 that a worker's process has ended, as who has started it would."""
+        self.coordinator.gone(worker, self.coordinator.job.state.members.live[worker].instance)
+
     @property
     def version(self) -> int:
         return int(self.status().progress.version)
@@ -197,6 +213,7 @@ def running_job(
     traces: Path | None = None,
     run: str = "",
     crowded: bool = False,
+    limits: ServerLimits = USUAL,
     **fields: Any,
 ) -> Iterator[Job]:
     """A job with its parameter servers and their standbys running; everything is closed at the end.
@@ -204,6 +221,7 @@ def running_job(
     Args:
         transport: of `transports.BY_NAME`.
         run, crowded: see `ProcessEnvironment`.
+        limits: of the parameter servers.
     """
     spec = make_spec(**fields)
     shards = spec.parameter_server.replicas
@@ -236,7 +254,7 @@ def running_job(
             crowded=crowded,
         )
         to_standby = to("standby") if "standby" in roles else None
-        return ParameterServer(environment, listener, to("ps"), to_standby)
+        return ParameterServer(environment, listener, to("ps"), to_standby, limits=limits)
 
     @contextmanager
     def rival() -> Iterator[ParameterServer]:

@@ -22,29 +22,29 @@ class Mail:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.other: Mail
-        self._box: collections.deque[memoryview] = collections.deque()
-        self._done: collections.deque[Callable[[], None]] = collections.deque()
-        self._on_the_way: collections.deque[Callable[[], None]] = collections.deque()
+        self.box: collections.deque[memoryview] = collections.deque()
+        self.done: collections.deque[Callable[[], None]] = collections.deque()
+        self.on_the_way: collections.deque[Callable[[], None]] = collections.deque()
 
     @property
     def sending(self) -> bool:
         """See `Post.sending`."""
-        return bool(self._on_the_way or self._done)
+        return bool(self.on_the_way or self.done)
 
     def send(self, rank: int, message: memoryview, done: Callable[[], None]) -> None:
         """See `Post.send`."""
         assert rank == self.other.rank
-        self._on_the_way.append(done)
-        self.other._box.append(message)
+        self.on_the_way.append(done)
+        self.other.box.append(message)
 
     def step(self) -> list[Arrived]:
         """See `Post.step`."""
-        while self._done:
-            self._done.popleft()()
+        while self.done:
+            self.done.popleft()()
         arrived = []
-        while self._box:
-            arrived.append(Arrived(self.other.rank, memoryview(bytes(self._box.popleft())), lambda: None))
-            self.other._done.append(self.other._on_the_way.popleft())
+        while self.box:
+            arrived.append(Arrived(self.other.rank, memoryview(bytes(self.box.popleft())), lambda: None))
+            self.other.done.append(self.other.on_the_way.popleft())
         return arrived
 
 

@@ -18,6 +18,7 @@ from elastic_ps.contract.env import ProcessEnvironment, Resume
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.patience import Patience
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport import messages_pb2 as pb
@@ -142,10 +143,10 @@ class Worker:
 
 @contextmanager
 def serving(
-    given: ProcessEnvironment, patience: Patience | None = None
+    given: ProcessEnvironment, patience: Patience | None = None, limits: ServerLimits = USUAL
 ) -> Iterator[tuple[InprocServer, ParameterServer]]:
     listener = InprocServer()
-    server = ParameterServer(given, listener, lambda _: connect(listener), patience=patience)
+    server = ParameterServer(given, listener, lambda _: connect(listener), patience=patience, limits=limits)
     try:
         yield listener, server
     finally:

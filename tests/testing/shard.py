@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,12 +19,16 @@ from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Application
 from elastic_ps.server.shard import Shard
 
 TERM = 3
 LR = Settings(groups=({"lr": 1.0},))
 SYNC = Consistency()
+
+HASTY = ServerLimits(shard_answer=timedelta(milliseconds=100))
+"""A shard's blocked calls give up soon."""
 
 
 class Body:
@@ -79,6 +84,7 @@ class Rig:
         workers: Sequence[int] = (0, 1, 2),
         consistency: Consistency = SYNC,
         codecs: Plan | None = None,
+        limits: ServerLimits = USUAL,
     ) -> None:
         self.layout = layout
         self.shard = Shard(
@@ -89,6 +95,7 @@ class Rig:
             consistency=consistency,
             trace=Trace(None, ""),
             codecs=codecs,
+            limits=limits,
         )
         self.settings = settings
         self.workers = {worker: 10 + worker for worker in workers}

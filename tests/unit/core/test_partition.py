@@ -134,9 +134,8 @@ def test_a_row_that_is_larger_than_a_bucket_is_cut() -> None:
     assert [t.name for t in cut_rows(layout, [0])] == ["a"]
 
 
-def test_rows_that_are_larger_than_the_buckets_wanted_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ps.core.partition.SMALLEST_BUCKET_BYTES", 256)
-    layout = partition([spec("a", 4, 1000)], bucket_bytes=4 * 1024, shards=1)
+def test_rows_that_are_larger_than_the_buckets_wanted_are_alone() -> None:
+    layout = partition([spec("a", 4, 1000)], bucket_bytes=4 * 1024, shards=1, smallest=256)
     assert [bucket.elements for bucket in layout.buckets] == [1000] * 4
     assert cut_rows(layout, [0]) == []
 

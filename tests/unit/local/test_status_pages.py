@@ -18,6 +18,7 @@ from elastic_ps.errors import CannotListen
 from elastic_ps.local.poller import fetch_status
 from elastic_ps.process.listening import HttpServer
 from elastic_ps.server.status import StatusServer, metrics
+from tests.testing import machine
 from tests.testing.impatient import Slow, assert_only_what_fails_is_told, broken
 from tests.testing.polling import eventually
 
@@ -132,7 +133,7 @@ def test_pages_are_served_over_both_protocols(bind: str, hosts: list[str]) -> No
 
 
 def test_pages_are_served_where_there_is_no_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("socket.has_dualstack_ipv6", lambda: False)
+    machine.lacks_ipv6(monkeypatch)
     server = StatusServer("0.0.0.0:0", lambda: status_of(ready=True), list)
     try:
         assert get(server, "/healthz")[0] == 200

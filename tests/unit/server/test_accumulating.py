@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import pytest
 
 from elastic_ps.core.consistency import After
 from elastic_ps.core.membership import Stay
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server import coordinator as coordinator_module
 from elastic_ps.server.coordinator import Begun, Coordinator
 from elastic_ps.server.state import Taken
 from elastic_ps.transport import messages_pb2 as pb
-from tests.testing.coordinator import Notes, finish, running, start, take
+from tests.testing.coordinator import SOON, Notes, finish, running, start, take
 from tests.testing.service import Worker, environment, serving
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that is to be asked again says so soon."""
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
 
 
 def accumulating(gradients: int) -> dict[str, object]:
@@ -36,7 +27,7 @@ def step(coordinator: Coordinator, stay: Stay, taken: Taken, number: int) -> Non
 
 
 def test_a_worker_computes_another_step_while_the_version_lacks_some_and_pulls_when_it_is_made() -> None:
-    with running([Notes()], consistency=accumulating(2)) as coordinator:
+    with running([Notes()], limits=SOON, consistency=accumulating(2)) as coordinator:
         stay = start(coordinator)
         taken = take(coordinator, stay, call=1)
         step(coordinator, stay, taken, 0)
@@ -50,7 +41,7 @@ def test_a_worker_computes_another_step_while_the_version_lacks_some_and_pulls_w
 
 
 def test_a_worker_that_is_not_wanted_waits_for_the_others() -> None:
-    with running([Notes()], consistency=accumulating(2)) as coordinator:
+    with running([Notes()], limits=SOON, consistency=accumulating(2)) as coordinator:
         first, second = start(coordinator, 0), start(coordinator, 1)
         taken = {stay.worker: take(coordinator, stay, call=1) for stay in (first, second)}
         step(coordinator, first, taken[0], 0)
@@ -62,7 +53,7 @@ def test_a_worker_that_is_not_wanted_waits_for_the_others() -> None:
 
 
 def test_a_worker_whose_round_has_started_again_pushes_its_step_again() -> None:
-    with running([Notes()], consistency=accumulating(2)) as coordinator:
+    with running([Notes()], limits=SOON, consistency=accumulating(2)) as coordinator:
         first, second = (start(coordinator, worker, instance=str(worker), call=1) for worker in range(2))
         taken = {stay.worker: take(coordinator, stay, call=2) for stay in (first, second)}
         step(coordinator, first, taken[0], 0)
@@ -72,7 +63,7 @@ def test_a_worker_whose_round_has_started_again_pushes_its_step_again() -> None:
 
 
 def test_a_worker_that_takes_no_part_is_told_that_its_step_is_void() -> None:
-    with running([Notes()], consistency=accumulating(1)) as coordinator:
+    with running([Notes()], limits=SOON, consistency=accumulating(1)) as coordinator:
         first, late = start(coordinator, 0), start(coordinator, 1)
         taken = {stay.worker: take(coordinator, stay, call=1) for stay in (first, late)}
         step(coordinator, first, taken[0], 0)
@@ -87,7 +78,7 @@ def test_a_worker_that_takes_no_part_is_told_that_its_step_is_void() -> None:
 
 def test_a_second_step_on_a_version_is_not_measured() -> None:
     """It began when the first one was over, not with the version: the worker would seem to be slow."""
-    with running([Notes()], consistency=accumulating(2)) as coordinator:
+    with running([Notes()], limits=SOON, consistency=accumulating(2)) as coordinator:
         stay = start(coordinator)
         pace = coordinator.job.state.pace
         step(coordinator, stay, take(coordinator, stay, call=1), 0)
@@ -98,11 +89,11 @@ def test_a_second_step_on_a_version_is_not_measured() -> None:
 
 
 def test_a_job_that_has_fewer_steps_than_a_version_is_made_of_is_refused() -> None:
-    with running([Notes()], consistency=accumulating(11)) as coordinator:
+    with running([Notes()], limits=SOON, consistency=accumulating(11)) as coordinator:
         stay = start(coordinator)
         with pytest.raises(Refused, match="gradients is 11, but the job has only 10 steps: 100 records"):
             take(coordinator, stay, call=1)
-    with running([Notes()], consistency=accumulating(10)) as coordinator:
+    with running([Notes()], limits=SOON, consistency=accumulating(10)) as coordinator:
         assert take(coordinator, start(coordinator), call=1).ranges
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
 
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.membership import Stay
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server import coordinator as coordinator_module
 from elastic_ps.server.coordinator import Assigning, Coordinator
 from elastic_ps.server.orders import Advance
-from tests.testing.coordinator import Notes, finish, running, start, take
+from tests.testing.coordinator import SOON, Notes, finish, running, start, take
 
 
 @pytest.fixture
@@ -95,9 +93,8 @@ def test_values_are_not_assigned_where_a_version_is_not_everybodys() -> None:
         assert refused.value.code is RefusalCode.INVALID
 
 
-def test_values_that_another_worker_assigns_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
-    with running([Notes()]) as coordinator:
+def test_values_that_another_worker_assigns_are_waited_for() -> None:
+    with running([Notes()], limits=SOON) as coordinator:
         first, second = start(coordinator, 0), start(coordinator, 1)
         answer = coordinator.assign(0, first.incarnation, version=0)
         assert answer == Assigning(0, answer.attempt if answer else -1, False)

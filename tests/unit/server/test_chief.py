@@ -17,11 +17,10 @@ from elastic_ps.core.membership import Stay
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import NoCheckpoint, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.process.telemetry import History, Trace
-from elastic_ps.server import coordinator as coordinator_module
-from elastic_ps.server import safekeeping
 from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.lead import Lead
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
 from elastic_ps.server.state import Taken
 from tests.testing.coordinator import finish, start, take
@@ -32,8 +31,8 @@ from tests.testing.shard import Body
 class Server:
     """Shard 0 of a job, with a real shard, and a real checkpoint of every version."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, limits: ServerLimits = USUAL) -> None:
+        self._directory, self._limits = directory, limits
         self.start()
 
     def start(self) -> None:
@@ -52,7 +51,9 @@ class Server:
         self.node = Node(0, 1, store=self.store, consistency=Consistency(), trace=Trace(None, ""))
         spec = TrainingJobSpec.model_validate({"entrypoint": "train:main"})
         history = History(None, "")
-        self._lead = Lead("job", spec, self.term, [self.node], keeper=self.keeper, history=history)
+        self._lead = Lead(
+            "job", spec, self.term, [self.node], keeper=self.keeper, history=history, limits=self._limits
+        )
         try:
             found = self.keeper.newest()
         except NoCheckpoint:
@@ -100,9 +101,19 @@ class Server:
         return taken
 
 
+soon = pytest.mark.parametrize(
+    "limits", [ServerLimits(answer=timedelta(milliseconds=300), keep_again=timedelta(0))], ids=["soon"]
+)
+
+
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
+def limits() -> ServerLimits:
+    return USUAL
+
+
+@pytest.fixture
+def server(tmp_path: Path, limits: ServerLimits) -> Iterator[Server]:
+    made = Server(tmp_path, limits)
     yield made
     made.lose()
 
@@ -137,13 +148,12 @@ def test_a_job_that_was_stopped_stays_so_after_a_loss(server: Server) -> None:
     assert server.coordinator.job.stopped == "it is good enough"
 
 
+@soon
 def test_a_worker_that_leaves_before_it_is_told_leaves_it_to_another_one(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stays = [start(server.coordinator, worker) for worker in (0, 1)]
     server.train(stays[0], take(server.coordinator, stays[0], call=1))
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(seconds=1))
-    monkeypatch.setattr(safekeeping, "PAUSE", timedelta(0))
 
     def fail(*_: object, **__: object) -> None:
         raise StorageUnavailable("No space left on device")
@@ -206,11 +216,9 @@ def test_the_chief_stays_after_the_parameter_server_was_lost(server: Server) -> 
 
 
 @pytest.mark.parametrize("leaves", [False, True])
-def test_nobody_is_told_of_the_end_before_the_chief_comes_to_it(
-    server: Server, monkeypatch: pytest.MonkeyPatch, leaves: bool
-) -> None:
+@soon
+def test_nobody_is_told_of_the_end_before_the_chief_comes_to_it(server: Server, leaves: bool) -> None:
     """It may be busy in an earlier epoch. If it leaves there, another worker that waits is the chief."""
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=300))
     chief, other = start(server.coordinator, 0), start(server.coordinator, 1)
 
     def takes(stay: Stay, call: int, **more: Any) -> Taken:

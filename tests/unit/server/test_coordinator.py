@@ -15,14 +15,12 @@ from elastic_ps.core.ledger import Range
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
-from elastic_ps.server import coordinator as coordinator_module
-from elastic_ps.server import guarded
-from elastic_ps.server import lead as lead_module
 from elastic_ps.server.coordinator import Begun, Coordinator, Joined, NotYet
 from elastic_ps.server.driver import Driver
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Advance, Report
 from elastic_ps.server.state import Taken
-from tests.testing.coordinator import Notes, finish, join, running, start, take
+from tests.testing.coordinator import SOON, Notes, finish, join, running, start, take
 from tests.testing.polling import eventually
 
 
@@ -32,8 +30,16 @@ def shard() -> Notes:
 
 
 @pytest.fixture
-def coordinator(shard: Notes) -> Iterator[Coordinator]:
-    with running([shard]) as coordinator:
+def limits() -> ServerLimits:
+    return USUAL
+
+
+soon = pytest.mark.parametrize("limits", [SOON], ids=["soon"])
+
+
+@pytest.fixture
+def coordinator(shard: Notes, limits: ServerLimits) -> Iterator[Coordinator]:
+    with running([shard], limits=limits) as coordinator:
         yield coordinator
 
 
@@ -190,11 +196,9 @@ def test_an_answer_that_was_lost_is_given_again(coordinator: Coordinator) -> Non
     assert refused.value.code is RefusalCode.STALE_CALL
 
 
-def test_a_worker_that_is_admitted_does_not_wait_for_the_ticker(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_admitted_does_not_wait_for_the_ticker() -> None:
     """It had waited for up to a quarter of a second before its first step, and whenever it had no records."""
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(0))
-    monkeypatch.setattr(lead_module, "TICK", timedelta(hours=1))
-    with running([Notes()]) as coordinator:
+    with running([Notes()], limits=ServerLimits(answer=timedelta(0), tick=timedelta(hours=1))) as coordinator:
         stay = start(coordinator)
         for step in range(2):
             taken = take(coordinator, stay, call=step + 1)
@@ -301,13 +305,10 @@ def test_a_join_whose_answer_was_lost_is_answered_again(coordinator: Coordinator
     assert again.stay.incarnation == stay.incarnation
 
 
-def test_a_call_does_not_wait_for_ever_for_a_round_to_be_committed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_call_does_not_wait_for_ever_for_a_round_to_be_committed() -> None:
     """A shard that does not answer must not take the threads that answer workers, one after the other."""
-    monkeypatch.setattr(guarded, "SETTLED", timedelta(milliseconds=10))
     shards, go_on = [Notes(), Notes()], threading.Event()
-    with running(shards) as coordinator:
+    with running(shards, limits=ServerLimits(settled=timedelta(milliseconds=10))) as coordinator:
         stay = start(coordinator)
         taken = take(coordinator, stay, call=1)
         shards[1].refuse = lambda a: None if a.apply is None else assert_(go_on.wait(10))
@@ -358,11 +359,10 @@ def test_one_worker_is_the_chief_and_who_takes_its_place_after_its_end_is_not(
     assert [ended[0].chief, ended[1].chief, take(coordinator, late, call=1).chief] == [True, False, False]
 
 
-def test_a_step_that_cannot_be_let_in_yet_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_cannot_be_let_in_yet_is_asked_for_again() -> None:
     """The round has all the steps that it needs and is not committed yet."""
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
     shard = Notes()
-    with running([shard], consistency={"mode": "bounded", "maxStaleness": 2}) as coordinator:
+    with running([shard], limits=SOON, consistency={"mode": "bounded", "maxStaleness": 2}) as coordinator:
         first, second = start(coordinator, 0), start(coordinator, 1)
         taken = take(coordinator, first, call=1)
         take(coordinator, second, call=1)
@@ -385,9 +385,8 @@ def test_a_step_that_cannot_be_let_in_yet_is_asked_for_again(monkeypatch: pytest
         )
 
 
-def test_who_has_pulled_a_newer_version_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
-    with running([Notes()], consistency={"mode": "bounded", "maxStaleness": 1}) as coordinator:
+def test_who_has_pulled_a_newer_version_holds_nobody_up() -> None:
+    with running([Notes()], limits=SOON, consistency={"mode": "bounded", "maxStaleness": 1}) as coordinator:
         first, second = start(coordinator, 0), start(coordinator, 1)
         take(coordinator, second, call=1)
         for step in range(2):
@@ -440,11 +439,8 @@ def test_the_model_that_was_brought_to_a_term_that_is_over_is_not_the_jobs(
     assert refused.value.code is RefusalCode.STALE_TERM
 
 
-def test_a_worker_that_was_too_late_and_gets_no_records_is_not_expected_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
-    with running([Notes()], consistency={"backupWorkers": 1}) as coordinator:
+def test_a_worker_that_was_too_late_and_gets_no_records_is_not_expected_back() -> None:
+    with running([Notes()], limits=SOON, consistency={"backupWorkers": 1}) as coordinator:
         first, late = start(coordinator, 0), start(coordinator, 1)
         taken = take(coordinator, first, call=1)
         take(coordinator, late, call=1)
@@ -461,11 +457,9 @@ def test_a_worker_that_was_too_late_and_gets_no_records_is_not_expected_back(
         assert finish(coordinator, first, taken)
 
 
-def test_a_worker_that_has_trained_waits_for_who_brings_the_model_anew(
-    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@soon
+def test_a_worker_that_has_trained_waits_for_who_brings_the_model_anew(coordinator: Coordinator) -> None:
     """It would not be let in to bring its own, but it can go on with the other one's."""
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
     first = join(coordinator, 0)
     assert isinstance(first, Joined)
     assert join(coordinator, 1, again=True) is NotYet.WAIT
@@ -475,10 +469,10 @@ def test_a_worker_that_has_trained_waits_for_who_brings_the_model_anew(
     assert not second.initialise
 
 
+@soon
 def test_a_worker_that_leaves_between_two_steps_does_not_make_the_others_push_again(
-    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+    coordinator: Coordinator,
 ) -> None:
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
     first, second = start(coordinator, 0), start(coordinator, 1)
     taken = take(coordinator, first, call=1)
     more = take(coordinator, first, call=2, wait=False)
@@ -491,10 +485,10 @@ def test_a_worker_that_leaves_between_two_steps_does_not_make_the_others_push_ag
     assert coordinator.job.state.version == 2
 
 
+@soon
 def test_whoever_waits_with_records_when_a_script_ends_the_training_gives_them_back(
-    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+    coordinator: Coordinator,
 ) -> None:
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
     first, second = start(coordinator, 0), start(coordinator, 1)
     taken = take(coordinator, first, call=1)
     assert take(coordinator, second, call=1).pending, "it takes part from the next round on"
@@ -550,14 +544,12 @@ def test_the_shards_do_not_wait_for_who_was_admitted_when_a_script_ended_the_tra
         asking.join(20)
 
 
-def test_a_grace_period_ends_when_it_is_over_and_not_at_the_next_tick(
-    shard: Notes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_grace_period_ends_when_it_is_over_and_not_at_the_next_tick(shard: Notes) -> None:
     """Also in the rounds after the first one that has ended so."""
-    monkeypatch.setattr(lead_module, "TICK", timedelta(hours=1))
     consistency = {"mode": "local", "steps": 1, "quorum": 1, "grace": "20ms"}
     worker = {"replicas": 2, "minReplicas": 1}
-    with running([shard], consistency=consistency, worker=worker) as coordinator:
+    hour = ServerLimits(tick=timedelta(hours=1))
+    with running([shard], limits=hour, consistency=consistency, worker=worker) as coordinator:
         quick, slow = (start(coordinator, worker) for worker in range(2))
         taken = take(coordinator, quick, call=1)
         take(coordinator, slow, call=1)

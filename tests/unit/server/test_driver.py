@@ -15,13 +15,12 @@ from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Stored
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import History
-from elastic_ps.server import driver as driver_module
-from elastic_ps.server import guarded
 from elastic_ps.server.coordinator import Joined
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.lead import Lead
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Advance, Configuration, Report, Written
 from tests.testing.coordinator import Notes, finish, join, start, take
 from tests.testing.polling import eventually
@@ -55,7 +54,7 @@ class Part(Notes):
 class Job:
     """Shard 0 of a job of two shards, with checkpoints of the first and the last version."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, limits: ServerLimits = USUAL) -> None:
         self.store = Store(directory)
         self.shards = [Part(self.store, index) for index in range(2)]
         self.keeper = Keeper(
@@ -70,7 +69,8 @@ class Job:
         spec = TrainingJobSpec.model_validate(
             {"entrypoint": "train:main", "parameterServer": {"replicas": 2}}
         )
-        self.lead = Lead("job", spec, 1, self.shards, keeper=self.keeper, history=History(None, ""))
+        nothing = History(None, "")
+        self.lead = Lead("job", spec, 1, self.shards, keeper=self.keeper, history=nothing, limits=limits)
         self.lead.start(None)
         self._closed = False
 
@@ -96,8 +96,13 @@ def unreachable(advance: Advance) -> None:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    job = Job(tmp_path)
+def limits() -> ServerLimits:
+    return USUAL
+
+
+@pytest.fixture
+def job(tmp_path: Path, limits: ServerLimits) -> Iterator[Job]:
+    job = Job(tmp_path, limits)
     yield job
     for shard in job.shards:
         shard.refuse = lambda _: None
@@ -120,11 +125,11 @@ def test_a_round_that_is_decided_is_made_and_kept_before_the_job_ends(job: Job) 
     assert job.shards[1].orders[-1].last, "shard 1 may end"
 
 
-def test_a_job_ends_although_a_shard_is_not_reached_any_more(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "limits", [ServerLimits(patience=timedelta(milliseconds=50))], ids=["little patience"]
+)
+def test_a_job_ends_although_a_shard_is_not_reached_any_more(job: Job) -> None:
     """The round is not kept: nobody knows whether that shard has applied it."""
-    monkeypatch.setattr(driver_module, "PATIENCE", timedelta(milliseconds=50))
     job.decide()
     job.close(keep=True)
     assert job.shards[0].applied == []
@@ -141,9 +146,8 @@ def test_a_job_that_was_taken_over_keeps_nothing_and_ends_nobody(job: Job) -> No
     assert not any(order.last for order in job.shards[1].orders)
 
 
-def test_going_back_to_a_checkpoint_is_tried_until_it_works_and_the_status_says_so(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("limits", [ServerLimits(settled=timedelta(milliseconds=10))], ids=["soon"])
+def test_going_back_to_a_checkpoint_is_tried_until_it_works_and_the_status_says_so(job: Job) -> None:
     coordinator = job.lead.coordinator
     stay = start(coordinator)
     job.shards[1].broken = True
@@ -155,7 +159,6 @@ def test_going_back_to_a_checkpoint_is_tried_until_it_works_and_the_status_says_
     job.shards[1].refuse = lost
     words = "the job has to go back to a checkpoint, and that failed so far: nobody serves there"
     eventually(lambda: job.lead.status().problem == words, "the status says so")
-    monkeypatch.setattr(guarded, "SETTLED", timedelta(milliseconds=10))
     with pytest.raises(Refused, match="is still going back to a checkpoint") as refused:
         coordinator.is_applied(0, stay.incarnation, 0)
     assert refused.value.code is RefusalCode.NOT_READY

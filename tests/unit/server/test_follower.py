@@ -16,9 +16,9 @@ from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
-from elastic_ps.server import follower as follower_module
 from elastic_ps.server.copying import Part
 from elastic_ps.server.follower import Follower, for_standby
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Application, Configuration, Standing
 from elastic_ps.server.remote import RemoteShard
@@ -35,7 +35,7 @@ MIB = 1 << 20
 class Pair:
     """A shard that one worker trains on, and its standby, which is told of the model when `gate` opens."""
 
-    def __init__(self, layout: Layout, *, optimizer: str = "Adam") -> None:
+    def __init__(self, layout: Layout, *, optimizer: str = "Adam", limits: ServerLimits = USUAL) -> None:
         self.gate = threading.Event()
         self.before_sum: Callable[[], None] = lambda: None
         self.layout, self.optimizer, self.version = layout, optimizer, 0
@@ -44,7 +44,7 @@ class Pair:
         self._service = Service("job", self.standby, None, standby=True)
         self._listener.serve(self._serve)
         self.connection = connect(self._listener)
-        self.follower = Follower(RemoteShard("job", self.connection, start=timedelta(0)))
+        self.follower = Follower(RemoteShard("job", self.connection, start=timedelta(0)), limits)
         self.leader = self._node(self.follower)
         self.configure(term=1)
 
@@ -112,25 +112,25 @@ def layout(*, megabytes: int = 0) -> Layout:
     elements, bucket = (megabytes * MIB // 4 // 16, megabytes * MIB // 8) if megabytes else (64, 256)
     trained = [tensor(f"w{i}", elements) for i in range(16 if megabytes else 4)]
     constant = tensor("c", 4, rule=Rule.CONSTANT)
-    cut = partition([*trained, constant], bucket_bytes=bucket, shards=1)
+    cut = partition([*trained, constant], bucket_bytes=bucket, shards=1, smallest=256)
     assert len(cut.buckets) == (9 if megabytes else 5), cut.buckets
     return cut
 
 
-@pytest.fixture
-def a_bucket_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A standby that is catching up gets one bucket with each round."""
-    monkeypatch.setattr(follower_module, "SLICE", timedelta(seconds=-1))
+a_bucket_a_round = pytest.mark.parametrize(
+    "limits", [ServerLimits(slice=timedelta(seconds=-1))], ids=["a bucket a round"]
+)
 
 
 @pytest.fixture
-def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ps.core.partition.SMALLEST_BUCKET_BYTES", 256)
+def limits() -> ServerLimits:
+    """`a_bucket_a_round`: a standby that is catching up gets one bucket with each round."""
+    return USUAL
 
 
 @pytest.fixture
-def pair(small_buckets: None) -> Iterator[Pair]:
-    made = Pair(layout())
+def pair(limits: ServerLimits) -> Iterator[Pair]:
+    made = Pair(layout(), limits=limits)
     yield made
     made.close()
 
@@ -142,11 +142,11 @@ def held() -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-@pytest.mark.usefixtures("a_bucket_a_round")
-def test_what_both_hold_does_not_grow_with_the_rounds_that_a_standby_lacks() -> None:
+@a_bucket_a_round
+def test_what_both_hold_does_not_grow_with_the_rounds_that_a_standby_lacks(limits: ServerLimits) -> None:
     """The sums of up to sixteen rounds, each as large as the model, were kept for it."""
     model = 8 * MIB
-    pair = Pair(layout(megabytes=8))
+    pair = Pair(layout(megabytes=8), limits=limits)
     try:
         pair.round()
         alone = held()
@@ -175,7 +175,7 @@ def assert_same_bits(pair: Pair) -> None:
             assert torch.equal(one.value, other.value)
 
 
-@pytest.mark.usefixtures("a_bucket_a_round")
+@a_bucket_a_round
 @pytest.mark.parametrize("before", [0, 3])
 def test_it_has_the_shards_bits_when_it_has_caught_up(pair: Pair, before: int) -> None:
     for _ in range(before):
@@ -233,7 +233,7 @@ def test_an_order_that_is_repeated_while_it_is_carried_out_waits_for_the_first(p
     assert_same_bits(pair)
 
 
-@pytest.mark.usefixtures("a_bucket_a_round")
+@a_bucket_a_round
 def test_a_standby_that_is_catching_up_is_not_used(pair: Pair) -> None:
     """It would write a checkpoint of a model of which it has a part."""
     pair.told()
@@ -246,7 +246,7 @@ def test_a_standby_that_is_catching_up_is_not_used(pair: Pair) -> None:
     assert pair.standby.shard.version == 1
 
 
-@pytest.mark.usefixtures("a_bucket_a_round")
+@a_bucket_a_round
 def test_a_shard_that_begins_anew_has_its_standby_begin_anew(pair: Pair) -> None:
     pair.told()
     pair.round()
@@ -368,9 +368,8 @@ def test_the_way_to_the_standby_ends_with_the_shard(pair: Pair) -> None:
         remote.held(1)
 
 
-def test_a_standby_that_is_not_there_is_asked_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standby_that_is_not_there_is_asked_now_and_then() -> None:
     """Not all the time: that would take a core."""
-    monkeypatch.setattr(follower_module, "PROBE", timedelta(hours=1))
     asked = 0
 
     class Nobody(RemoteShard):
@@ -379,7 +378,7 @@ def test_a_standby_that_is_not_there_is_asked_now_and_then(monkeypatch: pytest.M
             asked += 1
             raise ConnectionLost("nobody serves there")
 
-    follower = Follower(Nobody("job", connect(InprocServer())))
+    follower = Follower(Nobody("job", connect(InprocServer())), ServerLimits(probe=timedelta(hours=1)))
     model = Configuration(one_bucket(tensor("w", 4)), "SGD", ADAM, 1, None)
     try:
         for _ in range(3):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.errors import (
@@ -21,12 +22,13 @@ from elastic_ps.errors import (
     Refused,
     StorageUnavailable,
 )
-from elastic_ps.server import keeper as keeper_module
 from elastic_ps.server.keeper import Keeper
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Written
 from tests.testing.polling import eventually
 
 STATE = {"tensors": [], "optimizer": "SGD"}
+SHORT = timedelta(milliseconds=50)
 
 
 @pytest.fixture
@@ -35,7 +37,12 @@ def store(tmp_path: Path) -> Store:
 
 
 @pytest.fixture
-def keeper(store: Store) -> Iterator[Keeper]:
+def limits() -> ServerLimits:
+    return USUAL
+
+
+@pytest.fixture
+def keeper(store: Store, limits: ServerLimits) -> Iterator[Keeper]:
     made = Keeper(
         store,
         job="job",
@@ -45,6 +52,7 @@ def keeper(store: Store) -> Iterator[Keeper]:
         every=100,
         keep=2,
         now=0.0,
+        limits=limits,
     )
     yield made
     made.close()
@@ -62,10 +70,13 @@ def test_due(keeper: Keeper, version: int, now: float, due: bool) -> None:
     assert keeper.due(version, now) is due
 
 
-def test_versions_count_from_the_last_checkpoint(keeper: Keeper) -> None:
-    keeper.begin(150, 10.0, dict(STATE), number=keeper.number())
+def test_versions_count_from_the_last_checkpoint(store: Store, keeper: Keeper) -> None:
+    number = keeper.number()
+    keeper.begin(150, 10.0, dict(STATE), number=number)
     assert not keeper.due(1000, 1000.0), "one at a time"
-    keeper._pending = None
+    file = store.write_shard(keeper.term, 150, 0, 1, iter(()), number=number)
+    keeper.part(0, Written(keeper.term, number, 150, file, "", timedelta(0)))
+    eventually(lambda: keeper.durable_version == 150, "version 150 is on disk")
     assert not keeper.due(249, 11.0)
     assert keeper.due(250, 11.0)
 
@@ -102,7 +113,7 @@ def test_a_roll_back_is_not_taken_for_a_rival(store: Store, keeper: Keeper) -> N
         if version == 1:
             keeper.part(0, written)
             eventually(lambda: keeper.durable_version == 1, "version 1 is on disk")
-    with store._locked():  # version 2 waits here to be finished
+    with files.locked(store.directory / "lock"):  # version 2 waits here to be finished
         keeper.part(0, written)
         rolled = threading.Thread(target=keeper.begin_term)
         rolled.start()
@@ -296,16 +307,15 @@ def test_whoever_waits_for_a_checkpoint_learns_that_a_shard_has_lost_the_model(k
 
 
 @pytest.mark.parametrize(
-    ("limit", "answers", "why"),
+    ("limits", "answers", "why"),
     [
-        ("GIVEN_UP", True, "a shard has not written its part after 0 s"),
-        ("PATIENCE", False, "a shard has not answered for 0 s"),
+        (ServerLimits(given_up=SHORT), True, "a shard has not written its part after 0 s"),
+        (ServerLimits(patience=SHORT), False, "a shard has not answered for 0 s"),
     ],
 )
 def test_whoever_waits_for_a_checkpoint_gives_it_up_in_the_end(
-    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, limit: str, answers: bool, why: str
+    keeper: Keeper, answers: bool, why: str
 ) -> None:
-    monkeypatch.setattr(keeper_module, limit, timedelta(milliseconds=50))
     keeper.begin(1, 0.0, dict(STATE), number=1)
 
     def ask() -> None:
@@ -317,11 +327,9 @@ def test_whoever_waits_for_a_checkpoint_gives_it_up_in_the_end(
     assert not keeper.writing
 
 
-def test_a_process_that_is_about_to_end_waits_less_long_for_a_checkpoint(
-    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("limits", [ServerLimits(patience=SHORT)], ids=["short"])
+def test_a_process_that_is_about_to_end_waits_less_long_for_a_checkpoint(keeper: Keeper) -> None:
     """Also if it is asked to end while it waits."""
-    monkeypatch.setattr(keeper_module, "PATIENCE", timedelta(milliseconds=50))
     keeper.begin(1, 0.0, dict(STATE), number=1)
     looks = 0
 

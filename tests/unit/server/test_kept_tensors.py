@@ -14,8 +14,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from elastic_ps.core.spread import PUSH_RULES, PushRule, spread
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server import tensors
-from elastic_ps.server.tensors import PATIENCE, UNBORN, Birth, Declared, Place, Sender, Tensors
+from elastic_ps.server.limits import USUAL, ServerLimits
+from elastic_ps.server.tensors import UNBORN, Birth, Declared, Place, Sender, Tensors
 
 BUCKET = 1024
 A, B = Sender(0, "a"), Sender(1, "b")
@@ -91,7 +91,7 @@ def test_a_worker_that_brings_nothing_loses_its_turn() -> None:
     clock = Clock()
     store = shard(clock=clock)
     slow = store.declare(A, "w", (2,), "float32")
-    clock.now = PATIENCE.total_seconds()
+    clock.now = USUAL.bring.total_seconds()
     assert store.declare(B, "w", (2,), "float32").pending
     clock.now += 1
     second = store.declare(B, "w", (2,), "float32")
@@ -108,12 +108,12 @@ def test_a_worker_that_still_brings_a_tensor_keeps_its_turn() -> None:
     store = shard(clock=clock)
     first = store.declare(A, "w", (600,), "float32")
     for start in (0, 200):
-        clock.now += PATIENCE.total_seconds() - 1
+        clock.now += USUAL.bring.total_seconds() - 1
         assert put(store, A, "w", (600,), first.birth, start, torch.zeros(200))
         assert store.declare(B, "w", (600,), "float32").pending
-    clock.now += PATIENCE.total_seconds() - 1
+    clock.now += USUAL.bring.total_seconds() - 1
     assert store.declare(A, "w", (600,), "float32") == first, "it may be busy with other shards"
-    clock.now += PATIENCE.total_seconds() - 1
+    clock.now += USUAL.bring.total_seconds() - 1
     assert store.declare(B, "w", (600,), "float32").pending
     assert put(store, A, "w", (600,), first.birth, 400, torch.zeros(200))
     assert store.declare(B, "w", (600,), "float32") == Declared(first.birth, store.life)
@@ -196,15 +196,17 @@ def test_the_slices_of_a_push_count_one_by_one() -> None:
     assert set(values_of(store, place)) == {1.0}
 
 
-def test_so_many_processes_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "MOST_SENDERS", 2)
-    store = shard()
+def test_so_many_processes_are_remembered() -> None:
+    store = shard(limits=ServerLimits(senders=2))
     place = bring(store, "w", torch.zeros(1))
-    for who in ("a", "b", "a", "c"):  # b has pushed longest ago
-        number = {"a": 1, "b": 1, "c": 1}[who]
-        store.push(Sender(0, who), number, place, start=0, rule="zero")
-    assert not store.push(Sender(0, "c"), 1, place, start=0, rule="zero")
-    assert len(store._kept["w"].last) == 2
+
+    def push(who: str, number: int) -> bool:
+        return store.push(Sender(0, who), number, place, start=0, rule="zero")
+
+    assert all(push(*each) for each in [("a", 1), ("b", 1), ("a", 2), ("c", 1)])
+    assert not push("a", 2)
+    assert not push("c", 1)
+    assert push("b", 1), "it has pushed longest ago, and is forgotten"
 
 
 def test_a_process_that_was_started_again_says_what_it_has_lost() -> None:
@@ -276,9 +278,8 @@ def test_another_shape_or_dtype_is_refused() -> None:
         assert "initialised as float32[2, 3]" in text
 
 
-def test_so_many_tensors_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "MOST_TENSORS", 2)
-    store = shard()
+def test_so_many_tensors_and_no_more() -> None:
+    store = shard(limits=ServerLimits(tensors=2))
     place = bring(store, "a", torch.zeros(1))
     bring(store, "b", torch.zeros(1))
     assert "free some" in refusal(lambda: store.declare(A, "c", (1,), "float32"))[1]
@@ -291,7 +292,7 @@ def test_what_nobody_brings_takes_no_memory_for_ever() -> None:
     store = shard(clock=clock)
     store.declare(A, "w", (100,), "float32")
     assert store.nbytes == 400
-    clock.now = PATIENCE.total_seconds() + 1
+    clock.now = USUAL.bring.total_seconds() + 1
     bring(store, "other", torch.zeros(1))
     assert store.nbytes == 4
 

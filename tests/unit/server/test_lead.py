@@ -23,12 +23,12 @@ from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, Fenced, RefusalCode, Refused
 from elastic_ps.process.telemetry import History
-from elastic_ps.server import coordinator as coordinator_module
 from elastic_ps.server import kept
-from elastic_ps.server.coordinator import TICK, Joined, NotYet
+from elastic_ps.server.coordinator import Joined, NotYet
 from elastic_ps.server.driver import RETRY
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.lead import Lead
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Advance, Configuration, Report, Written
 from elastic_ps.server.state import Taken
 from tests.testing.coordinator import SETTINGS, Notes, finish, join, start, take
@@ -42,11 +42,12 @@ def leading(
     keeper: Keeper | None = None,
     clock: Callable[[], float] | None = None,
     crowded: bool = False,
+    limits: ServerLimits = USUAL,
     **fields: Any,
 ) -> Iterator[Lead]:
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", **fields})
-    history = History(None, "")
-    lead = Lead("job", spec, 1, shards, keeper=keeper, history=history, clock=clock, crowded=crowded)
+    given: dict[str, Any] = {"keeper": keeper, "clock": clock, "crowded": crowded, "limits": limits}
+    lead = Lead("job", spec, 1, shards, history=History(None, ""), **given)
     lead.start(None)
     try:
         yield lead
@@ -421,7 +422,7 @@ def test_another_shard_is_asked_again_and_again_whether_it_knows_the_model() -> 
         coordinator = lead.coordinator
         start(coordinator)
         before = len(alone.orders)
-        threading.Event().wait(TICK.total_seconds() * 3)
+        threading.Event().wait(USUAL.tick.total_seconds() * 3)
         assert len(alone.orders) == before, "a shard that is in this process need not be"
 
 
@@ -483,7 +484,7 @@ def test_a_version_that_cannot_be_kept_is_tried_again(
         assert lead.status().problem == "No space left on device"
         shard.problem = ""
         tried = shard.written
-        threading.Event().wait(TICK.total_seconds() * 3)
+        threading.Event().wait(USUAL.tick.total_seconds() * 3)
         assert shard.written == tried, "not before a second has passed"
         clock.now += 1.0
         eventually(lambda: lead.status().ready, "it is tried again")
@@ -492,10 +493,9 @@ def test_a_version_that_cannot_be_kept_is_tried_again(
 
 
 def test_the_worker_that_has_brought_the_model_waits_while_another_thread_writes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    """The one that looks every `TICK` may have come first."""
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(seconds=LIMIT))
+    """The one that looks every `ServerLimits.tick` may have come first."""
     store = Store(tmp_path)
     shard, writing, go_on = Writing(store), threading.Event(), threading.Event()
 
@@ -505,7 +505,11 @@ def test_the_worker_that_has_brought_the_model_waits_while_another_thread_writes
             assert go_on.wait(LIMIT)
 
     shard.refuse = slowly
-    with leading([shard], keeper=keeper_of(store, shards=1)) as lead, ThreadPoolExecutor(2) as pool:
+    patient = ServerLimits(answer=timedelta(seconds=LIMIT))
+    with (
+        leading([shard], keeper=keeper_of(store, shards=1), limits=patient) as lead,
+        ThreadPoolExecutor(2) as pool,
+    ):
         joined = join(lead.coordinator, 0)
         assert isinstance(joined, Joined)
         first = pool.submit(lead.coordinator.initialised, 0, joined.stay.incarnation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import threading
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.contract.env import Resume
 from elastic_ps.core.settings import Settings
@@ -25,6 +25,7 @@ from elastic_ps.server.process import ParameterServer, waiting_status
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.inproc import connect
+from tests.testing import machine
 from tests.testing.polling import eventually
 from tests.testing.service import Worker, code, environment, serving
 from tests.testing.shard import one_bucket, tensor
@@ -58,16 +59,11 @@ def test_the_best_checkpoint_is_kept_although_the_evaluations_cannot_be_read_at_
         for version in (1, 2):
             train(worker, server, version=version)
             evaluate(worker, server, version=version)
-    read, failures = files.read_text_if_any, [StorageUnavailable("the volume is away")]
-
-    def unreadable_at_first(path: Path, *, limit: int) -> str | None:
-        if path.name == evaluations.FILE and failures:
-            raise failures.pop()
-        return read(path, limit=limit)
-
-    monkeypatch.setattr(files, "read_text_if_any", unreadable_at_first)
+    asked = itertools.count(1)
+    away = StorageUnavailable("the volume is away")
+    machine.fails(monkeypatch, evaluations, "read", away, lambda: next(asked) == 1)
     with serving(given) as (listener, server):
-        assert not failures
+        assert next(asked) > 2, "it was read again"
         worker = Worker(listener)
         worker.start()
         train(worker, server, version=3)

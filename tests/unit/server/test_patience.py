@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 
 from elastic_ps.errors import AskedToEnd, CheckpointCorrupt, RefusalCode, Refused, StorageUnavailable
-from elastic_ps.server import patience as patience_module
 from elastic_ps.server.patience import Patience
 
 FULL = StorageUnavailable("no space left")
 AWAY = Refused(RefusalCode.NOT_READY, "shard 1 cannot read its part")
-
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience_module, "PAUSE", patience_module.PAUSE / 100)
-    monkeypatch.setattr(patience_module, "LOOK", patience_module.LOOK / 100)
 
 
 class Flaky:
@@ -23,7 +18,7 @@ class Flaky:
 
     def __init__(self, *errors: Exception) -> None:
         self.errors, self.told = list(errors), [""]
-        self.patience = Patience(lambda: len(self.told) > 5)
+        self.patience = Patience(lambda: len(self.told) > 5, pause=timedelta(milliseconds=1))
 
     def __call__(self) -> int:
         self.told.append(self.patience.problem)

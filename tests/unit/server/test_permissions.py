@@ -100,15 +100,14 @@ def services() -> list[Service]:
 
 def test_every_call_that_a_server_knows_is_somebodys() -> None:
     """A new call has to say who may make it; else nobody with a certificate could."""
-    known = [set(service._methods) for service in services()]
+    known = [set(service.methods) for service in services()]
     assert set.union(*known) == EVERYTHING
-    for service, names in zip(services(), known, strict=True):
-        node, standby = service._node, service._standby
+    for (shard, standby), names in zip([(0, False), (1, False), (1, True)], known, strict=True):
         everybody = [Identity(JOB, role, index) for role in get_args(Role) for index in (0, 1)]
         permitted = {
             name
             for name in EVERYTHING
-            if any(refuse(peer, name, shard=node.index, standby=standby) is None for peer in everybody)
+            if any(refuse(peer, name, shard=shard, standby=standby) is None for peer in everybody)
         }
         assert names <= permitted
 
@@ -171,10 +170,14 @@ def test_no_call_is_made_in_another_workers_name(request_of_a_worker: Message) -
     )
 
 
-def test_the_end_of_a_step_is_not_in_another_workers_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    lead, own = services()[0], pb.Caller(job="secret", worker=3, term=1)
-    lead._coordinator = Namespace(job=Namespace(term=1), heartbeat=lambda *_: None)
-    monkeypatch.setattr(lead, "_added", lambda *_: True)
+def test_the_end_of_a_step_is_not_in_another_workers_name() -> None:
+    class Adding(Service):
+        def _added(self, *_: object) -> bool:
+            return True
+
+    knows = Namespace(job=Namespace(term=1), heartbeat=lambda *_: None)
+    node = Node(0, 2, store=None, consistency=SYNC, trace=Trace(None, ""))
+    lead, own = Adding("secret", node, cast(Any, knows)), pb.Caller(job="secret", worker=3, term=1)
     request = pb.PushRequest(caller=own, finish=pb.FinishRequest(caller=CALLER))
     assert refused(lead, request, Identity(JOB, "worker", 3)).code is RefusalCode.FORBIDDEN
 

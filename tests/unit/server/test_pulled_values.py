@@ -13,8 +13,8 @@ from elastic_ps.codec.builtin import Bf16
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import ConnectionLost, Malformed
-from elastic_ps.server import shard
 from elastic_ps.server.encoder import Sent, ValueEncoder
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.pulls import Pulled
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.model import Flat
@@ -43,8 +43,8 @@ BF16 = Plan(Compression(values="bf16"))
 THIRDS = torch.tensor([1, 2, 4, 5]) / 3
 
 
-def shard_of(consistency: Consistency | None = None) -> Rig:
-    rig = Rig(LAYOUT, workers=(0,), consistency=consistency or Consistency())
+def shard_of(consistency: Consistency | None = None, limits: ServerLimits = USUAL) -> Rig:
+    rig = Rig(LAYOUT, workers=(0,), consistency=consistency or Consistency(), limits=limits)
     for bucket in LAYOUT.buckets:
         rig.fill(bucket.index, THIRDS.to(getattr(torch, bucket.dtype)))
     return rig
@@ -122,10 +122,9 @@ def test_all_workers_get_what_was_encoded_once(monkeypatch: pytest.MonkeyPatch, 
     assert (same.run, len(same.body)) == (None, 0)
 
 
-def test_what_is_made_while_the_values_may_change_is_for_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_made_while_the_values_may_change_is_for_nobody_else() -> None:
     """A worker that has lost its part may read values of two versions; it is refused at the end."""
-    monkeypatch.setattr(shard, "SMALL", 0)  # else they would be copied
-    rig, encoder = shard_of(), ValueEncoder(BF16)
+    rig, encoder = shard_of(limits=ServerLimits(small_pull=0)), ValueEncoder(BF16)
     torn = pulled(rig)
     copy = pulled(rig, contributor=False)
     as_of_now = torch.frombuffer(torn.data, dtype=torch.float32)

@@ -20,14 +20,13 @@ from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import AskedToEnd, ConnectionLost, Fenced, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.process.telemetry import Trace
-from elastic_ps.server import rescue as rescue_module
 from elastic_ps.server.follower import for_standby
 from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Application, Configuration, Report
 from elastic_ps.server.patience import Patience
 from elastic_ps.server.remote import RemoteShard
-from elastic_ps.server.rescue import held, rescue
+from elastic_ps.server.rescue import GONE, held, rescue
 from tests.testing.shard import LR, Body, one_bucket, ones, tensor
 
 TENSOR = asdict(TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0))
@@ -181,20 +180,17 @@ def test_an_answer_of_the_standby_that_is_lost_is_asked_for_again(setting: Setti
     assert setting.keeper.durable_version == 2
 
 
-def test_an_answer_that_is_lost_after_long_work_is_asked_for_again(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_is_lost_after_long_work_is_asked_for_again(setting: Setting) -> None:
     """The time that a standby takes for the step and the copy is not time in which it has gone."""
-    monkeypatch.setattr(rescue_module, "GONE", timedelta(seconds=0.2))
     lossy = cast(RemoteShard, Lossy(setting.standby, losses=1, seconds=0.4))
-    assert rescue(setting.keeper, [setting.shard], [lossy], [round_of(2)])
+    assert rescue(setting.keeper, [setting.shard], [lossy], [round_of(2)], gone=timedelta(seconds=0.2))
 
 
-def test_a_standby_that_has_gone_is_given_up(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standby_that_has_gone_is_given_up(setting: Setting) -> None:
     """Else a job whose shard and standby are lost together would never go back to its checkpoint."""
-    monkeypatch.setattr(rescue_module, "GONE", timedelta(seconds=0.3))
     lossy = cast(RemoteShard, Lossy(setting.standby, losses=1_000_000))
-    assert not rescue(setting.keeper, [setting.shard], [lossy], [round_of(1), round_of(2)])
+    orders = [round_of(1), round_of(2)]
+    assert not rescue(setting.keeper, [setting.shard], [lossy], orders, gone=timedelta(seconds=0.3))
 
 
 def test_a_version_that_a_shard_was_writing_when_it_was_lost_comes_from_its_standby(setting: Setting) -> None:
@@ -236,8 +232,7 @@ def test_a_standby_that_a_newer_term_has_asked_fences_this_one(setting: Setting)
         setting.rescue()
 
 
-def test_a_standby_that_does_not_answer_is_asked_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rescue_module, "GONE", timedelta(seconds=0.3))
+def test_a_standby_that_does_not_answer_is_asked_for_a_while() -> None:
     order = round_of(1)
 
     class Late:
@@ -255,7 +250,7 @@ def test_a_standby_that_does_not_answer_is_asked_for_a_while(monkeypatch: pytest
         def held(self, term: int) -> list[Any]:
             raise ConnectionLost("nobody")
 
-    assert held(cast(RemoteShard, Never()), 2) == []
+    assert held(cast(RemoteShard, Never()), 2, gone=timedelta(seconds=0.3)) == []
 
 
 def test_what_only_a_silent_standby_has_is_not_given_up_by_a_process_that_ends(setting: Setting) -> None:
@@ -271,7 +266,7 @@ def test_what_only_a_silent_standby_has_is_not_given_up_by_a_process_that_ends(s
     silent = cast(RemoteShard, Lossy(setting.standby, losses=1_000_000))
     with pytest.raises(StorageUnavailable, match="version 2 is left to the standby: reset"):
         rescue(setting.keeper, [setting.shard], [silent], [round_of(2)], closing=lambda: True)
-    assert time.monotonic() - began < rescue_module.GONE.total_seconds()
+    assert time.monotonic() - began < GONE.total_seconds()
     assert setting.rescue()
     assert setting.loaded(2) == [-2.0] * 4
 

@@ -23,11 +23,11 @@ from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, StorageUnavailable
 from elastic_ps.process.telemetry import Trace
-from elastic_ps.server import keeper as keeper_module
 from elastic_ps.server import kept
 from elastic_ps.server import safekeeping as module
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.keeper import Keeper
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Configuration
 from elastic_ps.server.safekeeping import Safekeeping
@@ -51,7 +51,7 @@ class Disk(Store):
 class Rig:
     """One shard, told what a driver would tell it, and the job that it belongs to."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, limits: ServerLimits) -> None:
         self.now = 0.0
         self.disk = Disk(directory)
         self.term = self.disk.next_term()
@@ -59,12 +59,12 @@ class Rig:
         self.orders: list[Advance] = []
         hour = timedelta(hours=1)
         self.keeper = Keeper(
-            self.disk, job="job", term=self.term, shards=1, interval=hour, keep=2, now=self.now
+            self.disk, job="job", term=self.term, shards=1, interval=hour, keep=2, now=self.now, limits=limits
         )
         self.node = Node(0, 1, store=self.disk, consistency=Consistency(), trace=Trace(None, ""))
         self.node.configure(Configuration(LAYOUT, "SGD", LR, self.term, None))
         spec = TrainingJobSpec.model_validate({"entrypoint": "train:main"})
-        self.job = Guarded(spec, self.term, clock=lambda: self.now)
+        self.job = Guarded(spec, self.term, clock=lambda: self.now, limits=limits)
         self.job.state.model = Model(LAYOUT, "SGD")
         self.job.state.settings = Settings(LR.groups)
         self.safekeeping = Safekeeping(self.job, self, self.keeper)
@@ -104,8 +104,13 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    made = Rig(tmp_path)
+def limits() -> ServerLimits:
+    return USUAL
+
+
+@pytest.fixture
+def rig(tmp_path: Path, limits: ServerLimits) -> Iterator[Rig]:
+    made = Rig(tmp_path, limits)
     yield made
     made.close()
 
@@ -175,7 +180,7 @@ def test_an_end_that_cannot_be_written_is_no_end(rig: Rig, monkeypatch: pytest.M
         rig.safekeeping.keep_what_must_be()
     assert not rig.may_finish()
     assert "No space left" in rig.safekeeping.problem
-    rig.now += module.PAUSE.total_seconds()
+    rig.now += USUAL.keep_again.total_seconds()
     rig.safekeeping.keep_what_must_be()
     assert rig.may_finish()
     assert rig.safekeeping.problem == ""
@@ -200,7 +205,7 @@ def test_a_full_disk_is_tried_again_after_a_pause_and_holds_the_end_up_for_a_whi
     assert rig.written == 1
     rig.safekeeping.keep_what_must_be()
     assert rig.written == 1, "at once"
-    rig.now += module.PAUSE.total_seconds()
+    rig.now += USUAL.keep_again.total_seconds()
     rig.safekeeping.keep_what_must_be()
     assert rig.written == 2
     assert not rig.may_finish()
@@ -215,7 +220,7 @@ def test_a_disk_that_has_room_again_is_written_to(rig: Rig) -> None:
     rig.disk.before_write = full
     rig.safekeeping.keep_what_must_be()
     rig.disk.before_write = lambda: None
-    rig.now += module.PAUSE.total_seconds()
+    rig.now += USUAL.keep_again.total_seconds()
     rig.safekeeping.keep_what_must_be()
     assert rig.safekeeping.problem == ""
     assert rig.may_finish()
@@ -245,9 +250,11 @@ def test_an_order_that_not_all_shards_got_is_repeated_as_it_was(rig: Rig) -> Non
     assert told[-1] == 2, "another version has another number"
 
 
-def test_a_part_that_takes_long_to_write_is_waited_for(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "limits", [ServerLimits(patience=timedelta(milliseconds=50))], ids=["little patience"]
+)
+def test_a_part_that_takes_long_to_write_is_waited_for(rig: Rig) -> None:
     """Of a large model, on a slow volume: each new attempt would only be late again."""
-    monkeypatch.setattr(keeper_module, "PATIENCE", timedelta(milliseconds=50))
     rig.disk.before_write = partial(time.sleep, 0.3)
     rig.job.state.arrived = True
     rig.safekeeping.keep_what_must_be()

@@ -18,17 +18,27 @@ from google.protobuf.message import Message
 
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.errors import Malformed, RefusalCode, Refused
-from elastic_ps.server import coordinator as coordinator_module
-from elastic_ps.server import shard as shard_module
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame
 from elastic_ps.transport.inproc import InprocServer
 from tests.testing.service import Worker, code, environment, serving
 
+soon = pytest.mark.parametrize(
+    "limits",
+    [ServerLimits(answer=timedelta(milliseconds=50), shard_answer=timedelta(milliseconds=50))],
+    ids=["soon"],
+)
+
 
 @pytest.fixture
-def listener() -> Iterator[InprocServer]:
-    with serving(environment()) as (listener, _):
+def limits() -> ServerLimits:
+    return USUAL
+
+
+@pytest.fixture
+def listener(limits: ServerLimits) -> Iterator[InprocServer]:
+    with serving(environment(), limits=limits) as (listener, _):
         yield listener
 
 
@@ -311,10 +321,8 @@ def test_another_data_set_is_refused_in_words(listener: InprocServer, worker: Wo
     assert code(refused) is RefusalCode.INVALID
 
 
-def test_while_one_brings_the_model_others_are_asked_to_wait(
-    listener: InprocServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
+@soon
+def test_while_one_brings_the_model_others_are_asked_to_wait(listener: InprocServer) -> None:
     first, second = Worker(listener, 0), Worker(listener, 1)
     assert first.join().initialise
     reply = second.join()
@@ -364,12 +372,10 @@ def test_a_worker_is_told_that_its_server_has_come_back_without_anything(worker:
             assert code(refused) is RefusalCode.STALE_INCARNATION
 
 
-def test_a_worker_of_a_model_that_is_lost_is_told_so_when_another_model_is_trained(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_of_a_model_that_is_lost_is_told_so_when_another_model_is_trained(worker: Worker) -> None:
     """It would be refused as if it had failed, or wait until the new model is as far as the old one was."""
-    monkeypatch.setattr(shard_module, "WAIT", timedelta(milliseconds=50))  # shorter than the newcomer's lease
-    with serving(environment()) as (listener, server):
+    soon = ServerLimits(shard_answer=timedelta(milliseconds=50))  # before the newcomer's lease ends
+    with serving(environment(), limits=soon) as (listener, server):
         assert server.term == worker.term
         newcomer = Worker(listener)
         newcomer.start()
@@ -389,10 +395,8 @@ def test_a_worker_of_a_model_that_is_lost_is_told_so_when_another_model_is_train
         assert code(refused) is RefusalCode.WRONG_VERSION
 
 
-def test_a_take_that_waits_in_vain_is_answered_before_long(
-    listener: InprocServer, worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
+@soon
+def test_a_take_that_waits_in_vain_is_answered_before_long(listener: InprocServer, worker: Worker) -> None:
     other = Worker(listener, 1)
     other.start()
     for holder in (worker, worker):
@@ -421,10 +425,10 @@ def test_one_worker_is_the_chief_of_an_epoch(listener: InprocServer, worker: Wor
 
 
 @pytest.mark.parametrize("last_one_leaves", [False, True])
+@soon
 def test_a_worker_that_has_not_begun_the_last_epoch_is_its_chief_only_if_no_other_has(
-    listener: InprocServer, worker: Worker, monkeypatch: pytest.MonkeyPatch, last_one_leaves: bool
+    listener: InprocServer, worker: Worker, last_one_leaves: bool
 ) -> None:
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
     other = Worker(listener, 1)
     other.start()
     worker.take(early=True)
@@ -486,10 +490,8 @@ def test_a_push_that_ends_a_step_is_known_again_when_its_version_is_there(worker
     assert code(refused) is RefusalCode.STALE_ATTEMPT
 
 
-def test_a_pull_that_waits_in_vain_is_answered_before_long(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shard_module, "WAIT", timedelta(milliseconds=50))
+@soon
+def test_a_pull_that_waits_in_vain_is_answered_before_long(worker: Worker) -> None:
     ((reply, _),) = worker.pull(1)
     assert reply.pending
 

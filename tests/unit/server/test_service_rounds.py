@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server import coordinator as coordinator_module
 from elastic_ps.server.shard import Shard
 from elastic_ps.transport import messages_pb2 as pb
+from tests.testing.coordinator import SOON
 from tests.testing.polling import eventually
 from tests.testing.service import Worker, environment, serving
 
@@ -93,10 +92,9 @@ def test_who_has_pulled_a_newer_version_holds_nobody_up() -> None:
         assert server.status().progress.version == 2
 
 
-def test_calls_that_wait_in_vain_are_answered_before_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator_module, "WAIT", timedelta(milliseconds=50))
+def test_calls_that_wait_in_vain_are_answered_before_long() -> None:
     bounded = environment(consistency={"mode": "bounded", "maxStaleness": 2}, worker={"replicas": 3})
-    with serving(bounded) as (listener, _):
+    with serving(bounded, limits=SOON) as (listener, _):
         workers = [Worker(listener, index) for index in range(3)]
         for worker in workers:
             worker.start()
@@ -111,7 +109,7 @@ def test_calls_that_wait_in_vain_are_answered_before_long(monkeypatch: pytest.Mo
         assert begin(workers[2]), "the round waits for worker 1 only"
         workers[1].push(0, 0, finish=workers[1].finishing(0, taken[1]))
         assert not begin(workers[2])
-    with serving(environment()) as (listener, _):
+    with serving(environment(), limits=SOON) as (listener, _):
         one, other = Worker(listener, 0), Worker(listener, 1)
         for worker in (one, other):
             worker.start()

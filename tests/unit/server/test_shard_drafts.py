@@ -14,7 +14,7 @@ from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server.pulls import Pulled, RestartedAs
-from tests.testing.shard import TERM, Rig, one_bucket, ones, tensor
+from tests.testing.shard import HASTY, TERM, Rig, one_bucket, ones, tensor
 
 TWO = partition([tensor("a", 400), tensor("b", 400)], bucket_bytes=1600, shards=1)
 
@@ -187,8 +187,8 @@ def test_two_workers_get_the_same_draft_and_the_sums_stay_as_they_are() -> None:
         assert bytes(as_bytes(rig.values(bucket.index))) == bytes(draft.data)
 
 
-def test_a_wait_that_is_over_is_told_and_the_caller_keeps_its_drafts(short_wait: None) -> None:
-    rig = Rig(TWO, workers=(0,))
+def test_a_wait_that_is_over_is_told_and_the_caller_keeps_its_drafts() -> None:
+    rig = Rig(TWO, workers=(0,), limits=HASTY)
     rig.push(0, ones(400), bucket=0)
     draft, nothing = ahead(rig)
     assert nothing is None

@@ -13,7 +13,7 @@ from elastic_ps.core.partition import Rule
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.server import receiving
 from elastic_ps.server.orders import Application
-from tests.testing.shard import LR, Body, Rig, one_bucket, ones, refusal, tensor
+from tests.testing.shard import HASTY, LR, Body, Rig, one_bucket, ones, refusal, tensor
 
 
 def test_a_repeated_push_is_added_once() -> None:
@@ -40,9 +40,8 @@ def test_a_push_repeated_while_the_first_is_being_received_is_added_once(threads
     assert torch.equal(rig.values(), ones(4, -1.0))
 
 
-@pytest.mark.usefixtures("short_wait")
 def test_a_push_repeated_while_the_first_hangs_for_long_is_added_once(threads: ThreadPoolExecutor) -> None:
-    rig, gate = Rig(one_bucket(tensor("w", 4))), threading.Event()
+    rig, gate = Rig(one_bucket(tensor("w", 4)), limits=HASTY), threading.Event()
     first, second = pushed_twice(threads, rig, Body(ones(4), gate=gate))
     assert refusal(second) is RefusalCode.NOT_READY, "to be asked again"
     gate.set()
@@ -62,8 +61,8 @@ def test_a_repeated_push_takes_over_when_the_first_is_cut_off(threads: ThreadPoo
     assert torch.equal(rig.values(), ones(4, -1.0))
 
 
-def test_bodies_that_are_cut_off_leave_nothing_and_take_no_receive_buffer(short_wait: None) -> None:
-    rig = Rig(one_bucket(tensor("w", 4)))
+def test_bodies_that_are_cut_off_leave_nothing_and_take_no_receive_buffer() -> None:
+    rig = Rig(one_bucket(tensor("w", 4)), limits=HASTY)
     for _ in range(3 * receiving.RECEIVE_BUFFERS):
         with pytest.raises(ConnectionLost):
             rig.push(0, Body(ones(4, 100.0), cut_off=True))
@@ -77,11 +76,9 @@ def test_bodies_that_are_cut_off_leave_nothing_and_take_no_receive_buffer(short_
     assert torch.equal(rig.values(), ones(4, -1.0))
 
 
-def test_when_all_buffers_are_taken_a_push_is_asked_to_come_again(
-    threads: ThreadPoolExecutor, short_wait: None
-) -> None:
+def test_when_all_buffers_are_taken_a_push_is_asked_to_come_again(threads: ThreadPoolExecutor) -> None:
     workers = range(receiving.RECEIVE_BUFFERS + 1)
-    rig = Rig(one_bucket(tensor("w", 4)), workers=workers)
+    rig = Rig(one_bucket(tensor("w", 4)), workers=workers, limits=HASTY)
     gate = threading.Event()
     bodies = [Body(ones(4), gate=gate) for _ in workers[:-1]]
     pushes = [threads.submit(rig.push, w, body) for w, body in zip(workers, bodies, strict=False)]
@@ -191,9 +188,9 @@ def test_first_values_that_come_late_do_not_overwrite_what_was_trained() -> None
     assert torch.equal(rig.values(), ones(4, -1.0))
 
 
-def test_the_model_is_brought_by_the_process_that_was_told_to(short_wait: None) -> None:
+def test_the_model_is_brought_by_the_process_that_was_told_to() -> None:
     """Not by one of before, whose place another one has taken."""
-    rig = Rig(one_bucket(tensor("w", 4)), workers=[])
+    rig = Rig(one_bucket(tensor("w", 4)), workers=[], limits=HASTY)
     with pytest.raises(Refused) as refused:
         rig.shard.initialise(0, 0, 10, Body(ones(4)))
     assert refused.value.code is RefusalCode.NOT_READY

@@ -14,11 +14,11 @@ from elastic_ps.codec import as_bytes
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
+from elastic_ps.server.limits import USUAL
 from elastic_ps.server.orders import Application
 from elastic_ps.server.pulls import Pulled, RestartedAs
-from elastic_ps.server.shard import SMALL
 from elastic_ps.server.values import BucketValues
-from tests.testing.shard import LR, TERM, Body, Rig, one_bucket, ones, refusal, tensor
+from tests.testing.shard import HASTY, LR, TERM, Body, Rig, one_bucket, ones, refusal, tensor
 
 
 def test_nothing_is_applied_unless_the_sums_are_exactly_the_contributions() -> None:
@@ -125,9 +125,9 @@ def test_a_pull_that_waits_is_told_that_the_round_starts_again(threads: ThreadPo
     assert isinstance(watching.result(10)[0], Pulled), "who takes no part is not told"
 
 
-def test_a_pull_of_no_bucket_waits_for_the_version_too(short_wait: None) -> None:
+def test_a_pull_of_no_bucket_waits_for_the_version_too() -> None:
     """With fragments a shard may have none of those that are exchanged, and is pushed to for the next."""
-    rig = Rig(one_bucket(tensor("w", 4)))
+    rig = Rig(one_bucket(tensor("w", 4)), limits=HASTY)
     wanted: dict[str, Any] = {"term": TERM, "attempt": 0, "contributor": None}
     assert list(rig.shard.pull([], 0, **wanted)) == []
     assert list(rig.shard.pull([], 1, **wanted)) == [None]
@@ -138,11 +138,13 @@ def test_a_pull_of_no_bucket_waits_for_the_version_too(short_wait: None) -> None
     assert list(rig.shard.pull([], 1, **wanted)) == []
 
 
-def test_a_pull_for_which_nothing_happens_says_so(short_wait: None) -> None:
-    assert pull(Rig(one_bucket(tensor("w", 4))), 1) == [None]
+def test_a_pull_for_which_nothing_happens_says_so() -> None:
+    assert pull(Rig(one_bucket(tensor("w", 4)), limits=HASTY), 1) == [None]
 
 
-@pytest.mark.parametrize(("elements", "is_copied"), [(4, True), (SMALL // 4, True), (SMALL // 4 + 1, False)])
+@pytest.mark.parametrize(
+    ("elements", "is_copied"), [(4, True), (USUAL.small_pull // 4, True), (USUAL.small_pull // 4 + 1, False)]
+)
 def test_a_copy_stays_as_it_was_and_a_contributor_gets_the_memory_itself(
     elements: int, is_copied: bool
 ) -> None:
@@ -158,9 +160,9 @@ def test_a_copy_stays_as_it_was_and_a_contributor_gets_the_memory_itself(
     assert (copy.last, live.last) == (True, is_copied)
 
 
-def test_who_joins_later_gets_frozen_parameters_too(short_wait: None) -> None:
+def test_who_joins_later_gets_frozen_parameters_too() -> None:
     tensors = [tensor("body", 4, rule=Rule.CONSTANT), tensor("head", 4)]
-    rig = Rig(partition(tensors, bucket_bytes=1024, shards=1))
+    rig = Rig(partition(tensors, bucket_bytes=1024, shards=1), limits=HASTY)
     rig.fill(1, ones(4, 5.0))
     rig.push(0, ones(4))
     rig.commit(0, samples=1)

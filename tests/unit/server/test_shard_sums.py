@@ -14,7 +14,7 @@ from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
 from tests.testing.polling import eventually
-from tests.testing.shard import Rig, one_bucket, ones, refusal, tensor
+from tests.testing.shard import HASTY, Rig, one_bucket, ones, refusal, tensor
 
 
 def test_a_round_is_the_mean_weighted_by_samples() -> None:
@@ -156,9 +156,10 @@ def test_in_deterministic_mode_sums_agree_to_the_bit_in_any_order_of_arrival(
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.usefixtures("short_wait")
 def test_in_deterministic_mode_a_long_wait_does_not_change_the_order() -> None:
-    rig = Rig(one_bucket(tensor("w", 4)), workers=(0, 1), consistency=Consistency(deterministic=True))
+    rig = Rig(
+        one_bucket(tensor("w", 4)), workers=(0, 1), consistency=Consistency(deterministic=True), limits=HASTY
+    )
     with pytest.raises(Refused, match="turn") as refused:
         rig.push(1, ones(4))
     assert refused.value.code is RefusalCode.NOT_YOUR_TURN

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -32,13 +31,13 @@ from elastic_ps.core.sizing import (
     bucket_bytes,
 )
 from elastic_ps.errors import Malformed
-from elastic_ps.server import coordinator
-from elastic_ps.server.coordinator import WAIT, Joined, NotYet
+from elastic_ps.server.coordinator import Joined, NotYet
 from elastic_ps.server.lead import Lead
+from elastic_ps.server.limits import USUAL
 from elastic_ps.server.service import PROBE
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.probe import BODIES, BODY_CALLS, EMPTY_CALLS, LONG, measure
-from tests.testing.coordinator import Notes
+from tests.testing.coordinator import SOON, Notes
 from tests.testing.service import Worker, environment, serving
 from tests.unit.server.test_lead import leading
 
@@ -207,11 +206,10 @@ def test_a_job_on_a_crowded_host_gets_few_buckets() -> None:
         assert lead.status().bucket_bytes == CROWDED
 
 
-def test_one_worker_measures_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_worker_measures_at_a_time() -> None:
     """Else each finds what its share of shard 0's link is like."""
-    monkeypatch.setattr(coordinator, "WAIT", timedelta(milliseconds=50))
     now = 100.0
-    with leading([Notes()], clock=lambda: now) as lead:
+    with leading([Notes()], clock=lambda: now, limits=SOON) as lead:
         assert joining(lead, 0, measures=True) is NotYet.MEASURE
         assert joining(lead, 1, measures=True) is NotYet.WAIT
         assert joining(lead, 0, measures=True) is NotYet.MEASURE, "its answer was lost, or its process"
@@ -236,7 +234,7 @@ def test_a_worker_that_waits_for_another_ones_measurement_gets_the_model_at_once
         first = joining(lead, 0, measures=True, link=SLOW)
         assert isinstance(first, Joined)
         lead.coordinator.initialised(0, first.stay.incarnation)
-        assert sizes(other.result(WAIT.total_seconds() / 2)) == {64 * KIB}
+        assert sizes(other.result(USUAL.answer.total_seconds() / 2)) == {64 * KIB}
 
 
 def test_a_worker_that_cannot_measure_gets_buckets_of_the_usual_size() -> None:

@@ -19,9 +19,9 @@ from elastic_ps.process.lifecycle import tell_joined
 from elastic_ps.process.telemetry import History
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame, Incoming
-from elastic_ps.worker import client as client_module
 from elastic_ps.worker import current
 from elastic_ps.worker.client import Client
+from elastic_ps.worker.limits import WorkerLimits
 from elastic_ps.worker.member import Member
 from tests.testing.service import environment
 
@@ -109,13 +109,10 @@ class Failing(Connection):
         pass
 
 
-def test_one_that_leaves_waits_for_a_server_that_is_not_ready_and_not_for_one_that_is_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(client_module, "LEAVING", timedelta(0))
+def test_one_that_leaves_waits_for_a_server_that_is_not_ready_and_not_for_one_that_is_gone() -> None:
     not_yet = Refused(RefusalCode.NOT_READY, "going back to a checkpoint")
     busy = Failing(not_yet, not_yet, ConnectionLost("gone"), ConnectionLost("gone"))
-    client = Client("job", 0, [busy])
+    client = Client("job", 0, [busy], limits=WorkerLimits(leaving=timedelta(0)))
     client.expect_to_leave()
     with pytest.raises(ConnectionLost, match="gone"):
         client.heartbeat()

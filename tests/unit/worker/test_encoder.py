@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.encoder import Encoder, Payload
 from elastic_ps.worker.traffic import Traffic
 from tests.testing.shard import Body
+from tests.unit.codec.test_codecs import Negative
 
 TENSORS = tuple(TensorSpec(name, (4,), "float32", Rule.GRADIENT, 0) for name in ("weight", "bias"))
 BUCKET = Bucket(0, 0, "float32", Rule.GRADIENT, tuple(Piece(tensor=i, start=0, length=4) for i in range(2)))
@@ -216,15 +217,26 @@ def test_a_version_that_is_made_once_more_in_a_new_term_draws_the_same_numbers()
     assert made[0] == made[1] != made[2]
 
 
+class Counted(Negative):
+    """It notes which of its calls each is, by its state."""
+
+    calls: ClassVar[list[int]] = []
+
+    def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
+        encoded = super().encode(tensor, state, random)
+        self.calls.append(state["calls"])
+        return encoded
+
+
 def test_a_step_that_is_not_made_changes_no_state() -> None:
-    worker, calls = Worker(plan(codec="tests.unit.codec.test_codecs:Negative")), []
+    worker = Worker(plan(codec="tests.unit.worker.test_encoder:Counted"))
+    Counted.calls.clear()
     for step, counts in enumerate([True, False, False, True, True]):
         worker.encoder.begin(step)
         worker.push([1.0] * 8, step)
         if counts:
             worker.encoder.applied()
-        calls.append(worker.encoder._residual.state(0, 0)["calls"])
-    assert calls == [1, 1, 1, 2, 3]
+    assert Counted.calls == [1, 2, 2, 2, 3]
 
 
 def test_topk_warms_up_by_the_jobs_version() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from elastic_ps.errors import ElasticPSError, UsageError
-from elastic_ps.worker import local_world
 from elastic_ps.worker.local_world import Links, LocalWorld
 from tests.testing.polling import LIMIT
 
@@ -41,12 +40,10 @@ def test_the_others_learn_that_process_0_has_failed() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_ends_while_memory_is_shared_out_is_named(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local_world, "ENDING", timedelta(0))
+def test_a_process_that_ends_while_memory_is_shared_out_is_named(rank: int) -> None:
     pairs = Pipe(), Pipe()
-    worlds = [LocalWorld(r, [Links(*(pair[r] for pair in pairs))], size=2) for r in range(2)]
+    links = [[Links(*(pair[r] for pair in pairs))] for r in range(2)]
+    worlds = [LocalWorld(r, links[r], size=2, ending=timedelta(0)) for r in range(2)]
     worlds[1 - rank].close()
     with pytest.raises(
         UsageError, match=rf"process {1 - rank} of this worker has ended.* session\.optimizer"

@@ -12,8 +12,8 @@ import torch
 
 from elastic_ps.errors import UsageError
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.worker import tensors as module
 from elastic_ps.worker.handles import MOST_QUEUED
+from elastic_ps.worker.limits import WorkerLimits
 from elastic_ps.worker.tensors import Tensors
 from tests.testing.polling import eventually
 
@@ -23,6 +23,7 @@ class Silent:
 
     shards, worker, instance = 1, 0, "one"
     stay = pb.Caller(job="job")
+    limits = WorkerLimits(goodbye=timedelta(0))
 
     def __init__(self) -> None:
         self.let_go = threading.Event()
@@ -34,9 +35,8 @@ class Silent:
         return [None]
 
 
-def test_a_session_is_closed_although_a_push_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_is_closed_although_a_push_waits_for_room() -> None:
     """The push holds what all others need, and a server may not answer for 15 minutes."""
-    monkeypatch.setattr(module, "GOODBYE", timedelta(0))
     client = Silent()
     kept = Tensors(client, bucket_bytes=1024)  # type: ignore[arg-type]
     kept.init("w", torch.ones(4))

@@ -1,0 +1,32 @@
+"""What of a session and an optimizer no script may reach, and some tests have to look at."""
+
+from __future__ import annotations
+
+from elastic_ps.worker.engine import Engine
+from elastic_ps.worker.exchange import Exchange
+from elastic_ps.worker.model import Flat
+from elastic_ps.worker.optimizer import ElasticOptimizer
+from elastic_ps.worker.session import Session
+
+
+def engine_of(session: Session) -> Engine:
+    """What the session drives."""
+    return session._engine
+
+
+def exchange_of(session: Session) -> Exchange:
+    """The pushes and pulls of a worker that has joined."""
+    exchange = engine_of(session).exchange
+    assert exchange is not None
+    return exchange
+
+
+def flat_of(optimizer: ElasticOptimizer) -> Flat:
+    """The model's memory."""
+    return optimizer._flat
+
+
+def vanish(session: Session) -> None:
+    """Let a worker end without a goodbye."""
+    engine_of(session).client.close()
+    session.close()

@@ -1,0 +1,97 @@
+"""A machine that the test does not have: one without memory, room, threads, or names, and one with GPUs.
+
+Each stands in for a call of Python or of the system, whose answer no test can bring about on every machine,
+and lasts as long as `patch`, pytest's `monkeypatch`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from io import StringIO
+from typing import Any
+
+import pytest
+
+from elastic_ps.transport import local
+
+Patch = pytest.MonkeyPatch
+
+
+def always() -> bool:
+    return True
+
+
+def fails(patch: Patch, where: Any, call: str, error: Exception, when: Callable[[], object] = always) -> None:
+    """`where.call` raises the error while `when()`: no test can fill a disk, or use up memory."""
+    usual = getattr(where, call)
+
+    def either(*given: Any, **named: Any) -> Any:
+        if when():
+            raise error
+        return usual(*given, **named)
+
+    patch.setattr(where, call, either)
+
+
+def full() -> OSError:
+    """What a full disk says."""
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+def lacks_descriptors(patch: Patch, count: int) -> None:
+    """The process may have that many descriptors: with so few, pytest itself could not go on."""
+    patch.setattr("resource.getrlimit", lambda _: (count, 1000))
+
+
+def lacks_shared_memory(patch: Patch) -> None:
+    """The system gives none, as some containers' do not."""
+    fails(patch, os, "memfd_create", PermissionError("not here"))
+
+
+def lacks_ipv6(patch: Patch) -> None:
+    patch.setattr("socket.has_dualstack_ipv6", lambda: False)
+
+
+def is_another_host(patch: Patch) -> None:
+    """Loopback counts as the address of another host: a machine for tests has no second one."""
+    patch.setattr(local, "name_of", lambda _: None)
+
+
+def is_another_users(patch: Patch) -> None:
+    """Who listens within the host is another user, whom a test cannot become."""
+    patch.setattr(local, "same_user", lambda _: False)
+
+
+def knows_names(patch: Patch, known: Mapping[str, str], name: str) -> None:
+    """The host's name is looked up in `known`, which may change, as a cluster's DNS does."""
+    usual = socket.getaddrinfo
+
+    def asked(host: str, *rest: Any, **more: Any) -> Any:
+        if host == name and host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return usual(known.get(host, host), *rest, **more)
+
+    patch.setattr(socket, "getaddrinfo", asked)
+
+
+def dials(patch: Patch, dial: Callable[..., socket.socket]) -> None:
+    """What connects calls `dial`: a host that vanished answers in no time that a test can wait for."""
+    patch.setattr("socket.create_connection", dial)
+
+
+def has_cores(patch: Patch, count: int) -> None:
+    patch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
+
+
+def is_called_with(patch: Patch, *words: str) -> None:
+    """The command line of this process, for a program that has nothing but `main()`."""
+    patch.setattr(sys, "argv", list(words))
+
+
+def is_told(patch: Patch, text: str) -> None:
+    """Standard input."""
+    patch.setattr(sys, "stdin", StringIO(text))

@@ -1,0 +1,38 @@
+"""A connection that a test watches: it may note a call, delay it or its answer, or have it fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+from elastic_ps.transport.base import Connection, Frame, Incoming
+
+Look = Callable[[str, Frame], object]
+"""What is told of a call; what it raises is raised to the caller."""
+
+
+def _nothing(method: str, frame: Frame) -> None:
+    pass
+
+
+class Watched(Connection):
+    """Calls `before` before each call, and `after` when it is answered, before the caller has all of that."""
+
+    def __init__(self, inner: Connection, before: Look = _nothing, *, after: Look = _nothing) -> None:
+        self._inner, self._before, self._after = inner, before, after
+
+    @property
+    def near(self) -> bool:
+        return self._inner.near
+
+    def call(self, method: str, frame: Frame, *, timeout: timedelta) -> Iterator[Incoming]:
+        self._before(method, frame)
+        answers = self._inner.call(method, frame, timeout=timeout)
+        return self._answered(answers, method, frame)
+
+    def _answered(self, answers: Iterator[Incoming], method: str, frame: Frame) -> Iterator[Incoming]:
+        yield from answers
+        self._after(method, frame)
+
+    def close(self) -> None:
+        self._inner.close()
