@@ -274,7 +274,7 @@ def test_a_script_that_is_interrupted_while_it_waits_for_an_exchange_goes_on(tmp
         exchange = engine_of(session).exchange
         if exchange is None or exchange.under_way is None or session.version != job.version:
             return False
-        frame, found = sys._current_frames().get(threading.main_thread().ident or 0), False
+        frame, found = sys._current_frames().get(threading.main_thread().ident or 0), False  # noqa: SLF001  Python's
         while frame is not None:
             found, frame = found or frame.f_code is Flight.land.__code__, frame.f_back
         return found

@@ -262,8 +262,8 @@ def test_when_the_system_gives_no_process_the_fork_server_says_so_and_goes_on(
     assert "temporarily unavailable" in done.stdout, done.stderr
     assert forks.ready(timedelta(seconds=60))
     # The fork server of this test cannot be brought to lack processes from outside.
-    monkeypatch.setattr(forks._packets, "send", lambda *_: None)
-    monkeypatch.setattr(forks, "_read", lambda _: forks._note({"refused": "no process"}))
+    monkeypatch.setattr(forks._packets, "send", lambda *_: None)  # noqa: SLF001
+    monkeypatch.setattr(forks, "_read", lambda _: forks._note({"refused": "no process"}))  # noqa: SLF001
     argv = [sys.executable, "-m", "elastic_ps.worker"]
     assert forks.start(argv, variables={}, descriptors={}, name="other") is None, "it is started otherwise"
 

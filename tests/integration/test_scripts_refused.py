@@ -426,13 +426,13 @@ def test_the_loop_of_a_lightning_trainer_is_refused_before_it_trains(tmp_path: P
 
     def script(session: Session) -> None:
         model = LightningModule(*make_mlp())
-        model._trainer = object() if when == "before" else None
+        model._trainer = object() if when == "before" else None  # noqa: SLF001  as Lightning does
         optimizer = session.optimizer(sgd(model), model)
         assert when == "later"
         for x, y in session.loader(Numbers(4), 4):
             mse(model, x, y).backward()
             optimizer.step()
-        model._trainer = object()
+        model._trainer = object()  # noqa: SLF001  as Lightning does
         next(iter(session.loader(Numbers(4), 4)))
 
     failing(tmp_path, script, UsageError, r"loop over the data is Lightning's.* session\.loader")

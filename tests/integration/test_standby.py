@@ -154,7 +154,7 @@ class Crash:
         def advanced(node: Node, order: Advance, number: OrderId | None = None) -> Report:
             if node is self._dead:
                 raise RuntimeError("this parameter server has crashed")
-            if node._follower is None:
+            if node._follower is None:  # noqa: SLF001  a standby's node
                 return advance(node, order, number)
             self._here.node = node
             try:

@@ -358,10 +358,10 @@ def test_an_older_tls_is_refused(port: Port) -> None:
     context_of_call: Any = SimpleNamespace(auth_context=lambda: shown, abort=abort)
     assert isinstance(port.server, GrpcServer)
     with pytest.raises(ConnectionAbortedError):
-        port.server._identify(context_of_call)
+        port.server._identify(context_of_call)  # noqa: SLF001
     assert said == ["TLS 1.3 is expected"]
     shown["ssl_tls_version"] = [b"TLSv1.3"]
-    assert port.server._identify(context_of_call) == worker.identity
+    assert port.server._identify(context_of_call) == worker.identity  # noqa: SLF001
 
 
 def test_a_connection_gets_new_keys_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,9 +64,9 @@ class Collectives:
 
         def backend(place: tuple[str, str], rank: int, size: int, options: Any) -> _Backend:
             group = self._groups.setdefault(place, _Group(self, size))
-            return _Backend(group, rank, options._timeout)
+            return _Backend(group, rank, options._timeout)  # noqa: SLF001  torch's name
 
-        backend._Options = SimpleNamespace  # type: ignore[attr-defined]
+        backend._Options = SimpleNamespace  # type: ignore[attr-defined]  # noqa: SLF001  likewise
         backend.create_device = lambda hostname: hostname  # type: ignore[attr-defined]
         return SimpleNamespace(
             TCPStore=lambda there, *_: there,

@@ -11,7 +11,7 @@ from elastic_ps.worker.session import Session
 
 def engine_of(session: Session) -> Engine:
     """What the session drives."""
-    return session._engine
+    return session._engine  # noqa: SLF001  a script that had it could break its worker
 
 
 def exchange_of(session: Session) -> Exchange:
@@ -23,7 +23,7 @@ def exchange_of(session: Session) -> Exchange:
 
 def flat_of(optimizer: ElasticOptimizer) -> Flat:
     """The model's memory."""
-    return optimizer._flat
+    return optimizer._flat  # noqa: SLF001  likewise
 
 
 def vanish(session: Session) -> None:

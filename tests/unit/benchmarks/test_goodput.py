@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,9 +25,9 @@ from benchmarks.goodput import (
     systems,
 )
 from benchmarks.goodput_found import Fault, Measured, rival
-from benchmarks.goodput_machines import ROOT, kill_all_of, variables
+from benchmarks.goodput_machines import ROOT, variables
 from benchmarks.goodput_systems import CLEAN, Kind, System, make_job, modes
-from tests.testing.polling import eventually
+from tests.testing import machine
 
 
 def test_the_faults_follow_from_the_seed() -> None:
@@ -84,7 +82,7 @@ def test_options_are_read() -> None:
 def test_how_long_a_machine_is_away_needs_machines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["goodput", "--gone", "5"])
+    machine.is_called_with(monkeypatch, "goodput", "--gone", "5")
     with pytest.raises(SystemExit):
         goodput.main()
     assert "it needs --machines" in capsys.readouterr().err
@@ -156,18 +154,8 @@ def test_what_was_found_until_an_interruption_is_told(
 ) -> None:
     first, second = Counting(interrupt_at=0), Counting(interrupt_at=5)
     monkeypatch.setattr(goodput, "systems", lambda *_: {"sync": first.open, "async": second.open})
-    words = [
-        "goodput",
-        "--minutes",
-        "0.02",
-        "--quiet",
-        "0.001",
-        "--every",
-        "0.1",
-        "--json",
-        str(tmp_path / "j"),
-    ]
-    monkeypatch.setattr(sys, "argv", words)
+    words = "goodput --minutes 0.02 --quiet 0.001 --every 0.1 --json"
+    machine.is_called_with(monkeypatch, *words.split(), str(tmp_path / "j"))
     monkeypatch.setattr(
         goodput, "schedule", lambda *_, **__: [Fault(0.0, "slow", 0, 1.0), Fault(0.1, "slow", 1, 1.0)]
     )
@@ -211,33 +199,6 @@ def test_a_freeze_is_not_over_before_its_time_though_another_one_ends(
     assert thaws[0] - stops[0] >= 0.99
 
 
-def test_every_process_of_a_directory_is_killed(tmp_path: Path) -> None:
-    child = (
-        "import subprocess, sys, time\n"
-        "if len(sys.argv) == 5: subprocess.Popen([*sys.argv[1:], 'the child of the child'])\n"
-        "time.sleep(600)"
-    )
-    command = [sys.executable, "-c", child, sys.executable, "-c", child, str(tmp_path)]
-    ours = subprocess.Popen(command)
-    try:
-        eventually(lambda: len(list(_naming(tmp_path))) == 2, "there is a child of the child")
-        kill_all_of(tmp_path)
-        assert ours.wait() == -signal.SIGKILL
-        assert list(_naming(tmp_path)) == []
-    finally:
-        ours.kill()
-        ours.wait()
-
-
-def _naming(path: Path) -> Iterator[int]:
-    for each in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if str(path) in each.read_text(errors="replace"):
-                yield int(each.parent.name)
-        except OSError:
-            pass
-
-
 def test_a_process_that_is_started_finds_packages_where_this_one_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -263,7 +224,7 @@ def test_a_system_that_does_not_train_is_said_and_the_others_are_measured(
 
     monkeypatch.setattr(goodput, "LIMIT", 0.1)
     monkeypatch.setattr(goodput, "systems", lambda *_: {"torchft": failing, "sync": good.open})
-    monkeypatch.setattr(sys, "argv", ["goodput", "--minutes", "0.001", "--quiet", "0.001"])
+    machine.is_called_with(monkeypatch, "goodput", "--minutes", "0.001", "--quiet", "0.001")
     monkeypatch.chdir(tmp_path)
     assert goodput.main() == 1
     said = capsys.readouterr().out

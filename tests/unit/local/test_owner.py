@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from elastic_ps.api.job import TrainingJob, parse_job
 from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.owner import running
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.errors import InvalidJob, StorageUnavailable, UserError
 from elastic_ps.local import preflight
-from tests.testing.forked import forked
+from tests.testing import machine
+from tests.testing.launching import make_job
+from tests.testing.store import write
 
 
 @pytest.fixture
@@ -54,14 +52,8 @@ def test_what_an_interrupted_write_left_makes_room_for_a_claim(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the disk is full of it. That of a run that goes on is none."""
-    partial, write = tmp_path / "partial-1-1-0000000001", files.write_text
-
-    def full(path: Path, text: str) -> None:
-        if partial.exists():
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, text)
-
-    monkeypatch.setattr(files, "write_text", full)
+    partial = tmp_path / "partial-1-1-0000000001"
+    machine.fails(monkeypatch, files, "write_text", machine.full(), partial.exists)
     partial.mkdir()
     first = Store(tmp_path)
     first.claim("a", "1")
@@ -82,8 +74,8 @@ def test_processes_of_one_run_share_it(first: Store) -> None:
     second = Store(first.directory)
     second.claim("a", "1")
     first.close()
-    assert second._claim is not None
-    second._claim.hold()
+    second.next_term()
+    write(second, 1)
     with pytest.raises(InvalidJob, match="which is running"):
         Store(first.directory).claim("b", "1", adopt=True)
     second.close()
@@ -101,21 +93,6 @@ def test_the_directory_of_a_job_that_has_ended_is_taken_over_only_if_asked_for(f
     second.close()
 
 
-def test_a_lock_is_given_back_although_a_process_was_forked_meanwhile(tmp_path: Path) -> None:
-    """It has the file open, too: a DataLoader's process, in a program that has the parameter server in it."""
-    store = Store(tmp_path)
-    store.claim("a", "1")
-    with ExitStack() as stack:
-        with files.locked(tmp_path / "lock"):
-            stack.enter_context(forked())
-        stack.enter_context(forked())
-        lock = files.try_lock(tmp_path / "lock")
-        assert lock is not None
-        files.unlock(lock)
-        store.close()
-        assert running(tmp_path) is None
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"job": "a"}'])
 def test_an_owner_that_cannot_be_understood_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "job.json").write_text(text)
@@ -124,17 +101,12 @@ def test_an_owner_that_cannot_be_understood_is_none(tmp_path: Path, text: str) -
     store.close()
 
 
-def make_job(**spec: Any) -> TrainingJob:
-    document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "b"}}
-    return parse_job({**document, "spec": {"entrypoint": "script:main", **spec}}, source="test")
-
-
 def test_the_command_line_refuses_the_directory_of_a_running_job(first: Store) -> None:
     """Before anything is started."""
     Store(first.directory).path(3).mkdir()
     (first.directory / "version-0000000003" / "manifest.json").touch()
     path = {"checkpoint": {"path": str(first.directory)}}
-    for resume, job in ((first.directory, make_job()), (None, make_job(parameterServer=path))):
+    for resume, job in ((first.directory, make_job()), (None, make_job(spec={"parameterServer": path}))):
         with pytest.raises(UserError, match=r"belongs to job 'a' .*which is running"):
             preflight.check_checkpoints(job, resume)
     first.close()

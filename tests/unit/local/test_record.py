@@ -5,26 +5,28 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import shutil
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from elastic_ps.api.job import TrainingJob, parse_job
+from elastic_ps.api.job import parse_job
 from elastic_ps.api.status import Divergence, Member, Progress, ServerStatus
-from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.owner import Claim
 from elastic_ps.cli.view import sparkline
 from elastic_ps.cli.words import duration
 from elastic_ps.errors import UserError
-from elastic_ps.local import JobDirectory, Record, poller
+from elastic_ps.local import JobDirectory, Record
+from elastic_ps.local.poller import fetch_loss
 from elastic_ps.local.processes import with_threads
 from elastic_ps.local.record import MAX_POINTS, member_changes
 from elastic_ps.local.report import change_labels, worker_steps
 from elastic_ps.local.trace import merge_traces
-from tests.testing.forked import forked
+from elastic_ps.server.status import StatusServer
+from tests.testing import machine
 
 
 def member(worker: int, *, state: str = "training", joined: int = 0, left: int | None = None) -> Member:
@@ -137,33 +139,6 @@ def test_scaling_edits_only_the_number_of_workers_and_keeps_the_bounds(tmp_path:
         assert directory.read_job() == job
 
 
-def test_a_job_is_edited_again_although_a_process_was_forked_meanwhile(tmp_path: Path) -> None:
-    """It has the lock's file open, too, and the next edit would wait for its end."""
-    directory = JobDirectory("j", root=tmp_path)
-    directory.path.mkdir()
-    directory.write_job(
-        parse_job(
-            {
-                "apiVersion": "elastic-ps.dev/v1alpha1",
-                "kind": "TrainingJob",
-                "metadata": {"name": "j"},
-                "spec": {"entrypoint": "a:b"},
-            },
-            source="test",
-        )
-    )
-    with ExitStack() as stack:
-
-        def edit(job: TrainingJob) -> TrainingJob:
-            stack.enter_context(forked())
-            return job
-
-        directory.edit(edit)
-        lock = files.try_lock(directory.path / "edit.lock")
-        assert lock is not None
-        files.unlock(lock)
-
-
 def test_the_runs_that_were_written_to_longest_ago_lose_their_checkpoints(tmp_path: Path) -> None:
     directory = JobDirectory("j", root=tmp_path)
     runs = [directory.new_checkpoints() for _ in range(4)]
@@ -187,17 +162,17 @@ def test_the_runs_that_were_written_to_longest_ago_lose_their_checkpoints(tmp_pa
 def test_a_directory_that_cannot_be_kept_is_told_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    def fail(*_arguments: object, **_named: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr({"flock": fcntl, "rmtree": shutil}[call], call, fail)
+    where = {"flock": fcntl, "rmtree": shutil}[call]
+    machine.fails(monkeypatch, where, call, OSError(errno.ENOLCK, "No locks available"))
     with pytest.raises(UserError, match=r"cannot keep the state of job 'j' in .*: No locks available"):
         JobDirectory("j", root=tmp_path).claim()
 
 
-def test_a_loss_that_is_not_finite_is_left_out_of_the_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(poller, "fetch", lambda _address, _path: b"[[1, 0.5], [2, NaN], [3, Infinity]]")
-    assert poller.fetch_loss("h:1") == [(1, 0.5)]
+def test_a_loss_that_is_not_finite_is_left_out_of_the_curve() -> None:
+    status = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True)
+    curve = [(1, 0.5), (2, math.nan), (3, math.inf)]
+    with closing(StatusServer("127.0.0.1:0", lambda: status, lambda: curve)) as server:
+        assert fetch_loss(f"127.0.0.1:{server.port}") == [(1, 0.5)]
 
 
 def test_words() -> None:

@@ -14,9 +14,9 @@ from elastic_operator.api import Api
 from elastic_operator.leader import DURATION, GIVE_UP, RENEW, Leadership, Record, may_take
 from elastic_operator.metrics import Metrics
 from elastic_operator.settings import Settings
+from tests.integration.test_operator_process import Process, start
 from tests.testing.api_server import ApiServer, Refusal, Request
 from tests.testing.polling import LIMIT, eventually
-from tests.unit.operator.test_process import Process, start
 
 LEASE = ("--lease", "system/operator")
 

@@ -405,7 +405,7 @@ def test_an_order_that_was_overtaken_while_it_was_carried_out_is_not_the_last_on
     node.advance(newer, OrderId("leader", 2))
     go_on.set()
     first.join(10)
-    assert node._orders == [newer.next]
+    assert node._orders == [newer.next]  # noqa: SLF001  `held` tells only those whose sums are here
 
 
 def test_a_shard_that_is_to_end_waits_until_shard_0_has_no_more_to_order(node: Node) -> None:

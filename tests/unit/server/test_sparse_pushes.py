@@ -90,7 +90,7 @@ def gradients(count: int, seed: int = 0, dtype: str = "float32") -> list[torch.T
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of the gradients that were decoded as a whole."""
     lengths: list[int] = []
-    usual = decoder.Decoded._decode
+    usual = decoder.Decoded._decode  # noqa: SLF001  nobody sees but by the time that it takes
 
     def decode(self: decoder.Decoded, arrived: Any) -> torch.Tensor:
         result = usual(self, arrived)
@@ -121,8 +121,8 @@ def test_the_sum_is_that_of_the_decoded_gradients(
     used = plan(**compression)
     if used.auto is not None:
         monkeypatch.setattr(type(used.auto), "begin", lambda self, _: None)
-        used.auto._first = used.auto._names.index("topk")
-        used.auto._squares = [0.0, 0.0]
+        used.auto._first = used.auto._names.index("topk")  # noqa: SLF001  it is chosen after many steps
+        used.auto._squares = [0.0, 0.0]  # noqa: SLF001
     pushing = Pushing(used, dtype=dtype)
     for seed in (1, 2):
         expected = torch.zeros(WEIGHT + BIAS)

@@ -25,7 +25,7 @@ from tests.testing.api_server import JOBS, ApiServer, Refusal, Request
 from tests.testing.impatient import Slow, assert_only_what_fails_is_told, broken
 from tests.testing.polling import eventually
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def get(port: int, path: str, *, host: str = "127.0.0.1") -> tuple[int, str]:

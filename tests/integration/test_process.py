@@ -19,6 +19,7 @@ from elastic_ps.contract.env import ProcessEnvironment
 from elastic_ps.errors import InvalidJob
 from elastic_ps.process import lifecycle
 from elastic_ps.process.lifecycle import import_own
+from tests.testing import machine
 from tests.testing.harness import make_spec
 from tests.testing.polling import LIMIT
 
@@ -112,7 +113,7 @@ def test_an_alarm_is_set_until_it_is_cleared() -> None:
 def test_a_container_may_have_less_than_the_cores_of_its_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str | None, cores: int
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+    machine.has_cores(monkeypatch, 64)
     if quota is not None:
         (tmp_path / "cpu.max").write_text(quota + "\n")
     assert lifecycle.usable_cores(tmp_path) == cores

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.testing.polling import LIMIT
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import importlib, pkgutil, sys

@@ -16,6 +16,7 @@ import torch
 from benchmarks.goodput_machines import (
     ROOT,
     Machines,
+    kill_all_of,
     kill_with_descendants,
     program,
     seconds_away,
@@ -171,3 +172,30 @@ def test_torchrun_knows_the_times_that_are_set() -> None:
     settings = dynamic_rendezvous.create_handler(store, Backend(), parameters).settings
     assert settings.timeout.last_call.total_seconds() == 1
     assert settings.keep_alive_interval.total_seconds() == 1
+
+
+def test_every_process_of_a_directory_is_killed(tmp_path: Path) -> None:
+    child = (
+        "import subprocess, sys, time\n"
+        "if len(sys.argv) == 5: subprocess.Popen([*sys.argv[1:], 'the child of the child'])\n"
+        "time.sleep(600)"
+    )
+    command = [sys.executable, "-c", child, sys.executable, "-c", child, str(tmp_path)]
+    ours = subprocess.Popen(command)
+    try:
+        eventually(lambda: len(list(_naming(tmp_path))) == 2, "there is a child of the child")
+        kill_all_of(tmp_path)
+        assert ours.wait() == -signal.SIGKILL
+        assert list(_naming(tmp_path)) == []
+    finally:
+        ours.kill()
+        ours.wait()
+
+
+def _naming(path: Path) -> Iterator[int]:
+    for each in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(path) in each.read_text(errors="replace"):
+                yield int(each.parent.name)
+        except OSError:
+            pass
