@@ -26,6 +26,7 @@ from elastic_ps.transport.base import Frame
 from elastic_ps.worker.group import Broken, Group, Store, host_towards, require_safe
 from elastic_ps.worker.limits import WorkerLimits
 from elastic_ps.worker.session import Session
+from tests.testing import machine
 from tests.testing.harness import Job, Numbers, make_mlp, make_spec, running_job
 from tests.testing.histories import check_histories
 from tests.testing.launching import forks, make_job, version_of, wait_for_end, wait_for_workers
@@ -590,7 +591,7 @@ def test_a_worker_with_another_torch_is_refused(tmp_path: Path, monkeypatch: pyt
     def script(session: Session) -> None:
         if session.worker == 1:
             first.wait(60)
-            monkeypatch.setattr(torch, "__version__", "2.1.0+cu118")
+            machine.has_torch(monkeypatch, "2.1.0+cu118")
         model = make_mlp()
         try:
             session.optimizer(sgd(model), model)

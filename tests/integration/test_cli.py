@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from elastic_ps.cli.run import AT_ONCE
-from tests.testing.launching import FAKE, Here, gone, job_document
+from tests.testing.launching import FAKE, Here, fake_document, gone
 from tests.testing.polling import LIMIT, eventually
 
 FOREVER = 10_000_000
@@ -44,7 +44,7 @@ class Place:
         (path / "script.py").write_text("def main(): ...\n")
 
     def job(self, name: str = "fake", *, workers: int = 2, spec: Any = None, **arguments: Any) -> str:
-        document = job_document(name, workers=workers, **arguments)
+        document = fake_document(name, workers=workers, **arguments)
         document["spec"] |= spec or {}
         (self.path / "job.yaml").write_text(yaml.safe_dump(document))
         return "job.yaml"

@@ -16,7 +16,7 @@ from elastic_ps.checkpoint import files
 from elastic_ps.cli.commands import command_of
 from elastic_ps.cli.view import PlainDisplay
 from elastic_ps.local.state import JobDirectory, LocalStatus, start_time
-from tests.testing.launching import PROGRAMS, job_document
+from tests.testing.launching import PROGRAMS, fake_document
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_a_display_that_fails_does_not_end_the_job(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text("def main(**arguments):\n    pass\n")
     file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(job_document(records=800)))
+    file.write_text(yaml.safe_dump(fake_document(records=800)))
     assert command("run", str(file)) == 0
     said = capsys.readouterr()
     assert "the display has failed, and the job goes on without it" in said.err

@@ -28,7 +28,7 @@ Here = Callable[..., subprocess.CompletedProcess[str]]
 PROGRAMS = Programs(server=(sys.executable, FAKE, "ps"), worker=(sys.executable, FAKE, "worker"))
 
 
-def job_document(name: str = "fake", *, workers: int = 2, **arguments: Any) -> dict[str, Any]:
+def fake_document(name: str = "fake", *, workers: int = 2, **arguments: Any) -> dict[str, Any]:
     return {
         "apiVersion": "elastic-ps.dev/v1alpha1",
         "kind": "TrainingJob",
@@ -38,7 +38,7 @@ def job_document(name: str = "fake", *, workers: int = 2, **arguments: Any) -> d
 
 
 def make_job(*, workers: int = 2, spec: dict[str, Any] | None = None, **arguments: Any) -> TrainingJob:
-    document = job_document(workers=workers, **arguments)
+    document = fake_document(workers=workers, **arguments)
     document["spec"] |= spec or {}
     return parse_job(document, source="test")
 

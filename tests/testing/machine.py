@@ -15,6 +15,8 @@ from io import StringIO
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from elastic_ps.transport import local
 
@@ -95,3 +97,22 @@ def is_called_with(patch: Patch, *words: str) -> None:
 def is_told(patch: Patch, text: str) -> None:
     """Standard input."""
     patch.setattr(sys, "stdin", StringIO(text))
+
+
+def has_gpus(patch: Patch, count: int, choose: Callable[[torch.device], None]) -> None:
+    """So many, of which `choose` is told which one a process uses."""
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "device_count", lambda: count)
+    patch.setattr(torch.cuda, "set_device", choose)
+
+
+def is_one_of_two(patch: Patch, backend: str) -> None:
+    """This process uses the second GPU, in a group of two that speaks as `backend` says."""
+    patch.setattr(dist, "get_backend_config", lambda group: backend)
+    patch.setattr(dist, "get_world_size", lambda group: 2)
+    patch.setattr(torch.cuda, "current_device", lambda: 1)
+
+
+def has_torch(patch: Patch, version: str) -> None:
+    """From now on torch says so of itself: only one is installed."""
+    patch.setattr(torch, "__version__", version)

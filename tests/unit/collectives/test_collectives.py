@@ -16,6 +16,7 @@ from elastic_ps.collectives.backend import Pending, Reduction
 from elastic_ps.collectives.over_torch import TorchGroup
 from elastic_ps.contract import env
 from elastic_ps.errors import UsageError
+from tests.testing import machine
 
 
 @pytest.fixture
@@ -94,9 +95,7 @@ def test_what_is_sent_and_received_at_once_is_one_batch(
 @pytest.fixture
 def nccl(alone: collectives.Communicator, monkeypatch: pytest.MonkeyPatch) -> collectives.Communicator:
     """A communicator that takes its group for one of two, with nccl alone, in a process that uses GPU 1."""
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    machine.is_one_of_two(monkeypatch, "cuda:nccl")
     return collectives.of_group()
 
 
@@ -142,7 +141,7 @@ def test_a_tag_that_nccl_would_not_look_at_is_refused(
 def test_tags_are_for_tensors_that_do_not_travel_by_nccl(
     alone: collectives.Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    machine.is_one_of_two(monkeypatch, "cpu:gloo,cuda:nccl")
     group = TorchGroup()
     assert group.has_tags(torch.device("cpu"))
     assert not group.has_tags(torch.device("cuda", 1))

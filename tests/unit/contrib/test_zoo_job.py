@@ -16,6 +16,7 @@ from elastic_ps.contrib.zoo.evaluate import main as evaluate
 from elastic_ps.contrib.zoo.job import Flags, job_of
 from elastic_ps.contrib.zoo.train import choose_device, main
 from elastic_ps.errors import InvalidJob, UserError
+from tests.testing import machine
 
 
 def spec_of(flags: Flags) -> Any:
@@ -117,9 +118,7 @@ def test_bounded_staleness() -> None:
 def test_the_gpu_of_a_worker_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else torch would take memory of GPU 0, too."""
     chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    machine.has_gpus(monkeypatch, 2, chosen.append)
     assert choose_device(enable_gpu=False, worker=3) == torch.device("cpu")
     assert not chosen
     assert choose_device(enable_gpu=True, worker=3) == torch.device("cuda", 1)

@@ -6,10 +6,12 @@ import contextlib
 import json
 import math
 import socket
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from datetime import timedelta
+from http.server import SimpleHTTPRequestHandler
 
 import pytest
 
@@ -60,22 +62,35 @@ def test_pages_are_those_of_the_moment(server: StatusServer) -> None:
     assert (code, kind, text) == (200, "text/plain; version=0.0.4", metrics(status_of(ready=True)))
 
 
-def test_a_request_that_takes_long_is_cut_off_however_often_something_of_it_comes(
-    server: StatusServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextlib.contextmanager
+def serving(kind: type[HttpServer]) -> Iterator[tuple[str, int]]:
+    with kind(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield "127.0.0.1", server.server_address[1]
+        server.shutdown()
+        thread.join()
+
+
+class Impatient(HttpServer):
+    limit = timedelta(milliseconds=500)
+
+
+class Small(HttpServer):
+    requests = 2
+
+
+def test_a_request_that_takes_long_is_cut_off_however_often_something_of_it_comes() -> None:
     """A byte now and then would keep its thread and its descriptor for ever."""
-    monkeypatch.setattr(HttpServer, "limit", timedelta(milliseconds=500))
-    with socket.create_connection(("127.0.0.1", server.port)) as slow:
+    with serving(Impatient) as address, socket.create_connection(address) as slow:
         eventually(lambda: not takes(slow), "it is cut off")
 
 
-def test_strangers_that_say_nothing_leave_room_for_others(
-    server: StatusServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HttpServer, "requests", 2)
-    with contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(5)]
-        assert get(server, "/healthz") == (200, "text/plain", "ok\n")
+def test_strangers_that_say_nothing_leave_room_for_others() -> None:
+    with serving(Small) as address, contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(address)) for _ in range(5)]
+        with urllib.request.urlopen(f"http://127.0.0.1:{address[1]}/", timeout=10) as answer:
+            assert answer.status == 200
         for each in silent[:4]:
             each.settimeout(20)
             assert each.recv(1) == b"", "the oldest make room"

@@ -44,7 +44,7 @@ def running(shards: int = 1, **spec: Any) -> Simulation:
     return simulation
 
 
-def environment(pod: dict[str, Any]) -> env.ProcessEnvironment:
+def environment_of(pod: dict[str, Any]) -> env.ProcessEnvironment:
     variables = pod["spec"]["containers"][0]["env"]
     return env.read({item["name"]: item.get("value", "") for item in variables})
 
@@ -67,14 +67,14 @@ def test_each_shard_has_a_standby_that_sees_the_same_checkpoints() -> None:
 
 def test_a_standby_is_told_who_it_is_and_its_shard_where_it_is() -> None:
     simulation = running(shards=2)
-    standby = environment(simulation.pods["digits-standby-1"])
+    standby = environment_of(simulation.pods["digits-standby-1"])
     assert (standby.role, standby.index) == ("standby", 1)
     assert str(standby.checkpoints) == names.CHECKPOINT_DIRECTORY
     for shard in range(2):
-        server = environment(simulation.pods[f"digits-ps-{shard}"])
+        server = environment_of(simulation.pods[f"digits-ps-{shard}"])
         assert server.standbys == tuple(f"digits-standby-{i}.digits-servers:2222" for i in range(2))
         assert server.addresses == tuple(f"digits-ps-{i}.digits-servers:2222" for i in range(2))
-    assert environment(simulation.pods["digits-worker-0"]).standbys == ()
+    assert environment_of(simulation.pods["digits-worker-0"]).standbys == ()
 
 
 def test_a_standby_is_a_pod_like_its_shard() -> None:

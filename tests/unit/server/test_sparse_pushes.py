@@ -195,14 +195,12 @@ def said(places: Any, values: Any, dtype: torch.dtype = torch.int64) -> Sparse:
         (said([1], [1.0], torch.int32), "int32"),
     ],
 )
-def test_places_that_are_not_there_are_refused(
-    sparse: Sparse, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Own, "said", sparse, raising=False)
+def test_places_that_are_not_there_are_refused(sparse: Sparse, words: str) -> None:
+    Own.said = sparse
     pushing = Pushing(plan(codec="tests.unit.server.test_sparse_pushes:Own"), workers=2)
-    monkeypatch.setattr(Own, "said", said([5], [2.0]))
+    Own.said = said([5], [2.0])
     pushing.push(0, pushing.payload(0, torch.ones(WEIGHT + BIAS)))
-    monkeypatch.setattr(Own, "said", sparse)
+    Own.said = sparse
     refusal = pushing.refused(1, pushing.payload(1, torch.ones(WEIGHT + BIAS)))
     assert refusal.code is RefusalCode.MALFORMED
     assert words in str(refusal)
@@ -211,20 +209,18 @@ def test_places_that_are_not_there_are_refused(
 @pytest.mark.parametrize(
     ("places", "values"), [([3], [float("nan")]), ([3, 4], [1.0, float("inf")]), ([3, 3], [3e38, 3e38])]
 )
-def test_what_is_not_finite_or_overflows_is_refused(
-    places: list[int], values: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_finite_or_overflows_is_refused(places: list[int], values: list[float]) -> None:
     pushing = Pushing(plan(codec="tests.unit.server.test_sparse_pushes:Own"), workers=2)
-    monkeypatch.setattr(Own, "said", said([3], [1.0]), raising=False)
+    Own.said = said([3], [1.0])
     pushing.push(0, pushing.payload(0, torch.ones(WEIGHT + BIAS)))
-    monkeypatch.setattr(Own, "said", said(places, values))
+    Own.said = said(places, values)
     refusal = pushing.refused(1, pushing.payload(1, torch.ones(WEIGHT + BIAS)))
     assert refusal.code is RefusalCode.NOT_FINITE
 
 
-def test_a_place_that_is_there_twice_has_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_is_there_twice_has_the_sum() -> None:
     pushing = Pushing(plan(codec="tests.unit.server.test_sparse_pushes:Own"), workers=1)
-    monkeypatch.setattr(Own, "said", said([7, 7, 9], [1.0, 2.0, 4.0]), raising=False)
+    Own.said = said([7, 7, 9], [1.0, 2.0, 4.0])
     pushing.push(0, pushing.payload(0, torch.ones(WEIGHT + BIAS)), samples=2)
     expected = torch.zeros(WEIGHT + BIAS)
     expected[7], expected[9] = 3, 4
@@ -261,13 +257,11 @@ def test_a_parameter_without_a_gradient_has_what_others_have_sent(
 
 
 @pytest.mark.parametrize("absent", [0, 1])
-def test_elements_of_a_parameter_without_a_gradient_are_not_added(
-    absent: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_elements_of_a_parameter_without_a_gradient_are_not_added(absent: int) -> None:
     """Whatever a codec of the user's says of them."""
     pushing = Pushing(plan(codec="tests.unit.server.test_sparse_pushes:Own"), workers=1)
     elements = said([0, WEIGHT - 1, WEIGHT, WEIGHT + BIAS - 1], [1.0, 2.0, 4.0, 8.0])
-    monkeypatch.setattr(Own, "said", elements, raising=False)
+    Own.said = elements
     present = [index != absent for index in range(2)]
     pushing.push(0, pushing.payload(0, torch.ones(WEIGHT + BIAS), present))
     expected = torch.zeros(WEIGHT + BIAS)

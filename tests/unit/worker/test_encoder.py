@@ -440,10 +440,11 @@ class Renewed(Codec):
         out.copy_(encoded.tensors["all"])
 
 
-def test_another_version_of_the_users_codec_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_the_users_codec_is_refused() -> None:
     name = "tests.unit.worker.test_encoder:Renewed"
+    Renewed.version = "1"
     older = plan(codec=name)
-    monkeypatch.setattr(Renewed, "version", "2")
+    Renewed.version = "2"
     worker = Worker(older, server=plan(codec="int8", rules=[{"match": "*", "codec": name}]))
     worker.encoder.begin(0)
     gradient = torch.ones(8)
