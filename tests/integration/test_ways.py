@@ -12,8 +12,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -236,20 +238,52 @@ def test_no_call_and_no_close_waits_for_another_calls_look(far: str, monkeypatch
     assert len(errors) == 3
 
 
+@contextlib.contextmanager
+def late(address: str, to: str, seconds: float) -> Iterator[None]:
+    """A relay at `address`, which passes on what it takes so much later."""
+
+    def pass_on(one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(65536):
+                other.sendall(data)
+            other.shutdown(socket.SHUT_WR)
+
+    def relay(client: socket.socket) -> None:
+        time.sleep(seconds)
+        with client, socket.create_connection(tcp.split(to)) as server:
+            back = threading.Thread(target=pass_on, args=(server, client))
+            back.start()
+            pass_on(client, server)
+            back.join()
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=relay, args=(listener.accept()[0],)).start()
+
+    with socket.create_server(tcp.split(address)) as listener:
+        accepting = threading.Thread(target=accept)
+        accepting.start()
+        yield
+        listener.shutdown(socket.SHUT_RDWR)
+        accepting.join()
+
+
 def test_the_time_of_a_look_counts_as_the_calls(far: str) -> None:
-    """Each takes most of the time that the call has."""
-    answers = threading.Event()
+    """It takes 0.7 s, as the connection and the answer do, which would be in time alone."""
 
     def answer(method: str, incoming: Incoming) -> Iterator[Frame]:
-        answers.wait(2)
+        time.sleep(0.7)
         yield Frame(incoming.transport.encode())
 
-    server = ways.listen(f"0.0.0.0:{tcp.split(far)[1]}")
-    with contextlib.closing(server), contextlib.closing(ways.connect(far)) as connection:
-        threading.Timer(0.8 * tcp.CONNECT.total_seconds(), server.serve, [answer]).start()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(serving(GrpcServer(far)))
+        data = stack.enter_context(contextlib.closing(TcpServer("127.0.0.1:0", known=far)))
+        data.serve(answer)
+        stack.enter_context(late(data_address(far), data.address, 0.7))
+        connection = stack.enter_context(contextlib.closing(ways.connect(far)))
         with pytest.raises(DeadlineExceeded):
-            unary(connection, "ask", b"", timeout=timedelta(seconds=2.2))
-        answers.set()
+            unary(connection, "ask", b"", timeout=timedelta(seconds=1.8))
         assert way_to(connection) == "tcp"
 
 
@@ -272,10 +306,16 @@ def test_a_data_port_that_speaks_slowly_is_a_strangers() -> None:
 
 def test_a_server_that_is_busy_is_not_taken_for_lost() -> None:
     """Its data port has been chosen, so it is no stranger's."""
-    server = TcpServer("127.0.0.1:0")
-    with contextlib.closing(server), contextlib.closing(tcp.connect(server.address)) as connection:
-        threading.Timer(1.5 * tcp.CONNECT.total_seconds(), server.serve, [name_the_way]).start()
-        assert way_to(connection) == "tcp"
+    with (
+        serving(TcpServer("127.0.0.1:0")) as server,
+        contextlib.closing(Wires()) as wires,
+        contextlib.closing(tcp.connect(*wires.route(0, [server.address]))) as connection,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        with wires.cut(0):
+            asked = threads.submit(way_to, connection)
+            threading.Event().wait(1.5 * tcp.CONNECT.total_seconds())
+        assert asked.result(60) == "tcp"
 
 
 def test_a_server_that_comes_back_is_reached_at_its_data_port_again(far: str) -> None:
