@@ -92,6 +92,10 @@ class Limits:
 
     header_bytes: int = 16 * 1024 * 1024
     body_bytes: int = 256 * 1024 * 1024
+    share: int = 128
+    """What one address may hold of a server in any case: workers on one host need about eight each."""
+    handshake: timedelta = timedelta(seconds=10)
+    """For how long the handshake of a `stream` may take."""
 
     def check(self, what: str, *, header: int, body: int) -> None:
         """Raises Malformed if a frame's header or body has too many bytes. `what` names it in the message."""

@@ -210,7 +210,7 @@ class GrpcServer(Server):
         self._watchdog = Watchdog(stall)  # not before: the port may be taken
         self._idle = threading.Condition()
         self._running = 0
-        self._shares = Shares(calls)
+        self._shares = Shares(calls, self.limits.share)
         self._closed = False
 
     @property

@@ -16,9 +16,6 @@ PART = 4
 """One way to a server has one of so many of the process's descriptors at most. Others need some: the other
 ways, which are used instead where one is full, and checkpoints."""
 
-LEAST = 128
-"""What one address may hold in any case: workers on one host need about eight each."""
-
 
 def descriptors_for(most: int) -> int:
     """How many connections one way may have: `most`, or as many as this process has descriptors for."""
@@ -27,10 +24,10 @@ def descriptors_for(most: int) -> int:
 
 
 class Shares:
-    """Counts what each client holds of `total`. Thread-safe."""
+    """Counts what each client holds of `total`; each may hold `least` in any case. Thread-safe."""
 
-    def __init__(self, total: int) -> None:
-        self._most = max(LEAST, total // SHARE)
+    def __init__(self, total: int, least: int) -> None:
+        self._most = max(least, total // SHARE)
         self._held: Counter[str] = Counter()
         self._lock = threading.Lock()
 

@@ -35,9 +35,6 @@ GREETING = PROTOCOL + b"\n"
 STALL = timedelta(seconds=5)
 """A client that sends or takes nothing for this long, in the middle of a frame, is cut off by a server."""
 
-HANDSHAKE = timedelta(seconds=10)
-"""How long a client may take to agree on keys."""
-
 HURRY = timedelta(seconds=1)
 """How long a client has to agree on keys and to greet once many others do not, see `StreamServer._hurry`."""
 
@@ -95,7 +92,7 @@ class StreamServer(Server):
         self._busy: set[Line] = set()
         self._unknown: dict[Line, float] = {}  # since when, the longest first
         self._most = descriptors_for(SOCKETS)
-        self._shares = Shares(self._most)
+        self._shares = Shares(self._most, self.limits.share)
         self._closed = False
         self._accepting = threading.Thread(target=self._accept, name=f"accept {address}", daemon=True)
         self._accepting.start()
@@ -205,7 +202,7 @@ class StreamServer(Server):
         """Find out who the client is. Raises TransportError if it has no certificate of this job."""
         if self._credentials is None:
             return
-        line.peer = self._credentials.accept(names_of(line.secure(HANDSHAKE)))
+        line.peer = self._credentials.accept(names_of(line.secure(self.limits.handshake)))
         if line.peer is None:
             raise ConnectionLost(f"a client of {self._address} has no certificate of this job")
 

@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from elastic_ps.errors import CannotListen, ConnectionLost, Malformed, TransportError, UserError
-from elastic_ps.transport import frame_pb2, shares
+from elastic_ps.transport import frame_pb2
 from elastic_ps.transport.base import Frame, Incoming, Limits, unary
 from elastic_ps.transport.grpc import WINDOW, GrpcConnection, GrpcServer
 from elastic_ps.transport.wire import messages
@@ -435,9 +435,8 @@ def test_more_calls_than_threads_wait_for_their_turn() -> None:
     server.close()
 
 
-def test_one_address_has_a_share_of_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_address_has_a_share_of_the_threads() -> None:
     """However many connections it makes: a connection has a limit of its own."""
-    monkeypatch.setattr(shares, "LEAST", 2)
     entered, go_on = threading.Semaphore(0), threading.Event()
 
     def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
@@ -446,7 +445,7 @@ def test_one_address_has_a_share_of_the_threads(monkeypatch: pytest.MonkeyPatch)
             assert go_on.wait(LONG.total_seconds())
         yield Frame(incoming.header)
 
-    server = GrpcServer("127.0.0.1:0", calls=4)
+    server = GrpcServer("127.0.0.1:0", calls=4, limits=Limits(share=2))
     server.serve(handler)
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(server.close)

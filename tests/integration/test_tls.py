@@ -21,8 +21,8 @@ from cryptography import x509
 from elastic_ps.contract.certificates import KeyPair, issue, uris_of
 from elastic_ps.contract.identity import Identity
 from elastic_ps.errors import ConnectionLost, TransportError, UsageError
-from elastic_ps.transport import shares, stream, tcp, ways
-from elastic_ps.transport.base import Connection, Frame, Incoming, Server, unary
+from elastic_ps.transport import shares, tcp, ways
+from elastic_ps.transport.base import Connection, Frame, Incoming, Limits, Server, unary
 from elastic_ps.transport.credentials import Credentials
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.transport.tcp import TcpServer
@@ -43,12 +43,14 @@ def who(method: str, incoming: Incoming) -> Iterator[Frame]:
 class Port:
     """A server with certificates, by one of the two ways between hosts."""
 
-    def __init__(self, kind: str, directory: Path, stack: contextlib.ExitStack) -> None:
+    def __init__(
+        self, kind: str, directory: Path, stack: contextlib.ExitStack, limits: Limits | None = None
+    ) -> None:
         self.kind, self.directory, self.stack = kind, directory, stack
         self.ca = authority()
         self.credentials = Credentials(write(directory / "server", self.ca, "server"))
         self.server: Server = (TcpServer if kind == "tcp" else GrpcServer)(
-            "127.0.0.1:0", credentials=self.credentials
+            "127.0.0.1:0", credentials=self.credentials, limits=limits
         )
         stack.callback(self.server.close)
         self.server.serve(who)
@@ -307,10 +309,8 @@ def test_half_handshakes_from_many_addresses_leave_sockets_for_others(
 ) -> None:
     """Each address holds its share, and all of them together hold everything."""
     machine.lacks_descriptors(monkeypatch, 8 * shares.PART)
-    monkeypatch.setattr(shares, "LEAST", 2)
-    monkeypatch.setattr(stream, "HANDSHAKE", timedelta(hours=1))
     with contextlib.ExitStack() as stack:
-        port = Port("tcp", tmp_path, stack)
+        port = Port("tcp", tmp_path, stack, Limits(share=2, handshake=timedelta(hours=1)))
         worker, place = port.worker(), tcp.split(port.server.address)
         for index in range(8):
             source = (f"127.0.0.{10 + index // 2}", 0)

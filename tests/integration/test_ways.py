@@ -26,7 +26,7 @@ from elastic_ps.drill.wire import Wires
 from elastic_ps.errors import CannotListen, ConnectionLost, DeadlineExceeded, UsageError
 from elastic_ps.local.processes import free_addresses, free_ports
 from elastic_ps.transport import line, local, shares, stream, tcp, ways
-from elastic_ps.transport.base import Connection, Frame, Incoming, Server, unary
+from elastic_ps.transport.base import Connection, Frame, Incoming, Limits, Server, unary
 from elastic_ps.transport.grpc import GrpcServer
 from elastic_ps.transport.tcp import TcpServer, data_address
 from tests.testing import machine
@@ -392,15 +392,16 @@ def test_sockets_do_not_take_all_descriptors_of_a_server(far: str, monkeypatch: 
 
 def test_one_address_has_a_share_of_the_sockets(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With them it would have all threads, too, and nobody else could call."""
-    machine.lacks_descriptors(monkeypatch, 2 * shares.LEAST * shares.PART)
+    share = Limits().share
+    machine.lacks_descriptors(monkeypatch, 2 * share * shares.PART)
     with everywhere(far), contextlib.ExitStack() as stack:
         host, port = tcp.split(data_address(far))
         greedy = [
             stack.enter_context(socket.create_connection((host, port), source_address=("127.0.0.9", 0)))
-            for _ in range(shares.LEAST + 4)
+            for _ in range(share + 4)
         ]
         heard = [bool(each.recv(1)) for each in greedy]
-        assert heard == [True] * shares.LEAST + [False] * 4
+        assert heard == [True] * share + [False] * 4
         connection = stack.enter_context(contextlib.closing(ways.connect(far)))
         assert way_to(connection) == "tcp", "others are served"
         greedy[0].close()
