@@ -223,13 +223,13 @@ def tell_joined(file: Path | None) -> None:
         logger.warning("nobody sees by %s that this worker has joined: %s", file, error)
 
 
-def leave_reason(text: str) -> None:
+def leave_reason(text: str, log: Path = TERMINATION_LOG) -> None:
     """Leave the reason of this process's end where Kubernetes looks for it."""
     try:
-        if TERMINATION_LOG.exists():
-            TERMINATION_LOG.write_text(text)
+        if log.exists():
+            log.write_text(text)
     except OSError as error:  # the node's disk may be full; what is still to be done is done all the same
-        print(f"the reason of this end could not be left in {TERMINATION_LOG}: {error}", file=sys.stderr)
+        print(f"the reason of this end could not be left in {log}: {error}", file=sys.stderr)
 
 
 def end_hung(reason: str) -> None:

@@ -191,10 +191,9 @@ def _sets_malloc(name: str) -> bool:
 
 
 def test_a_full_disk_does_not_keep_a_process_from_what_it_has_to_do_before_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lifecycle, "TERMINATION_LOG", tmp_path)  # which cannot be written to
-    lifecycle.leave_reason("it was asked to end")
+    lifecycle.leave_reason("it was asked to end", tmp_path)  # which cannot be written to
     assert f"could not be left in {tmp_path}" in capsys.readouterr().err
 
 

@@ -116,3 +116,10 @@ def is_one_of_two(patch: Patch, backend: str) -> None:
 def has_torch(patch: Patch, version: str) -> None:
     """From now on torch says so of itself: only one is installed."""
     patch.setattr(torch, "__version__", version)
+
+
+def has_cuda(patch: Patch, ones: Callable[..., object], **calls: object) -> None:
+    """torch finds a GPU of which these are the calls, and `ones` what it makes there."""
+    for name, call in calls.items():
+        patch.setattr(torch.cuda, name, call)
+    patch.setattr(torch, "ones", ones)

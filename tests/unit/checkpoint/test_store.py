@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import pickle
 import random
 import resource
 import shutil
@@ -26,6 +27,7 @@ from elastic_ps.core.partition import Layout, Rule, TensorSpec, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointCorrupt, CheckpointError, Fenced, NoCheckpoint, StorageUnavailable
 from elastic_ps.server.values import BucketValues
+from tests.testing import machine
 from tests.testing.store import (
     SHARDS,
     TENSORS,
@@ -412,11 +414,9 @@ def test_nothing_is_pickled(store: Store, monkeypatch: pytest.MonkeyPatch) -> No
         assert safetensors.torch.load_file(file)
         assert b"torch" not in file.read_bytes()
 
-    def refuse(*arguments: object, **options: object) -> None:
-        raise AssertionError("pickle was used")
-
-    for name in ("torch.load", "torch.save", "pickle.load", "pickle.loads", "pickle.dump", "pickle.dumps"):
-        monkeypatch.setattr(name, refuse)
+    for where, calls in ((torch, ("load", "save")), (pickle, ("load", "loads", "dump", "dumps"))):
+        for call in calls:
+            machine.fails(monkeypatch, where, call, AssertionError("pickle was used"))
     write(store, 2)
     assert same(store, 2)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from elastic_ps.worker.staging import CudaStreams
+from tests.testing import machine
 
 HOST, DEVICE = torch.device("cpu"), torch.device("cuda", 1)
 ALREADY_REGISTERED = 712
@@ -88,7 +90,7 @@ class Stream:
 class Event:
     """An event, which has happened when it is made."""
 
-    def __init__(self, cuda: Cuda, *, blocking: bool) -> None:
+    def __init__(self, cuda: Cuda, *, blocking: bool = False) -> None:
         self._cuda, self._blocking = cuda, blocking
 
     def record(self, stream: Stream) -> None:
@@ -119,11 +121,9 @@ class Tensor:
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     cuda = Cuda()
-    for name in ("cudart", "device", "stream", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "Event", lambda blocking=False: Event(cuda, blocking=blocking))
-    monkeypatch.setattr(torch, "ones", cuda.ones)
+    own = {name: getattr(cuda, name) for name in ("cudart", "device", "stream", "current_stream")}
+    event = partial(Event, cuda)
+    machine.has_cuda(monkeypatch, cuda.ones, Stream=Stream, Event=event, **own)
     return cuda
 
 
