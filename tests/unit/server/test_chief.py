@@ -107,11 +107,6 @@ soon = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def limits() -> ServerLimits:
-    return USUAL
-
-
-@pytest.fixture
 def server(tmp_path: Path, limits: ServerLimits) -> Iterator[Server]:
     made = Server(tmp_path, limits)
     yield made

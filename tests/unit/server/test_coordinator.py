@@ -17,7 +17,7 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.server.coordinator import Begun, Coordinator, Joined, NotYet
 from elastic_ps.server.driver import Driver
-from elastic_ps.server.limits import USUAL, ServerLimits
+from elastic_ps.server.limits import ServerLimits
 from elastic_ps.server.orders import Advance, Report
 from elastic_ps.server.state import Taken
 from tests.testing.coordinator import SOON, Notes, finish, join, running, start, take
@@ -27,11 +27,6 @@ from tests.testing.polling import eventually
 @pytest.fixture
 def shard() -> Notes:
     return Notes()
-
-
-@pytest.fixture
-def limits() -> ServerLimits:
-    return USUAL
 
 
 soon = pytest.mark.parametrize("limits", [SOON], ids=["soon"])

@@ -96,11 +96,6 @@ def unreachable(advance: Advance) -> None:
 
 
 @pytest.fixture
-def limits() -> ServerLimits:
-    return USUAL
-
-
-@pytest.fixture
 def job(tmp_path: Path, limits: ServerLimits) -> Iterator[Job]:
     job = Job(tmp_path, limits)
     yield job

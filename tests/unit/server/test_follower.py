@@ -120,12 +120,7 @@ def layout(*, megabytes: int = 0) -> Layout:
 a_bucket_a_round = pytest.mark.parametrize(
     "limits", [ServerLimits(slice=timedelta(seconds=-1))], ids=["a bucket a round"]
 )
-
-
-@pytest.fixture
-def limits() -> ServerLimits:
-    """`a_bucket_a_round`: a standby that is catching up gets one bucket with each round."""
-    return USUAL
+"""A standby that is catching up gets one bucket with each round."""
 
 
 @pytest.fixture

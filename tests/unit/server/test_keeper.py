@@ -23,7 +23,7 @@ from elastic_ps.errors import (
     StorageUnavailable,
 )
 from elastic_ps.server.keeper import Keeper
-from elastic_ps.server.limits import USUAL, ServerLimits
+from elastic_ps.server.limits import ServerLimits
 from elastic_ps.server.orders import Written
 from tests.testing.polling import eventually
 
@@ -43,11 +43,6 @@ class Volume(Store):
 @pytest.fixture
 def store(tmp_path: Path) -> Volume:
     return Volume(tmp_path)
-
-
-@pytest.fixture
-def limits() -> ServerLimits:
-    return USUAL
 
 
 @pytest.fixture

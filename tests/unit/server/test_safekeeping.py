@@ -104,11 +104,6 @@ class Rig:
 
 
 @pytest.fixture
-def limits() -> ServerLimits:
-    return USUAL
-
-
-@pytest.fixture
 def rig(tmp_path: Path, limits: ServerLimits) -> Iterator[Rig]:
     made = Rig(tmp_path, limits)
     yield made

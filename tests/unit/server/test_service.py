@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.errors import Malformed, RefusalCode, Refused
-from elastic_ps.server.limits import USUAL, ServerLimits
+from elastic_ps.server.limits import ServerLimits
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame
 from elastic_ps.transport.inproc import InprocServer
@@ -29,11 +29,6 @@ soon = pytest.mark.parametrize(
     [ServerLimits(answer=timedelta(milliseconds=50), shard_answer=timedelta(milliseconds=50))],
     ids=["soon"],
 )
-
-
-@pytest.fixture
-def limits() -> ServerLimits:
-    return USUAL
 
 
 @pytest.fixture
