@@ -1,4 +1,4 @@
-"""`python -m elastic_ps.checkpoint DIR OUT`: what `elastic-ps export` runs."""
+"""`python -m elastic_ps.export DIR OUT`: what `elastic-ps export` runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic_ps.evaluation import results as evaluations
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m elastic_ps.checkpoint", description=__doc__)
+    parser = argparse.ArgumentParser("python -m elastic_ps.export", description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--version")

@@ -14,5 +14,5 @@ def export(parsed: argparse.Namespace) -> int:
     if not parsed.directory.is_dir():
         raise UserError(f"{parsed.directory}: there is no such directory")
     version = [] if parsed.version is None else ["--version", parsed.version]
-    program = [sys.executable, "-m", "elastic_ps.checkpoint"]
+    program = [sys.executable, "-m", "elastic_ps.export"]
     return subprocess.call([*program, str(parsed.directory), str(parsed.out), *version])
