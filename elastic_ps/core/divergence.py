@@ -32,6 +32,9 @@ FAR = 10.0
 BETTER = 0.98
 """Times the loss at the start: from there on it is no better. A network that has died comes to 0.995."""
 
+NEVER_BETTER = 0.95
+"""Times the first loss: if no window came below that, the first steps may have made the model worse."""
+
 CLEARLY_BETTER = 0.9
 """Times the loss at the start: below that it is better again, when it was found to be no better."""
 
@@ -107,10 +110,12 @@ class Trend:
         if self.start is None:
             self.start = self.best = first if mean > AT_ONCE * first else mean
         far = mean > max(FAR * self.best, self.start)
-        flat = mean >= (CLEARLY_BETTER if self._no_better else BETTER) * self.start
+        best = self.best = min(self.best, mean)
+        start = min(first, self.start) if best >= NEVER_BETTER * first else self.start
+        flat = mean >= (CLEARLY_BETTER if self._no_better else BETTER) * start
         self.above = (self.window if self.above is None else self.above) if far else None
         self.flat = (self.window if self.flat is None else self.flat) if flat else None
-        self.best, self.latest = min(self.best, mean), mean
+        self.latest = mean
         self.count = 0
 
     def begin_again(self) -> None:

@@ -53,9 +53,10 @@ def test_a_loss_that_stays_where_it_was_is_no_better_from_half_of_the_job_on(see
     assert found(losses) == [("", 1), ("LossNoBetter", STEPS // 2)]
 
 
-def test_a_model_that_explodes_at_once_is_compared_with_its_first_loss() -> None:
+@pytest.mark.parametrize("worse", [[4e8, 900.0], [2.6] * 19])
+def test_a_model_that_explodes_at_once_is_compared_with_its_first_loss(worse: list[float]) -> None:
     """Else a dead network would be better than the mean of the first window."""
-    losses = [START, 4e8, 900.0, *[START] * (STEPS - 3)]
+    losses = [START, *worse, *[START] * (STEPS - 1 - len(worse))]
     assert found(losses) == [("", 1), ("LossNoBetter", STEPS // 2)]
 
 
