@@ -66,10 +66,11 @@ class Leadership:
         me: str,
         *,
         duration: timedelta = DURATION,
+        renew: float = RENEW,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._api, self._namespace, self._name, self._me = api, namespace, name, me
-        self._clock, self._duration = clock, duration
+        self._clock, self._duration, self._pause = clock, duration, renew * duration.total_seconds()
         self._path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
         self._seen: Record | None = None
         self._since = clock()
@@ -80,7 +81,7 @@ class Leadership:
         """Block until the lease is mine."""
         logger.info("waiting for the lease %s/%s as %s", self._namespace, self._name, self._me)
         while not self.attempt():
-            sleep(RENEW * self._duration.total_seconds())
+            sleep(self._pause)
         logger.info("the lease %s/%s is mine", self._namespace, self._name)
 
     def attempt(self) -> bool:
@@ -110,7 +111,7 @@ class Leadership:
 
     def _renew(self, lost: Callable[[], None]) -> None:
         renewed, duration = self._clock(), self._duration.total_seconds()
-        while not self._ended.wait(RENEW * duration):
+        while not self._ended.wait(self._pause):
             if self._renewed():
                 renewed = self._clock()
             elif self._clock() - renewed > GIVE_UP * duration:

@@ -15,7 +15,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -95,6 +95,10 @@ class _Followed:
     failures: int = 0
 
 
+Asking = Callable[..., Awaitable[ServerStatus | None]]
+"""As `ask`."""
+
+
 class Poller:
     """To be used from one event loop only.
 
@@ -111,7 +115,10 @@ class Poller:
         port: int = DEFAULT_HTTP_PORT,
         polls: float = POLLS_PER_SECOND,
         writes: float = WRITES_PER_SECOND,
+        asking: Asking | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._asking, self._clock = asking or ask, clock
         self._wanted = wanted
         self._interval, self._timeout = interval.total_seconds(), timeout.total_seconds()
         self._polls, self._writes = polls, writes
@@ -130,7 +137,7 @@ class Poller:
             return
         known = self._jobs.get(key)
         if known is None or known.server != server:
-            now = time.monotonic()
+            now = self._clock()
             self._jobs[key] = _Followed(server, due=now, written=now)
             self._plan(key, self._period())
         else:
@@ -142,9 +149,9 @@ class Poller:
         The pass that asks will write the progress.
         """
         job = self._jobs.get(key)
-        now = time.monotonic()
+        now = self._clock()
         if job is None or job.server != server:
-            return await ask(server.host, self._port, server.job, timeout=self._timeout)
+            return await self._asking(server.host, self._port, server.job, timeout=self._timeout)
         job.written = now
         if job.answer is None or job.asked < max(since, now - _FRESH):
             silent = job.failures > 0
@@ -157,7 +164,7 @@ class Poller:
         """Ask until cancelled."""
         try:
             while True:
-                now = time.monotonic()
+                now = self._clock()
                 while self._heap and self._heap[0][0] <= now:
                     due, key = heapq.heappop(self._heap)
                     job = self._jobs.get(key)
@@ -175,7 +182,7 @@ class Poller:
 
     def _plan(self, key: Key, delay: float) -> None:
         job = self._jobs[key]
-        job.due = time.monotonic() + delay * random.uniform(0.8, 1.2)
+        job.due = self._clock() + delay * random.uniform(0.8, 1.2)
         heapq.heappush(self._heap, (job.due, key))
 
     def _start(self, key: Key, job: _Followed) -> None:
@@ -190,7 +197,7 @@ class Poller:
             return
         period = self._period()
         self._plan(key, min(max(period, _LONGEST), period * 2 ** min(job.failures, 6)))
-        after, now = job.answer, time.monotonic()
+        after, now = job.answer, self._clock()
         if (before is None) != (after is None):
             self._wanted(key)
         elif before is not None and after is not None:
@@ -200,8 +207,8 @@ class Poller:
                 self._wanted(key)
 
     async def _ask(self, job: _Followed) -> None:
-        asked = time.monotonic()
-        status = await ask(job.server.host, self._port, job.server.job, timeout=self._timeout)
+        asked = self._clock()
+        status = await self._asking(job.server.host, self._port, job.server.job, timeout=self._timeout)
         if asked >= job.asked:
             job.asked, job.answer = asked, None if status is None else _Answer.of(status)
             # One that is not ready may be about to start, and is not expected to answer yet.

@@ -25,7 +25,8 @@ _FIRST_RETRY, _LAST_RETRY = 1.0, 60.0
 class Queue:
     """Runs passes, namespaces in turn. To be used from one event loop only."""
 
-    def __init__(self, run: Pass, *, concurrency: int) -> None:
+    def __init__(self, run: Pass, *, concurrency: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._run = run
         self._concurrency = concurrency
         self._due: dict[Key, float] = {}
@@ -35,14 +36,14 @@ class Queue:
         self._failures: dict[Key, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
-        self.last_turn = time.monotonic()
+        self.last_turn = self._clock()
 
     def __len__(self) -> int:
         return len(self._due)
 
     def add(self, key: Key, after: timedelta = timedelta(0)) -> None:
         """Ask for a pass over `key` no later than `after` from now."""
-        due = time.monotonic() + after.total_seconds()
+        due = self._clock() + after.total_seconds()
         if key not in self._due or due < self._due[key]:
             self._due[key] = due
             heapq.heappush(self._later, (due, key))
@@ -52,7 +53,7 @@ class Queue:
         """Serve until cancelled; passes that have begun are waited for."""
         try:
             while True:
-                self.last_turn = now = time.monotonic()
+                self.last_turn = now = self._clock()
                 self._start_due(now)
                 wait = self._later[0][0] - now if self._later else 5.0
                 self._wake.clear()

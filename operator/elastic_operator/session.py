@@ -8,10 +8,11 @@ kopf knows, that the version is too old, and kopf lists again. Whether its watch
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, cast
 
 import aiohttp
@@ -32,10 +33,12 @@ _TOO_OLD = b'{"type":"ERROR","object":{"code":410}}'
 class Delays:
     """Seconds between the attempts of a request; they do not end."""
 
+    def __init__(self, uniform: Callable[[float, float], float] = random.uniform) -> None:
+        self._uniform = uniform
+
     def __iter__(self) -> Iterator[float]:
-        yield from (delay * random.uniform(0.8, 1.2) for delay in _DELAYS)
-        while True:
-            yield _DELAYS[-1] * random.uniform(0.8, 1.2)
+        for delay in itertools.chain(_DELAYS, itertools.repeat(_DELAYS[-1])):
+            yield delay * self._uniform(0.8, 1.2)
 
 
 class _Lines:

@@ -58,7 +58,8 @@ class Store:
     should look at: with the job's key, and the resource.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.changed: Callable[[Key, Resource], None] | None = None
         self._lock = threading.Lock()
         self._items: dict[tuple[Resource, str, str], _Item] = {}
@@ -80,7 +81,7 @@ class Store:
             if before is not None and before.key != item.key:  # its label names another job now
                 self._belongings.get(before.key, set()).discard(place)
             self._items[place] = item
-            self._changed[item.key] = time.monotonic()
+            self._changed[item.key] = self._clock()
             if resource != "trainingjobs":
                 self._belongings.setdefault(item.key, set()).add(place)
         new = before is None or before.uid != item.uid or before.mark != item.mark
@@ -106,7 +107,7 @@ class Store:
     def _remove(self, place: tuple[Resource, str, str], uid: str) -> None:
         with self._lock:
             self._forget_gone()
-            self._gone[uid] = time.monotonic()
+            self._gone[uid] = self._clock()
         self._drop(place, uid)
 
     def _drop(self, place: tuple[Resource, str, str], uid: str) -> None:
@@ -117,7 +118,7 @@ class Store:
             del self._items[place]
             belongings = self._belongings.get(item.key, set())
             belongings.discard(place)
-            self._changed[item.key] = time.monotonic()
+            self._changed[item.key] = self._clock()
             if not belongings:
                 self._belongings.pop(item.key, None)
                 if ("trainingjobs", *item.key) not in self._items:
@@ -127,7 +128,7 @@ class Store:
 
     def _forget_gone(self) -> None:
         """A watch is never so far behind that it still tells of these."""
-        limit = time.monotonic() - _REMEMBER_GONE
+        limit = self._clock() - _REMEMBER_GONE
         while self._gone and next(iter(self._gone.values())) < limit:
             del self._gone[next(iter(self._gone))]
 

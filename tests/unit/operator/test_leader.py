@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic_operator import leader
 from elastic_operator.api import Api
 from elastic_operator.leader import DURATION, GIVE_UP, RENEW, Leadership, Record, may_take
 from elastic_operator.metrics import Metrics
@@ -37,9 +36,11 @@ class Clock:
         return self.now
 
 
-def candidate(server: ApiServer, directory: Path, me: str, clock: Clock) -> Leadership:
+def candidate(
+    server: ApiServer, directory: Path, me: str, clock: Clock, *, renew: float = RENEW
+) -> Leadership:
     api = Api(Settings(kubeconfig=server.kubeconfig(directory)), Metrics())
-    return Leadership(api, "system", "operator", me, clock=clock)
+    return Leadership(api, "system", "operator", me, renew=renew, clock=clock)
 
 
 def spec(server: ApiServer) -> dict[str, object]:
@@ -90,11 +91,8 @@ def test_a_lease_that_was_given_up_is_free_at_once(server: ApiServer, tmp_path: 
     assert spec(server)["holderIdentity"] == "second", "what is another's is not given up"
 
 
-def test_a_holder_renews_its_lease_until_it_gives_it_up(
-    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(leader, "RENEW", 1e-4)
-    holder = candidate(server, tmp_path, "me", Clock())
+def test_a_holder_renews_its_lease_until_it_gives_it_up(server: ApiServer, tmp_path: Path) -> None:
+    holder = candidate(server, tmp_path, "me", Clock(), renew=1e-4)
     holder.acquire()
     assert not holder.held, "it is mine, but nobody renews it yet"
     holder.hold(lambda: pytest.fail("it is not lost"))
@@ -107,12 +105,9 @@ def test_a_holder_renews_its_lease_until_it_gives_it_up(
     assert not [t for t in threading.enumerate() if t.name == "lease"], "nobody renews it any more"
 
 
-def test_a_holder_that_cannot_renew_its_lease_for_long_has_lost_it(
-    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(leader, "RENEW", 1e-4)
+def test_a_holder_that_cannot_renew_its_lease_for_long_has_lost_it(server: ApiServer, tmp_path: Path) -> None:
     clock, lost = Clock(), threading.Event()
-    holder = candidate(server, tmp_path, "me", clock)
+    holder = candidate(server, tmp_path, "me", clock, renew=1e-4)
     holder.acquire()
     failed = threading.Semaphore(0)
 
@@ -137,9 +132,8 @@ def test_a_holder_that_meets_what_nobody_foresaw_goes_on_renewing_and_then_stops
     server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If its thread just died, another operator would take the lease, and both would work."""
-    monkeypatch.setattr(leader, "RENEW", 1e-4)
     clock, lost = Clock(), threading.Event()
-    holder = candidate(server, tmp_path, "me", clock)
+    holder = candidate(server, tmp_path, "me", clock, renew=1e-4)
     holder.acquire()
     failed = threading.Semaphore(0)
 
@@ -172,7 +166,7 @@ def test_one_that_was_slower_waits(server: ApiServer, tmp_path: Path) -> None:
 
 def test_a_lease_that_cannot_be_read_is_nobodys_to_take(server: ApiServer, tmp_path: Path) -> None:
     """Only of one that is not there it is known that nobody holds it."""
-    me = candidate(server, tmp_path, "me", Clock())
+    me = candidate(server, tmp_path, "me", Clock(), renew=1e-4)
 
     def refuse(request: Request) -> None:
         if request.method == "GET":

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from elastic_operator import poller as poller_module
 from elastic_operator.plan import Observed
 from elastic_operator.pods import Pod
 from elastic_operator.poller import Poller, Server, ask, essence, server_of
@@ -220,14 +219,12 @@ class World:
         then: is called with the job at that time.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.clock = Clock()
         self.say: Callable[[str, float], ServerStatus | None] = lambda host, now: told()
         self.asked: dict[str, list[float]] = {}
         self.wanted: list[tuple[float, Key]] = []
         self.then: Callable[[Key], object] = lambda _: None
-        monkeypatch.setattr(poller_module, "time", self.clock)
-        monkeypatch.setattr(poller_module, "ask", self._ask)
 
     async def _ask(self, host: str, port: int, job: str, *, timeout: float) -> ServerStatus | None:
         self.asked.setdefault(host, []).append(self.clock.now)
@@ -238,6 +235,7 @@ class World:
             self.wanted.append((self.clock.now, key))
             self.then(key)
 
+        options = {"asking": self._ask, "clock": self.clock.monotonic} | options
         return Poller(wanted, interval=timedelta(seconds=10), timeout=timedelta(seconds=5), **options)
 
     def run(self, poller: Poller, seconds: float, *later: tuple[float, Callable[[], object]]) -> None:
@@ -259,8 +257,8 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    return World(monkeypatch)
+def world() -> World:
+    return World()
 
 
 def near(gaps: list[float], *expected: float) -> bool:
@@ -410,8 +408,7 @@ def test_an_answer_that_comes_late_does_not_replace_a_newer_one(world: World) ->
                 return told(problem="older")
             return told(problem="newer")
 
-        monkeypatch.setattr(poller_module, "ask", ask)
-        poller = world.poller()
+        poller = world.poller(asking=ask)
         poller.follow(FAST, HOST)
         world.clock.now = 1
         slow = asyncio.create_task(poller.word(FAST, HOST, since=1))
@@ -420,5 +417,4 @@ def test_an_answer_that_comes_late_does_not_replace_a_newer_one(world: World) ->
         release.set()
         assert await slow == told(problem="newer")
 
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        world.clock.run(main())
+    world.clock.run(main())

@@ -6,12 +6,10 @@ import asyncio
 import contextlib
 import threading
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from elastic_operator import queue as queue_module
 from elastic_operator.listings import WatchMonitor
 from elastic_operator.queue import Key, Queue
 from tests.testing.virtual import Clock
@@ -141,9 +139,8 @@ def test_a_watch_that_died_is_noticed() -> None:
     assert monitor.age(400.0) == 0.0
 
 
-def test_what_is_due_at_this_very_moment_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_due_at_this_very_moment_is_served() -> None:
     """A clock may stand still for a while."""
-    monkeypatch.setattr(queue_module, "time", SimpleNamespace(monotonic=lambda: 5.0))
     done = threading.Event()
 
     async def run(key: Key) -> timedelta | None:
@@ -151,7 +148,7 @@ def test_what_is_due_at_this_very_moment_is_served(monkeypatch: pytest.MonkeyPat
         return None
 
     async def main() -> None:
-        queue = Queue(run, concurrency=1)
+        queue = Queue(run, concurrency=1, clock=lambda: 5.0)
         queue.add(JOB)
         assert len(queue) == 1
         await _serve(queue, done)
@@ -183,10 +180,8 @@ def test_a_namespace_with_many_jobs_delays_no_other() -> None:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(queue_module, "time", clock)
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
 def served(clock: Clock, lasts: float, *asked: tuple[float, Key, float], concurrency: int = 9) -> list[Any]:
@@ -202,7 +197,7 @@ def served(clock: Clock, lasts: float, *asked: tuple[float, Key, float], concurr
         return None
 
     async def main() -> None:
-        queue = Queue(run, concurrency=concurrency)
+        queue = Queue(run, concurrency=concurrency, clock=clock.monotonic)
         loop = asyncio.get_running_loop()
         for at, key, after in asked:
             loop.call_at(at, queue.add, key, timedelta(seconds=after))

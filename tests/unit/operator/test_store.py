@@ -6,13 +6,11 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from elastic_operator import names, session
-from elastic_operator import store as store_module
+from elastic_operator import names
 from elastic_operator.api import Api, ApiError
 from elastic_operator.listings import Listings
 from elastic_operator.metrics import Metrics
@@ -165,10 +163,9 @@ def test_a_job_is_seen_with_all_that_is_its_own(store: Store) -> None:
     assert snapshot.observed.policies == {"digits-servers"}
 
 
-def test_a_snapshot_says_when_the_last_of_it_came_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_says_when_the_last_of_it_came_in() -> None:
     clock = Clock()
-    monkeypatch.setattr(store_module, "time", clock)
-    store = Store()
+    store = Store(clock.monotonic)
 
     def changed(at: float) -> float:
         snapshot = store.snapshot(KEY)
@@ -189,10 +186,9 @@ def test_a_snapshot_says_when_the_last_of_it_came_in(monkeypatch: pytest.MonkeyP
     assert changed(6.0) == 5.0
 
 
-def test_what_is_gone_is_remembered_for_minutes_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_gone_is_remembered_for_minutes_and_not_for_ever() -> None:
     clock = Clock()
-    monkeypatch.setattr(store_module, "time", clock)
-    store = Store()
+    store = Store(clock.monotonic)
     store.put("trainingjobs", job(1))
     for index, now in enumerate((0.0, 300.0, 599.0)):
         clock.now = now
@@ -382,7 +378,6 @@ def test_a_listing_that_fails_is_no_proof_and_the_next_one_is(
     assert listings.ages()["trainingjobs"] == 0
 
 
-def test_what_kopf_is_refused_it_asks_for_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "random", SimpleNamespace(uniform=lambda low, high: low + high))
-    first = [delay / 2 for delay in itertools.islice(Delays(), 10)]
+def test_what_kopf_is_refused_it_asks_for_less_and_less_often() -> None:
+    first = [delay / 2 for delay in itertools.islice(Delays(lambda low, high: low + high), 10)]
     assert first == [1, 1, 2, 3, 5, 8, 13, 20, 20, 20]
