@@ -21,7 +21,7 @@ SCALE ?= --scale 100:4 --scale 1700:2
 MINUTES ?= 30
 SIMULATOR_SECONDS ?= 3600
 
-.PHONY: run test test-all test-here test-unit test-integration test-cluster check mutants bench soak proto manifests format cluster cluster-down install uninstall clean
+.PHONY: run test test-all test-here test-unit test-integration test-docs test-cluster check mutants bench soak proto manifests format cluster cluster-down install uninstall clean
 
 run: $(VENV)/ready  ## Train on real data: 2 workers, then 4, then 2 again
 	$(BIN)/elastic-ps run examples/digits/job.yaml $(SCALE) --report runs/digits
@@ -41,6 +41,9 @@ test-unit: $(UNIT)/ready
 
 test-integration: $(INTEGRATION)/ready
 	PYTHONPATH=$(CURDIR):$(CURDIR)/operator $(INTEGRATION)/bin/python $(PYTEST) $(PARALLEL) --numprocesses=4 tests/integration
+
+test-docs: $(VENV)/ready  ## The tests that read documentation
+	$(BIN)/python $(PYTEST) $(PARALLEL) --numprocesses=2 $(shell grep -rl --include='test_*.py' '/ "docs" /' tests)
 
 test-cluster: $(VENV)/ready  ## The tests on a real Kubernetes, see `make cluster`
 	$(BIN)/python $(PYTEST) --numprocesses=$(CLUSTER_PROCESSES) --dist=loadscope --no-loadscope-reorder tests/e2e

@@ -52,9 +52,9 @@ def made(folder: Path) -> set[str]:
     return {line.removeprefix("made ") for line in result.stdout.splitlines() if line.startswith("made ")}
 
 
-def test_a_change_of_documentation_alone_runs_the_checks_alone(checkout: Path) -> None:
+def test_a_change_of_documentation_alone_runs_the_checks_and_what_reads_it(checkout: Path) -> None:
     commit(checkout, "docs/a.md", "docs/picture.svg", "README.md")
-    assert made(checkout) == {"check"}
+    assert made(checkout) == {"check", "test-docs"}
 
 
 def test_a_change_of_a_thousand_files_runs_the_tests(checkout: Path) -> None:
