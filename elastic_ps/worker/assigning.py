@@ -7,8 +7,8 @@ import logging
 from elastic_ps.errors import RefusalCode, Refused, UsageError
 from elastic_ps.worker.client import expelled
 from elastic_ps.worker.engine import Engine
-from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.model import Flat
+from elastic_ps.worker.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -42,22 +42,14 @@ def assign(engine: Engine, flat: Flat) -> None:
         engine.drop_step()
 
 
-def _require_allowed(engine: Engine, exchange: Exchange) -> None:
+def _require_allowed(engine: Engine, exchange: Strategy) -> None:
     """Raises UsageError."""
-    if not engine.world.alone:
-        raise UsageError(
-            "session.assign does not work with worker.processes above 1, where the processes share the "
-            "values: one of them would change those that others compute on. Use processes: 1"
-        )
+    if exchange.cannot_assign:
+        raise UsageError(exchange.cannot_assign)
     if exchange.under_way is not None or engine.batches.computed:
         raise UsageError(
             "session.assign was called in the middle of a step. Call it between optimizer.step() and the "
             "next backward()"
-        )
-    if engine.spec.all_reduce:
-        raise UsageError(
-            "session.assign does not work with strategy all-reduce, where all workers would have to assign "
-            "the values at the same version. Set strategy: parameter-server"
         )
     if not engine.spec.consistency.may_assign:
         raise UsageError(
@@ -67,7 +59,7 @@ def _require_allowed(engine: Engine, exchange: Exchange) -> None:
         )
 
 
-def _assign_since(engine: Engine, exchange: Exchange, base: int) -> bool:
+def _assign_since(engine: Engine, exchange: Strategy, base: int) -> bool:
     """Assign what the contributions hold, until some values were assigned since `base`, and pull them.
 
     Returns whether this worker takes part in the open round.

@@ -2,7 +2,7 @@
 
 Everything that a script does comes here as one of a few events: a batch is handed to it, a step's first
 gradient is there, a bucket is complete, the step ends. Which records the worker is given is `Records`' to
-ask; what is told of steps to the parameter server is `Exchange`'s and `Client`'s; who the worker is,
+ask; how steps become versions is the `Strategy`'s; who the worker is,
 `Member`'s; how its model comes into the job, `Entrance`'s; which settings it has, `Schedule`'s.
 """
 
@@ -30,7 +30,6 @@ from elastic_ps.worker.brought import Brought
 from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.dialogue import Ending, Step
 from elastic_ps.worker.entrance import Entrance
-from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.flight import Flight, Left
 from elastic_ps.worker.local_world import Drained, LocalWorld
 from elastic_ps.worker.member import Member
@@ -43,6 +42,7 @@ from elastic_ps.worker.schedule import Interval, Schedule
 from elastic_ps.worker.slices import Slices
 from elastic_ps.worker.state import State
 from elastic_ps.worker.stopping import Stopping
+from elastic_ps.worker.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class Engine:
         return self._entrance.done
 
     @property
-    def exchange(self) -> Exchange | None:
+    def exchange(self) -> Strategy | None:
         """Of the model, from `enter` on."""
         return self._entrance.exchange
 
@@ -231,7 +231,7 @@ class Engine:
         """What the version that this worker has was made of."""
         if self.flight is not None:
             return self.flight.left.made
-        text = self.exchange.settings if self.exchange else ""
+        text = self.exchange.told.settings if self.exchange else ""
         return read_settings(text).made if text else NOTHING
 
     @property
@@ -396,7 +396,7 @@ class Engine:
         self._begin_of(self.batches.samples)
 
     def _begin_of(self, samples: int, besides: Set[int] = frozenset()) -> None:
-        """See `Exchange.begin`."""
+        """See `Strategy.begin`."""
         exchange = self._exchange()
         current = self.schedule.current() if exchange.asks_ahead else None
         if current is not None and current.max_grad_norm is not None:
@@ -488,7 +488,7 @@ class Engine:
             raise
         else:
             self._steps += 1
-            self._stopped.learn(exchange.stopped)
+            self._stopped.learn(exchange.told.stopped)
             self._stopped.heed()
             if made:
                 self.schedule.step_made(settings, self._in_force())
@@ -740,9 +740,9 @@ class Engine:
 
     def _in_force(self) -> Settings:
         """As of the last pull."""
-        return Settings.from_json(self._exchange().settings)
+        return Settings.from_json(self._exchange().told.settings)
 
-    def _exchange(self) -> Exchange:
+    def _exchange(self) -> Strategy:
         assert self.exchange is not None, "the model has been given to session.optimizer"
         return self.exchange
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -30,6 +29,7 @@ from elastic_ps.worker.model import Described, Flat
 from elastic_ps.worker.reduced import Reduced
 from elastic_ps.worker.replica import Replica
 from elastic_ps.worker.schedule import Interval, Schedule
+from elastic_ps.worker.strategy import Strategy
 from elastic_ps.worker.summed import Following, Leading
 from elastic_ps.worker.values import Values
 
@@ -65,7 +65,7 @@ class Entrance:
         history: History,
     ) -> None:
         self.spec = spec
-        self.exchange: Exchange | None = None
+        self.exchange: Strategy | None = None
         self.schedule: Schedule
         self.done = False
         self._client, self._member, self._world, self._weights = client, member, world, weights
@@ -114,7 +114,7 @@ class Entrance:
         self.exchange = exchange = self._make_exchange(flat, optimizer)
         membership = self._initialise(exchange, membership, flat, brought)
         if not membership.initialise:
-            self.schedule.joined(Settings.from_json(exchange.settings))
+            self.schedule.joined(Settings.from_json(exchange.told.settings))
         self.done = True
         self._member.note_join(membership.version)
         return flat
@@ -136,14 +136,14 @@ class Entrance:
         if problem := second_momentum(settings.groups, sent):
             raise InvalidModel(problem)
 
-    def _make_exchange(self, flat: Flat, optimizer: torch.optim.Optimizer) -> Exchange:
+    def _make_exchange(self, flat: Flat, optimizer: torch.optim.Optimizer) -> Strategy:
         same = self.spec.consistency.mode == "local"
         if not self._world.leads:
-            return cast(Exchange, Following(self._world, flat, same=same))  # it has all that is called here
+            return Following(self._world, flat, same=same)
         traffic, trace = self._client.traffic, self._trace
         values = Values(flat, self._codecs, traffic=traffic, trace=trace)
         if self._store is not None:
-            reduced = Reduced(
+            return Reduced(
                 self._client,
                 flat,
                 Replica(self._client, flat, optimizer, values),
@@ -153,7 +153,6 @@ class Entrance:
                 trace=trace,
                 history=self._history,
             )
-            return cast(Exchange, reduced)  # so has it
         encoder = Encoder(
             flat.layout,
             self._codecs,
@@ -177,7 +176,7 @@ class Entrance:
         )
 
     def _initialise(
-        self, exchange: Exchange, membership: Membership, flat: Flat, brought: Brought | None
+        self, exchange: Strategy, membership: Membership, flat: Flat, brought: Brought | None
     ) -> Membership:
         """Give the job this model's values, or get the job's. Blocks.
 
@@ -247,7 +246,7 @@ class Entrance:
         self._client.initialised()
 
     def again(
-        self, exchange: Exchange, reason: Refused, *, drop: Callable[[], None], repeat: Callable[[], None]
+        self, exchange: Strategy, reason: Refused, *, drop: Callable[[], None], repeat: Callable[[], None]
     ) -> None:
         """Continue as a new member, because the parameter server does not know this worker any more. Blocks.
 
@@ -269,6 +268,6 @@ class Entrance:
                     raise
                 continue
             break
-        self.schedule.take_over(Settings.from_json(exchange.settings))
+        self.schedule.take_over(Settings.from_json(exchange.told.settings))
         self._member.note_join(membership.version, again=True)
         logger.info("joined again at version %d", membership.version)

@@ -34,6 +34,7 @@ from elastic_ps.worker.encoder import Encoder
 from elastic_ps.worker.model import Flat
 from elastic_ps.worker.receiving import Pull, Receiving
 from elastic_ps.worker.sending import Sending
+from elastic_ps.worker.strategy import Strategy
 from elastic_ps.worker.values import Values
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ FETCHES = 10
 """How often buckets are fetched that are older than the rest, because new versions are made meanwhile."""
 
 
-class Exchange:
+class Exchange(Strategy):
     """One worker's pushes and pulls. `ready`, `finish` and `fetch` belong to the main thread.
 
     Args:
@@ -52,7 +53,6 @@ class Exchange:
         consistency: the job's. Where rounds may be made without this worker, it asks before each step.
 
     Attributes:
-        version: of the values that the model has; with bounded staleness, some may be newer.
         encoder, flat: as given.
         sending, receiving: the two ways.
     """
@@ -69,7 +69,7 @@ class Exchange:
         trace: Trace,
         history: History,
     ) -> None:
-        self.version = 0
+        super().__init__()
         self._client = client
         self.encoder, self.flat = encoder, flat
         self._history = history
@@ -83,40 +83,20 @@ class Exchange:
         self._held: dict[int, int] = {}  # of which version a bucket is, or was when it was pulled last
         self._awaited = Awaited()
         self.sending = Sending(client, flat, self._awaited, encoder, trace=trace, history=history)
-        self.receiving = Receiving(client, flat, self._awaited, values, self.sending.answers, trace=trace)
+        self.receiving = Receiving(
+            client, flat, self._awaited, values, self.sending.answers, self.told, trace=trace
+        )
         self._values = values
         self.adopt(consistency)
 
     def close(self) -> None:
-        """End the threads. The client must be closed before, so that nothing of theirs blocks."""
+        """See `Strategy`."""
         self._awaited.close()
         self.sending.close()
         self.receiving.close()
 
-    @property
-    def settings(self) -> str:
-        """The settings in force, as JSON, as of the last pull."""
-        return self.receiving.settings
-
-    @property
-    def stopped(self) -> str:
-        """Why a script has ended the training, as of the last pull; "" if none has."""
-        return self.receiving.stopped
-
-    @property
-    def steps(self) -> int:
-        """In mode `local`, how many steps this worker makes by itself until its next exchange.
-
-        As of the last pull; 0 if that has not been said.
-        """
-        return self.receiving.steps
-
     def adopt(self, consistency: Consistency, codecs: Plan | None = None) -> None:
-        """The job's consistency is this one from now on; there is no step under way.
-
-        Args:
-            codecs: likewise; None: they are the same as before.
-        """
+        """See `Strategy`."""
         if codecs is not None:
             self.encoder.adopt(codecs)
             self._values.adopt(codecs)
@@ -129,21 +109,14 @@ class Exchange:
         self.sending.adopt(consistency, at_once=self._at_once)
 
     def reset(self) -> None:
-        """Forget the step under way and what went wrong: this worker has joined again."""
+        """See `Strategy`."""
         with self._awaited.lock:
             self.sending.reset()
             self._awaited.reset()
 
     def give_up(self) -> None:
-        """Nobody waits for the step under way any more, so `finish`, on whatever thread, raises soon."""
+        """See `Strategy`."""
         self._awaited.fail(ConnectionLost("the script was interrupted"), self._awaited.generation)
-
-    def hand_over(self) -> None:
-        """This worker stops making rounds. The parameter server has all that it has."""
-
-    def has(self, version: int) -> bool:
-        """Whether the model has the values of this version."""
-        return self.version == version
 
     @property
     def under_way(self) -> Step | None:
@@ -153,12 +126,7 @@ class Exchange:
     # --- a step
 
     def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:
-        """The first gradient of a step is there.
-
-        Args:
-            settings: the hyperparameters that the step will probably end with, as JSON; "" for no drafts.
-            besides: buckets that the step is not about. Nothing is there of them, and they are not pulled.
-        """
+        """See `Strategy`. The settings are for drafts."""
         awaited = self._awaited
         with awaited.lock:
             awaited.begin(step)
@@ -193,16 +161,11 @@ class Exchange:
         self.sending.ready(bucket, present)
 
     def finish(self, ending: Ending, *, publish: bool = True) -> bool:
-        """End the step: push the rest and wait for the version that it is part of. Blocks.
+        """See `Strategy`.
 
         Args:
             publish: give the values to the model; else they stay in flat memory, and this may run on another
-                thread than the training thread, which makes nothing of the exchange meanwhile.
-
-        Returns whether that version is here. If not, this worker computes another step on the one before.
-
-        Raises:
-            Refused, ConnectionLost: the step could not be taken; the model keeps its version.
+                thread than the training thread.
         """
         awaited, step = self._awaited, self._awaited.step
         assert step is not None, "begin was called"
@@ -241,15 +204,8 @@ class Exchange:
         return True
 
     def depart(self, ending: Ending) -> Callable[[], bool]:
-        """What ends the step on another thread: `finish`, without giving the values to the model."""
+        """See `Strategy`: `finish`, without giving the values to the model."""
         return partial(self.finish, ending, publish=False)
-
-    def land(self, landed: Callable[[], bool]) -> bool:
-        """The training thread waits with `landed` for what `depart` has returned. Blocks.
-
-        Returns whether the version is in flat memory. Raises what `landed` raises.
-        """
-        return landed()
 
     def _push_alone(self, step: Step, ending: Ending) -> bool:
         """Push the rest, and block until the step is in a version. False: another one is to be computed."""
@@ -268,17 +224,17 @@ class Exchange:
                     awaited.missing.add(FINISH)
                     awaited.restart(reply.attempt, generation)
             elif kind != "pending":
-                self.receiving.stopped = self.receiving.stopped or reply.stopped
+                self.receiving.told.stopped = self.receiving.told.stopped or reply.stopped
                 return reply.made
 
     def assign(self, step: Step, attempt: int) -> None:
-        """See `Sending.assign`."""
+        """See `Strategy`."""
         self.sending.assign(step, attempt)
 
     # --- versions
 
     def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:
-        """Get all values of (at least) `version`, but for the buckets `besides`. Blocks.
+        """See `Strategy`.
 
         A worker that takes part in the round gets all of one version. Otherwise new versions may be made
         meanwhile; what is older than the rest is then fetched again, some times: the script may look at it,
@@ -321,7 +277,7 @@ class Exchange:
         self.version = max(version, min(versions.values(), default=version))
 
     def computes_on(self, version: int) -> None:
-        """The values are there for the next step. The parameter server believes that they are of `version`.
+        """See `Strategy`.
 
         It has to know if they are newer, or if it makes no version before it knows that they are read.
         """

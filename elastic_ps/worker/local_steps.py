@@ -111,7 +111,7 @@ class LocalSteps:
     def _due(self) -> int:
         """How many steps there are between the last exchange and the next one."""
         exchange = self._engine.exchange
-        steps = exchange.steps if exchange is not None else 0
+        steps = exchange.told.steps if exchange is not None else 0
         said = self._engine.spec.consistency.steps  # it may change while the job runs
         return steps_before(self._exchanges, steps or said or 1, len(self._fragments))
 

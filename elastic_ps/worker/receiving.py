@@ -25,6 +25,7 @@ from elastic_ps.worker.awaited import Awaited, end_of
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Answers, Stay, Wanted
 from elastic_ps.worker.model import Flat
+from elastic_ps.worker.strategy import Told
 from elastic_ps.worker.values import Values
 
 
@@ -53,10 +54,7 @@ class Receiving:
 
     Attributes:
         ahead: the drafts of the next version.
-        settings: the settings in force, as JSON, as of the last pull.
-        stopped: why a script has ended the training, as of the last pull; "" if none has.
-        steps: in mode `local`, how many this worker makes by itself until its next exchange, as of the last
-            pull; 0 if that has not been said.
+        told: as of the last pull.
         standing: which of its steps are in the model, as of the last pull; None if that has not been said.
     """
 
@@ -67,13 +65,12 @@ class Receiving:
         awaited: Awaited,
         values: Values,
         answers: Callable[[Stay, int, Wanted], Answers],
+        told: Told,
         *,
         trace: Trace,
     ) -> None:
         self.ahead = Ahead()
-        self.settings = ""
-        self.stopped = ""
-        self.steps = 0
+        self.told = told
         self.standing: pb.Standing | None = None
         self._client, self._flat, self._awaited, self._values = client, flat, awaited, values
         self._answers = answers
@@ -171,7 +168,8 @@ class Receiving:
                 awaited.restart(reply.attempt, pull.generation)
             elif kind == "done" or reply.last:
                 if shard == 0:
-                    self.settings, self.stopped, self.steps = reply.settings, reply.stopped, reply.steps
+                    told = self.told
+                    told.settings, told.stopped, told.steps = reply.settings, reply.stopped, reply.steps
                     self.standing = reply.standing if reply.HasField("standing") else None
                 complete = True
         if not ended:

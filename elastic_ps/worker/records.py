@@ -16,9 +16,9 @@ from elastic_ps.errors import InvalidModel, Refused, UsageError
 from elastic_ps.worker.batches import Batches
 from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.dialogue import Granted
-from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.stopping import Stopping
+from elastic_ps.worker.strategy import Strategy
 
 
 class Driven(Protocol):
@@ -41,7 +41,7 @@ class Driven(Protocol):
         """Whether this worker has left for good."""
 
     @property
-    def exchange(self) -> Exchange | None:
+    def exchange(self) -> Strategy | None:
         """Of the model, from the time that it has `entered`."""
 
     @property
@@ -284,7 +284,7 @@ class Records:
                 if not expelled(refusal):
                     raise
 
-    def _exchange(self) -> Exchange:
+    def _exchange(self) -> Strategy:
         exchange = self._worker.exchange
         assert exchange is not None, "the model has been given to session.optimizer"
         return exchange

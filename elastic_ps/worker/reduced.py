@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import torch
 
-from elastic_ps.api.training import Consistency
 from elastic_ps.codec import checksum
 from elastic_ps.codec.finite import WHAT_TO_DO, require_finite
 from elastic_ps.codec.optimizers import WIDE
@@ -34,6 +33,7 @@ from elastic_ps.worker.dialogue import Ending, Step
 from elastic_ps.worker.group import Broken, Group, Store
 from elastic_ps.worker.model import Flat
 from elastic_ps.worker.replica import Replica
+from elastic_ps.worker.strategy import Strategy, Told
 
 logger = logging.getLogger(__name__)
 
@@ -60,19 +60,18 @@ class _Group(NamedTuple):
     made: int = -1
 
 
-class Reduced:
-    """What `Exchange` is where gradients go to the parameter server. Belongs to the training thread.
+class Reduced(Strategy):
+    """Steps that the workers make together, without the parameter server.
 
     Args:
         optimizer: which `make_step` steps.
         store: where the other workers find this one.
-
-    Attributes:
-        version, settings, stopped, steps: see `Exchange`.
-        under_way: the step that has begun.
     """
 
-    asks_ahead = False
+    cannot_assign = (
+        "session.assign does not work with strategy all-reduce, where all workers would have to assign "
+        "the values at the same version. Set strategy: parameter-server"
+    )
 
     def __init__(
         self,
@@ -86,9 +85,7 @@ class Reduced:
         trace: Trace,
         history: History,
     ) -> None:
-        self.version = self.steps = 0
-        self.settings = self.stopped = ""
-        self.under_way: Step | None = None
+        super().__init__()
         self._client, self._flat, self._replica = client, flat, replica
         self._optimizer, self._make_step = optimizer, make_step
         self._store, self._trace, self._history = store, trace, history
@@ -107,15 +104,11 @@ class Reduced:
         self._began = 0.0
         self._lasted = math.inf  # from the first gradient of the last step until all had computed theirs
 
-    # --- what `Engine` asks of an `Exchange`
-
-    def adopt(self, consistency: Consistency, codecs: object = None) -> None:
-        """There is no other way to make versions with this strategy."""
-        del consistency, codecs
+    # --- what the engine asks
 
     def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
-        """The first gradient of a step is there."""
-        self.under_way, self._problem, self._ahead = step, None, None
+        """See `Strategy`."""
+        self._step, self._problem, self._ahead = step, None, None
         self._present.clear()
         self._began = time.monotonic()
         assert not self._adding, "a step that is not made is forgotten with its group"
@@ -126,7 +119,7 @@ class Reduced:
             self._sums.begin(step.samples)
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
-        """A bucket's contribution is complete."""
+        """See `Strategy`."""
         self._present[bucket.index] = present
         try:
             # What a device is still copying comes with the next bucket, so that backward waits for nothing.
@@ -142,7 +135,7 @@ class Reduced:
 
     def _require_finite(self, bucket: Bucket) -> None:
         """Raise Refused (NOT_FINITE) if this worker's gradients would spoil those of all."""
-        step = self.under_way
+        step = self._step
         assert step is not None, "begin was called"
         if bucket.rule is Rule.GRADIENT:
             who = f"worker {step.stay.worker}, step {step.number}, bucket {bucket.index}"
@@ -155,7 +148,7 @@ class Reduced:
 
     def reset(self) -> None:
         """Forget the step under way, and the group."""
-        self.under_way = self._settled = None
+        self._step = self._settled = None
         self._drop_group()
 
     def close(self) -> None:
@@ -168,7 +161,7 @@ class Reduced:
             self._enter(version)
 
     def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
-        """Get all of `version`. Who does not take part gets what the parameter server has, if it has it."""
+        """See `Strategy`. Who does not take part gets what the parameter server has, if it has it."""
         if contributor:
             self._enter(version)
             return
@@ -179,14 +172,8 @@ class Reduced:
         self.version = version
 
     def finish(self, ending: Ending) -> bool:
-        """Add the gradients up with those of the others, and make the step that they are part of. Blocks.
-
-        Returns True: the version is made.
-
-        Raises:
-            Refused: the step could not be taken; the model keeps its version.
-        """
-        step = self.under_way
+        """See `Strategy`: add the gradients up with those of the others, and make the step."""
+        step = self._step
         assert step is not None, "begin was called"
         if self._problem is not None:
             raise self._problem
@@ -213,7 +200,7 @@ class Reduced:
         return True
 
     def hand_over(self) -> None:
-        """This worker stops making rounds: give the parameter server what nobody else has. Blocks."""
+        """See `Strategy`."""
         if self._held is None:
             return
         term, version = self._held
@@ -342,7 +329,7 @@ class Reduced:
             time.sleep(0.01)
 
     def _learn(self, met: pb.MeetReply) -> None:
-        self.settings, self.stopped = met.settings, self.stopped or met.stopped
+        self.told = Told(met.settings, self.told.stopped or met.stopped)
 
     # --- the step
 
@@ -372,7 +359,7 @@ class Reduced:
         self._adding = False
         self._sums.publish(settings.max_grad_norm)
         self._make_step()
-        self.under_way, self.version = None, step.version + 1
+        self._step, self.version = None, step.version + 1
         self._held = (step.stay.term, self.version)
         if self._group is not None:
             self._group = self._group._replace(made=self.version)

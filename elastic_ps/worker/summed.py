@@ -20,14 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elastic_ps.api.training import Consistency
-from elastic_ps.codec.plan import Plan
 from elastic_ps.core.metrics import Metrics, reduce_all
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.worker.dialogue import Ending, Step
 from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.model import Flat
+from elastic_ps.worker.strategy import Strategy, Told
 
 _STEP = "optimizer.step()"
 _EXCHANGE = "the exchange of local steps"
@@ -38,14 +37,18 @@ _LAND = "where the version of an exchange is taken over"
 _NO_STEP = -1
 
 
+_CANNOT_ASSIGN = (
+    "session.assign does not work with worker.processes above 1, where the processes share the "
+    "values: one of them would change those that others compute on. Use processes: 1"
+)
+
+
 class _Where(NamedTuple):
     """What the other processes are told after a step, or after values were fetched."""
 
     made: bool
     version: int
-    settings: str
-    stopped: str
-    steps: int
+    told: Told
 
 
 class Leading(Exchange):
@@ -56,7 +59,12 @@ class Leading(Exchange):
         weights: for each process, its share of the samples of the step that begins.
         same: all processes have the same in buckets of gradients, so that one of them stands for all.
         given: what `Exchange` takes.
+
+    Attributes:
+        told: as all processes know it; an exchange may be under way that has been told more.
     """
+
+    cannot_assign = _CANNOT_ASSIGN
 
     def __init__(
         self,
@@ -69,29 +77,24 @@ class Leading(Exchange):
         **options: Any,
     ) -> None:
         super().__init__(client, flat, *given, **options)
+        self.told = Told()
         self._world, self._weights = world, weights
         self._finish = _finish_of(same=same)
-        self._steps = 0
         links = [link.gradients for link in world.links]
         self._sums = _Sums(flat, links, super().ready, same=same)
 
-    @property
-    def steps(self) -> int:
-        """See `Exchange`. As all processes know it: an exchange may be under way that has been told more."""
-        return self._steps
-
     def close(self) -> None:
-        """See `Exchange`."""
+        """See `Strategy`."""
         super().close()
         self._sums.close()
 
     def reset(self) -> None:
-        """See `Exchange`. What the processes have of the step is not added up any more."""
+        """See `Strategy`. What the processes have of the step is not added up any more."""
         self._sums.forget()
         super().reset()
 
     def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:
-        """See `Exchange`."""
+        """See `Strategy`."""
         self._sums.begin(step.number, self._weights())
         super().begin(step, settings, besides=besides)
 
@@ -100,7 +103,7 @@ class Leading(Exchange):
         self._sums.add(bucket, present)
 
     def finish(self, ending: Ending, *, publish: bool = True) -> bool:
-        """See `Exchange`. All processes have to be here."""
+        """See `Strategy`. All processes have to be here."""
 
         def finish(reported: list[Metrics]) -> _Where:
             self._sums.wait()
@@ -109,7 +112,7 @@ class Leading(Exchange):
         return self._world.consult(self._finish, _reported(ending), finish).made
 
     def depart(self, ending: Ending) -> Callable[[], bool]:
-        """See `Exchange`. All processes have to be here."""
+        """See `Strategy`. All processes have to be here."""
         merged: list[Ending] = []
         self._world.consult(
             _DEPART, _reported(ending), lambda reported: merged.append(self._merged(ending, reported))
@@ -122,7 +125,7 @@ class Leading(Exchange):
         return finish
 
     def land(self, landed: Callable[[], bool]) -> bool:
-        """See `Exchange`. All processes have to be here."""
+        """See `Strategy`. All processes have to be here."""
         return self._world.decide(_LAND, lambda: self._where(landed())).made
 
     def _merged(self, ending: Ending, reported: list[Metrics]) -> Ending:
@@ -133,7 +136,7 @@ class Leading(Exchange):
         return replace(ending, metrics=reduce_all(weighed), reductions=reductions)
 
     def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:
-        """See `Exchange`. All processes have to be here."""
+        """See `Strategy`. All processes have to be here."""
 
         def fetch() -> _Where:
             super(Leading, self).fetch(version, contributor=contributor, besides=besides)
@@ -142,38 +145,34 @@ class Leading(Exchange):
         self._world.decide(_FETCH, fetch)
 
     def _where(self, made: bool) -> _Where:
-        self._steps = self.receiving.steps
-        return _Where(made, self.version, self.settings, self.stopped, self._steps)
+        self.told = replace(self.receiving.told)
+        return _Where(made, self.version, self.told)
 
 
-class Following:
-    """Another process's: it says what is ready, and learns what became of the step. See `Exchange`.
+class Following(Strategy):
+    """Another process's: it says what is ready, and learns what became of the step.
 
     Args:
         world, same: see `Leading`.
     """
 
-    asks_ahead = False
+    cannot_assign = _CANNOT_ASSIGN
 
     def __init__(self, world: LocalWorld, flat: Flat, *, same: bool = False) -> None:
-        self.version = 0
-        self.settings = ""
-        self.stopped = ""
-        self.steps = 0
-        self.under_way: Step | None = None
+        super().__init__()
         self._besides: Set[int] = frozenset()
         self._world, self._flat = world, flat
         self._finish = _finish_of(same=same)
 
     def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
-        """The first gradient of a step is there."""
-        self.under_way, self._besides = step, besides
+        """See `Strategy`."""
+        self._step, self._besides = step, besides
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """This process's part of a bucket is complete."""
-        assert self.under_way is not None
+        assert self._step is not None, "begin was called"
         try:
-            self._world.links[0].gradients.send((self.under_way.number, bucket.index, list(present)))
+            self._world.links[0].gradients.send((self._step.number, bucket.index, list(present)))
         except OSError:
             self._world.ended(0, "backward()")
 
@@ -204,35 +203,10 @@ class Following:
         Args:
             besides: the buckets that the model gets no values of; None: it gets none of any, for now.
         """
-        self.version, self.settings, self.stopped = where.version, where.settings, where.stopped
-        self.steps = where.steps
-        self.under_way = None
+        self.version, self.told, self._step = where.version, where.told, None
         if where.made and besides is not None:
             self._flat.publish(besides=besides)
         return where.made
-
-    def has(self, version: int) -> bool:
-        """See `Exchange`."""
-        return self.version == version
-
-    def reset(self) -> None:
-        """Forget the step under way."""
-        self.under_way = None
-
-    def give_up(self) -> None:
-        """Process 0 waits."""
-
-    def adopt(self, consistency: Consistency, codecs: Plan | None = None) -> None:
-        """Process 0 sends and asks."""
-
-    def computes_on(self, version: int) -> None:
-        """Process 0 says so."""
-
-    def hand_over(self) -> None:
-        """Process 0 does."""
-
-    def close(self) -> None:
-        """Nothing is to be freed."""
 
 
 def _finish_of(*, same: bool) -> str:

@@ -17,7 +17,7 @@ def engine_of(session: Session) -> Engine:
 def exchange_of(session: Session) -> Exchange:
     """The pushes and pulls of a worker that has joined."""
     exchange = engine_of(session).exchange
-    assert exchange is not None
+    assert isinstance(exchange, Exchange)
     return exchange
 
 

@@ -1,0 +1,156 @@
+"""How a worker's steps become versions of the model: what each way to train can do.
+
+The engine makes these calls and knows no more. `exchange` pushes gradients to the parameter server, and pulls
+values. `summed` does that for a worker of several processes, which add up what they have. With `reduced` the
+workers add up gradients among themselves. In mode `local` a step is an exchange, by any of the first two.
+`tests/integration/test_strategies.py` runs one script with each of them.
+"""
+
+# ruff: noqa: B027 (what a strategy need not do)
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+
+from elastic_ps.api.training import Consistency
+from elastic_ps.codec.plan import Plan
+from elastic_ps.core.partition import Bucket
+from elastic_ps.errors import UsageError
+from elastic_ps.worker.dialogue import Ending, Step
+
+
+@dataclass
+class Told:
+    """What the parameter server has said with the version that came last.
+
+    Attributes:
+        settings: those in force, as JSON.
+        stopped: why a script has ended the training; "" if none has.
+        steps: in mode `local`, how many this worker makes by itself until its next exchange; 0 if that has
+            not been said.
+    """
+
+    settings: str = ""
+    stopped: str = ""
+    steps: int = 0
+
+
+class Strategy(ABC):
+    """Makes one worker's steps. Belongs to the training thread, but for `begin` and `ready`.
+
+    Gradient hooks call those two, one at a time, while the training thread waits in backward.
+
+    Attributes:
+        version: of the values that the model has; with bounded staleness, some may be newer.
+        told: with the last of them.
+        cannot_assign: why scripts cannot assign values; "" if they can.
+    """
+
+    cannot_assign = ""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.told = Told()
+        self._step: Step | None = None
+
+    @property
+    def under_way(self) -> Step | None:
+        """The step that has begun, until it is made or forgotten."""
+        return self._step
+
+    @property
+    def asks_ahead(self) -> bool:
+        """Whether hyperparameters are of use when a step begins; see `begin`."""
+        return False
+
+    @abstractmethod
+    def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:
+        """The first gradient of a step is there. Does not block.
+
+        Args:
+            settings: the hyperparameters that the step will probably end with, as JSON; "" if that is not
+                known, or of no use.
+            besides: buckets that the step is not about. Nothing is there of them, and the model keeps its
+                values.
+        """
+
+    @abstractmethod
+    def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
+        """A bucket's contribution is complete.
+
+        Args:
+            present: which of its pieces have a gradient; empty for a bucket of buffers.
+        """
+
+    @abstractmethod
+    def finish(self, ending: Ending) -> bool:
+        """End the step, and wait for the version that it is part of. Blocks.
+
+        Returns whether the model has that version. If not, this worker computes another step on the one
+        before.
+
+        Raises:
+            Refused, ConnectionLost: the step could not be taken; the model keeps its version.
+        """
+
+    def depart(self, ending: Ending) -> Callable[[], bool]:
+        """Begin to end the step; returns what blocks until it has ended, on any thread.
+
+        Meanwhile the script computes, and nothing else is called here but `land`. A strategy that has nothing
+        to wait for elsewhere ends the step now.
+        """
+        made = self.finish(ending)
+        return lambda: made
+
+    def land(self, landed: Callable[[], bool]) -> bool:
+        """Wait with `landed` for what `depart` has returned. Blocks. Raises what `landed` raises.
+
+        Returns whether the version is in flat memory; the caller gives it to the model.
+        """
+        return landed()
+
+    @abstractmethod
+    def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:
+        """Get all values of (at least) `version`, but for the buckets `besides`. Blocks.
+
+        Args:
+            contributor: this worker takes part in the round on that version, and gets no newer one.
+        """
+
+    def has(self, version: int) -> bool:
+        """Whether the model has the values of this version."""
+        return self.version == version
+
+    def computes_on(self, version: int) -> None:
+        """The values are there for the next step, which the parameter server believes to be of `version`."""
+
+    def assign(self, step: Step, attempt: int) -> None:  # noqa: ARG002
+        """Push the values that the contributions hold, for the round of `step`. Blocks.
+
+        Raises:
+            UsageError: `cannot_assign` says why.
+            Refused: STALE_ATTEMPT, LATE: the round has started again; ask what to do.
+        """
+        raise UsageError(self.cannot_assign)
+
+    def adopt(self, consistency: Consistency, codecs: Plan | None = None) -> None:
+        """Versions are made so from now on; there is no step under way.
+
+        Args:
+            codecs: likewise; None: they are the same as before.
+        """
+
+    def reset(self) -> None:
+        """Forget the step under way and what went wrong: this worker has joined again."""
+        self._step = None
+
+    def give_up(self) -> None:
+        """Nobody waits for the step under way any more, so that what `depart` returned ends soon."""
+
+    def hand_over(self) -> None:
+        """This worker makes no more rounds: give the parameter server what nobody else has. Blocks."""
+
+    def close(self) -> None:
+        """Free everything. The client must be closed before, so that no thread blocks."""
