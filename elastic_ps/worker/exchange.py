@@ -1,14 +1,13 @@
 """What a worker exchanges with the parameter server: gradients, and the versions that are made of them.
 
 The training thread, in which backward runs, says here which buckets are ready, and when the step ends.
-`Sending` has the threads that push them, `Receiving` those that receive the new version, and `Awaited` says
-what is missing yet.
+Threads push them while backward goes on, `Receiving` has those that receive the new version, and `Awaited`
+says what is due, and what is missing yet. A bucket is pushed when all before it are, so every worker pushes
+in the same order. A shard on another host has several threads for that, so that the network is not idle while
+one of them waits for an answer.
 
 Buckets stay as they are until the new version is there, so that a round that starts again is pushed again
 without computing anything again.
-
-If the model's gradients are one bucket on one shard, the training thread itself pushes the step when it is
-complete, and the new version is the answer to its last push: handing it to other threads would take longer.
 
 With mode `accumulate`, and with a global batch size, a worker that has pushed a step asks what is next before
 it pulls: it may have to compute another one on the same version.
@@ -17,23 +16,28 @@ it pulls: it may have to compute another one on the same version.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence, Set
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from elastic_ps.api.training import Consistency
 from elastic_ps.codec import checksum
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Rule
-from elastic_ps.errors import ConnectionLost, Refused, UsageError
+from elastic_ps.errors import ConnectionLost, RefusalCode, Refused, UsageError
 from elastic_ps.process.telemetry import History, Trace
-from elastic_ps.worker.awaited import FINISH, Awaited, end_of
+from elastic_ps.transport.base import EMPTY
+from elastic_ps.worker.awaited import FINISH, Asks, Awaited, Pushing, Says, When, end_of
 from elastic_ps.worker.client import Client
-from elastic_ps.worker.dialogue import Ending, Step
-from elastic_ps.worker.encoder import Encoder
+from elastic_ps.worker.dialogue import Answers, Ending, Stay, Step, Wanted
+from elastic_ps.worker.encoder import Encoder, Payload
 from elastic_ps.worker.model import Flat
 from elastic_ps.worker.receiving import Pull, Receiving
-from elastic_ps.worker.sending import Sending
 from elastic_ps.worker.strategy import Strategy
 from elastic_ps.worker.values import Values
 
@@ -42,9 +46,21 @@ logger = logging.getLogger(__name__)
 FETCHES = 10
 """How often buckets are fetched that are older than the rest, because new versions are made meanwhile."""
 
+SENDERS = 3
+"""Threads that push to a shard on another host."""
+
+
+class _Push(NamedTuple):
+    """A bucket to be pushed, begun in a generation of what is `Awaited`."""
+
+    generation: int
+    attempt: int
+    step: Step
+    bucket: Bucket
+
 
 class Exchange(Strategy):
-    """One worker's pushes and pulls. `ready`, `finish` and `fetch` belong to the main thread.
+    """One worker's pushes and pulls, of a parameter server that makes the steps.
 
     Args:
         encoder: of the gradients.
@@ -54,7 +70,7 @@ class Exchange(Strategy):
 
     Attributes:
         encoder, flat: as given.
-        sending, receiving: the two ways.
+        receiving: the way back.
     """
 
     def __init__(
@@ -72,27 +88,37 @@ class Exchange(Strategy):
         super().__init__()
         self._client = client
         self.encoder, self.flat = encoder, flat
-        self._history = history
+        self._trace, self._history = trace, history
         self._sends_ahead = ahead
+        self._pushed = flat.layout.pushed
         # With a single bucket of gradients nothing is there to be sent before backward ends.
-        gradients = sum(bucket.rule is Rule.GRADIENT for bucket in flat.layout.pushed)
+        gradients = sum(bucket.rule is Rule.GRADIENT for bucket in self._pushed)
         self._small = client.shards == 1 and gradients == 1
         self._to_ask: dict[int, Pull] | None = None  # the rest, if some were asked when the step began
         self._stepped = [b for b in flat.layout.pull_order if b.rule is not Rule.CONSTANT]
         self._besides: Set[int] = frozenset()  # buckets that the step is not about
         self._held: dict[int, int] = {}  # of which version a bucket is, or was when it was pulled last
-        self._awaited = Awaited()
-        self.sending = Sending(client, flat, self._awaited, encoder, trace=trace, history=history)
-        self.receiving = Receiving(
-            client, flat, self._awaited, values, self.sending.answers, self.told, trace=trace
-        )
+        self._asking = threading.Lock()
+        self._let_in: Step | None = None
+        self._awaited = Awaited(self._pushed, self._enqueue)
+        self._queues: list[queue.SimpleQueue[_Push | None]] = [
+            queue.SimpleQueue() for _ in range(client.shards)
+        ]
+        self._threads: list[list[threading.Thread]] = [[] for _ in range(client.shards)]
+        for shard in range(client.shards):
+            self._start(shard)
+        self.receiving = Receiving(client, flat, self._awaited, values, self._answers, self.told, trace=trace)
         self._values = values
         self.adopt(consistency)
 
     def close(self) -> None:
         """See `Strategy`."""
         self._awaited.close()
-        self.sending.close()
+        for each, threads in zip(self._queues, self._threads, strict=True):
+            for _ in threads:
+                each.put(None)
+        for thread in (thread for threads in self._threads for thread in threads):
+            thread.join()
         self.receiving.close()
 
     def adopt(self, consistency: Consistency, codecs: Plan | None = None) -> None:
@@ -100,19 +126,12 @@ class Exchange(Strategy):
         if codecs is not None:
             self.encoder.adopt(codecs)
             self._values.adopt(codecs)
-        self._may_be_stale = consistency.may_be_stale
-        self._may_be_late = consistency.may_be_late
-        self._holds_up = consistency.each_alone and consistency.reads_one_version
-        self._accumulates = consistency.several_steps
-        self._at_once = self._small and not (self._accumulates or self.encoder.tuner.active)
-        self._may_ask_ahead = self._sends_ahead and consistency.waits_for_all and not self._at_once
-        self.sending.adopt(consistency, at_once=self._at_once)
+        small = self._small and not self.encoder.tuner.active
+        self._pushing = self._awaited.pushing = Pushing.of(consistency, small=small)
 
     def reset(self) -> None:
         """See `Strategy`."""
-        with self._awaited.lock:
-            self.sending.reset()
-            self._awaited.reset()
+        self._awaited.reset()
 
     def give_up(self) -> None:
         """See `Strategy`."""
@@ -134,13 +153,16 @@ class Exchange(Strategy):
             self.encoder.begin(step.number, step.stay.term)
             self.receiving.ahead.forget()
             self._to_ask = None
-            if self._accumulates:  # from now on, as the round may start again before the script ends the step
+            if self._pushing.several:  # the round may start again before the script ends the step
                 awaited.expect({FINISH})
-            self.sending.begin()
+            if self._pushing.together:
+                for shard, threads in enumerate(self._threads):
+                    while len(threads) < SENDERS and not self._client.is_near(shard):
+                        self._start(shard)
             if settings:
                 pulls = self._expect_next(step)
                 for shard in self._far:
-                    sent = [b.index for b in self.flat.layout.pushed if b.shard == shard]
+                    sent = [b.index for b in self._pushed if b.shard == shard]
                     if buckets := [index for index in sent if index not in besides]:
                         early = pulls.pop(shard)._replace(buckets=buckets, ahead=settings)
                         self.receiving.ask_for({shard: early})
@@ -149,7 +171,8 @@ class Exchange(Strategy):
     @property
     def asks_ahead(self) -> bool:
         """Whether drafts are of use: a shard is on another host."""
-        return self._may_ask_ahead and self.receiving.ahead.pays and bool(self._far)
+        asks = self._sends_ahead and self._pushing.together
+        return asks and self.receiving.ahead.pays and bool(self._far)
 
     @property
     def _far(self) -> list[int]:
@@ -157,8 +180,8 @@ class Exchange(Strategy):
         return [shard for shard in range(self._client.shards) if not self._client.is_near(shard)]
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
-        """A bucket's contribution is complete; send it when those before it are sent. Does not block."""
-        self.sending.ready(bucket, present)
+        """See `Strategy`. Does not block."""
+        self._awaited.ready(bucket, present)
 
     def finish(self, ending: Ending, *, publish: bool = True) -> bool:
         """See `Strategy`.
@@ -167,32 +190,28 @@ class Exchange(Strategy):
             publish: give the values to the model; else they stay in flat memory, and this may run on another
                 thread than the training thread.
         """
-        awaited, step = self._awaited, self._awaited.step
+        awaited, pushing, step = self._awaited, self._pushing, self._awaited.step
         assert step is not None, "begin was called"
-        if not self.sending.all_ready:
+        if not awaited.all_ready:
             raise UsageError("not all buckets are ready")
-        if self._may_be_stale:
+        if pushing.asks is Asks.LAST:
             version, awaited.attempt = self._client.begin(step)
             awaited.step = step = replace(step, version=version)
-        elif self._may_be_late and self._at_once:
-            self._client.begin(step)
-        if self._accumulates and not self._push_alone(step, ending):
+        if pushing.several and not self._push_alone(step, ending):
             awaited.step = None
             self.encoder.applied(in_sums=True)
             return False
+        in_one_call = pushing.when is When.IN_ONE_CALL
         with awaited.lock:
-            awaited.ending = ending
-            awaited.changed.notify_all()
             awaited.versions.clear()
             self.flat.expect()
             pulls = self._expect_next(step) if self._to_ask is None else self._to_ask
-            if not self._at_once:
+            if not in_one_call:
                 self.receiving.ask_for(pulls)
-            if not self._accumulates:
-                if not self._at_once:
+                if not pushing.several:
                     awaited.missing.add(FINISH)
-                self.sending.finish()
-        if self._at_once:
+            awaited.end(ending)
+        if in_one_call:
             self.receiving.receive(0, pulls[0])
         self._wait()
         awaited.step = None
@@ -211,8 +230,7 @@ class Exchange(Strategy):
         """Push the rest, and block until the step is in a version. False: another one is to be computed."""
         awaited = self._awaited
         with awaited.lock:
-            awaited.ending = ending
-            self.sending.finish()
+            awaited.end(ending)
         while True:
             self._wait()
             with awaited.lock:
@@ -226,10 +244,6 @@ class Exchange(Strategy):
             elif kind != "pending":
                 self.receiving.told.stopped = self.receiving.told.stopped or reply.stopped
                 return reply.made
-
-    def assign(self, step: Step, attempt: int) -> None:
-        """See `Strategy`."""
-        self.sending.assign(step, attempt)
 
     # --- versions
 
@@ -281,7 +295,8 @@ class Exchange(Strategy):
 
         It has to know if they are newer, or if it makes no version before it knows that they are read.
         """
-        if self._holds_up or (self._may_be_stale and self.version > version):
+        says = self._pushing.says
+        if says is Says.ALWAYS or (says is Says.IF_NEWER and self.version > version):
             try:
                 self._client.heartbeat(computes_on=self.version)
             except Refused as refusal:
@@ -313,3 +328,152 @@ class Exchange(Strategy):
         while not self._awaited.wait(5):
             if self._awaited.missing == {FINISH}:
                 self._client.heartbeat()  # a version without this worker: it was declared gone; this raises
+
+    # --- the threads that push
+
+    def _start(self, shard: int) -> None:
+        thread = threading.Thread(target=self._run, args=(shard,), name=f"send-{shard}", daemon=True)
+        self._threads[shard].append(thread)
+        thread.start()
+
+    def _enqueue(self, bucket: Bucket) -> None:
+        """A bucket is due; the lock is held."""
+        awaited = self._awaited
+        assert awaited.step is not None
+        self._queues[bucket.shard].put(_Push(awaited.generation, awaited.attempt, awaited.step, bucket))
+
+    def _run(self, shard: int) -> None:
+        while (push := self._queues[shard].get()) is not None:
+            try:
+                self._send(push)
+            except Refused as refusal:
+                if refusal.code is not RefusalCode.STALE_ATTEMPT:
+                    self._awaited.fail(refusal, push.generation)
+                elif self._pushing.several:
+                    self._overtaken(push)
+            except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
+                self._awaited.fail(error, push.generation)
+
+    def _overtaken(self, push: _Push) -> None:
+        """The round has started again, and no pull tells this worker the new attempt: it has to ask."""
+        with self._awaited.lock:
+            if self._awaited.is_due(push.generation, push.attempt):
+                self._awaited.arrived(FINISH, push.generation)
+
+    def _send(self, push: _Push) -> None:
+        """Push a bucket, and end the step with the last one. Blocks."""
+        awaited, bucket, step, begun = self._awaited, push.bucket, push.step, (push.generation, push.attempt)
+        if self._pushing.asks is Asks.FIRST:
+            self._ask(push)
+        with awaited.lock:
+            if not awaited.is_due(*begun):
+                return
+            last = bucket is self._pushed[-1]
+            along = awaited.ending if last and self._client.shards == 1 else None
+            if along is not None and not awaited.only_last_is_left(*begun):
+                return
+        self._push(bucket, step, push.attempt, along)
+        with awaited.lock:
+            if not awaited.is_due(*begun):
+                return
+            ending = awaited.ending if awaited.acknowledged() else None
+        if ending is not None:
+            if along is None:
+                self._client.finish(step, push.attempt, ending)
+            awaited.arrived(FINISH, push.generation)
+
+    def _ask(self, push: _Push) -> None:
+        """Before the first push of a step: whether the round is made with it."""
+        with self._asking:
+            due = self._awaited.is_due(push.generation, push.attempt)
+            if due and self._let_in is not push.step:
+                try:
+                    _, attempt = self._client.begin(push.step)
+                except Refused as refusal:
+                    self._awaited.fail(refusal, push.generation)  # before another thread asks as well
+                    raise
+                self._let_in = push.step
+                self._awaited.restart(attempt, push.generation)
+
+    def _push(self, bucket: Bucket, step: Step, attempt: int, ending: Ending | None) -> None:
+        self.flat.wait_for(bucket)  # a codec is not chosen by how long a device computes
+        with self.encoder.tuner.busy():
+            payload = self._contribution(bucket, step, attempt)
+            with self._traced(bucket, step, attempt, payload):
+                self._client.push(bucket.index, bucket.shard, step, attempt, payload, ending)
+
+    def _contribution(self, bucket: Bucket, step: Step, attempt: int) -> Payload:
+        """What is sent of a bucket. It is recorded as sent."""
+        if self._history.enabled:
+            self._history.record("push", **step.pushed(bucket.index, attempt))
+        present = self._awaited.present[bucket.index]
+        absent = bool(present) and not any(present)
+        if absent:
+            return Payload(EMPTY, present=present)
+        raw, gradient = self.flat.contribution_bytes(bucket), self.flat.contribution_of(bucket)
+        return self.encoder.encode(
+            bucket,
+            gradient,
+            raw,
+            present,
+            step=step.number,
+            version=step.base,
+            into=(step.version, attempt),
+        )
+
+    def _traced(
+        self, bucket: Bucket, step: Step, attempt: int, payload: Payload
+    ) -> AbstractContextManager[None]:
+        """The block pushes a bucket."""
+        return self._span(bucket, step, attempt, payload) if self._trace.enabled else nullcontext()
+
+    @contextmanager
+    def _span(self, bucket: Bucket, step: Step, attempt: int, payload: Payload) -> Iterator[None]:
+        started, index = time.monotonic_ns(), bucket.index
+        self._trace.complete(
+            "queue", self._awaited.ready_at[index], started, lane=f"queue-{bucket.shard}", bucket=index
+        )
+        yield
+        now = time.monotonic_ns()
+        self._trace.complete(
+            "push", started, now, bucket=index, step=step.number, attempt=attempt, bytes=len(payload.body)
+        )
+
+    # --- by the training thread itself
+
+    def _answers(self, stay: Stay, shard: int, wanted: Wanted) -> Answers:
+        """The answers to one call for what is wanted; it makes the step's pushes before, if they are due."""
+        if not self._awaited.owing:
+            return self._client.pull(stay, shard, wanted)
+        return self._push_at_once(stay, wanted)
+
+    def _push_at_once(self, stay: Stay, wanted: Wanted) -> Answers:
+        step, ending = self._awaited.step, self._awaited.ending
+        assert step is not None
+        assert ending is not None
+        *others, last = self._pushed
+        try:
+            for bucket in others:
+                self._push(bucket, step, wanted.attempt, None)
+            payload = self._contribution(last, step, wanted.attempt)
+            with self._traced(last, step, wanted.attempt, payload):
+                answers = self._client.push_and_pull(
+                    last.index, step, wanted.attempt, payload, ending, wanted
+                )
+                first = next(answers, None)
+        except Refused as refusal:
+            if refusal.code is not RefusalCode.STALE_ATTEMPT:
+                raise
+            answers, first = self._client.pull(stay, last.shard, wanted), None  # it tells which is open
+        self._awaited.owing = False
+        if first is not None:
+            yield first
+        yield from answers
+
+    def assign(self, step: Step, attempt: int) -> None:
+        """See `Strategy`."""
+        for bucket in self._pushed:
+            self._history.record("push", **step.pushed(bucket.index, attempt))
+            payload = Payload(self.flat.contribution_bytes(bucket), plain=True)
+            self._client.push(bucket.index, bucket.shard, step, attempt, payload, None)
+        self._client.finish(step, attempt, Ending(ranges=(), settings="", metrics={}, assigns=True))

@@ -39,6 +39,7 @@ PACKAGES = (
     "elastic_ps.server.shard",
     "elastic_ps.worker.awaited",
     "elastic_ps.worker.client",
+    "elastic_ps.worker.exchange",
     "elastic_ps.worker.flight",
     "elastic_ps.worker.gradients",
     "elastic_ps.worker.heart",
@@ -47,7 +48,6 @@ PACKAGES = (
     "elastic_ps.worker.receiving",
     "elastic_ps.worker.reduced",
     "elastic_ps.worker.replica",
-    "elastic_ps.worker.sending",
     "elastic_ps.worker.summed",
 )
 

@@ -12,7 +12,7 @@ from elastic_ps.worker.dialogue import Step
 
 
 def test_what_went_wrong_with_a_step_is_nothing_of_the_next_one() -> None:
-    awaited, step = Awaited(), cast("Step", None)
+    awaited, step = Awaited((), lambda _: None), cast("Step", None)
     awaited.begin(step)
     awaited.expect({FINISH})
     awaited.fail(ConnectionLost("reset"), awaited.generation)
