@@ -59,7 +59,7 @@ class Desk:
         except (CheckpointCorrupt, KeyError, TypeError, ValueError, AttributeError) as error:
             logger.warning("what was evaluated before is not known any more: %r", error)
 
-    # --- for the keeper of the checkpoints
+    # --- for the checkpointer
 
     def asks(self, version: int, *, since: int) -> bool:
         """See `Evaluations.asks`."""

@@ -20,10 +20,9 @@ from elastic_ps.core import scales
 from elastic_ps.core.objective import Objective, ways
 from elastic_ps.core.progress import Distribution
 from elastic_ps.errors import InvalidJob
+from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.keeper import Keeper
-from elastic_ps.server.safekeeping import Safekeeping
 from elastic_ps.server.state import JobState
 from elastic_ps.server.wishes import Wishes
 
@@ -39,8 +38,8 @@ class Changes:
     Args:
         job: which is changed.
         driver: takes the shards to the new term.
-        safekeeping, keeper: write the version that the new term continues from. Without a keeper nothing is
-            written, and nothing but the times of checkpoints can change.
+        checkpoints: writes the version that the new term continues from. If nothing is written, nothing but
+            the times of checkpoints can change.
         wishes: None if nobody can change the job.
 
     Attributes:
@@ -49,16 +48,10 @@ class Changes:
     """
 
     def __init__(
-        self,
-        job: Guarded,
-        driver: Driver,
-        safekeeping: Safekeeping,
-        keeper: Keeper | None,
-        wishes: Wishes | None,
+        self, job: Guarded, driver: Driver, checkpoints: Checkpointer, wishes: Wishes | None
     ) -> None:
         self.asked, self.problem = 0, ""
-        self._job, self._driver, self._safekeeping, self._keeper = job, driver, safekeeping, keeper
-        self._wishes = wishes
+        self._job, self._driver, self._checkpoints, self._wishes = job, driver, checkpoints, wishes
         self._objective = Objective()
         self._wanted: Tuning | None = None
         self._not_before = 0.0
@@ -87,15 +80,14 @@ class Changes:
                 return
             if not wanted.needs_term(before):
                 job.tune(wanted.model_copy(update={"since": before.since}))
-                if self._keeper is not None:
-                    self._keeper.tune(wanted.checkpoint)
+                self._checkpoints.tune(wanted.checkpoint)
                 self._done()
                 return
             if state.finished or not self._may_begin(state):
                 return
             job.held = True
             state.tuning = wanted.model_copy(update={"since": state.version})
-        kept = self._keeper is not None and self._safekeeping.keep_now(amend=True)
+        kept = self._checkpoints.write(amend=True)
         with job.lock:
             job.held = False
             if kept:
@@ -103,7 +95,7 @@ class Changes:
             else:
                 state.tuning = before
                 self._not_before = job.clock() + PAUSE.total_seconds()
-                self.problem = self._safekeeping.problem or "the current version could not be written to disk"
+                self.problem = self._checkpoints.failure or "the current version could not be written to disk"
             job.changed.notify_all()
         if kept:
             for what, (now, then) in wanted.news(before).items():
@@ -149,7 +141,7 @@ class Changes:
     def _unreachable(self, wanted: Tuning, state: JobState) -> str:
         """Why no version could be made as is wanted, as far as is known; the lock is held."""
         what = " and ".join(wanted.news(self._job.tuning))
-        if self._keeper is None and what:
+        if not self._checkpoints.writes and what:
             return f"{what} cannot change in a job that writes no checkpoints"
         if self._job.spec.all_reduce and what:
             return (

@@ -25,9 +25,9 @@ from elastic_ps.core.settings import Settings, read_settings
 from elastic_ps.core.sizing import Link, Turn
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.process.telemetry import History
+from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.safekeeping import Safekeeping
 from elastic_ps.server.state import JobState, Model, Taken
 
 logger = logging.getLogger(__name__)
@@ -84,13 +84,13 @@ class Coordinator:
     Args:
         job: its state.
         driver: gives the shards the orders that a call makes necessary.
-        safekeeping: decides whether workers may be told that the job is finished.
+        checkpoints: decides whether workers may be told that the job is finished.
         history: where joins and skipped records are recorded.
     """
 
-    def __init__(self, job: Guarded, driver: Driver, safekeeping: Safekeeping, history: History) -> None:
+    def __init__(self, job: Guarded, driver: Driver, checkpoints: Checkpointer, history: History) -> None:
         self.job = job
-        self._driver, self._safekeeping, self._history = driver, safekeeping, history
+        self._driver, self._checkpoints, self._history = driver, checkpoints, history
         self._turn = Turn()
 
     # --- members
@@ -226,12 +226,12 @@ class Coordinator:
                 text = f"worker {worker} with incarnation {incarnation} is not the one that brings the model"
                 raise Refused(RefusalCode.STALE_INCARNATION, text)
         self._driver.drive()
-        self._safekeeping.keep_what_must_be(patience=self.job.limits.answer)
+        self._checkpoints.keep_what_must_be(patience=self.job.limits.answer)
         with self.job.settled() as now:
             if now is not state:
                 raise Refused(RefusalCode.STALE_TERM, f"term {state.term} is over")
             if not state.initialised:
-                text = f"version 0 is not on disk yet. {self._safekeeping.problem}"
+                text = f"version 0 is not on disk yet. {self._checkpoints.failure}"
                 raise Refused(RefusalCode.NOT_READY, text)
 
     def heartbeat(self, worker: int, incarnation: int) -> None:
@@ -312,7 +312,7 @@ class Coordinator:
         deadline = self.job.clock() + self.job.limits.answer.total_seconds()
         while True:
             self._driver.drive()
-            self._safekeeping.keep_what_must_be()
+            self._checkpoints.keep_what_must_be()
             with self.job.settled() as state:
                 self._check(worker, incarnation)
                 state.calls.require_last(incarnation, call)
@@ -326,7 +326,7 @@ class Coordinator:
                     state.early.discard(worker)
                 if not held and state.finished and state.choose_chief(stay, state.last_epoch):
                     continue  # it is kept with the last version
-                if not held and self._safekeeping.may_finish() and not state.awaits_chief(stay):
+                if not held and self._checkpoints.may_finish() and not state.awaits_chief(stay):
                     chief = state.is_chief(stay, state.last_epoch)
                     self.job.changed.notify_all()
                     taken = Taken(finished=True, version=state.version, chief=chief)
@@ -556,12 +556,12 @@ class Coordinator:
         deadline = self.job.clock() + self.job.limits.answer.total_seconds()
         while True:
             self._driver.drive()
-            self._safekeeping.keep_what_must_be()
+            self._checkpoints.keep_what_must_be()
             with self.job.settled() as state:
                 stay = self._check(worker, incarnation)
                 rounds = state.rounds
                 settled = not self._driver.behind
-                kept = not state.finished or self._safekeeping.is_kept()
+                kept = not state.finished or self._checkpoints.is_kept()
                 if state.assigned > version and settled and kept:
                     return Assigning(state.version, rounds.attempt, True, rounds.takes_part(worker))
                 if rounds.assigner is None and not rounds.decided and state.assigned <= version:

@@ -40,18 +40,16 @@ from elastic_ps.errors import (
 )
 from elastic_ps.process.telemetry import History
 from elastic_ps.server import kept
+from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.keeper import Keeper, of_same_run, tuning_of
+from elastic_ps.server.kept import of_same_run, tuning_of
 from elastic_ps.server.orders import Advance, Application, Configuration, Report, ShardControl, Standing
-from elastic_ps.server.patience import Patience
+from elastic_ps.server.patience import RETRY, Patience
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.rescue import held, rescue
 from elastic_ps.server.state import Model
 
 logger = logging.getLogger(__name__)
-
-RETRY = timedelta(milliseconds=100)
-"""Between two attempts to give the shards an order that cannot wait for the ticker."""
 
 LONGEST = timedelta(seconds=1)
 """After orders that failed one after the other, the time until the next attempt; it begins with `RETRY`."""
@@ -67,7 +65,7 @@ class Driver:
         job: its state.
         shards: in order; the first is this process's own.
         standbys: of each shard, in order; empty without `durability: standby`.
-        keeper: decides when checkpoints are written, and finishes them; None for no checkpoints.
+        checkpoints: decides when they are written, and finishes them.
         history: where commits are recorded.
         crowded: see `core.sizing.bucket_bytes`.
 
@@ -82,7 +80,7 @@ class Driver:
         shards: Sequence[ShardControl],
         *,
         standbys: Sequence[RemoteShard] = (),
-        keeper: Keeper | None,
+        checkpoints: Checkpointer,
         history: History,
         crowded: bool = False,
     ) -> None:
@@ -91,7 +89,7 @@ class Driver:
         self.standings = [Standing.NONE for _ in standbys]
         self.queued: frozenset[int] = frozenset()
         self._prepared: Advance | None = None  # the last order that every shard's standby can carry out
-        self._keeper = keeper
+        self._checkpoints = checkpoints
         self._history = history
         self._driving = False
         self._ordered = 0  # the version that the shards were ordered to make last, when all had voted for it
@@ -108,7 +106,7 @@ class Driver:
     @property
     def fenced(self) -> bool:
         """Whether another parameter server has taken over: then this one must not apply or write anything."""
-        return self._keeper is not None and self._keeper.fenced
+        return self._checkpoints.fenced
 
     @property
     def asks_shards(self) -> bool:
@@ -116,8 +114,8 @@ class Driver:
 
         If they know the model, or have written a part of a checkpoint, or whose pushes wait.
         """
-        writing = self._keeper is not None and self._keeper.writing
-        return len(self._shards) > 1 or writing or self._job.spec.consistency.deterministic
+        deterministic = self._job.spec.consistency.deterministic
+        return len(self._shards) > 1 or self._checkpoints.writing or deterministic
 
     def start(self, found: Manifest | None, patience: Patience) -> None:
         """Begin, from the checkpoint `found` if there is one, or from later rounds that the standbys hold.
@@ -129,13 +127,11 @@ class Driver:
             AskedToEnd: the process was asked to end meanwhile.
         """
         term = self._job.term
-        if self._keeper is not None and self._standbys and term > 1:
+        if self._checkpoints.writes and self._standbys and term > 1:
             orders = held(self._standbys[0], term, closing=patience.asked_to_end)
-            save = partial(
-                rescue, self._keeper, self._shards, self._standbys, orders, closing=patience.asked_to_end
-            )
-            if patience.until_done(save):
-                found = patience.until_done(self._keeper.newest)
+            writers, ends = (self._shards, self._standbys), patience.asked_to_end
+            if patience.until_done(partial(rescue, self._checkpoints, *writers, orders, closing=ends)):
+                found = patience.until_done(self._checkpoints.newest)
         if found is not None:
             patience.until_done(partial(self._restore, found, term))
 
@@ -311,7 +307,7 @@ class Driver:
             model: that the order is about.
         """
         job = self._job
-        if contributions and self._keeper is not None and not self._keeper.leads():
+        if contributions and not self._checkpoints.leads():
             if not self.fenced:  # it cannot be told at the moment, and the ticker tries again
                 self._back_off()
                 with job.lock:
@@ -330,9 +326,9 @@ class Driver:
                 job.state.book(contributions, job.clock(), decided=decided)
                 job.stale |= job.state.expected != advance.expected
             booked = job.state.last_round
-            if advance.checkpoint and self._keeper is not None:
+            if advance.checkpoint:
                 state = kept.to_checkpoint(job.state)
-                self._keeper.begin(job.state.version, job.clock(), state, number=advance.checkpoint)
+                self._checkpoints.begin(job.state.version, job.clock(), state, number=advance.checkpoint)
         if contributions:
             self._history.record("commit", **booked)
         return True
@@ -356,11 +352,11 @@ class Driver:
             elsewhere=state.custody is not None,
         )
         version = rounds.version + 1
-        due = self._keeper is not None and self._keeper.due(version, job.clock())
+        due = self._checkpoints.due(version, job.clock())
         if state.custody is not None:  # it is written when a worker has sent the values
             state.custody.wanted = version if due else None
             return Advance(version, 0, state.following, application, term=state.term)
-        number = self._keeper.number() if due and self._keeper is not None else 0
+        number = self._checkpoints.number() if due else 0
         order = Advance(version, 0, state.following, application, checkpoint=number, term=state.term)
         if not self._standbys:
             return order
@@ -380,8 +376,8 @@ class Driver:
         refused = problem.code if isinstance(problem, Refused) else None
         if refused is None:
             self._back_off()
-        if refused is RefusalCode.STALE_TERM and self._keeper is not None:
-            self._keeper.fence(problem)
+        if refused is RefusalCode.STALE_TERM:
+            self._checkpoints.fence(problem)
         with job.lock:
             job.state.rounds.committing = False
             job.stale = True
@@ -394,24 +390,19 @@ class Driver:
         """Take all shards back to the newest checkpoint, in a new term; see `Guarded.spoiled`."""
         job = self._job
         try:
-            if self._keeper is None:
-                raise NoCheckpoint("there is no checkpoint directory")
-            self._keeper.begin_term()
+            self._checkpoints.begin_term()
             if self._prepared is not None:
                 orders = [self._prepared]
-                rescue(self._keeper, self._shards, self._standbys, orders, closing=lambda: job.closing)
-            self._restore(self._keeper.newest(), self._keeper.term)
+                rescue(self._checkpoints, self._shards, self._standbys, orders, closing=lambda: job.closing)
+            self._restore(self._checkpoints.newest(), self._checkpoints.term)
         except NoCheckpoint as error:
             logger.error("a shard has lost the model, and the job cannot go back to a checkpoint: %s", error)
             with job.lock:
-                term = self._keeper.term if self._keeper else job.state.term + 1
-                job.state = job.blank(term)
+                job.state = job.blank(self._checkpoints.term)
         except (TransportError, Refused, CheckpointError) as error:
             self._back_off()
-            if self._keeper is not None:
-                self._keeper.failed(
-                    f"the job has to go back to a checkpoint, and that failed so far: {error}"
-                )
+            problem = f"the job has to go back to a checkpoint, and that failed so far: {error}"
+            self._checkpoints.failed(problem)
             return False
         with job.lock:
             job.spoiled = False
@@ -463,8 +454,8 @@ class Driver:
             "restore", term=term, version=found.version, round=state.last_round, consistency=said
         )
         self._prepared, self._ordered = None, 0
-        if self._keeper is not None and tuning.replaces(job.tuning):
-            self._keeper.tune(tuning.checkpoint)
+        if tuning.replaces(job.tuning):
+            self._checkpoints.tune(tuning.checkpoint)
         with job.lock:
             job.state = state
             job.tune(tuning)
@@ -506,8 +497,7 @@ class Driver:
         for shard, report in zip([*range(1, len(self._shards)), 0], reports, strict=True):
             if self._standbys:
                 self.standings[shard] = report.standby
-            if self._keeper is not None:
-                self._keeper.part(shard, report.written)
+            self._checkpoints.part(shard, report.written)
         self.queued = frozenset().union(*(report.queued for report in reports))
         return reports
 

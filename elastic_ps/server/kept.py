@@ -10,6 +10,8 @@ from typing import Any
 
 from elastic_ps.api.job import Data
 from elastic_ps.api.training import Consistency
+from elastic_ps.api.tuning import Tuning, read_tuning
+from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.core.balance import Balance
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.divergence import Trend
@@ -138,3 +140,26 @@ def _restored(saved: dict[str, Any], data: Data, size: int | None) -> Ledger | L
             "globalBatchSize out to continue from the checkpoint"
         )
     return (Lanes if "lanes" in saved else Ledger).from_state(saved, shard_records=data.shard_records)
+
+
+def tuning_of(found: Manifest, ours: Tuning) -> Tuning:
+    """How a term makes versions that continues from a checkpoint: as that says, unless ours is newer.
+
+    A parameter server begins with the word of its environment, which has no number. The one before it may
+    have had a newer one.
+    """
+    recorded = _recorded(found, ours)
+    if not ours.replaces(recorded) and recorded.run == ours.run:
+        return recorded
+    return ours.model_copy(update={"since": found.version}) if ours.needs_term(recorded) else ours
+
+
+def of_same_run(found: Manifest, ours: Tuning) -> bool:
+    """Whether a checkpoint was written by the run of the job that continues from it."""
+    return _recorded(found, ours).run == ours.run
+
+
+def _recorded(found: Manifest, ours: Tuning) -> Tuning:
+    """The tuning that a checkpoint names; ours if it names none."""
+    said = found.state["tuning"]
+    return read_tuning(said, source="the checkpoint's tuning") if said else ours

@@ -15,16 +15,15 @@ from elastic_ps.evaluation.queue import Desk
 from elastic_ps.process.telemetry import History
 from elastic_ps.server import reported
 from elastic_ps.server.changes import Changes
+from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.meeting import Meeting
 from elastic_ps.server.orders import ShardControl, Standing
 from elastic_ps.server.patience import Patience
 from elastic_ps.server.remote import RemoteShard
-from elastic_ps.server.safekeeping import Safekeeping
 from elastic_ps.server.wishes import Wishes
 
 
@@ -37,8 +36,7 @@ class Lead:
         term: how often shard 0 has been started.
         shards: in order; the first is this process's own.
         standbys: of each shard, in order; empty without `durability: standby`.
-        keeper: decides when checkpoints are written, and finishes them; None for no checkpoints. Closed by
-            `close`.
+        checkpoints: decides when they are written, and finishes them. Closed by `close`.
         desk: of the job's evaluator; None if it has none.
         history: where commits, joins and skipped records are recorded.
         tuning: what of the spec may change, as it is now; None for what the spec says.
@@ -58,7 +56,7 @@ class Lead:
         shards: Sequence[ShardControl],
         *,
         standbys: Sequence[RemoteShard] = (),
-        keeper: Keeper | None,
+        checkpoints: Checkpointer,
         desk: Desk | None = None,
         history: History,
         clock: Callable[[], float] | None = None,
@@ -67,15 +65,15 @@ class Lead:
         crowded: bool = False,
         limits: ServerLimits = USUAL,
     ) -> None:
-        self._name, self._shards, self._keeper, self._desk = name, len(shards), keeper, desk
+        self._name, self._shards, self._checkpoints, self._desk = name, len(shards), checkpoints, desk
         self._job = Guarded(spec, term, clock=clock, tuning=tuning, limits=limits)
-        self._driver = Driver(
-            self._job, shards, standbys=standbys, keeper=keeper, history=history, crowded=crowded
+        self._driver = driver = Driver(
+            self._job, shards, standbys=standbys, checkpoints=checkpoints, history=history, crowded=crowded
         )
-        self._safekeeping = Safekeeping(self._job, self._driver, keeper)
-        self._changes = Changes(self._job, self._driver, self._safekeeping, keeper, wishes)
-        self.coordinator = Coordinator(self._job, self._driver, self._safekeeping, history)
-        self.meeting = Meeting(self._job, self._driver, self._safekeeping) if spec.all_reduce else None
+        checkpoints.serve(self._job, driver)
+        self._changes = Changes(self._job, driver, checkpoints, wishes)
+        self.coordinator = Coordinator(self._job, driver, checkpoints, history)
+        self.meeting = Meeting(self._job, driver, checkpoints) if spec.all_reduce else None
         self._ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
 
     def start(self, found: Manifest | None, patience: Patience | None = None) -> None:
@@ -88,7 +86,7 @@ class Lead:
             self._driver.start(found, patience or Patience())
         except BaseException:
             self._driver.abandon()
-            self._close_keeper()
+            self._checkpoints.close()
             raise
         self._ticker.start()
 
@@ -99,14 +97,10 @@ class Lead:
             self._job.changed.notify_all()
             self._job.ticking.notify_all()
         self._ticker.join()
-        if keep and self._keeper is not None and self._driver.finish_round():
-            self._safekeeping.keep_now()
+        if keep and self._checkpoints.writes and self._driver.finish_round():
+            self._checkpoints.write()
         self._driver.close()
-        self._close_keeper()
-
-    def _close_keeper(self) -> None:
-        if self._keeper is not None:
-            self._keeper.close()
+        self._checkpoints.close()
 
     @property
     def fenced(self) -> bool:
@@ -121,9 +115,8 @@ class Lead:
         """
         job = self._job
         while True:
-            if self._keeper is not None:
-                self._keeper.leads()
-                self._keeper.give_up_late(job.clock())
+            self._checkpoints.leads()
+            self._checkpoints.give_up_late(job.clock())
             with job.lock:
                 if not job.closing:
                     job.ticking.wait(job.until_next_look(job.limits.tick))
@@ -136,15 +129,15 @@ class Lead:
                     job.hasten()
                 job.stale |= self._driver.asks_shards
             self._driver.drive()
-            self._safekeeping.keep_what_must_be()
+            self._checkpoints.keep_what_must_be()
             self._changes.look()
 
     def status(self) -> ServerStatus:
         """Progress and members, at this moment."""
-        job, keeper = self._job, self._keeper
+        job, checkpoints = self._job, self._checkpoints
         with job.lock:
             state, now = job.state, job.clock()
-            durable = keeper.durable if keeper else None
+            durable = checkpoints.durable
             found = {
                 "diverged": reported.divergence(state, job.spec.compression),
                 "evaluation": self._desk.status() if self._desk is not None else None,
@@ -158,8 +151,8 @@ class Lead:
                 ready=state.initialised,
                 progress=progress,
                 durable_age_seconds=None if durable is None else max(0.0, time.time() - durable[1]),
-                problem=keeper.problem(state.version, now) if keeper else "",
-                checkpoint_pause_seconds=keeper.paused.total_seconds() if keeper else 0.0,
+                problem=checkpoints.problem(state.version, now),
+                checkpoint_pause_seconds=checkpoints.paused.total_seconds(),
                 tuning=TuningStatus(
                     generation=job.tuning.generation,
                     consistency=describe(job.tuning.consistency),
@@ -176,8 +169,8 @@ class Lead:
     def last_version(self) -> int | None:
         """The newest version on disk, if training is over and none will follow; else None."""
         with self._job.lock:
-            over = self._job.state.finished and self._safekeeping.is_kept()
-            return self._keeper.durable_version if over and self._keeper is not None else None
+            over = self._job.state.finished and self._checkpoints.is_kept()
+            return self._checkpoints.durable_version if over else None
 
     def evaluations(self) -> list[Evaluation]:
         """What the job's evaluator has found, in the order of evaluation."""

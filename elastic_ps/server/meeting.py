@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from elastic_ps.core.reduced import Custody, Peer, Place, ReducedRounds
 from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.safekeeping import Safekeeping
 from elastic_ps.server.state import JobState
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ class Met:
 class Meeting:
     """Answers the calls of the workers that make the steps themselves. Thread-safe; methods may block."""
 
-    def __init__(self, job: Guarded, driver: Driver, safekeeping: Safekeeping) -> None:
-        self._job, self._driver, self._safekeeping = job, driver, safekeeping
+    def __init__(self, job: Guarded, driver: Driver, checkpoints: Checkpointer) -> None:
+        self._job, self._driver, self._checkpoints = job, driver, checkpoints
 
     def meet(
         self,
@@ -155,7 +155,7 @@ class Meeting:
             wanted = custody.wanted == version
             self._job.changed.notify_all()
         if wanted:
-            self._safekeeping.order()
+            self._checkpoints.order()
 
 
 def _of(state: JobState) -> tuple[ReducedRounds, Custody]:

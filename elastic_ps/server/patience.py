@@ -1,12 +1,14 @@
-"""Waiting for a checkpoint directory that cannot be used at the moment: a full disk, a network that fails.
+"""Trying again: what a process does not answer, and what a checkpoint directory does not allow at the moment.
 
-A parameter server that starts needs the directory before it can serve. It waits instead of failing the job,
-tells in `problem` what it waits for, and still ends when it is asked to.
+A parameter server that starts needs the directory before it can serve. If the disk is full, or its network
+fails, `Patience` waits instead of failing the job, tells in `problem` what it waits for, and still ends when
+it is asked to.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,6 +25,37 @@ PAUSE = timedelta(milliseconds=500)
 
 LOOK = timedelta(milliseconds=50)
 """Between two looks whether the process was asked to end."""
+
+RETRY = timedelta(milliseconds=100)
+"""Between two calls to a process that does not answer."""
+
+
+def retry(
+    action: Callable[[], T],
+    on: type[Exception] | tuple[type[Exception], ...],
+    *,
+    patience: timedelta,
+    over: Callable[[], bool] = lambda: False,
+    clock: Callable[[], float] = time.monotonic,
+) -> T:
+    """Call `action` until it raises none of `on`. Blocks.
+
+    Args:
+        patience: for how long after its first failure. A call that takes long is not silence.
+        over: whether there is no use in trying again.
+
+    Raises:
+        Exception: the last of `on`, when `patience` has passed or it is `over`; at once, anything else.
+    """
+    until = math.inf
+    while True:
+        try:
+            return action()
+        except on:
+            until = min(until, clock() + patience.total_seconds())
+            if over() or clock() >= until:
+                raise
+        time.sleep(RETRY.total_seconds())
 
 
 class Patience:

@@ -21,9 +21,9 @@ from elastic_ps.errors import InvalidJob, NoCheckpoint
 from elastic_ps.evaluation.decisions import Evaluation
 from elastic_ps.evaluation.queue import Desk
 from elastic_ps.process.telemetry import History, Trace
+from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.desk_service import DeskService
 from elastic_ps.server.follower import Follower
-from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
@@ -158,7 +158,7 @@ class ParameterServer:
         scales.check(environment.spec.consistency.staleness_scale)
         if store is not None:
             self._enter(environment, store)
-        keeper, found = self._keeper(environment, store) if store else (None, None)
+        checkpoints, found = self._checkpointer(environment, store)
         remotes = [RemoteShard(environment.job, connect(shard)) for shard in range(1, self._shards)]
         controls: list[ShardControl] = [self.node, *remotes]
         standbys = []
@@ -175,7 +175,7 @@ class ParameterServer:
             self.term,
             controls,
             standbys=standbys,
-            keeper=keeper,
+            checkpoints=checkpoints,
             desk=self._desk,
             history=self._history,
             tuning=tuning,
@@ -204,20 +204,21 @@ class ParameterServer:
         # What an interrupted write left behind may be what fills the disk.
         self.term = wait(store.next_term, between=store.discard_partial)
 
-    def _keeper(self, environment: ProcessEnvironment, store: Store) -> tuple[Keeper, Manifest | None]:
-        """The keeper of the checkpoints, and the one to continue from."""
-        store.discard_partial()
-        checkpoint, evaluator = environment.spec.parameter_server.checkpoint, environment.spec.evaluator
-        if evaluator is not None:
+    def _checkpointer(
+        self, environment: ProcessEnvironment, store: Store | None
+    ) -> tuple[Checkpointer, Manifest | None]:
+        """What writes the checkpoints, and the one to continue from."""
+        evaluator = environment.spec.evaluator
+        if store is not None:
+            store.discard_partial()
+        if store is not None and evaluator is not None:
             self._desk = self._patience.until_done(partial(Desk, store, evaluator, self.term))
-        keeper = Keeper(
+        checkpoints = Checkpointer(
             store,
             job=environment.job,
             term=self.term,
             shards=self._shards,
-            interval=checkpoint.interval,
-            every=checkpoint.every_versions,
-            keep=checkpoint.keep,
+            times=Tuning.of(environment.spec).checkpoint,
             now=time.monotonic(),
             check=partial(require_usable, spec=environment.spec),
             desk=self._desk,
@@ -225,23 +226,23 @@ class ParameterServer:
             limits=self._limits,
         )
         try:
-            found = self._find(environment, keeper)
+            found = self._find(environment, checkpoints) if store is not None else None
             if found is None and self._desk is not None:  # what an earlier run has left says nothing
                 self._patience.until_done(partial(self._desk.go_back, 0))
             if found is not None and found.term >= self.term:  # it was written elsewhere, and copied
-                self._patience.until_done(partial(keeper.begin_term, above=found.term))
-                self.term = keeper.term
-            return keeper, found
+                self._patience.until_done(partial(checkpoints.begin_term, above=found.term))
+                self.term = checkpoints.term
+            return checkpoints, found
         except BaseException:
-            keeper.close()
+            checkpoints.close()
             raise
 
-    def _find(self, environment: ProcessEnvironment, keeper: Keeper) -> Manifest | None:
+    def _find(self, environment: ProcessEnvironment, checkpoints: Checkpointer) -> Manifest | None:
         """The checkpoint to continue from; None to start from scratch."""
         if environment.resume == "no":
             return None
         try:
-            return self._patience.until_done(keeper.newest)
+            return self._patience.until_done(checkpoints.newest)
         except NoCheckpoint:
             if environment.resume == "require":
                 raise

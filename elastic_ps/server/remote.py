@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 import uuid
 from collections.abc import Sequence
 from datetime import timedelta
@@ -20,6 +19,7 @@ from elastic_ps.server.orders import (
     configuration_to_message,
     report_from_message,
 )
+from elastic_ps.server.patience import retry
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame, unary
 
@@ -59,16 +59,12 @@ class RemoteShard:
 
     def configure(self, configuration: Configuration) -> None:
         """See ShardControl. Waits until the shard is up; raises ConnectionLost if it does not come."""
-        deadline = time.monotonic() + self._start.total_seconds()
-        while True:
+
+        def ask() -> None:
             request = configuration_to_message(self._job, configuration, self._order())
-            try:
-                unary(self._connection, "Configure", request.SerializeToString(), timeout=CALL_TIMEOUT)
-                return
-            except (ConnectionLost, DeadlineExceeded):
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
+            unary(self._connection, "Configure", request.SerializeToString(), timeout=CALL_TIMEOUT)
+
+        retry(ask, (ConnectionLost, DeadlineExceeded), patience=self._start)
 
     def advance(self, advance: Advance) -> Report:
         """See ShardControl."""

@@ -7,26 +7,24 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 from elastic_ps.errors import AskedToEnd, Fenced, RefusalCode, Refused, StorageUnavailable, TransportError
+from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.follower import for_standby
-from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.orders import Advance, ShardControl
+from elastic_ps.server.patience import retry
 from elastic_ps.server.remote import RemoteShard
 
 logger = logging.getLogger(__name__)
 
 GONE = timedelta(seconds=30)
 """A standby is given up, with what it alone has, this long after the first call that it has not answered."""
-
-RETRY = timedelta(milliseconds=100)
-"""Between two calls to one that does not answer."""
 
 
 def held(
@@ -43,23 +41,19 @@ def held(
         Fenced: another parameter server has begun a newer term.
         AskedToEnd: the process was asked to end meanwhile. The standby keeps what it has.
     """
-    deadline = time.monotonic() + gone.total_seconds()
-    while True:
-        try:
-            return standby.held(term)
-        except Refused as refusal:
-            raise Fenced(str(refusal)) from refusal
-        except TransportError as error:
-            if closing():
-                raise AskedToEnd(f"asked to end while the standby did not answer: {error}") from error
-            if time.monotonic() > deadline:
-                logger.warning("the standby does not answer: %s", error)
-                return []
-            time.sleep(RETRY.total_seconds())
+    try:
+        return retry(partial(standby.held, term), TransportError, patience=gone, over=closing)
+    except Refused as refusal:
+        raise Fenced(str(refusal)) from refusal
+    except TransportError as error:
+        if closing():
+            raise AskedToEnd(f"asked to end while the standby did not answer: {error}") from error
+        logger.warning("the standby does not answer: %s", error)
+        return []
 
 
 def rescue(
-    keeper: Keeper,
+    checkpoints: Checkpointer,
     shards: Sequence[ShardControl],
     standbys: Sequence[RemoteShard],
     orders: Sequence[Advance],
@@ -75,7 +69,7 @@ def rescue(
     Args:
         orders: of one shard 0, oldest first, each with the state of its version.
         closing: whether the process is about to end. Then no silent standby is waited for; see also
-            `Keeper.await_whole`.
+            `Checkpointer.await_whole`.
 
     Returns:
         Whether there is a newer checkpoint now. If not, the job continues from the one before.
@@ -86,10 +80,10 @@ def rescue(
         Fenced: another parameter server has begun a newer term.
     """
     for order in reversed(orders):
-        if keeper.durable_version is not None and order.version <= keeper.durable_version:
+        if checkpoints.durable_version is not None and order.version <= checkpoints.durable_version:
             return False
         try:
-            _save(keeper, shards, standbys, order, closing=closing, gone=gone)
+            _save(checkpoints, shards, standbys, order, closing=closing, gone=gone)
         except TransportError as error:  # it will not answer to an older order either
             logger.warning("version %d is given up with a standby that has gone: %s", order.version, error)
             return False
@@ -104,7 +98,7 @@ def rescue(
 
 
 def _save(
-    keeper: Keeper,
+    checkpoints: Checkpointer,
     shards: Sequence[ShardControl],
     standbys: Sequence[RemoteShard],
     order: Advance,
@@ -113,24 +107,24 @@ def _save(
     gone: timedelta,
 ) -> None:
     """Raises TransportError, Refused, StorageUnavailable, Fenced."""
-    number = keeper.number()
-    write = replace(order, checkpoint=number, term=keeper.term, expected={}, prepare=False, rescue=True)
+    number = checkpoints.number()
+    write = replace(order, checkpoint=number, term=checkpoints.term, expected={}, prepare=False, rescue=True)
     writers = [
         _order(*pair, write, closing=closing, gone=gone) for pair in zip(shards, standbys, strict=True)
     ]
-    keeper.begin(order.version, time.monotonic(), json.loads(order.state), number=number)
-    probe = Advance(order.version, 0, {}, term=keeper.term, rescue=True)
+    checkpoints.begin(order.version, time.monotonic(), json.loads(order.state), number=number)
+    probe = Advance(order.version, 0, {}, term=checkpoints.term, rescue=True)
 
     def ask() -> None:
         for index, writer in enumerate(writers):
-            keeper.part(index, writer.advance(probe).written)
+            checkpoints.part(index, writer.advance(probe).written)
 
     with suppress(Refused):  # whoever writes it has lost it; `failure` says so, and another one may have it
-        keeper.await_whole(ask, closing=closing)
-    if keeper.fenced:
-        raise Fenced(keeper.failure)
-    if keeper.durable_version != order.version:
-        raise StorageUnavailable(f"version {order.version} cannot be saved yet: {keeper.failure}")
+        checkpoints.await_whole(ask, closing=closing)
+    if checkpoints.fenced:
+        raise Fenced(checkpoints.failure)
+    if checkpoints.durable_version != order.version:
+        raise StorageUnavailable(f"version {order.version} cannot be saved yet: {checkpoints.failure}")
 
 
 def _order(
@@ -143,25 +137,21 @@ def _order(
         TransportError: one of them has not answered for `gone`, and the other one cannot.
         StorageUnavailable: one of them does not answer, and the process is about to end.
     """
-    until = math.inf
-    while True:
-        refusals: list[Refused] = []
+
+    def first_that_can() -> ShardControl:
+        problems: list[Refused | TransportError] = []
         for writer, its in ((shard, order), (standby, for_standby(order))):
             try:
                 writer.advance(its)
-            except TransportError as error:
-                silence = error
-            except Refused as refusal:
-                refusals.append(refusal)
+            except (Refused, TransportError) as error:
+                problems.append(error)
             else:
                 return writer
-        if len(refusals) == 2:
-            raise refusals[-1]
-        if closing():
-            raise StorageUnavailable(
-                f"version {order.version} is left to the standby: {silence}"
-            ) from silence
-        until = min(until, time.monotonic() + gone.total_seconds())  # from the first call without an answer
-        if time.monotonic() > until:
-            raise silence
-        time.sleep(RETRY.total_seconds())
+        raise next((each for each in reversed(problems) if isinstance(each, TransportError)), problems[-1])
+
+    try:
+        return retry(first_that_can, TransportError, patience=gone, over=closing)
+    except TransportError as error:
+        if not closing():
+            raise
+        raise StorageUnavailable(f"version {order.version} is left to the standby: {error}") from error

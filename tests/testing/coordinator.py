@@ -8,11 +8,13 @@ from datetime import timedelta
 from typing import Any
 
 from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.api.tuning import Times
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.process.telemetry import History
+from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.coordinator import Coordinator, Joined, NotYet
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.limits import USUAL, ServerLimits
@@ -46,10 +48,16 @@ class Notes:
         return [order.version for order in self.orders if order.apply is not None and not order.prepare]
 
 
+def unwritten(term: int = 1) -> Checkpointer:
+    """Of a job that writes no checkpoints."""
+    return Checkpointer(None, job="job", term=term, shards=1, times=Times())
+
+
 @contextmanager
 def running(shards: Sequence[Notes], *, limits: ServerLimits = USUAL, **fields: Any) -> Iterator[Coordinator]:
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", **fields})
-    lead = Lead("job", spec, 1, shards, keeper=None, history=History(None, ""), limits=limits)
+    nothing = History(None, "")
+    lead = Lead("job", spec, 1, shards, checkpoints=unwritten(), history=nothing, limits=limits)
     lead.start(None)
     try:
         yield lead.coordinator

@@ -104,5 +104,5 @@ def test_a_round_is_not_committed_by_a_server_that_could_not_tell(server: Server
     with unreadable(directory):
         server.push(stay, taken, step=1)
         finish(server.coordinator, stay, taken, step=1)
-    eventually(lambda: server.keeper.fenced, "it knows that another one has taken over")
+    eventually(lambda: server.checkpoints.fenced, "it knows that another one has taken over")
     assert server.node.shard.version == 1

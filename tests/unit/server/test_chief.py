@@ -12,13 +12,14 @@ import torch
 
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.training import Consistency
+from elastic_ps.api.tuning import Times
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import NoCheckpoint, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.process.telemetry import History, Trace
+from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.coordinator import Coordinator
-from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
@@ -38,24 +39,27 @@ class Server:
     def start(self) -> None:
         self.store = Store(self._directory)
         self.term = self.store.next_term()
-        self.keeper = Keeper(
+        self.checkpoints = Checkpointer(
             self.store,
             job="job",
             term=self.term,
             shards=1,
-            interval=timedelta(hours=1),
-            every=1,
-            keep=2,
-            now=0.0,
+            times=Times(interval=timedelta(hours=1), every_versions=1, keep=2),
         )
         self.node = Node(0, 1, store=self.store, consistency=Consistency(), trace=Trace(None, ""))
         spec = TrainingJobSpec.model_validate({"entrypoint": "train:main"})
         history = History(None, "")
         self._lead = Lead(
-            "job", spec, self.term, [self.node], keeper=self.keeper, history=history, limits=self._limits
+            "job",
+            spec,
+            self.term,
+            [self.node],
+            checkpoints=self.checkpoints,
+            history=history,
+            limits=self._limits,
         )
         try:
-            found = self.keeper.newest()
+            found = self.checkpoints.newest()
         except NoCheckpoint:
             found = None
         self._lead.start(found)
@@ -78,7 +82,7 @@ class Server:
         """A worker's step, and the checkpoint of the version that it makes."""
         self.push(stay, taken)
         finish(self.coordinator, stay, taken)
-        eventually(lambda: self.keeper.durable_version == taken.version + 1, "the version is on disk")
+        eventually(lambda: self.checkpoints.durable_version == taken.version + 1, "the version is on disk")
 
     def push(self, stay: Stay, taken: Taken, *, step: int = 0) -> None:
         key = PushKey(

@@ -11,18 +11,19 @@ import pytest
 import torch
 
 from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.api.tuning import Times
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Stored
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import History
+from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.coordinator import Joined
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Advance, Configuration, Report, Written
-from tests.testing.coordinator import Notes, finish, join, start, take
+from tests.testing.coordinator import Notes, finish, join, start, take, unwritten
 from tests.testing.polling import eventually
 
 
@@ -57,20 +58,20 @@ class Job:
     def __init__(self, directory: Path, limits: ServerLimits = USUAL) -> None:
         self.store = Store(directory)
         self.shards = [Part(self.store, index) for index in range(2)]
-        self.keeper = Keeper(
+        self.checkpoints = Checkpointer(
             self.store,
             job="job",
             term=self.store.next_term(),
             shards=2,
-            interval=timedelta(hours=1),
-            keep=2,
-            now=0.0,
+            times=Times(interval=timedelta(hours=1), keep=2),
         )
         spec = TrainingJobSpec.model_validate(
             {"entrypoint": "train:main", "parameterServer": {"replicas": 2}}
         )
         nothing = History(None, "")
-        self.lead = Lead("job", spec, 1, self.shards, keeper=self.keeper, history=nothing, limits=limits)
+        self.lead = Lead(
+            "job", spec, 1, self.shards, checkpoints=self.checkpoints, history=nothing, limits=limits
+        )
         self.lead.start(None)
         self._closed = False
 
@@ -168,7 +169,8 @@ def test_going_back_to_a_checkpoint_is_tried_until_it_works_and_the_status_says_
 
 def test_a_driver_that_is_closed_lets_nobody_give_orders() -> None:
     job = Guarded(TrainingJobSpec.model_validate({"entrypoint": "train:main"}), 1)
-    driver = Driver(job, [Notes()], keeper=None, history=History(None, ""))
+    checkpoints = unwritten()
+    driver = Driver(job, [Notes()], checkpoints=checkpoints, history=History(None, ""))
     with driver.turn() as order:
         assert order == Advance(0, 0, {}, term=1)
         assert driver.behind, "one at a time"
@@ -177,3 +179,4 @@ def test_a_driver_that_is_closed_lets_nobody_give_orders() -> None:
     with pytest.raises(Refused, match="is stopping") as refused, driver.turn():
         pass
     assert refused.value.code is RefusalCode.NOT_READY
+    checkpoints.close()

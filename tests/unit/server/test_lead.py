@@ -16,6 +16,7 @@ import pytest
 
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.status import Member
+from elastic_ps.api.tuning import Times
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.consistency import Contribution
@@ -24,14 +25,14 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, Fenced, RefusalCode, Refused
 from elastic_ps.process.telemetry import History
 from elastic_ps.server import kept
+from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.coordinator import Joined, NotYet
-from elastic_ps.server.driver import RETRY
-from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Advance, Configuration, Report, Written
+from elastic_ps.server.patience import RETRY
 from elastic_ps.server.state import Taken
-from tests.testing.coordinator import SETTINGS, Notes, finish, join, start, take
+from tests.testing.coordinator import SETTINGS, Notes, finish, join, start, take, unwritten
 from tests.testing.polling import LIMIT, eventually
 
 
@@ -39,14 +40,15 @@ from tests.testing.polling import LIMIT, eventually
 def leading(
     shards: Sequence[Notes],
     *,
-    keeper: Keeper | None = None,
+    checkpoints: Checkpointer | None = None,
     clock: Callable[[], float] | None = None,
     crowded: bool = False,
     limits: ServerLimits = USUAL,
     **fields: Any,
 ) -> Iterator[Lead]:
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", **fields})
-    given: dict[str, Any] = {"keeper": keeper, "clock": clock, "crowded": crowded, "limits": limits}
+    checkpoints = checkpoints or unwritten()
+    given: dict[str, Any] = {"checkpoints": checkpoints, "clock": clock, "crowded": crowded, "limits": limits}
     lead = Lead("job", spec, 1, shards, history=History(None, ""), **given)
     lead.start(None)
     try:
@@ -106,7 +108,8 @@ def test_a_parameter_server_whose_shard_refuses_the_checkpoint_does_not_start(
             raise refusal
 
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", "parameterServer": {"replicas": 2}})
-    lead = Lead("job", spec, 2, [Notes(), Refusing()], keeper=None, history=History(None, ""))
+    nothing = History(None, "")
+    lead = Lead("job", spec, 2, [Notes(), Refusing()], checkpoints=unwritten(2), history=nothing)
     tensors = [asdict(TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0))]
     state = {"settings": SETTINGS.to_json(), "bucket_bytes": 0, "tuning": ""}
     found = Manifest(job="job", version=1, term=1, tensors=tensors, optimizer="SGD", state=state)
@@ -356,9 +359,9 @@ def test_a_round_that_starts_again_has_the_settings_that_it_was_opened_with() ->
 def test_a_shard_of_another_term_s_orders_fences_this_server(tmp_path: Path) -> None:
     """It says that a newer parameter server has spoken to it."""
     store = Store(tmp_path)
-    keeper = keeper_of(store)
+    checkpoints = writing_to(store)
     shards = [Notes(), Notes()]
-    with leading(shards, keeper=keeper) as lead:
+    with leading(shards, checkpoints=checkpoints) as lead:
         coordinator = lead.coordinator
         shards[1].refuse = lambda _: raise_(Refused(RefusalCode.STALE_TERM, "term 7 gives the orders now"))
         join(coordinator, 0)
@@ -370,15 +373,13 @@ def raise_(error: Exception) -> None:
     raise error
 
 
-def keeper_of(store: Store, *, shards: int = 2) -> Keeper:
-    return Keeper(
+def writing_to(store: Store, *, shards: int = 2) -> Checkpointer:
+    return Checkpointer(
         store,
         job="job",
         term=store.next_term(),
         shards=shards,
-        interval=timedelta(hours=1),
-        keep=2,
-        now=0.0,
+        times=Times(interval=timedelta(hours=1), keep=2),
     )
 
 
@@ -447,33 +448,33 @@ def test_rows_whose_norm_is_limited_must_not_be_divided() -> None:
 def test_the_first_and_the_last_version_are_on_disk_before_workers_go_on(tmp_path: Path) -> None:
     """Else a parameter server that is lost then has nothing to go back to."""
     store = Store(tmp_path)
-    keeper = keeper_of(store, shards=1)
+    checkpoints = writing_to(store, shards=1)
     shard = Writing(store)
-    with leading([shard], keeper=keeper) as lead:
+    with leading([shard], checkpoints=checkpoints) as lead:
         coordinator = lead.coordinator
         stay = start(coordinator)
-        assert keeper.durable_version == 0
+        assert checkpoints.durable_version == 0
         assert lead.status().progress.durable_version == 0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(time, "time", lambda: 0.0)
             assert lead.status().durable_age_seconds == 0, "the machine's clock was put back"
         step = 0
         while not (taken := take(coordinator, stay, call=step + 1)).finished:
-            assert keeper.durable_version == 0, "the interval is an hour"
+            assert checkpoints.durable_version == 0, "the interval is an hour"
             finish(coordinator, stay, taken, step=step)
             step += 1
         assert step > 1
-        assert taken.version == keeper.durable_version == step
+        assert taken.version == checkpoints.durable_version == step
 
 
 def test_a_version_that_cannot_be_kept_is_tried_again(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(tmp_path)
-    keeper = keeper_of(store, shards=1)
+    checkpoints = writing_to(store, shards=1)
     shard = Writing(store)
     shard.problem = "No space left on device"
-    with leading([shard], keeper=keeper, clock=clock) as lead:
+    with leading([shard], checkpoints=checkpoints, clock=clock) as lead:
         coordinator = lead.coordinator
         joined = join(coordinator, 0)
         assert isinstance(joined, Joined)
@@ -489,7 +490,7 @@ def test_a_version_that_cannot_be_kept_is_tried_again(
         clock.now += 1.0
         eventually(lambda: lead.status().ready, "it is tried again")
         coordinator.initialised(0, joined.stay.incarnation)
-        assert keeper.durable_version == 0
+        assert checkpoints.durable_version == 0
 
 
 def test_the_worker_that_has_brought_the_model_waits_while_another_thread_writes_it(
@@ -507,7 +508,7 @@ def test_the_worker_that_has_brought_the_model_waits_while_another_thread_writes
     shard.refuse = slowly
     patient = ServerLimits(answer=timedelta(seconds=LIMIT))
     with (
-        leading([shard], keeper=keeper_of(store, shards=1), limits=patient) as lead,
+        leading([shard], checkpoints=writing_to(store, shards=1), limits=patient) as lead,
         ThreadPoolExecutor(2) as pool,
     ):
         joined = join(lead.coordinator, 0)

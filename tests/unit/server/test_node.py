@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from elastic_ps.api.training import Consistency
+from elastic_ps.api.tuning import Times
 from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import MASTER, Stored
@@ -24,7 +25,7 @@ from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
 from elastic_ps.process.telemetry import History, Trace
-from elastic_ps.server.keeper import Keeper
+from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Application, Configuration, OrderId, Written
 from elastic_ps.server.shard import Shard
@@ -135,8 +136,10 @@ def test_a_part_that_is_told_twice_is_one_part(tmp_path: Path) -> None:
     """Else the manifest would be finished before all shards have written, or twice."""
     store = Store(tmp_path)
     term = store.next_term()
-    keeper = Keeper(store, job="j", term=term, shards=2, interval=timedelta(0), every=None, keep=3, now=0.0)
-    keeper.begin(1, 0.0, {"tensors": [], "optimizer": "SGD"}, number=keeper.number())
+    checkpoints = Checkpointer(
+        store, job="j", term=term, shards=2, times=Times(interval=timedelta(0), keep=3)
+    )
+    checkpoints.begin(1, 0.0, {"tensors": [], "optimizer": "SGD"}, number=checkpoints.number())
     parts = [
         Written(
             term, 1, 1, store.write_shard(term, 1, shard, 2, iter(()), number=1), "", timedelta(seconds=1)
@@ -145,13 +148,13 @@ def test_a_part_that_is_told_twice_is_one_part(tmp_path: Path) -> None:
     ]
     try:
         for shard in (0, 0, 1, 1, 0):
-            keeper.part(shard, parts[shard])
+            checkpoints.part(shard, parts[shard])
     finally:
-        keeper.close()
-    assert keeper.durable_version == 1
+        checkpoints.close()
+    assert checkpoints.durable_version == 1
     assert [file.file for file in store.manifest(1).files] == [part.file.file for part in parts if part.file]
-    assert keeper.paused == timedelta(seconds=1)
-    assert not keeper.failure
+    assert checkpoints.paused == timedelta(seconds=1)
+    assert not checkpoints.failure
 
 
 LAYOUT = partition([TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0)], bucket_bytes=1 << 20, shards=1)

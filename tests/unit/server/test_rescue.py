@@ -14,14 +14,15 @@ import pytest
 import torch
 
 from elastic_ps.api.training import Consistency
+from elastic_ps.api.tuning import Times
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import AskedToEnd, ConnectionLost, Fenced, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.process.telemetry import Trace
+from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.follower import for_standby
-from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Application, Configuration, Report
 from elastic_ps.server.patience import Patience
@@ -59,21 +60,18 @@ class Disk(Store):
 
 
 class Setting:
-    """A standby that has carried out version 1 and has the sum for version 2, a new shard, and a keeper."""
+    """A standby that has carried out version 1 and has the sum for version 2, and a new shard."""
 
     def __init__(self, directory: Path) -> None:
         self.store = Disk(directory)
         self.store.next_term()
         interval = timedelta(seconds=30)
-        self.keeper = Keeper(
+        self.checkpoints = Checkpointer(
             self.store,
             job="job",
             term=self.store.next_term(),
             shards=1,
-            interval=interval,
-            every=9,
-            keep=2,
-            now=0.0,
+            times=Times(interval=interval, every_versions=9, keep=2),
         )
         self.shard, self.standby = make_node(self.store), make_node(self.store)
         configure(self.standby, term=1)
@@ -84,8 +82,8 @@ class Setting:
         self.standby.take_sum(1, 0, 1, 0, [True], Body(ones(4)))
 
     def rescue(self) -> bool:
-        orders = held(cast(RemoteShard, self.standby), self.keeper.term)
-        return rescue(self.keeper, [self.shard], [cast(RemoteShard, self.standby)], orders)
+        orders = held(cast(RemoteShard, self.standby), self.checkpoints.term)
+        return rescue(self.checkpoints, [self.shard], [cast(RemoteShard, self.standby)], orders)
 
     def loaded(self, version: int) -> list[float]:
         """The values of the checkpoint."""
@@ -98,7 +96,7 @@ class Setting:
             node.close()
 
     def close(self) -> None:
-        for each in (self.shard, self.standby, self.keeper):
+        for each in (self.shard, self.standby, self.checkpoints):
             each.close()
 
 
@@ -111,7 +109,7 @@ def setting(tmp_path: Path) -> Iterator[Setting]:
 
 def test_the_newest_round_of_the_standby_becomes_a_checkpoint(setting: Setting) -> None:
     assert setting.rescue()
-    assert setting.keeper.durable_version == 2
+    assert setting.checkpoints.durable_version == 2
     assert setting.loaded(2) == [-2.0] * 4
 
 
@@ -123,14 +121,16 @@ def test_what_is_on_disk_is_not_saved_again(setting: Setting) -> None:
 
 def test_without_the_last_sum_the_version_before_is_saved(tmp_path: Path, setting: Setting) -> None:
     orders = [round_of(1), round_of(3)]  # the standby is at version 1 and has the sum for 2
-    assert rescue(setting.keeper, [setting.shard], [cast(RemoteShard, setting.standby)], orders)
-    assert setting.keeper.durable_version == 1
+    assert rescue(setting.checkpoints, [setting.shard], [cast(RemoteShard, setting.standby)], orders)
+    assert setting.checkpoints.durable_version == 1
     assert setting.loaded(1) == [-1.0] * 4
 
 
 def test_nothing_is_saved_if_nobody_can_carry_an_order_out(setting: Setting) -> None:
-    assert not rescue(setting.keeper, [setting.shard], [cast(RemoteShard, setting.standby)], [round_of(3)])
-    assert setting.keeper.durable_version is None
+    assert not rescue(
+        setting.checkpoints, [setting.shard], [cast(RemoteShard, setting.standby)], [round_of(3)]
+    )
+    assert setting.checkpoints.durable_version is None
 
 
 def test_a_version_that_cannot_be_written_is_not_lost(setting: Setting) -> None:
@@ -138,7 +138,7 @@ def test_a_version_that_cannot_be_written_is_not_lost(setting: Setting) -> None:
     setting.store.room = False
     with pytest.raises(StorageUnavailable, match="version 2 cannot be saved yet: No space left on device"):
         setting.rescue()
-    assert setting.keeper.durable_version is None
+    assert setting.checkpoints.durable_version is None
     setting.store.room = True
     assert setting.rescue()
     assert setting.loaded(2) == [-2.0] * 4
@@ -176,21 +176,21 @@ class Lossy:
 
 def test_an_answer_of_the_standby_that_is_lost_is_asked_for_again(setting: Setting) -> None:
     lossy = cast(RemoteShard, Lossy(setting.standby, losses=3))
-    assert rescue(setting.keeper, [setting.shard], [lossy], [round_of(1), round_of(2)])
-    assert setting.keeper.durable_version == 2
+    assert rescue(setting.checkpoints, [setting.shard], [lossy], [round_of(1), round_of(2)])
+    assert setting.checkpoints.durable_version == 2
 
 
 def test_an_answer_that_is_lost_after_long_work_is_asked_for_again(setting: Setting) -> None:
     """The time that a standby takes for the step and the copy is not time in which it has gone."""
     lossy = cast(RemoteShard, Lossy(setting.standby, losses=1, seconds=0.4))
-    assert rescue(setting.keeper, [setting.shard], [lossy], [round_of(2)], gone=timedelta(seconds=0.2))
+    assert rescue(setting.checkpoints, [setting.shard], [lossy], [round_of(2)], gone=timedelta(seconds=0.2))
 
 
 def test_a_standby_that_has_gone_is_given_up(setting: Setting) -> None:
     """Else a job whose shard and standby are lost together would never go back to its checkpoint."""
     lossy = cast(RemoteShard, Lossy(setting.standby, losses=1_000_000))
     orders = [round_of(1), round_of(2)]
-    assert not rescue(setting.keeper, [setting.shard], [lossy], orders, gone=timedelta(seconds=0.3))
+    assert not rescue(setting.checkpoints, [setting.shard], [lossy], orders, gone=timedelta(seconds=0.3))
 
 
 def test_a_version_that_a_shard_was_writing_when_it_was_lost_comes_from_its_standby(setting: Setting) -> None:
@@ -209,8 +209,8 @@ def test_a_version_that_a_shard_was_writing_when_it_was_lost_comes_from_its_stan
 
     given = ([Dying()], [cast(RemoteShard, setting.standby)], [round_of(2)])
     with pytest.raises(StorageUnavailable, match="given up: shard 0 does not know the model yet"):
-        rescue(setting.keeper, *given)
-    assert rescue(setting.keeper, *given)
+        rescue(setting.checkpoints, *given)
+    assert rescue(setting.checkpoints, *given)
     assert setting.loaded(2) == [-2.0] * 4
 
 
@@ -222,7 +222,7 @@ def test_a_shard_that_still_has_the_model_needs_no_standby(setting: Setting) -> 
         def advance(self, order: Advance) -> Report:
             raise AssertionError("the standby is asked")
 
-    assert rescue(setting.keeper, [setting.shard], [cast(RemoteShard, Nobody())], [order])
+    assert rescue(setting.checkpoints, [setting.shard], [cast(RemoteShard, Nobody())], [order])
     assert setting.loaded(0) == [0.0] * 4
 
 
@@ -265,7 +265,7 @@ def test_what_only_a_silent_standby_has_is_not_given_up_by_a_process_that_ends(s
         held(cast(RemoteShard, Never()), 2, closing=lambda: True)
     silent = cast(RemoteShard, Lossy(setting.standby, losses=1_000_000))
     with pytest.raises(StorageUnavailable, match="version 2 is left to the standby: reset"):
-        rescue(setting.keeper, [setting.shard], [silent], [round_of(2)], closing=lambda: True)
+        rescue(setting.checkpoints, [setting.shard], [silent], [round_of(2)], closing=lambda: True)
     assert time.monotonic() - began < GONE.total_seconds()
     assert setting.rescue()
     assert setting.loaded(2) == [-2.0] * 4

@@ -198,7 +198,13 @@ def test_a_process_that_fails_is_not_kept_alive_by_its_threads(tmp_path: Path) -
     http = StatusServer("127.0.0.1:0", servers.shard_0.status, list)
     try:
         started = set(threading.enumerate()) - before
-        assert {thread.name for thread in started} >= {"checkpoint", "follower", "keeper", "ticker", "http"}
+        assert {thread.name for thread in started} >= {
+            "checkpoint",
+            "follower",
+            "checkpointer",
+            "ticker",
+            "http",
+        }
         assert all(thread.daemon for thread in started)
     finally:
         http.close()

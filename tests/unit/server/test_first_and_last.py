@@ -16,6 +16,7 @@ import pytest
 
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.training import Consistency
+from elastic_ps.api.tuning import Times
 from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
@@ -24,13 +25,11 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, StorageUnavailable
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server import kept
-from elastic_ps.server import safekeeping as module
+from elastic_ps.server.checkpointer import LAST, Checkpointer
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.keeper import Keeper
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Configuration
-from elastic_ps.server.safekeeping import Safekeeping
 from elastic_ps.server.state import Model
 from tests.testing.shard import LR, one_bucket, tensor
 
@@ -58,8 +57,8 @@ class Rig:
         self.lost_calls = 0
         self.orders: list[Advance] = []
         hour = timedelta(hours=1)
-        self.keeper = Keeper(
-            self.disk, job="job", term=self.term, shards=1, interval=hour, keep=2, now=self.now, limits=limits
+        self.checkpoints = Checkpointer(
+            self.disk, job="job", term=self.term, shards=1, times=Times(interval=hour, keep=2), limits=limits
         )
         self.node = Node(0, 1, store=self.disk, consistency=Consistency(), trace=Trace(None, ""))
         self.node.configure(Configuration(LAYOUT, "SGD", LR, self.term, None))
@@ -67,7 +66,7 @@ class Rig:
         self.job = Guarded(spec, self.term, clock=lambda: self.now, limits=limits)
         self.job.state.model = Model(LAYOUT, "SGD")
         self.job.state.settings = Settings(LR.groups)
-        self.safekeeping = Safekeeping(self.job, self, self.keeper)
+        self.checkpoints.serve(self.job, self)
 
     @contextmanager
     def turn(self) -> Iterator[Advance]:
@@ -78,7 +77,7 @@ class Rig:
             self.lost_calls -= 1
             raise ConnectionLost("reset")
         self.orders.append(advance)
-        self.keeper.part(0, self.node.advance(advance).written)
+        self.checkpoints.part(0, self.node.advance(advance).written)
 
     def finish(self) -> None:
         """All records are in the model, of version 0: here nothing is computed."""
@@ -91,7 +90,7 @@ class Rig:
 
     def may_finish(self) -> bool:
         with self.job.changed:
-            return self.safekeeping.may_finish()
+            return self.checkpoints.may_finish()
 
     @property
     def written(self) -> int:
@@ -100,7 +99,7 @@ class Rig:
 
     def close(self) -> None:
         self.node.close()
-        self.keeper.close()
+        self.checkpoints.close()
 
 
 @pytest.fixture
@@ -119,14 +118,14 @@ def full() -> None:
 
 
 def test_the_first_version_is_on_disk_before_training_begins(rig: Rig) -> None:
-    rig.safekeeping.keep_what_must_be()
+    rig.checkpoints.keep_what_must_be()
     assert not rig.job.state.initialised, "its values have not arrived"
     assert rig.written == 0
     rig.job.state.arrived = True
-    rig.safekeeping.keep_what_must_be()
+    rig.checkpoints.keep_what_must_be()
     assert rig.job.state.initialised
     assert rig.disk.newest()[0].version == 0
-    rig.safekeeping.keep_what_must_be()
+    rig.checkpoints.keep_what_must_be()
     assert rig.written == 1
 
 
@@ -134,17 +133,17 @@ def test_the_last_version_is_on_disk_before_the_job_ends(rig: Rig) -> None:
     assert not rig.may_finish(), "nothing is trained"
     rig.finish()
     assert not rig.may_finish()
-    rig.safekeeping.keep_what_must_be()
+    rig.checkpoints.keep_what_must_be()
     assert rig.may_finish()
     assert rig.disk.newest()[0].state["ledger"] == kept.to_checkpoint(rig.job.state)["ledger"]
 
 
 def test_a_checkpoint_of_the_last_version_is_told_of_the_end(rig: Rig) -> None:
     """It may be on disk from before: with fewer records, and without the chief."""
-    assert rig.safekeeping.keep_now()
+    assert rig.checkpoints.write()
     rig.finish()
     assert not rig.may_finish()
-    rig.safekeeping.keep_what_must_be()
+    rig.checkpoints.keep_what_must_be()
     assert rig.may_finish()
     assert rig.written == 1, "the tensors are those of before"
     state = rig.disk.newest()[0].state
@@ -152,7 +151,7 @@ def test_a_checkpoint_of_the_last_version_is_told_of_the_end(rig: Rig) -> None:
     assert state["chiefs"] == [[0, 0]]
     rig.job.state.chiefs[0] = 1
     assert not rig.may_finish()
-    rig.safekeeping.keep_what_must_be()
+    rig.checkpoints.keep_what_must_be()
     assert rig.may_finish()
     assert rig.disk.newest()[0].state["chiefs"] == [[0, 1]]
 
@@ -160,34 +159,34 @@ def test_a_checkpoint_of_the_last_version_is_told_of_the_end(rig: Rig) -> None:
 def test_the_last_version_is_kept_before_anybody_asks_for_the_end(rig: Rig) -> None:
     rig.finish()
     rig.job.state.chiefs.clear()
-    rig.safekeeping.keep_what_must_be()
+    rig.checkpoints.keep_what_must_be()
     assert rig.written == 1
     assert not rig.may_finish()
-    rig.safekeeping.keep_what_must_be()
+    rig.checkpoints.keep_what_must_be()
     assert rig.written == 1, "once"
 
 
 def test_an_end_that_cannot_be_written_is_no_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rig.safekeeping.keep_now()
+    assert rig.checkpoints.write()
     rig.finish()
     with monkeypatch.context() as patch:
         patch.setattr(files, "write_text", fail)
-        rig.safekeeping.keep_what_must_be()
+        rig.checkpoints.keep_what_must_be()
     assert not rig.may_finish()
-    assert "No space left" in rig.safekeeping.problem
+    assert "No space left" in rig.checkpoints.failure
     rig.now += USUAL.keep_again.total_seconds()
-    rig.safekeeping.keep_what_must_be()
+    rig.checkpoints.keep_what_must_be()
     assert rig.may_finish()
-    assert rig.safekeeping.problem == ""
+    assert rig.checkpoints.failure == ""
 
 
 def test_a_fenced_server_writes_no_end(rig: Rig) -> None:
-    assert rig.safekeeping.keep_now()
+    assert rig.checkpoints.write()
     before = rig.disk.newest()[0].state
     rig.disk.next_term()
     rig.finish()
-    rig.safekeeping.keep_what_must_be()
-    assert rig.keeper.fenced
+    rig.checkpoints.keep_what_must_be()
+    assert rig.checkpoints.fenced
     assert not rig.may_finish()
     assert rig.disk.newest()[0].state == before
 
@@ -195,16 +194,16 @@ def test_a_fenced_server_writes_no_end(rig: Rig) -> None:
 def test_a_full_disk_is_tried_again_after_a_pause_and_holds_the_end_up_for_a_while(rig: Rig) -> None:
     rig.finish()
     rig.disk.before_write = full
-    rig.safekeeping.keep_what_must_be()
-    assert "No space left" in rig.safekeeping.problem
+    rig.checkpoints.keep_what_must_be()
+    assert "No space left" in rig.checkpoints.failure
     assert rig.written == 1
-    rig.safekeeping.keep_what_must_be()
+    rig.checkpoints.keep_what_must_be()
     assert rig.written == 1, "at once"
     rig.now += USUAL.keep_again.total_seconds()
-    rig.safekeeping.keep_what_must_be()
+    rig.checkpoints.keep_what_must_be()
     assert rig.written == 2
     assert not rig.may_finish()
-    rig.now += module.LAST.total_seconds()
+    rig.now += LAST.total_seconds()
     assert rig.may_finish(), "for ever"
     rig.job.state.rounds.version += 1
     assert not rig.may_finish(), "it is another end, as when a job has gone back to a checkpoint"
@@ -213,17 +212,17 @@ def test_a_full_disk_is_tried_again_after_a_pause_and_holds_the_end_up_for_a_whi
 def test_a_disk_that_has_room_again_is_written_to(rig: Rig) -> None:
     rig.finish()
     rig.disk.before_write = full
-    rig.safekeeping.keep_what_must_be()
+    rig.checkpoints.keep_what_must_be()
     rig.disk.before_write = lambda: None
     rig.now += USUAL.keep_again.total_seconds()
-    rig.safekeeping.keep_what_must_be()
-    assert rig.safekeeping.problem == ""
+    rig.checkpoints.keep_what_must_be()
+    assert rig.checkpoints.failure == ""
     assert rig.may_finish()
 
 
 def test_a_call_that_is_lost_is_made_again(rig: Rig) -> None:
     rig.lost_calls = 2
-    assert rig.safekeeping.keep_now()
+    assert rig.checkpoints.write()
     assert rig.disk.newest()[0].version == 0
 
 
@@ -238,10 +237,10 @@ def test_an_order_that_not_all_shards_got_is_repeated_as_it_was(rig: Rig) -> Non
 
     rig.tell_all = count  # type: ignore[method-assign]
     rig.lost_calls = 3
-    assert rig.safekeeping.keep_now()
+    assert rig.checkpoints.write()
     assert [number for number in told if number] == [1, 1, 1, 1]
     rig.job.state.rounds.version += 1
-    assert not rig.safekeeping.keep_now(), "the shard has no such version"
+    assert not rig.checkpoints.write(), "the shard has no such version"
     assert told[-1] == 2, "another version has another number"
 
 
@@ -252,7 +251,7 @@ def test_a_part_that_takes_long_to_write_is_waited_for(rig: Rig) -> None:
     """Of a large model, on a slow volume: each new attempt would only be late again."""
     rig.disk.before_write = partial(time.sleep, 0.3)
     rig.job.state.arrived = True
-    rig.safekeeping.keep_what_must_be()
+    rig.checkpoints.keep_what_must_be()
     assert rig.job.state.initialised
     assert rig.written == 1
 
@@ -266,15 +265,15 @@ def test_a_shard_that_cannot_be_reached_is_not_waited_for_for_ever(rig: Rig) -> 
         real(advance)
 
     rig.tell_all = slow  # type: ignore[method-assign]
-    assert not rig.safekeeping.keep_now()
+    assert not rig.checkpoints.write()
 
 
 def test_a_checkpoint_that_is_being_written_is_finished_first(rig: Rig) -> None:
     """Two at a time would take each other's files away."""
-    number = rig.keeper.number()
+    number = rig.checkpoints.number()
     rig.tell_all(Advance(0, 0, {}, checkpoint=number, term=rig.term))
-    rig.keeper.begin(0, rig.now, kept.to_checkpoint(rig.job.state), number=number)
-    assert rig.safekeeping.keep_now()
+    rig.checkpoints.begin(0, rig.now, kept.to_checkpoint(rig.job.state), number=number)
+    assert rig.checkpoints.write()
     assert rig.written == 1, "the version is on disk"
 
 
@@ -287,10 +286,10 @@ def test_a_thread_that_comes_while_another_one_writes_does_not_wait(rig: Rig) ->
         assert go_on.wait(10)
 
     rig.disk.before_write = slowly
-    first = threading.Thread(target=rig.safekeeping.keep_what_must_be)
+    first = threading.Thread(target=rig.checkpoints.keep_what_must_be)
     first.start()
     assert writing.wait(10)
-    rig.safekeeping.keep_what_must_be()
+    rig.checkpoints.keep_what_must_be()
     assert not rig.may_finish()
     go_on.set()
     first.join(10)
@@ -301,13 +300,14 @@ def test_a_thread_that_comes_while_another_one_writes_does_not_wait(rig: Rig) ->
 @pytest.mark.parametrize("why", ["closing", "spoiled", "fenced"])
 def test_nothing_is_written_by_a_server_that_ends_or_whose_model_is_lost(rig: Rig, why: str) -> None:
     rig.finish()
-    setattr(rig.keeper if why == "fenced" else rig.job, why, True)
-    rig.safekeeping.keep_what_must_be()
+    setattr(rig.checkpoints if why == "fenced" else rig.job, why, True)
+    rig.checkpoints.keep_what_must_be()
     assert rig.written == 0
 
 
 def test_without_checkpoints_nothing_is_waited_for(rig: Rig) -> None:
-    alone = Safekeeping(rig.job, rig, None)
+    alone = Checkpointer(None, job="job", term=rig.term, shards=1, times=Times())
+    alone.serve(rig.job, rig)
     rig.job.state.arrived = True
     alone.keep_what_must_be()
     assert rig.job.state.initialised
@@ -315,3 +315,4 @@ def test_without_checkpoints_nothing_is_waited_for(rig: Rig) -> None:
     with rig.job.changed:
         assert alone.may_finish()
     assert rig.written == 0
+    alone.close()

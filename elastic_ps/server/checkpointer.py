@@ -1,4 +1,9 @@
-"""Decides when a checkpoint is taken, and completes it when every shard has written its part."""
+"""Decides when a checkpoint is taken, and completes it when every shard has written its part.
+
+Most are ordered with a round (`driver`). The first version, which has to be on disk before training begins,
+and the last one, before it ends, wait for nobody's step: all shards are told to write the version that they
+have, and the thread that asks waits until it is on disk.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +13,29 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
-from elastic_ps.api.tuning import Times, Tuning, read_tuning
+from elastic_ps.api.tuning import Times
 from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Check, Store
 from elastic_ps.errors import (
     CheckpointError,
     Fenced,
+    NoCheckpoint,
+    RefusalCode,
     Refused,
     TransportError,
 )
 from elastic_ps.evaluation.queue import Desk
+from elastic_ps.server import kept
+from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.limits import USUAL, ServerLimits
-from elastic_ps.server.orders import Written
+from elastic_ps.server.orders import Advance, Written
+from elastic_ps.server.patience import retry
 
 logger = logging.getLogger(__name__)
 
@@ -32,16 +45,27 @@ POLL = 0.01
 OVERDUE = timedelta(seconds=60)
 """If the newest checkpoint is older than three intervals and this, that is reported as a problem."""
 
+LAST = timedelta(minutes=10)
+"""For how long the end of the job waits for the last version to be on disk."""
 
-class Keeper:
+
+class Orders(Protocol):
+    """How the shards get orders; see `Driver`."""
+
+    def turn(self) -> AbstractContextManager[Advance]:
+        """Be the only thread that gives orders. Yields the order that describes the current state."""
+
+    def tell_all(self, advance: Advance) -> object:
+        """Send an order to all shards. Raises Refused, TransportError."""
+
+
+class Checkpointer:
     """The checkpoints of a job, on shard 0. One is under way at a time. Thread-safe.
 
     Args:
-        store: the directory that all shards share.
+        store: the directory that all shards share; None: nothing is written, and nothing is waited for.
         shards: how many parts make a checkpoint.
-        interval: time between two checkpoints.
-        every: also take one when this many versions have passed since the last; None for not.
-        keep: how many stay on disk.
+        times: when they are taken, and how many stay on disk.
         check: what a checkpoint must pass, besides being whole, so that the job can continue from it.
         desk: of the job's evaluator, for which checkpoints are written and kept, too; None if it has none.
         known: a version of which it is known that a checkpoint was written; see `newest`.
@@ -53,15 +77,13 @@ class Keeper:
 
     def __init__(
         self,
-        store: Store,
+        store: Store | None,
         *,
         job: str,
         term: int,
         shards: int,
-        interval: timedelta,
-        every: int | None = None,
-        keep: int,
-        now: float,
+        times: Times,
+        now: float = 0.0,
         check: Check = lambda _: None,
         desk: Desk | None = None,
         known: int | None = None,
@@ -74,8 +96,7 @@ class Keeper:
         self._unsure = ""  # why it is not known whether another parameter server has taken over
         self._looks = self._last_look = 0
         self._store, self._check, self._desk, self._known = store, check, desk, known
-        self._job, self._term, self._shards = job, term, shards
-        self._interval, self._every, self._keep = interval, every, keep
+        self._name, self._term, self._shards, self._times = job, term, shards, times
         self._lock = threading.Lock()
         self._durable: tuple[int, float] | None = None
         self._last = now
@@ -85,13 +106,27 @@ class Keeper:
         self._pending: Manifest | None = None
         self._files: dict[int, ShardFile] = {}
         self._queue: queue.SimpleQueue[Manifest | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="checkpointer", daemon=True)
         self._thread.start()
+        self._writing = False  # a thread writes a version that must be kept
+        self._not_before = 0.0  # writing it has failed, and is not tried again before this time
+        self._ended: tuple[tuple[int, int, str], float] | None = None  # what of `JobState.end`, since when
+        self._durable_end: tuple[int, int, int, str] | None = None  # see `JobState.end`
+        self._told: tuple[int, int, int] | None = None  # term, version, number: not all shards may know it
+
+    def serve(self, job: Guarded, orders: Orders) -> None:
+        """What is to be written are versions of `job`; `orders` is the way to its shards."""
+        self._job, self._orders = job, orders
 
     def tune(self, times: Times) -> None:
         """From now on checkpoints are taken at these times, and so many stay on disk."""
         with self._lock:
-            self._interval, self._every, self._keep = times.interval, times.every_versions, times.keep
+            self._times = times
+
+    @property
+    def writes(self) -> bool:
+        """Whether the job has checkpoints at all."""
+        return self._store is not None
 
     @property
     def durable_version(self) -> int | None:
@@ -125,11 +160,12 @@ class Keeper:
             if problem or self._durable is None or self._durable[0] >= version:
                 return problem
             age = now - self._durable_at
-            if age <= (3 * self._interval + OVERDUE).total_seconds():
+            interval = self._times.interval
+            if age <= (3 * interval + OVERDUE).total_seconds():
                 return ""
             return (
                 f"the newest checkpoint, of version {self._durable[0]}, is {age:.0f} s old, but a checkpoint "
-                f"should be written every {self._interval.total_seconds():.0f} s"
+                f"should be written every {interval.total_seconds():.0f} s"
             )
 
     @property
@@ -141,10 +177,11 @@ class Keeper:
     def due(self, version: int, now: float) -> bool:
         """Whether to take a checkpoint of `version`, the next one."""
         with self._lock:
-            if self._pending is not None:
+            if self._pending is not None or self._store is None:
                 return False
-            passed = self._every is not None and version - self._last_version >= self._every
-            timely = now - self._last >= self._interval.total_seconds()
+            every = self._times.every_versions
+            passed = every is not None and version - self._last_version >= every
+            timely = now - self._last >= self._times.interval.total_seconds()
             asked = self._desk is not None and self._desk.asks(version, since=self._last_version)
             return timely or passed or asked
 
@@ -153,6 +190,8 @@ class Keeper:
 
         False also if the file cannot be read at the moment, so that nobody can tell; `problem` says so.
         """
+        if self._store is None:
+            return True
         term, unsure, leads = self.term, "", False
         with self._lock:
             self._looks += 1
@@ -186,10 +225,14 @@ class Keeper:
 
         Raises:
             Fenced: another parameter server has begun a term.
+            NoCheckpoint: there can be none to go back to. The term has begun.
         """
         try:
             with self._lock:
                 self._pending = None
+                if self._store is None:
+                    self._term += 1
+                    raise NoCheckpoint("there is no checkpoint directory")
                 self._term = self._store.next_term(after=self._term, above=above)
                 if self._desk is not None:
                     self._desk.term = self._term
@@ -203,6 +246,7 @@ class Keeper:
         If a checkpoint has been written, but neither it nor a later one is there now, StorageUnavailable is
         raised: the volume may only be away, and a job that started from scratch would lose what was trained.
         """
+        assert self._store is not None
         known = self._known if (durable := self.durable_version) is None else durable
         if known is not None:
             self._store.require_version(known)
@@ -220,7 +264,7 @@ class Keeper:
 
     @property
     def term(self) -> int:
-        """The term that this keeper writes in."""
+        """The term that is written in."""
         with self._lock:
             return self._term
 
@@ -240,7 +284,7 @@ class Keeper:
         with self._lock:
             self._last, self._last_version, self._files = now, version, {}
             self._pending = Manifest(
-                job=self._job,
+                job=self._name,
                 version=version,
                 term=self._term,
                 number=number,
@@ -257,6 +301,7 @@ class Keeper:
         Raises:
             CheckpointError: it has the state that it had.
         """
+        assert self._store is not None
         problem = ""
         try:
             self._store.amend(version, term=self.term, state=_beside_model(state)[2])
@@ -352,11 +397,12 @@ class Keeper:
 
     def _run(self) -> None:
         while (manifest := self._queue.get()) is not None:
+            assert self._store is not None
             problem, fenced = "", False
             try:
                 held = self._desk.held if self._desk is not None else ()
                 with self._lock:
-                    keep = self._keep
+                    keep = self._times.keep
                 self._store.commit(manifest, keep=keep, held=held)
                 logger.info("version %d is on disk", manifest.version)
             except CheckpointError as error:
@@ -373,33 +419,150 @@ class Keeper:
             if not problem and self._desk is not None:
                 self._desk.written(manifest.version)
 
+    def may_finish(self) -> bool:
+        """Whether workers may be told that the job is finished. The job's lock is held.
+
+        Not before the last version and the chief are on disk. If the parameter server was lost before that,
+        the other workers would continue from the checkpoint, without the workers that were told. A full disk
+        delays the end for `LAST` at most. Nor before the shards have the last values: a worker that has not
+        made them may be the chief.
+        """
+        state = self._job.state
+        return state.end is not None and state.values_are_here and self.is_kept()
+
+    def is_kept(self) -> bool:
+        """Whether the end of training is on disk, or writing it has failed for `LAST`. The lock is held."""
+        now, state = self._job.clock(), self._job.state
+        if self._store is None or self._holds():
+            return True
+        end = (state.term, state.version, state.script_state)
+        if self._ended is None or self._ended[0] != end:
+            self._ended = (end, now)
+        return now - self._ended[1] > LAST.total_seconds()
+
+    def _holds(self) -> bool:
+        """Whether the current version is on disk, and its end if training has ended. The lock is held."""
+        state = self._job.state
+        return self.durable_version == state.version and state.end in (None, self._durable_end)
+
+    def keep_what_must_be(self, *, patience: timedelta = timedelta()) -> None:
+        """Write the first version before training begins, and the last one before it ends.
+
+        Blocks while it does that. While another thread does it, blocks for `patience` at most.
+        """
+        job = self._job
+        with job.lock:
+            if patience:
+                job.changed.wait_for(
+                    lambda: job.closing or not self._writing, timeout=patience.total_seconds()
+                )
+            state = job.state
+            if job.clock() < self._not_before:
+                return
+            first = state.arrived and not state.initialised
+            last = state.initialised and state.finished and not self.is_kept() and state.values_are_here
+            if not (first or last) or self._writing or job.closing or job.spoiled or self.fenced:
+                return
+            self._writing = True
+        kept = False
+        try:
+            kept = self.write()
+        finally:
+            with job.lock:
+                self._writing = False
+                state.initialised |= kept
+                if not kept:
+                    self._not_before = job.clock() + job.limits.keep_again.total_seconds()
+                job.changed.notify_all()
+
+    def write(self, *, amend: bool = False) -> bool:
+        """Write a checkpoint of the current version, and its end. Blocks; returns whether both are on disk.
+
+        A failed call is repeated for `ServerLimits.patience`. A checkpoint that is being written is finished
+        first: two at a time would delete each other's files.
+
+        Args:
+            amend: what is said of the version has changed: write that also if the version is on disk already.
+        """
+        if self._store is None:
+            return True
+        job = self._job
+        patience, over = job.limits.patience, lambda: self.fenced
+        try:
+            retry(partial(self._write, amend), TransportError, patience=patience, over=over, clock=job.clock)
+        except (Refused, TransportError, CheckpointError) as error:
+            logger.warning("no checkpoint of the current version was written: %s", error)
+            if amend and not isinstance(error, TransportError):
+                return False
+        with job.lock:
+            return self._holds()
+
+    def order(self) -> None:
+        """Order a checkpoint of the current version, if none is being written. Blocks for the copy in memory.
+
+        Raises:
+            Refused: NOT_READY; a worker has to send the values first.
+        """
+        if self._store is None:
+            return
+        with self._orders.turn() as current:
+            self._require_values(current.version)
+            if not self.writing and self.durable_version != current.version:
+                self._order(current)
+
+    def _require_values(self, version: int) -> None:
+        """Raise Refused (NOT_READY) unless the shards have the values of the current version."""
+        with self._job.lock:
+            if not self._job.state.values_are_here:
+                text = f"no worker has sent the values of version {version} yet"
+                raise Refused(RefusalCode.NOT_READY, text)
+
+    def _order(self, current: Advance) -> tuple[int, int, int, str] | None:
+        """Have the shards write the current version; it is this thread's turn. Returns `JobState.end` then.
+
+        If that was ordered before, and a shard was not reached, the number is the same one. So a shard that
+        has the order already need not copy its values again.
+        """
+        if self._told is None or self._told[:2] != (current.term, current.version):
+            self._told = (current.term, current.version, self.number())
+        number = self._told[2]
+        self._orders.tell_all(replace(current, checkpoint=number))
+        self._told = None
+        state, end = self._said()
+        self.begin(current.version, self._job.clock(), state, number=number)
+        return end
+
+    def _said(self) -> tuple[dict[str, Any], tuple[int, int, int, str] | None]:
+        with self._job.lock:
+            return kept.to_checkpoint(self._job.state), self._job.state.end
+
+    def _write(self, amend: bool) -> None:
+        """See `write`. Raises TransportError, Refused, CheckpointError."""
+        orders = self._orders
+
+        def ask() -> None:
+            with orders.turn() as current:
+                orders.tell_all(current)
+
+        await_whole = partial(self.await_whole, ask, closing=lambda: self._job.closing)
+        await_whole()
+        with orders.turn() as current:
+            self._require_values(current.version)
+            if self.durable_version == current.version:
+                state, end = self._said()
+                if amend or end not in (None, self._durable_end):
+                    self.amend(current.version, state)
+            else:
+                end = self._order(current)
+        await_whole()
+        with self._job.lock:
+            if self.durable_version == current.version:
+                self._durable_end = end
+
     def close(self) -> None:
         """Finish the checkpoint whose parts are all there, and end the thread. Blocks."""
         self._queue.put(None)
         self._thread.join()
-
-
-def tuning_of(found: Manifest, ours: Tuning) -> Tuning:
-    """How a term makes versions that continues from a checkpoint: as that says, unless ours is newer.
-
-    A parameter server begins with the word of its environment, which has no number. The one before it may
-    have had a newer one.
-    """
-    recorded = _recorded(found, ours)
-    if not ours.replaces(recorded) and recorded.run == ours.run:
-        return recorded
-    return ours.model_copy(update={"since": found.version}) if ours.needs_term(recorded) else ours
-
-
-def of_same_run(found: Manifest, ours: Tuning) -> bool:
-    """Whether a checkpoint was written by the run of the job that continues from it."""
-    return _recorded(found, ours).run == ours.run
-
-
-def _recorded(found: Manifest, ours: Tuning) -> Tuning:
-    """The tuning that a checkpoint names; ours if it names none."""
-    said = found.state["tuning"]
-    return read_tuning(said, source="the checkpoint's tuning") if said else ours
 
 
 def _beside_model(state: dict[str, Any]) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
