@@ -31,11 +31,11 @@ from elastic_ps.errors import (
     TransportError,
 )
 from elastic_ps.evaluation.queue import Desk
-from elastic_ps.server import kept
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Advance, Written
 from elastic_ps.server.patience import retry
+from elastic_ps.server.record import to_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -534,7 +534,7 @@ class Checkpointer:
 
     def _said(self) -> tuple[dict[str, Any], tuple[int, int, int, str] | None]:
         with self._job.lock:
-            return kept.to_checkpoint(self._job.state), self._job.state.end
+            return to_checkpoint(self._job.state), self._job.state.end
 
     def _write(self, amend: bool) -> None:
         """See `write`. Raises TransportError, Refused, CheckpointError."""

@@ -39,12 +39,11 @@ from elastic_ps.errors import (
     UserError,
 )
 from elastic_ps.process.telemetry import History
-from elastic_ps.server import kept
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.kept import of_same_run, tuning_of
 from elastic_ps.server.orders import Advance, Application, Configuration, Report, ShardControl, Standing
 from elastic_ps.server.patience import RETRY, Patience
+from elastic_ps.server.record import JobRecord, foreseen, of_same_run, to_checkpoint, tuning_of
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.rescue import held, rescue
 from elastic_ps.server.state import Model
@@ -327,7 +326,7 @@ class Driver:
                 job.stale |= job.state.expected != advance.expected
             booked = job.state.last_round
             if advance.checkpoint:
-                state = kept.to_checkpoint(job.state)
+                state = to_checkpoint(job.state)
                 self._checkpoints.begin(job.state.version, job.clock(), state, number=advance.checkpoint)
         if contributions:
             self._history.record("commit", **booked)
@@ -360,7 +359,7 @@ class Driver:
         order = Advance(version, 0, state.following, application, checkpoint=number, term=state.term)
         if not self._standbys:
             return order
-        return replace(order, state=json.dumps(kept.foreseen(state, contributions, decided=decided)))
+        return replace(order, state=json.dumps(foreseen(state, contributions, decided=decided)))
 
     def _failed(self, advance: Advance, problem: Exception, model: Model) -> None:
         """A shard was not reached, or refused. If it was not reached, the ticker sends the order again.
@@ -433,8 +432,7 @@ class Driver:
             if refusal.code is RefusalCode.STALE_TERM:
                 raise Fenced(str(refusal)) from refusal
             raise
-        state = kept.from_checkpoint(
-            found.state,
+        state = JobRecord.read(found.state).continued(
             term=term,
             lease=job.lease,
             consistency=tuning.consistency,

@@ -29,8 +29,8 @@ from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import ShardControl
 from elastic_ps.server.patience import Patience
+from elastic_ps.server.record import require_usable
 from elastic_ps.server.remote import RemoteShard
-from elastic_ps.server.saved import require_usable
 from elastic_ps.server.service import Calls, Service
 from elastic_ps.server.tensor_service import TensorService
 from elastic_ps.server.tensors import Tensors

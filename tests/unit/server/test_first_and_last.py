@@ -24,7 +24,7 @@ from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, StorageUnavailable
 from elastic_ps.process.telemetry import Trace
-from elastic_ps.server import kept
+from elastic_ps.server import record
 from elastic_ps.server.checkpointer import LAST, Checkpointer
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.limits import USUAL, ServerLimits
@@ -135,7 +135,7 @@ def test_the_last_version_is_on_disk_before_the_job_ends(rig: Rig) -> None:
     assert not rig.may_finish()
     rig.checkpoints.keep_what_must_be()
     assert rig.may_finish()
-    assert rig.disk.newest()[0].state["ledger"] == kept.to_checkpoint(rig.job.state)["ledger"]
+    assert rig.disk.newest()[0].state["ledger"] == record.to_checkpoint(rig.job.state)["ledger"]
 
 
 def test_a_checkpoint_of_the_last_version_is_told_of_the_end(rig: Rig) -> None:
@@ -147,7 +147,7 @@ def test_a_checkpoint_of_the_last_version_is_told_of_the_end(rig: Rig) -> None:
     assert rig.may_finish()
     assert rig.written == 1, "the tensors are those of before"
     state = rig.disk.newest()[0].state
-    assert state["ledger"] == kept.to_checkpoint(rig.job.state)["ledger"]
+    assert state["ledger"] == record.to_checkpoint(rig.job.state)["ledger"]
     assert state["chiefs"] == [[0, 0]]
     rig.job.state.chiefs[0] = 1
     assert not rig.may_finish()
@@ -272,7 +272,7 @@ def test_a_checkpoint_that_is_being_written_is_finished_first(rig: Rig) -> None:
     """Two at a time would take each other's files away."""
     number = rig.checkpoints.number()
     rig.tell_all(Advance(0, 0, {}, checkpoint=number, term=rig.term))
-    rig.checkpoints.begin(0, rig.now, kept.to_checkpoint(rig.job.state), number=number)
+    rig.checkpoints.begin(0, rig.now, record.to_checkpoint(rig.job.state), number=number)
     assert rig.checkpoints.write()
     assert rig.written == 1, "the version is on disk"
 

@@ -24,7 +24,7 @@ from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, Fenced, RefusalCode, Refused
 from elastic_ps.process.telemetry import History
-from elastic_ps.server import kept
+from elastic_ps.server import record
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.coordinator import Joined, NotYet
 from elastic_ps.server.lead import Lead
@@ -341,7 +341,7 @@ def test_a_round_that_starts_again_has_the_settings_that_it_was_opened_with() ->
 
         def refuse(advance: Advance) -> None:
             if advance.prepare and not seen:
-                seen.append((state.settings.to_json(), kept.to_checkpoint(state)["settings"]))
+                seen.append((state.settings.to_json(), record.to_checkpoint(state)["settings"]))
                 raise Refused(RefusalCode.INVALID, "its sums are others")
 
         shards[1].refuse = refuse

@@ -16,7 +16,7 @@ from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.settings import Position, Settings
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server import kept, reported
+from elastic_ps.server import record, reported
 from elastic_ps.server.state import JobState
 from tests.testing.state import MODEL, contribution, finish, join, training, two
 
@@ -200,9 +200,8 @@ def test_how_stale_steps_were_is_told_and_outlives_the_parameter_server() -> Non
     assert state.begin(slow, version=0, step=0) is Entry.IN
     finish(state, slow)
     state.book(state.begin_commit(), 0, decided=0)
-    saved = json.loads(json.dumps(kept.to_checkpoint(state)))
-    after = kept.from_checkpoint(
-        {**saved, "settings": Settings(groups=()).to_json()},
+    saved = json.loads(json.dumps(record.to_checkpoint(state)))
+    after = record.JobRecord.read({**saved, "settings": Settings(groups=()).to_json()}).continued(
         term=2,
         lease=state.lease,
         consistency=state.consistency,

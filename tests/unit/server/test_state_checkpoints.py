@@ -18,7 +18,7 @@ from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.errors import InvalidJob
-from elastic_ps.server import kept, reported
+from elastic_ps.server import record, reported
 from elastic_ps.server.state import JobState, Model
 from tests.testing.state import MODEL, contribution, finish, join, training, two
 
@@ -30,8 +30,7 @@ def state() -> JobState:
 
 def next_term(saved: dict[str, Any], *, version: int, data: Data | None = None, change: str = "") -> JobState:
     """The state that the job goes on with from a checkpoint of its first term."""
-    return kept.from_checkpoint(
-        saved,
+    return record.JobRecord.read(saved).continued(
         term=2,
         lease=timedelta(seconds=10),
         consistency=Consistency(),
@@ -45,7 +44,7 @@ def next_term(saved: dict[str, Any], *, version: int, data: Data | None = None, 
 def test_a_checkpoint_knows_what_scripts_have_asked_for(state: JobState) -> None:
     state.model = MODEL
     state.stopped, state.assigned = "no improvement", 3
-    again = next_term(kept.to_checkpoint(state), version=0)
+    again = next_term(record.to_checkpoint(state), version=0)
     assert again.stopped == "no improvement"
     assert again.finished
     assert again.assigned == 3
@@ -57,7 +56,7 @@ def test_members_end_with_a_term_because_it_was_lost_or_because_of_a_change(
 ) -> None:
     join(state, 0)
     state.model = MODEL
-    again = next_term(kept.to_checkpoint(state), version=3, change=change)
+    again = next_term(record.to_checkpoint(state), version=3, change=change)
     ended = [(stay.outcome, stay.reason, stay.left_version) for stay in again.members.departed]
     assert set(ended) == {(outcome, change, 3)}
 
@@ -68,7 +67,7 @@ def test_members_of_a_finished_job_have_left(state: JobState) -> None:
     committed(state, [contribution(state, join(state, 0))])
     assert state.ledger.finished
     state.model = MODEL
-    again = next_term(kept.to_checkpoint(state), version=3)
+    again = next_term(record.to_checkpoint(state), version=3)
     assert [stay.outcome for stay in again.members.departed] == ["left"]
 
 
@@ -86,7 +85,7 @@ def test_a_checkpoint_goes_on_in_the_order_of_records_that_it_was_made_with(
     order = Data(seed=1, shard_records=16)
     state = JobState(1, timedelta(seconds=10), data=order, model=MODEL, initialised=True)
     state.open_ledger(100, 1, lanes=0)
-    saved = kept.to_checkpoint(state)
+    saved = record.to_checkpoint(state)
     ledger = next_term(saved, version=7, data=Data(seed=1, shard_records=8)).ledger
     assert isinstance(ledger, Ledger)
     assert ledger.shard_records == 8, "what may change"
@@ -113,7 +112,7 @@ def test_a_checkpoint_holds_all_that_the_job_goes_on_with(lanes: int) -> None:
     committed(state, steps)
     state.drop(0, "left")
     state.chiefs, state.script_state = {0: 1, 1: 0}, '{"best": 0.5}'
-    saved = json.loads(json.dumps(kept.to_checkpoint(state)))
+    saved = json.loads(json.dumps(record.to_checkpoint(state)))
     again = next_term(saved, version=1, data=Data(shard_records=10))
     assert (again.version, again.term, again.initialised, again.resumed) == (1, 2, True, True)
     assert again.settings == state.settings
@@ -129,7 +128,7 @@ def test_a_checkpoint_holds_all_that_the_job_goes_on_with(lanes: int) -> None:
     assert not again.members.live
     assert again.members.last_incarnation == 2 << 32, "no incarnation is given twice"
     again.resumed = False
-    assert kept.to_checkpoint(again).keys() == saved.keys()
+    assert record.to_checkpoint(again).keys() == saved.keys()
 
 
 def test_the_loss_of_a_version_is_the_mean_over_its_samples(state: JobState) -> None:
@@ -161,7 +160,7 @@ def test_that_the_job_learns_nothing_is_seen_and_by_the_next_term_again(state: J
 
     state.model = MODEL
     assert train(state, 2.0, steps=60) == [*[""] * 49, *["LossNoBetter"] * 11]
-    saved = json.loads(json.dumps(kept.to_checkpoint(state)))
+    saved = json.loads(json.dumps(record.to_checkpoint(state)))
     again = next_term(saved, version=60, data=Data(shard_records=10))
     assert reported.divergence(again, Compression()) is None
     found = train(again, 1.99, steps=35)
@@ -246,7 +245,7 @@ def test_the_first_worker_says_which_records_the_job_has() -> None:
     wrong = state.match_ledger(100, 2, 4, others)
     assert "this worker's records are not the job's: the entries of Subset.indices are other ones" in wrong
     assert "no fingerprint" in state.match_ledger(100, 2, 4, "{")
-    saved = kept.to_checkpoint(state)
+    saved = record.to_checkpoint(state)
     resumed = next_term(saved, version=0)
     assert "not those of the checkpoint" in resumed.match_ledger(100, 2, 4, others)
     assert resumed.match_ledger(100, 2, 4, ours) == ""
@@ -266,10 +265,10 @@ def test_what_is_foreseen_is_what_comes_and_nothing_changes_before(state: JobSta
         finish(state, stay)
     state.drop(1, "lost")
     contributions = state.rounds.begin_commit()
-    before = copy.deepcopy(kept.to_checkpoint(state))
-    foreseen = kept.foreseen(state, contributions, decided=7.0)
-    assert kept.to_checkpoint(state) == before
+    before = copy.deepcopy(record.to_checkpoint(state))
+    foreseen = record.foreseen(state, contributions, decided=7.0)
+    assert record.to_checkpoint(state) == before
     state.book(contributions, 7.0, decided=7.0)
-    assert kept.to_checkpoint(state) == foreseen
+    assert record.to_checkpoint(state) == foreseen
     assert foreseen["round"]["version"] == 1
     assert len(foreseen["round"]["contributions"]) == 2

@@ -19,8 +19,8 @@ from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.portions import PortionedLedger
 from elastic_ps.errors import CheckpointCorrupt, InvalidJob
-from elastic_ps.server import kept
-from elastic_ps.server.saved import require_usable
+from elastic_ps.server import record
+from elastic_ps.server.record import require_usable
 from elastic_ps.server.state import Model
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import layout_from_message
@@ -88,14 +88,14 @@ def test_a_job_that_shares_records_in_another_way_leaves_the_checkpoint_as_it_is
     given: dict[str, Any] = {"term": 2, "lease": spec.worker.lease_duration, "consistency": spec.consistency}
     model = Model(partition(reader.manifest.specs, bucket_bytes=1024, shards=1), "Adam")
     given |= {"data": spec.data, "version": 1, "model": model}
-    assert isinstance(kept.from_checkpoint(state, **given).ledger, PortionedLedger)
+    assert isinstance(record.JobRecord.read(state).continued(**given).ledger, PortionedLedger)
     state["ledger"] = Lanes(20, 1, 4, 2).state()
     reader.manifest = replace(reader.manifest, state=state)
     require_usable(reader, spec=spec)
     with pytest.raises(
         InvalidJob, match="globalBatchSize is 6, and the checkpoint was made with deterministic"
     ):
-        kept.from_checkpoint(state, **given)
+        record.JobRecord.read(state).continued(**given)
 
 
 @pytest.mark.parametrize(

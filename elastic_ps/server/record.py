@@ -1,0 +1,316 @@
+"""What of the job's state a checkpoint keeps: the state that a new term begins with, if it is usable.
+
+A checkpoint comes from a directory that others can write to. Mistakes in it have to be found before anything
+is built from it, where the checkpoint before it can be used instead. Found later, they would crash each
+parameter server that starts.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache
+from typing import Any, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from elastic_ps.api.job import BUCKET_BYTES, Data, TrainingJobSpec
+from elastic_ps.api.training import Consistency
+from elastic_ps.api.tuning import Tuning, read_tuning
+from elastic_ps.checkpoint.manifest import Manifest
+from elastic_ps.checkpoint.tensors import MASTER, PULLED, Reader
+from elastic_ps.codec import dtype_of, name_of
+from elastic_ps.codec.optimizers import WIDE, Optimizers, usual_state
+from elastic_ps.codec.several import SEPARATOR, Kind
+from elastic_ps.core.balance import Balance
+from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.divergence import Trend
+from elastic_ps.core.lanes import Lanes
+from elastic_ps.core.ledger import Ledger
+from elastic_ps.core.membership import Stay
+from elastic_ps.core.pace import Pace
+from elastic_ps.core.partition import Rule, partition
+from elastic_ps.core.portions import PortionedLedger
+from elastic_ps.core.progress import Curve, Distribution, Rate
+from elastic_ps.core.reduced import Custody
+from elastic_ps.core.script_state import from_text
+from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints
+from elastic_ps.core.sizing import CROWDED, SMALLEST
+from elastic_ps.errors import CheckpointCorrupt, InvalidJob, InvalidModel, UserError
+from elastic_ps.server.state import INCARNATIONS_PER_TERM, JobState, Model
+
+
+class JobRecord(BaseModel):
+    """Everything of a version that is neither a tensor nor told by the model; see `JobState`."""
+
+    model_config = ConfigDict(strict=True)
+    settings: str
+    ledger: dict[str, Any] | None
+    fingerprint: str
+    order: dict[str, Any]
+    members: list[Stay]
+    metrics: dict[str, float]
+    loss: list[tuple[int, float]]
+    trend: Trend
+    staleness: tuple[list[tuple[int, int]], int]
+    round: dict[str, Any]
+    stopped: str
+    assigned: int
+    bucket_bytes: int
+    chiefs: list[tuple[int, int]]
+    script_state: str
+    tuning: str
+
+    @classmethod
+    def of(cls, state: JobState) -> Self:
+        return cls.model_construct(
+            settings=state.settings_of_version.to_json(),
+            ledger=state.ledger.state() if state.ledger else None,
+            fingerprint=state.fingerprint,
+            order=state.data.model_dump(include={"shuffle", "seed"}),
+            members=state.members.stays(),
+            metrics=state.metrics,
+            loss=state.loss.points,
+            trend=state.trend,
+            staleness=(list(state.staleness.counts.items()), state.staleness.largest),
+            round=state.last_round,
+            stopped=state.stopped,
+            assigned=state.assigned,
+            bucket_bytes=state.bucket_bytes,
+            chiefs=list(state.chiefs.items()),
+            script_state=state.script_state,
+            tuning=state.tuning.to_json() if state.tuning is not None else "",
+        )
+
+    @classmethod
+    def read(cls, saved: dict[str, Any]) -> Self:
+        """Raises ValidationError: it is none."""
+        return cls.model_validate_json(json.dumps(saved))
+
+    def continued(
+        self,
+        *,
+        term: int,
+        lease: timedelta,
+        consistency: Consistency,
+        data: Data,
+        version: int,
+        model: Model,
+        change: str = "",
+        all_reduce: bool = False,
+    ) -> JobState:
+        """The state of `version` as a new term begins with it: members are gone, the rest is as before.
+
+        Args:
+            change: why the term begins, if nothing was lost.
+            all_reduce: the workers make the steps; the values of `version` are here.
+
+        Raises:
+            InvalidJob: `data` has another order of records, in which other ones would have been trained.
+        """
+        for key, before in self.order.items():
+            if getattr(data, key) != before:
+                raise InvalidJob(
+                    f"data.{key} is {getattr(data, key)}, and the checkpoint of version {version} was made "
+                    f"with {before}. In the new order some records would be trained again, and others never; "
+                    f"set data.{key} to {before} to continue from the checkpoint"
+                )
+        custody = Custody(version) if all_reduce else None
+        state = JobState(term, lease, consistency, data, model=model, initialised=True, custody=custody)
+        state.resumed = True
+        state.settings = Settings.from_json(self.settings)
+        state.rounds.version = version
+        if self.ledger is not None:
+            state.ledger = _restored(self.ledger, data, consistency.global_batch_size)
+        state.fingerprint = self.fingerprint
+        in_order = change or (state.ledger is not None and state.ledger.finished)
+        for stay in self.members:
+            if not stay.outcome:
+                stay.outcome, stay.left_version = "left" if in_order else "lost", version
+                stay.reason = change
+            stay.ended = None
+            state.members.departed.append(stay)
+        state.metrics, state.last_round, state.stopped = self.metrics, self.round, self.stopped
+        state.assigned, state.bucket_bytes = self.assigned, self.bucket_bytes
+        state.chiefs, state.script_state = dict(self.chiefs), self.script_state
+        state.told = dict.fromkeys(state.chiefs)
+        state.chief = state.chiefs[max(state.chiefs)] if state.chiefs else None
+        state.loss, state.trend = Curve(points=self.loss), self.trend
+        state.trend.begin_again()
+        counts, largest = self.staleness
+        state.staleness = Distribution(dict(counts), largest)
+        return state
+
+
+def to_checkpoint(state: JobState) -> dict[str, Any]:
+    """Everything of a version that is not a tensor, as plain data: the model, and its `JobRecord`."""
+    assert state.model is not None
+    said = JobRecord.of(state).model_dump()
+    return {"tensors": state.model.tensors, "optimizer": state.model.optimizer, **said}
+
+
+def foreseen(state: JobState, contributions: Sequence[Contribution], *, decided: float) -> dict[str, Any]:
+    """What `to_checkpoint` gives when the round has been booked; nothing changes."""
+    after = copy.copy(state)
+    after.members = state.members.copy()
+    after.rounds = state.rounds.copy()
+    after.ledger = state.ledger.copy() if state.ledger else None
+    after.metrics = dict(state.metrics)
+    after.staleness = replace(state.staleness, counts=dict(state.staleness.counts))
+    after.recent = Distribution()
+    after.trend = replace(state.trend)
+    after.loss = replace(state.loss, points=list(state.loss.points))
+    after.rate, after.pace, after.balance = Rate(), Pace(), Balance()
+    after.book(contributions, decided, decided=decided)
+    return to_checkpoint(after)
+
+
+def _restored(saved: dict[str, Any], data: Data, size: int | None) -> Ledger | Lanes:
+    """The ledger of a checkpoint, with `size` records for each version, if it is given."""
+    if "lanes" not in saved and size is not None:
+        portioned = PortionedLedger.from_state(saved, shard_records=data.shard_records)
+        return replace(portioned, size=size)
+    if size is not None:
+        raise InvalidJob(
+            f"consistency.globalBatchSize is {size}, and the checkpoint was made with deterministic: true "
+            "and without globalBatchSize, where each worker has its own share of the records. Leave "
+            "globalBatchSize out to continue from the checkpoint"
+        )
+    return (Lanes if "lanes" in saved else Ledger).from_state(saved, shard_records=data.shard_records)
+
+
+def tuning_of(found: Manifest, ours: Tuning) -> Tuning:
+    """How a term makes versions that continues from a checkpoint: as that says, unless ours is newer.
+
+    A parameter server begins with the word of its environment, which has no number. The one before it may
+    have had a newer one.
+    """
+    recorded = _recorded(found, ours)
+    if not ours.replaces(recorded) and recorded.run == ours.run:
+        return recorded
+    return ours.model_copy(update={"since": found.version}) if ours.needs_term(recorded) else ours
+
+
+def of_same_run(found: Manifest, ours: Tuning) -> bool:
+    """Whether a checkpoint was written by the run of the job that continues from it."""
+    return _recorded(found, ours).run == ours.run
+
+
+def _recorded(found: Manifest, ours: Tuning) -> Tuning:
+    """The tuning that a checkpoint names; ours if it names none."""
+    said = found.state["tuning"]
+    return read_tuning(said, source="the checkpoint's tuning") if said else ours
+
+
+def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
+    """Raise CheckpointCorrupt unless a job of this spec can continue from the checkpoint.
+
+    Raises:
+        InvalidJob: the checkpoint may be whole, but optimizers of the user's own that it was made with are
+            not named in the spec, cannot be imported, or do not go on from it.
+    """
+    version, name = reader.manifest.version, reader.manifest.optimizer
+    optimizers = Optimizers(spec.parameter_server.optimizers)
+    own = [each for each in name.split(SEPARATOR) if ":" in each]
+    for each in own:
+        try:
+            optimizers.class_of(each)
+        except InvalidModel as error:
+            raise InvalidJob(f"the checkpoint of version {version} was made with it: {error}") from error
+    changed = ""  # what may be wrong instead of the checkpoint
+    try:
+        settings, kinds = _try(reader, spec, optimizers)
+        changed = " or ".join(sorted({*own}))
+        _try_optimizer(reader, settings, kinds)
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        RuntimeError,
+        TypeError,
+        UserError,
+        ValueError,
+    ) as error:
+        text = f"no job can continue from the checkpoint of version {version}: {_words(error)}"
+        if not changed:
+            raise CheckpointCorrupt(text) from error
+        raise InvalidJob(
+            f"{text}. If {changed} has changed since it was made, bring back what it was"
+        ) from error
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())[:500]
+    return repr(error)[:500]
+
+
+def _try(reader: Reader, spec: TrainingJobSpec, optimizers: Optimizers) -> tuple[Settings, Sequence[Kind]]:
+    """The settings, and the class of each parameter group."""
+    manifest = reader.manifest
+    saved = JobRecord.read(manifest.state)
+    settings = Settings.from_json(saved.settings)
+    kinds = optimizers.classes_of(manifest.optimizer, len(settings.groups))
+    for stay in saved.members:
+        counts = (stay.worker, stay.incarnation, stay.steps, stay.records, stay.late, stay.call)
+        if min(counts) < 0 or stay.incarnation >= (manifest.term + 1) * INCARNATIONS_PER_TERM:
+            raise ValueError(f"the numbers of a member are impossible: {stay}")
+    if not 0 <= saved.assigned <= manifest.version:
+        raise ValueError(f"values cannot have been assigned in version {saved.assigned}")
+    if saved.bucket_bytes % SMALLEST or not 0 <= saved.bucket_bytes <= CROWDED:
+        raise ValueError(f"buckets of {saved.bucket_bytes} bytes are never chosen")
+    size = spec.parameter_server.bucket_bytes or saved.bucket_bytes or BUCKET_BYTES
+    layout = partition(manifest.specs, bucket_bytes=size, shards=1)  # mutant: equal
+    # What the job says otherwise of records is a person's mistake, and not the checkpoint's.
+    consistency = spec.consistency.model_copy(update={"global_batch_size": None})
+    saved.continued(
+        term=manifest.term,
+        lease=spec.worker.lease_duration,
+        consistency=consistency,
+        data=Data(**saved.order),
+        version=manifest.version,
+        model=Model(layout, manifest.optimizer),
+    )
+    from_text(saved.script_state)
+    if saved.tuning:
+        read_tuning(saved.tuning, source="tuning")
+    return settings, kinds
+
+
+def _try_optimizer(reader: Reader, settings: Settings, kinds: Sequence[Kind]) -> None:
+    """The settings make the optimizers, and the state is such that they can step with it."""
+    manifest = reader.manifest
+    for index, group in enumerate(settings.groups):
+        check_constraints(group, index)
+        if NOT_SENT & group.keys():
+            raise ValueError(f"not hyperparameters: {sorted(NOT_SENT & group.keys())}")
+
+    @cache
+    def usual(group: int, dtype: str) -> dict[str, tuple[str, bool]]:
+        """The state after one step: key -> (dtype, whether it is a scalar)."""
+        return usual_state(kinds[group], settings.groups[group], dtype_of(dtype))
+
+    for index, tensor in enumerate(manifest.specs):
+        if tensor.rule is not Rule.GRADIENT:
+            continue
+        stepped = name_of(WIDE.get(tensor.dtype, dtype_of(tensor.dtype)))
+        if not 0 <= tensor.group < len(settings.groups):
+            raise ValueError(
+                f"{tensor.name} is in parameter group {tensor.group}, but there are {len(settings.groups)}"
+            )
+        expected, found = usual(tensor.group, stepped), reader.keys(index)
+        if found.pop(MASTER, (stepped, False)) != (stepped, False):
+            raise ValueError(f"{tensor.name}: its master weights are not of dtype {stepped}")
+        if found.pop(PULLED, (tensor.dtype, False)) != (tensor.dtype, False):
+            raise ValueError(f"{tensor.name}: what workers have pulled is not of dtype {tensor.dtype}")
+        different = {key for key in expected.keys() & found.keys() if expected[key] != found[key]}
+        # SGD makes its buffer when it finds none.
+        lazy = kinds[tensor.group] is torch.optim.SGD
+        missing = expected.keys() - found.keys() if found and not lazy else set()
+        if different or missing:
+            raise ValueError(f"{tensor.name}: the optimizer's state has {found}; expected {expected}")
