@@ -27,7 +27,7 @@ from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.process.telemetry import History
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.driver import Driver
-from elastic_ps.server.guarded import Guarded
+from elastic_ps.server.guarded import Guarded, Look
 from elastic_ps.server.state import JobState, Model, Taken
 
 logger = logging.getLogger(__name__)
@@ -309,39 +309,38 @@ class Coordinator:
             if new:
                 self._skip(state, stay, skipped)
                 self._withdraw(state, stay, abandoned)
-        deadline = self.job.clock() + self.job.limits.answer.total_seconds()
-        while True:
-            self._driver.drive()
-            self._checkpoints.keep_what_must_be()
-            with self.job.settled() as state:
-                self._check(worker, incarnation)
-                state.calls.require_last(incarnation, call)
-                if (known := state.calls.answer(incarnation)) is not None:
-                    return known
-                told = self.job.stale
-                held = self._hold(worker, incarnation, batch)
-                if early and not held:
-                    state.early.add(worker)
-                else:
-                    state.early.discard(worker)
-                if not held and state.finished and state.choose_chief(stay, state.last_epoch):
-                    continue  # it is kept with the last version
-                if not held and self._checkpoints.may_finish() and not state.awaits_chief(stay):
-                    chief = state.is_chief(stay, state.last_epoch)
-                    self.job.changed.notify_all()
-                    taken = Taken(finished=True, version=state.version, chief=chief)
-                    return state.calls.answered(incarnation, taken)
-                if held and state.rounds.takes_part(worker) and not self._driver.behind:
-                    state.rounds.hand_out(worker)
-                    if early and epoch is None:  # its script asks for epochs, and begins with this one
-                        state.loops[worker] = held[0].epoch
-                    return state.calls.answered(incarnation, Taken(held, state.version))
-                if self.job.stale and not told:
-                    continue  # what is new here is told to the shards at once, not by the ticker
-                left = deadline - self.job.clock()
-                if left <= 0:
-                    return Taken(pending=True)
-                self.job.changed.wait(min(left, self.job.limits.tick.total_seconds()))  # mutant: equal
+
+        def decide(state: JobState) -> Taken | Look | None:
+            self._check(worker, incarnation)
+            state.calls.require_last(incarnation, call)
+            if (known := state.calls.answer(incarnation)) is not None:
+                return known
+            told = self.job.stale
+            held = self._hold(worker, incarnation, batch)
+            if early and not held:
+                state.early.add(worker)
+            else:
+                state.early.discard(worker)
+            if not held and state.finished and state.choose_chief(stay, state.last_epoch):
+                return Look.AGAIN  # it is kept with the last version
+            if not held and self._checkpoints.may_finish() and not state.awaits_chief(stay):
+                chief = state.is_chief(stay, state.last_epoch)
+                self.job.changed.notify_all()
+                taken = Taken(finished=True, version=state.version, chief=chief)
+                return state.calls.answered(incarnation, taken)
+            if held and state.rounds.takes_part(worker) and not self._driver.behind:
+                state.rounds.hand_out(worker)
+                if early and epoch is None:  # its script asks for epochs, and begins with this one
+                    state.loops[worker] = held[0].epoch
+                return state.calls.answered(incarnation, Taken(held, state.version))
+            # What is new here is told to the shards at once, not by the ticker.
+            return Look.AGAIN if self.job.stale and not told else None
+
+        return self.job.poll(decide, self._drive_and_keep) or Taken(pending=True)
+
+    def _drive_and_keep(self) -> None:
+        self._driver.drive()
+        self._checkpoints.keep_what_must_be()
 
     def _skip(self, state: JobState, stay: Stay, skipped: Sequence[Range]) -> None:
         """A script has left records out, and makes no step to tell so with; the lock is held."""
@@ -482,33 +481,34 @@ class Coordinator:
         Raises:
             Refused: LATE: enough others have begun theirs. The step is void, and its records go to others.
         """
-        deadline = self.job.clock() + self.job.limits.answer.total_seconds()
         round_: int | None = None
-        while True:
+        late: Refused | None = None
+
+        def decide(state: JobState) -> Begun | Look | None:
+            nonlocal round_, late
+            stay = self._check(worker, incarnation)
+            entry = Entry.IN if round_ is not None else state.begin(stay, version=version, step=step)
+            if entry is Entry.LATE:
+                self.job.told()
+                late = Refused(
+                    RefusalCode.LATE,
+                    f"worker {worker} wants to push a step on version {version}, but the round on version "
+                    f"{state.version} has enough other workers",
+                )
+                return Look.OVER
+            if entry is Entry.IN:
+                round_ = state.version if round_ is None else round_
+                if state.version != round_:  # it has asked again, been answered, and finished
+                    return Look.OVER
+                if not self._driver.behind:
+                    return Begun(round_, state.rounds.attempt)
+            return None
+
+        begun = self.job.poll(decide, self._driver.drive)
+        if late is not None:
             self._driver.drive()
-            with self.job.settled() as state:
-                stay = self._check(worker, incarnation)
-                entry = Entry.IN if round_ is not None else state.begin(stay, version=version, step=step)
-                if entry is Entry.LATE:
-                    self.job.told()
-                    current = state.version
-                    break
-                if entry is Entry.IN:
-                    round_ = state.version if round_ is None else round_
-                    if state.version != round_:  # it has asked again, been answered, and finished
-                        return None
-                    if not self._driver.behind:
-                        return Begun(round_, state.rounds.attempt)
-                left = deadline - self.job.clock()
-                if left <= 0:
-                    return None
-                self.job.changed.wait(min(left, self.job.limits.tick.total_seconds()))  # mutant: equal
-        self._driver.drive()
-        raise Refused(
-            RefusalCode.LATE,
-            f"worker {worker} wants to push a step on version {version}, but the round on version {current} "
-            "has enough other workers",
-        )
+            raise late
+        return begun
 
     def await_version(
         self, worker: int, incarnation: int, *, attempt: int, step: int
@@ -524,18 +524,15 @@ class Coordinator:
         Raises:
             Refused: see `SyncRounds.after`.
         """
-        deadline = self.job.clock() + self.job.limits.answer.total_seconds()
-        while True:
-            self._driver.drive()
-            with self.job.settled() as state:
-                stay = self._check(worker, incarnation)
-                after = state.after_step(stay, attempt=attempt, step=step, now=self.job.clock())
-                if after is not None and not (after is After.PUSH and self._driver.behind):
-                    return after, state.rounds.attempt
-                left = deadline - self.job.clock()
-                if left <= 0:
-                    return None
-                self.job.changed.wait(min(left, self.job.limits.tick.total_seconds()))  # mutant: equal
+
+        def decide(state: JobState) -> tuple[After, int] | None:
+            stay = self._check(worker, incarnation)
+            after = state.after_step(stay, attempt=attempt, step=step, now=self.job.clock())
+            if after is None or (after is After.PUSH and self._driver.behind):
+                return None
+            return after, state.rounds.attempt
+
+        return self.job.poll(decide, self._driver.drive)
 
     def assign(self, worker: int, incarnation: int, *, version: int) -> Assigning | None:
         """A worker's values are to become the next version. Blocks.
@@ -553,27 +550,23 @@ class Coordinator:
         """
         if not self.job.spec.consistency.may_assign:
             raise Refused(RefusalCode.INVALID, "values can be assigned with consistency.mode sync alone")
-        deadline = self.job.clock() + self.job.limits.answer.total_seconds()
-        while True:
-            self._driver.drive()
-            self._checkpoints.keep_what_must_be()
-            with self.job.settled() as state:
-                stay = self._check(worker, incarnation)
-                rounds = state.rounds
-                settled = not self._driver.behind
-                kept = not state.finished or self._checkpoints.is_kept()
-                if state.assigned > version and settled and kept:
-                    return Assigning(state.version, rounds.attempt, True, rounds.takes_part(worker))
-                if rounds.assigner is None and not rounds.decided and state.assigned <= version:
-                    state.assign(stay)
-                    self.job.told()
-                    continue
-                if rounds.assigner == worker and worker not in rounds.done and settled:
-                    return Assigning(rounds.version, rounds.attempt, False)
-                left = deadline - self.job.clock()
-                if left <= 0:
-                    return None
-                self.job.changed.wait(min(left, self.job.limits.tick.total_seconds()))  # mutant: equal
+
+        def decide(state: JobState) -> Assigning | Look | None:
+            stay = self._check(worker, incarnation)
+            rounds = state.rounds
+            settled = not self._driver.behind
+            kept = not state.finished or self._checkpoints.is_kept()
+            if state.assigned > version and settled and kept:
+                return Assigning(state.version, rounds.attempt, True, rounds.takes_part(worker))
+            if rounds.assigner is None and not rounds.decided and state.assigned <= version:
+                state.assign(stay)
+                self.job.told()
+                return Look.AGAIN
+            if rounds.assigner == worker and worker not in rounds.done and settled:
+                return Assigning(rounds.version, rounds.attempt, False)
+            return None
+
+        return self.job.poll(decide, self._drive_and_keep)
 
     def finish(
         self,

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from datetime import timedelta
+from enum import Enum, auto
+from typing import TypeVar
 
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.tuning import Tuning
@@ -19,6 +21,17 @@ from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.state import JobState
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Look(Enum):
+    """What `Guarded.poll` does next, in place of an answer."""
+
+    AGAIN = auto()
+    """It looks again at once."""
+    OVER = auto()
+    """It answers that nothing has happened."""
 
 
 class Guarded:
@@ -134,6 +147,34 @@ class Guarded:
                 doing = back if self.spoiled else kept if self.held else "committing a round"
                 raise Refused(RefusalCode.NOT_READY, f"the parameter server is still {doing}; ask again")
             yield self.state
+
+    def poll(self, decide: Callable[[JobState], T | Look | None], act: Callable[[], object]) -> T | None:
+        """Answer a call that waits for the state: what `decide` makes of that, when it is not None.
+
+        Blocks for `limits.answer` at most. Then the answer is None: nothing has happened, ask again.
+
+        Args:
+            decide: called while the state is `settled`.
+            act: called before each look, without the lock: what a look made necessary.
+
+        Raises:
+            Refused: as `settled`, or by `decide`.
+        """
+        deadline = self.clock() + self.limits.answer.total_seconds()
+        while True:
+            act()
+            with self.settled() as state:
+                found = decide(state)
+                if found is Look.AGAIN:
+                    continue
+                if found is Look.OVER:
+                    return None
+                if found is not None:
+                    return found
+                left = deadline - self.clock()
+                if left <= 0:
+                    return None
+                self.changed.wait(min(left, self.limits.tick.total_seconds()))  # mutant: equal
 
     def told(self) -> None:
         """Note that something has changed for shards or waiting threads. The lock is held."""

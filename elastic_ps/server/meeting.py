@@ -14,7 +14,7 @@ from elastic_ps.core.reduced import Custody, Peer, Place, ReducedRounds
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.driver import Driver
-from elastic_ps.server.guarded import Guarded
+from elastic_ps.server.guarded import Guarded, Look
 from elastic_ps.server.state import JobState
 
 logger = logging.getLogger(__name__)
@@ -77,38 +77,35 @@ class Meeting:
         Raises:
             Refused: STALE_INCARNATION; LATE: the worker does not make the open round.
         """
-        deadline = self._job.clock() + self._job.limits.answer.total_seconds()
-        while True:
-            self._driver.drive()
-            with self._job.settled() as state:
-                stay = self._job.state.members.check(worker, incarnation, self._job.clock())
-                rounds, custody = _of(state)
-                if (rounds.version, rounds.attempt) != (version, attempt):
-                    if not self._driver.behind:
-                        return self._met(state, worker)
-                elif broken and not rounds.decided:
-                    text = "the group of version %d, attempt %d, has lost the connection: worker %d tells it"
-                    logger.info(text, version, attempt, worker)
-                    state.begin_again()
-                    self._job.told()
-                    continue
-                elif place is not None:
-                    if not rounds.takes_part(worker):
-                        text = f"worker {worker} does not make the round on version {version}"
-                        raise Refused(RefusalCode.LATE, text)
-                    if rounds.meet(worker, place, holds=holds):
-                        if place is Place.GRADIENTS:
-                            custody.holders.add(stay.incarnation)
-                        self._job.changed.notify_all()
-                    if rounds.together(place) and not self._driver.behind:
-                        if place is Place.GRADIENTS or rounds.source is not None or state.values_are_here:
-                            return self._met(state, worker, place)
-                        self._job.spoiled = True  # nobody of the group has the version
-                        continue
-                left = deadline - self._job.clock()
-                if left <= 0:
-                    return None
-                self._job.changed.wait(min(left, self._job.limits.tick.total_seconds()))  # mutant: equal
+
+        def decide(state: JobState) -> Met | Look | None:
+            stay = state.members.check(worker, incarnation, self._job.clock())
+            rounds, custody = _of(state)
+            if (rounds.version, rounds.attempt) != (version, attempt):
+                return None if self._driver.behind else self._met(state, worker)
+            if broken and not rounds.decided:
+                text = "the group of version %d, attempt %d, has lost the connection: worker %d tells it"
+                logger.info(text, version, attempt, worker)
+                state.begin_again()
+                self._job.told()
+                return Look.AGAIN
+            if place is None:
+                return None
+            if not rounds.takes_part(worker):
+                text = f"worker {worker} does not make the round on version {version}"
+                raise Refused(RefusalCode.LATE, text)
+            if rounds.meet(worker, place, holds=holds):
+                if place is Place.GRADIENTS:
+                    custody.holders.add(stay.incarnation)
+                self._job.changed.notify_all()
+            if not rounds.together(place) or self._driver.behind:
+                return None
+            if place is Place.GRADIENTS or rounds.source is not None or state.values_are_here:
+                return self._met(state, worker, place)
+            self._job.spoiled = True  # nobody of the group has the version
+            return Look.AGAIN
+
+        return self._job.poll(decide, self._driver.drive)
 
     def _met(self, state: JobState, worker: int, place: Place | None = None) -> Met:
         rounds, custody = _of(state)
