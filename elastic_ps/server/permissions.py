@@ -7,45 +7,7 @@ call says is checked elsewhere, as for everybody.
 from __future__ import annotations
 
 from elastic_ps.contract.identity import Identity
-
-OF_WORKERS = frozenset(
-    {
-        "Assign",
-        "Await",
-        "Begin",
-        "Chief",
-        "DeclareTensor",
-        "Finish",
-        "FreeTensor",
-        "Gone",
-        "Heartbeat",
-        "Init",
-        "InitDone",
-        "InitState",
-        "Join",
-        "Leave",
-        "Meet",
-        "OptimizerState",
-        "Probe",
-        "Pull",
-        "PullTensor",
-        "Push",
-        "PushTensor",
-        "PutTensor",
-        "ReadState",
-        "Release",
-        "Report",
-        "Stop",
-        "Take",
-        "WriteState",
-    }
-)
-OF_EVALUATORS = frozenset({"Evaluate", "ReadFile"})
-OF_OPERATORS = frozenset({"Gone"})
-OF_THE_LEAD = frozenset({"Configure", "Advance", "Held"})
-"""What shard 0 asks shards, and all standbys."""
-OF_ITS_SHARD = frozenset({"Configure", "Advance", "State", "Sum"})
-"""What a shard asks its own standby."""
+from elastic_ps.transport.calls import CALLS, By
 
 
 def refuse(peer: Identity | None, method: str, *, shard: int, standby: bool) -> str | None:
@@ -55,24 +17,17 @@ def refuse(peer: Identity | None, method: str, *, shard: int, standby: bool) -> 
         shard: the index of the shard that is called, or whose standby is.
         standby: whether it is the standby.
     """
-    if peer is None or _may_call(peer, method, shard=shard, standby=standby):
+    if peer is None or (method in CALLS and CALLS[method].by & _parts(peer, shard=shard, standby=standby)):
         return None
     return f"the certificate of {peer} does not permit it to call {method} here"
 
 
-def _may_call(peer: Identity, method: str, *, shard: int, standby: bool) -> bool:
-    match peer.role:
-        case "worker":
-            return method in OF_WORKERS and not standby
-        case "evaluator":
-            return method in OF_EVALUATORS and not standby
-        case "operator":
-            return method in OF_OPERATORS and not standby
-        case "server":
-            leads = peer.index == 0 and method in OF_THE_LEAD
-            return leads or (standby and peer.index == shard and method in OF_ITS_SHARD)
-        case "standby":
-            return False
+def _parts(peer: Identity, *, shard: int, standby: bool) -> By:
+    """What the caller is to the process that it calls."""
+    if peer.role == "server":
+        lead = By.LEAD if peer.index == 0 else By(0)
+        return lead | By.LEADER if standby and peer.index == shard else lead
+    return By(0) if standby or peer.role == "standby" else By[peer.role.upper()]
 
 
 def refuse_to_end(peer: Identity | None, worker: int) -> str | None:

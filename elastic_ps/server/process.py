@@ -31,7 +31,7 @@ from elastic_ps.server.orders import ShardControl
 from elastic_ps.server.patience import Patience
 from elastic_ps.server.record import require_usable
 from elastic_ps.server.remote import RemoteShard
-from elastic_ps.server.service import Calls, Service
+from elastic_ps.server.service import Service
 from elastic_ps.server.tensor_service import TensorService
 from elastic_ps.server.tensors import Tensors
 from elastic_ps.server.wishes import Wishes
@@ -126,26 +126,23 @@ class ParameterServer:
             if index == 0 and leads:
                 self._take_the_lead(environment, store, connect, connect_standby)
             coordinator = self.lead.coordinator if self.lead is not None else None
-            beside: Calls = self._answering_about_tensors(environment) if leads else {}
+            beside: list[object] = [
+                TensorService(self._tensors, bucket_bytes=spec.parameter_server.slice_bytes)
+            ]
             if self.lead is not None and self._desk is not None:
-                desk = DeskService(environment.job, self._desk, self.lead.last_version)
-                beside = {**beside, **desk.methods}
+                beside.append(DeskService(self._desk, self.lead.last_version))
             service = Service(
                 environment.job,
                 self.node,
                 coordinator,
+                *beside,
                 standby=not leads,
                 meeting=self.lead.meeting if self.lead is not None else None,
-                beside=beside,
             )
             server.serve(service)
         except BaseException:
             self.close(keep=False)
             raise
-
-    def _answering_about_tensors(self, environment: ProcessEnvironment) -> Calls:
-        size = environment.spec.parameter_server.slice_bytes
-        return TensorService(environment.job, self._tensors, bucket_bytes=size).methods
 
     def _take_the_lead(
         self,

@@ -1,8 +1,8 @@
-"""The calls about tensors that scripts keep on the parameter servers: protobuf headers in, `Tensors` out."""
+"""The calls about tensors that scripts keep on the parameter servers, for `Tensors`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from datetime import timedelta
 
@@ -12,11 +12,13 @@ from elastic_ps import codec
 from elastic_ps.core.partition import ITEM_SIZE
 from elastic_ps.core.spread import PUSH_RULES, Slice
 from elastic_ps.errors import Malformed
+from elastic_ps.server.dispatch import answers
 from elastic_ps.server.receiving import Buffers
-from elastic_ps.server.service import check_caller, parse
 from elastic_ps.server.tensors import UNBORN, Birth, Place, Sender, Tensors
+from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming
+from elastic_ps.transport.convert import to_message
 
 WAIT = timedelta(seconds=10)
 """For how long a slice waits for memory to be received in. Then the worker sends it again."""
@@ -26,34 +28,21 @@ MOST_BIRTHS = 1 << 62
 
 
 class TensorService:
-    """Answers for a `Service`, which has checked that the caller may call.
+    """Answers for a `Service`.
 
     A body is received before the tensor is touched. So one that is cut off changes nothing, and what is
     received at a time is `receiving.RECEIVE_BUFFERS` slices.
 
     Args:
-        job: the job's name.
         bucket_bytes: of a slice, at most.
-
-    Attributes:
-        methods: what answers calls, by their names.
     """
 
-    def __init__(self, job: str, tensors: Tensors, *, bucket_bytes: int) -> None:
-        self._job, self._tensors = job, tensors
-        self._buffers = Buffers(bucket_bytes)
-        self.methods: dict[str, Callable[[Incoming], Iterator[Frame]]] = {
-            "DeclareTensor": self._declare,
-            "PutTensor": self._put,
-            "PushTensor": self._push,
-            "PullTensor": self._pull,
-            "FreeTensor": self._free,
-        }
+    def __init__(self, tensors: Tensors, *, bucket_bytes: int) -> None:
+        self._tensors, self._buffers = tensors, Buffers(bucket_bytes)
 
-    def _declare(self, incoming: Incoming) -> Iterator[Frame]:
-        request = parse(pb.DeclareTensorRequest, incoming.header)
-        who = self._sender(request.caller, request.instance, incoming)
-        tensor = request.tensor
+    @answers(calls.DECLARE_TENSOR)
+    def _declare(self, request: pb.DeclareTensorRequest, _: Incoming) -> pb.DeclareTensorReply:
+        who, tensor = _sender(request.caller, request.instance), request.tensor
         shape, birth = tuple(tensor.shape), _birth(tensor.birth)
         if request.above > MOST_BIRTHS:
             raise Malformed(f"no tensor has a number above {MOST_BIRTHS}")
@@ -64,14 +53,12 @@ class TensorService:
             said = self._tensors.declare(
                 who, tensor.name, shape, tensor.dtype, above=request.above, lost=lost
             )
-        reply = pb.DeclareTensorReply(life=said.life, bring=said.bring, pending=said.pending)
-        if said.birth != UNBORN:
-            reply.birth.CopyFrom(pb.Birth(number=said.birth.number, origin=said.birth.origin))
-        yield Frame(reply.SerializeToString(), last=True)
+        known = to_message(pb.Birth, said.birth) if said.birth != UNBORN else None
+        return to_message(pb.DeclareTensorReply, said, birth=known)
 
-    def _put(self, incoming: Incoming) -> Iterator[Frame]:
-        request = parse(pb.PutTensorRequest, incoming.header)
-        who = self._sender(request.caller, request.instance, incoming)
+    @answers(calls.PUT_TENSOR)
+    def _put(self, request: pb.PutTensorRequest, incoming: Incoming) -> pb.PutTensorReply:
+        who = _sender(request.caller, request.instance)
         tensor, start, birth = request.tensor, request.start, _birth(request.tensor.birth)
         found = self._tensors.expect(
             who, tensor.name, tuple(tensor.shape), tensor.dtype, birth=birth, start=start
@@ -79,11 +66,11 @@ class TensorService:
         if found is not None:
             with self._receive(tensor.name, found, tensor.dtype, incoming) as values:
                 self._tensors.put(who, tensor.name, birth=birth, start=start, values=values)
-        yield Frame(pb.PutTensorReply(later=found is None).SerializeToString(), last=True)
+        return pb.PutTensorReply(later=found is None)
 
-    def _push(self, incoming: Incoming) -> Iterator[Frame]:
-        request = parse(pb.PushTensorRequest, incoming.header)
-        who = self._sender(request.caller, request.instance, incoming)
+    @answers(calls.PUSH_TENSOR)
+    def _push(self, request: pb.PushTensorRequest, incoming: Incoming) -> pb.Done:
+        who = _sender(request.caller, request.instance)
         place = Place(request.name, _birth(request.birth), request.life)
         rule = next((known for known in PUSH_RULES if known == request.rule), None)
         if rule is None:
@@ -96,33 +83,30 @@ class TensorService:
                 new = self._tensors.push(
                     who, request.number, place, start=found.start, rule=rule, values=values
                 )
-        yield Frame(pb.Done(duplicate=not new).SerializeToString(), last=True)
+        return pb.Done(duplicate=not new)
 
-    def _pull(self, incoming: Incoming) -> Iterator[Frame]:
-        request = parse(pb.PullTensorRequest, incoming.header)
-        check_caller(request.caller, incoming, self._job)
+    @answers(calls.PULL_TENSOR)
+    def _pull(self, request: pb.PullTensorRequest, _: Incoming) -> Iterator[Frame]:
         place = Place(request.name, _birth(request.birth), request.life)
         for start, values in self._tensors.pull(place):
             yield Frame(pb.PullTensorReply(start=start).SerializeToString(), codec.as_bytes(values))
         yield Frame(pb.PullTensorReply(done=True).SerializeToString(), last=True)
 
-    def _free(self, incoming: Incoming) -> Iterator[Frame]:
-        request = parse(pb.FreeTensorRequest, incoming.header)
-        check_caller(request.caller, incoming, self._job)
-        freed = self._tensors.free(request.name, birth=_birth(request.birth))
-        yield Frame(pb.Done(duplicate=not freed).SerializeToString(), last=True)
-
-    def _sender(self, caller: pb.Caller, instance: str, incoming: Incoming) -> Sender:
-        check_caller(caller, incoming, self._job)
-        if not 0 < len(instance) <= LONGEST_INSTANCE:
-            raise Malformed(f"a process is named with 1 to {LONGEST_INSTANCE} characters")
-        return Sender(caller.worker, instance)
+    @answers(calls.FREE_TENSOR)
+    def _free(self, request: pb.FreeTensorRequest, _: Incoming) -> pb.Done:
+        return pb.Done(duplicate=not self._tensors.free(request.name, birth=_birth(request.birth)))
 
     def _receive(
         self, name: str, found: Slice, dtype: str, incoming: Incoming
     ) -> AbstractContextManager[torch.Tensor]:
         what = f"elements {found.start} to {found.start + found.length} of {name!r}"
         return self._buffers.values(what, dtype, found.length * ITEM_SIZE[dtype], incoming, timeout=WAIT)
+
+
+def _sender(caller: pb.Caller, instance: str) -> Sender:
+    if not 0 < len(instance) <= LONGEST_INSTANCE:
+        raise Malformed(f"a process is named with 1 to {LONGEST_INSTANCE} characters")
+    return Sender(caller.worker, instance)
 
 
 def _birth(message: pb.Birth) -> Birth:

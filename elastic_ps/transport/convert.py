@@ -1,8 +1,11 @@
-"""Between the protobuf messages and the types of `core`."""
+"""Between the protobuf messages and the types of `core`, and of others with the same names in them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from elastic_ps.codec.base import Packed, Part
 from elastic_ps.core.ledger import Range
@@ -10,41 +13,54 @@ from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Piece, Rule, Te
 from elastic_ps.errors import Malformed
 from elastic_ps.transport import messages_pb2 as pb
 
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
+
+def to_message(kind: type[M], value: object, **given: Any) -> M:
+    """A message of `value`'s attributes with the names of its fields; `given`: others, or in their place."""
+    names = set(kind.DESCRIPTOR.fields_by_name) - given.keys()
+    return kind(**{name: getattr(value, name) for name in names if hasattr(value, name)}, **given)
+
+
+def fields(message: Message, *names: str) -> dict[str, Any]:
+    """What a message says in these fields, by their names; None in an optional one that is absent."""
+    known = message.DESCRIPTOR.fields_by_name
+    return {
+        name: getattr(message, name) if not known[name].has_presence or message.HasField(name) else None
+        for name in names
+    }
+
+
+def from_message(kind: type[T], message: Message, **given: Any) -> T:
+    """A `kind`, a dataclass or a named tuple, with the message's fields of the same names; else `given`."""
+    names = (kind.__annotations__.keys() - given.keys()).intersection(message.DESCRIPTOR.fields_by_name)
+    return kind(**fields(message, *names), **given)
+
 
 def tensors_to_message(tensors: Iterable[TensorSpec]) -> list[pb.Tensor]:
-    return [
-        pb.Tensor(
-            name=t.name,
-            shape=t.shape,
-            dtype=t.dtype,
-            rule=int(t.rule),
-            group=t.group,
-            aliases=t.aliases,
-            frozen=t.frozen,
-        )
-        for t in tensors
-    ]
+    return [to_message(pb.Tensor, each) for each in tensors]
 
 
 def tensors_from_message(messages: Iterable[pb.Tensor]) -> tuple[TensorSpec, ...]:
     """Raises Malformed for a dtype or rule that does not exist."""
     return tuple(
-        TensorSpec(
-            m.name, tuple(m.shape), _dtype(m.dtype), _rule(m.rule), m.group, tuple(m.aliases), m.frozen
+        from_message(
+            TensorSpec,
+            each,
+            shape=tuple(each.shape),
+            dtype=_dtype(each.dtype),
+            rule=_rule(each.rule),
+            aliases=tuple(each.aliases),
         )
-        for m in messages
+        for each in messages
     )
 
 
 def layout_to_message(layout: Layout) -> pb.Layout:
     buckets = [
-        pb.Bucket(
-            shard=b.shard,
-            dtype=b.dtype,
-            rule=int(b.rule),
-            pieces=[pb.Piece(tensor=p.tensor, start=p.start, length=p.length) for p in b.pieces],
-        )
-        for b in layout.buckets
+        to_message(pb.Bucket, bucket, pieces=[to_message(pb.Piece, piece) for piece in bucket.pieces])
+        for bucket in layout.buckets
     ]
     return pb.Layout(tensors=tensors_to_message(layout.tensors), buckets=buckets, shards=layout.shards)
 

@@ -1,4 +1,4 @@
-"""Who may call what."""
+"""Each call of the table: who may make it of whom, and which headers are looked at."""
 
 from __future__ import annotations
 
@@ -11,30 +11,28 @@ import torch
 from google.protobuf.message import Message
 
 from elastic_ps.contract.identity import Identity, Role
-from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.errors import Malformed, RefusalCode, Refused
 from elastic_ps.evaluation.queue import Desk
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.desk_service import DeskService
 from elastic_ps.server.node import Node
-from elastic_ps.server.permissions import (
-    OF_EVALUATORS,
-    OF_OPERATORS,
-    OF_WORKERS,
-    refuse,
-    refuse_to_end,
-    refuse_to_speak_for,
-)
-from elastic_ps.server.service import Calls, Service
+from elastic_ps.server.permissions import refuse, refuse_to_end, refuse_to_speak_for
+from elastic_ps.server.service import HEADER, Service
+from elastic_ps.server.shard_service import ShardService
 from elastic_ps.server.tensor_service import TensorService
 from elastic_ps.server.tensors import Tensors
 from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.calls import CALLS, GONE, At, By, Call, Sender
 from tests.testing.shard import SYNC, Body
 
+EVERYTHING = set(CALLS)
+OF_WORKERS = {name for name, call in CALLS.items() if call.by & By.WORKER}
 ORDERS = {"Configure", "Advance", "State", "Sum", "Held"}
-EVERYTHING = OF_WORKERS | OF_EVALUATORS | OF_OPERATORS | ORDERS
 JOB = "job-1"
+EVERYBODY = [Identity(JOB, role, index) for role in get_args(Role) for index in (0, 1)]
 Namespace: Any = SimpleNamespace
+each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
 def permitted(peer: Identity | None, *, shard: int = 0, standby: bool = False) -> set[str]:
@@ -44,8 +42,8 @@ def permitted(peer: Identity | None, *, shard: int = 0, standby: bool = False) -
 def test_what_shards_answer() -> None:
     for shard in (0, 1):
         assert permitted(Identity(JOB, "worker", 5), shard=shard) == OF_WORKERS
-        assert permitted(Identity(JOB, "evaluator"), shard=shard) == OF_EVALUATORS
-        assert permitted(Identity(JOB, "operator"), shard=shard) == OF_OPERATORS
+        assert permitted(Identity(JOB, "evaluator"), shard=shard) == {"Evaluate", "ReadFile"}
+        assert permitted(Identity(JOB, "operator"), shard=shard) == {"Gone"}
         assert permitted(Identity(JOB, "standby", shard), shard=shard) == set()
     assert permitted(Identity(JOB, "server", 0), shard=1) == {"Configure", "Advance", "Held"}
     assert permitted(Identity(JOB, "server", 2), shard=1) == set()
@@ -59,6 +57,10 @@ def test_what_standbys_answer() -> None:
     assert permitted(Identity(JOB, "server", 0), shard=1, standby=True) == {"Configure", "Advance", "Held"}
     assert permitted(Identity(JOB, "server", 0), standby=True) == ORDERS
     assert permitted(Identity(JOB, "server", 2), shard=1, standby=True) == set()
+
+
+def test_workers_make_all_calls_but_those_of_servers_and_the_evaluator() -> None:
+    assert ORDERS | {"Evaluate", "ReadFile"} == EVERYTHING - OF_WORKERS
 
 
 def test_without_an_identity_everything_is_answered() -> None:
@@ -80,114 +82,98 @@ def test_a_worker_ends_itself_only_and_the_launcher_each() -> None:
         assert "does not permit it to speak for worker 3" in str(refuse_to_end(peer, 3))
 
 
-def services() -> list[Service]:
+def services() -> dict[At, Service]:
     """Shard 0's, another shard's, and a standby's."""
 
     def node(index: int) -> Node:
         return Node(index, 2, store=None, consistency=SYNC, trace=Trace(None, ""))
 
-    def tensors(index: int) -> Calls:
+    def tensors(index: int) -> TensorService:
         kept = Tensors(index, 2, bucket_bytes=1024, most_bytes=1024, clock=time.monotonic)
-        return TensorService("secret", kept, bucket_bytes=1024).methods
+        return TensorService(kept, bucket_bytes=1024)
 
-    desk = DeskService("secret", cast(Desk, None), lambda: None)
-    return [
-        Service("secret", node(0), cast(Coordinator, object()), beside={**desk.methods, **tensors(0)}),
-        Service("secret", node(1), None, beside=tensors(1)),
-        Service("secret", node(1), None, standby=True),
-    ]
-
-
-def test_every_call_that_a_server_knows_is_somebodys() -> None:
-    """A new call has to say who may make it; else nobody with a certificate could."""
-    known = [set(service.methods) for service in services()]
-    assert set.union(*known) == EVERYTHING
-    for (shard, standby), names in zip([(0, False), (1, False), (1, True)], known, strict=True):
-        everybody = [Identity(JOB, role, index) for role in get_args(Role) for index in (0, 1)]
-        permitted = {
-            name
-            for name in EVERYTHING
-            if any(refuse(peer, name, shard=shard, standby=standby) is None for peer in everybody)
-        }
-        assert names <= permitted
+    desk, lead = DeskService(cast(Desk, None), lambda: None), cast(Coordinator, object())
+    return {
+        At.LEAD: Service("secret", node(0), lead, desk, tensors(0)),
+        At.OTHER: Service("secret", node(1), None, tensors(1)),
+        At.STANDBY: Service("secret", node(1), None, tensors(1), standby=True),
+    }
 
 
-class Call(Body):
+def test_every_message_that_asks_is_in_the_table() -> None:
+    asking = {name for name in pb.DESCRIPTOR.message_types_by_name if name.endswith("Request")}
+    assert {f"{name}Request" for name in CALLS} == asking
+
+
+@each_call
+def test_a_call_is_answered_where_somebody_may_make_it(call: Call[Any, Any]) -> None:
+    """Whoever may not is refused before the header is parsed, and is told nothing of the job."""
+    for at, service in services().items():
+        assert (call.name in service.methods) == bool(call.at & at)
+        shard, standby = int(at is not At.LEAD), at is At.STANDBY
+        problems = [refuse(peer, call.name, shard=shard, standby=standby) for peer in EVERYBODY]
+        assert not call.at & at or None in problems
+        for peer, problem in zip(EVERYBODY, problems, strict=True):
+            error = failed(service, call.name, b"\xff" * 100, peer)
+            if problem is not None:
+                assert (error.code, "secret" in str(error)) == (RefusalCode.FORBIDDEN, False)
+            elif not call.at & at:
+                assert error.code is RefusalCode.UNKNOWN_METHOD
+            else:
+                assert isinstance(error, Malformed)
+                assert f"not a {call.name}Request" in str(error)
+
+
+@each_call
+def test_a_header_that_is_too_long_is_not_parsed(call: Call[Any, Any]) -> None:
+    """One that describes a model may have any size, until there is a model."""
+    for at, service in services().items():
+        if call.at & at:
+            error = failed(service, call.name, b"\xff" * (HEADER + 1), None)
+            assert isinstance(error, Malformed)
+            assert ("the limit is" in str(error)) != call.describes
+
+
+@each_call
+def test_a_call_for_another_job_is_refused(call: Call[Any, Any]) -> None:
+    named = {"job": "other"} if call.sender is Sender.JOB else {"caller": pb.Caller(job="other", worker=4)}
+    for at, service in services().items():
+        if call.at & at:
+            error = failed(service, call.name, call.request(**named).SerializeToString(), None)
+            assert (error.code, "secret" in str(error)) == (RefusalCode.WRONG_JOB, False)
+
+
+class Made(Body):
     """A call without a body, of a process with a certificate."""
 
-    def __init__(self, request: Message, peer: Identity | None) -> None:
+    def __init__(self, header: bytes, peer: Identity | None) -> None:
         super().__init__(torch.empty(0))
-        self.header, self.peer = request.SerializeToString(), peer
+        self.header, self.peer = header, peer
 
 
-def refused(service: Service, request: Message, peer: Identity | None) -> Refused:
-    method = type(request).__name__.removesuffix("Request")
-    with pytest.raises(Refused) as caught:
-        list(service(method, Call(request, peer)))
+def failed(service: Service, method: str, header: bytes, peer: Identity | None) -> Any:
+    with pytest.raises((Malformed, Refused)) as caught:
+        list(service(method, Made(header, peer)))
     return caught.value
 
 
 CALLER = pb.Caller(job="secret", worker=4, term=1)
 
 
-@pytest.mark.parametrize(
-    "request_of_a_worker",
-    [
-        pb.JoinRequest(caller=CALLER),
-        pb.InitRequest(caller=CALLER),
-        pb.InitStateRequest(caller=CALLER),
-        pb.InitDoneRequest(caller=CALLER),
-        pb.TakeRequest(caller=CALLER, records=1, epochs=1, batch=1),
-        pb.StopRequest(caller=CALLER, reason="x"),
-        pb.ChiefRequest(caller=CALLER),
-        pb.ReleaseRequest(caller=CALLER),
-        pb.BeginRequest(caller=CALLER),
-        pb.AwaitRequest(caller=CALLER),
-        pb.AssignRequest(caller=CALLER),
-        pb.PushRequest(caller=CALLER),
-        pb.FinishRequest(caller=CALLER),
-        pb.PullRequest(caller=CALLER),
-        pb.HeartbeatRequest(caller=CALLER),
-        pb.LeaveRequest(caller=CALLER),
-        pb.ReportRequest(caller=CALLER),
-        pb.OptimizerStateRequest(caller=CALLER),
-        pb.DeclareTensorRequest(caller=CALLER, instance="x"),
-        pb.PutTensorRequest(caller=CALLER, instance="x"),
-        pb.PushTensorRequest(caller=CALLER, instance="x", rule="zero"),
-        pb.GoneRequest(job="secret", worker=4, instance="x"),
-        pb.PullTensorRequest(caller=CALLER),
-        pb.FreeTensorRequest(caller=CALLER),
-    ],
-    ids=lambda request: type(request).__name__,
-)
-def test_no_call_is_made_in_another_workers_name(request_of_a_worker: Message) -> None:
-    lead = services()[0]
-    error = refused(lead, request_of_a_worker, Identity(JOB, "worker", 3))
-    assert (error.code, "worker 4" in str(error), "secret" in str(error)) == (
-        RefusalCode.FORBIDDEN,
-        True,
-        False,
-    )
+@pytest.mark.parametrize("name", sorted(OF_WORKERS))
+def test_no_call_is_made_in_another_workers_name(name: str) -> None:
+    call = CALLS[name]
+    request: Message = pb.GoneRequest(job="secret", worker=4) if call is GONE else call.request(caller=CALLER)
+    error = failed(services()[At.LEAD], name, request.SerializeToString(), Identity(JOB, "worker", 3))
+    assert error.code is RefusalCode.FORBIDDEN
+    assert ("worker 4" in str(error), "secret" in str(error)) == (True, False)
 
 
-def test_the_end_of_a_step_is_not_in_another_workers_name() -> None:
-    class Adding(Service):
-        def _added(self, *_: object) -> bool:
-            return True
-
+def test_the_end_of_a_step_is_not_in_another_workers_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShardService, "_added", lambda *_: True)
     knows = Namespace(job=Namespace(term=1), heartbeat=lambda *_: None)
     node = Node(0, 2, store=None, consistency=SYNC, trace=Trace(None, ""))
-    lead, own = Adding("secret", node, cast(Any, knows)), pb.Caller(job="secret", worker=3, term=1)
+    lead, own = Service("secret", node, cast(Any, knows)), pb.Caller(job="secret", worker=3, term=1)
     request = pb.PushRequest(caller=own, finish=pb.FinishRequest(caller=CALLER))
-    assert refused(lead, request, Identity(JOB, "worker", 3)).code is RefusalCode.FORBIDDEN
-
-
-def test_a_refusal_comes_before_the_header_is_parsed_and_tells_nothing() -> None:
-    for service in services():
-        for name in EVERYTHING:
-            call = Call(pb.Done(), Identity(JOB, "standby", 0))
-            call.header = b"\xff" * 100
-            with pytest.raises(Refused) as caught:
-                list(service(name, call))
-            assert caught.value.code is RefusalCode.FORBIDDEN
-            assert "secret" not in str(caught.value)
+    error = failed(lead, "Push", request.SerializeToString(), Identity(JOB, "worker", 3))
+    assert error.code is RefusalCode.FORBIDDEN

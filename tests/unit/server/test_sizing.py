@@ -33,8 +33,8 @@ from elastic_ps.core.sizing import (
 from elastic_ps.errors import Malformed
 from elastic_ps.server.coordinator import Joined, NotYet
 from elastic_ps.server.lead import Lead
+from elastic_ps.server.lead_service import PROBE
 from elastic_ps.server.limits import USUAL
-from elastic_ps.server.service import PROBE
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.probe import BODIES, BODY_CALLS, EMPTY_CALLS, LONG, measure
 from tests.testing.coordinator import SOON, Notes

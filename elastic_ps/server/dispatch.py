@@ -1,0 +1,124 @@
+"""From a call's bytes to the handler of its request; what `transport.calls` says is checked on the way."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+from google.protobuf.message import Message
+
+from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.server import permissions
+from elastic_ps.server.coordinator import Coordinator
+from elastic_ps.server.node import Node
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Frame, Incoming
+from elastic_ps.transport.calls import At, Call, Sender
+
+S = TypeVar("S")
+Q = TypeVar("Q", bound=Message)
+A = TypeVar("A", bound=Message)
+
+Answer: TypeAlias = A | Iterator[Frame] | None
+"""Of a handler: the only answer, all of them, or None: it is done, or `pending`: nothing has happened."""
+
+
+def answers(
+    call: Call[Q, A],
+) -> Callable[[Callable[[S, Q, Incoming], Answer[A]]], Callable[[S, Q, Incoming], Answer[A]]]:
+    """The method is the handler of this call. It may block."""
+
+    def mark(handler: Callable[[S, Q, Incoming], Answer[A]]) -> Callable[[S, Q, Incoming], Answer[A]]:
+        vars(handler)["answers"] = call
+        return handler
+
+    return mark
+
+
+class Method(NamedTuple):
+    """A call, and what answers it."""
+
+    call: Call[Any, Any]
+    handler: Callable[[Any, Incoming], Answer[Any]]
+
+
+def methods(parts: Iterable[object], at: At) -> dict[str, Method]:
+    """What the handlers of these objects answer there, by the names of the calls."""
+    found = (
+        Method(function.answers, getattr(part, name))
+        for part in parts
+        for name, function in inspect.getmembers(type(part), inspect.isfunction)
+        if hasattr(function, "answers")
+    )
+    return {each.call.name: each for each in found if each.call.at & at}
+
+
+def answer(method: Method, request: Message, incoming: Incoming) -> Iterator[Frame]:
+    """The frames of the answers."""
+    said = method.handler(request, incoming)
+    if said is None:
+        kind = method.call.reply
+        said = kind() if kind is pb.Done else kind(pending=True)
+    if isinstance(said, Message):
+        yield Frame(said.SerializeToString(), last=True)
+    else:
+        yield from said
+
+
+def require_permitted(problem: str | None) -> None:
+    """Raises Refused (FORBIDDEN) if `permissions` has a problem with a call."""
+    if problem is not None:
+        raise Refused(RefusalCode.FORBIDDEN, problem)
+
+
+class Callers:
+    """Checks what requests say of whoever has sent them.
+
+    Args:
+        job: the job's name.
+        node: the shard, or its standby.
+        coordinator: of shard 0.
+    """
+
+    def __init__(self, job: str, node: Node, coordinator: Coordinator | None) -> None:
+        self.job, self._node, self._coordinator = job, node, coordinator
+
+    def check(self, sender: Sender, request: Any, incoming: Incoming) -> None:
+        """Raises Refused, see `Sender`."""
+        if sender is Sender.JOB:
+            self._require_job(request.job)
+        elif sender is Sender.WORKER:
+            self.require_worker(request.caller, incoming)
+        else:
+            self.require_present(request.caller, incoming)
+
+    def _require_job(self, named: str) -> None:
+        """Who does not know the job's name is not told it."""
+        if named != self.job:
+            text = f"this is the parameter server of another job than {named!r}"
+            raise Refused(RefusalCode.WRONG_JOB, text)
+
+    def require_worker(self, caller: pb.Caller, incoming: Incoming) -> None:
+        """Raises Refused if a worker that calls is not who it says, or of another job."""
+        require_permitted(permissions.refuse_to_speak_for(incoming.peer, caller.worker))
+        self._require_job(caller.job)
+
+    def require_present(self, caller: pb.Caller, incoming: Incoming) -> None:
+        """The same; also if it is of another term, or is known to be no member before there is a model."""
+        self.require_worker(caller, incoming)
+        term = self._coordinator.job.term if self._coordinator is not None else self._node.term
+        if caller.term != term:
+            text = f"message of term {caller.term}; this is term {term}"
+            raise Refused(RefusalCode.STALE_TERM if term else RefusalCode.NOT_READY, text)
+        if not self._node.configured:
+            self.require_member(caller)
+
+    def require_member(self, caller: pb.Caller) -> None:
+        """Raise Refused if shard 0 knows that the caller is no member.
+
+        To be asked also where a message is too early. Terms are counted anew if the checkpoints are lost, so
+        a worker of before may name this one, and versions that are far away.
+        """
+        if self._coordinator is not None:
+            self._coordinator.heartbeat(caller.worker, caller.incarnation)

@@ -1,0 +1,247 @@
+"""What a shard answers to workers and to shard 0, and its standby to both: to `Node`, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from elastic_ps import codec
+from elastic_ps.codec.optimizers import Entry
+from elastic_ps.codec.plan import Plan
+from elastic_ps.core.sequence import PushKey
+from elastic_ps.errors import CheckpointError, InvalidJob, RefusalCode, Refused
+from elastic_ps.server.copying import Part
+from elastic_ps.server.decoder import Decoder
+from elastic_ps.server.dispatch import Callers, answers
+from elastic_ps.server.encoder import ValueEncoder
+from elastic_ps.server.lead_service import LeadService
+from elastic_ps.server.node import Node
+from elastic_ps.server.orders import (
+    OrderId,
+    advance_from_message,
+    advance_to_message,
+    configuration_from_message,
+    report_to_message,
+    settings_from_message,
+)
+from elastic_ps.server.pulls import Pulled, RestartedAs
+from elastic_ps.server.shard import Shard
+from elastic_ps.transport import calls
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Frame, Incoming
+from elastic_ps.transport.convert import fields, from_message, to_message
+
+
+class _Coding(NamedTuple):
+    """What gradients and values are on the wire with these codecs."""
+
+    codecs: Plan
+    decoder: Decoder
+    encoder: ValueEncoder
+
+
+class ShardService:
+    """Answers for a `Service`.
+
+    Args:
+        lead: of shard 0, which knows the members, and ends a step with its last push.
+    """
+
+    def __init__(self, callers: Callers, node: Node, lead: LeadService | None) -> None:
+        self._callers, self._node, self._lead = callers, node, lead
+        self._coding: _Coding | None = None
+
+    def _coding_of(self, shard: Shard) -> _Coding:
+        """What a shard's gradients and values are on the wire; it may be something else in another term."""
+        coding = self._coding
+        if coding is None or coding.codecs is not shard.codecs:
+            codecs = shard.codecs
+            self._coding = coding = _Coding(codecs, Decoder(codecs), ValueEncoder(codecs))
+        return coding
+
+    # --- to workers
+
+    @answers(calls.INIT)
+    def _init(self, request: pb.InitRequest, incoming: Incoming) -> None:
+        caller, version = request.caller, fields(request, "version")
+        if request.HasField("version"):
+            self._callers.require_member(caller)
+        self._node.shard.initialise(request.bucket, caller.worker, caller.incarnation, incoming, **version)
+
+    @answers(calls.INIT_STATE)
+    def _init_state(self, request: pb.InitStateRequest, incoming: Incoming) -> None:
+        self._node.shard.initialise_state(
+            request.bucket,
+            request.piece,
+            [from_message(Entry, entry) for entry in request.entries],
+            request.caller.worker,
+            request.caller.incarnation,
+            incoming,
+            **fields(request, "version"),
+        )
+
+    @answers(calls.PUSH)
+    def _push(self, request: pb.PushRequest, incoming: Incoming) -> pb.Done | Iterator[Frame]:
+        caller = request.caller
+        key = PushKey(
+            term=caller.term,
+            worker=caller.worker,
+            incarnation=caller.incarnation,
+            step=request.step,
+            bucket=request.bucket,
+            version=request.version,
+            attempt=request.attempt,
+        )
+        ends = self._lead is not None and request.HasField("finish")
+        try:
+            added = self._added(key, request, incoming)
+        except Refused as refusal:
+            if refusal.code is RefusalCode.WRONG_VERSION:
+                self._callers.require_member(caller)
+            if refusal.code is not RefusalCode.STALE_ATTEMPT or not (
+                ends and self._lead is not None and self._lead.is_applied(request)
+            ):
+                raise
+            added = False  # its answer was lost; the version is there
+        else:
+            if ends and self._lead is not None:
+                added = self._lead.finished(request.finish, incoming) or added
+        if request.HasField("pull"):
+            return self._pulled(request.pull, caller)
+        return pb.Done(duplicate=not added)
+
+    def _added(self, key: PushKey, request: pb.PushRequest, incoming: Incoming) -> bool:
+        """Whether the gradient was not in the round's sum before."""
+        shard = self._node.shard
+        if shard.term != key.term:  # a new term may have begun, in which gradients look different
+            raise Refused(RefusalCode.STALE_TERM, f"push of term {key.term}; this is term {shard.term}")
+        with self._coding_of(shard).decoder.open(
+            request, shard.layout, shard.bucket(key.bucket), incoming
+        ) as body:
+            return shard.push(key, request.samples, request.present, body)
+
+    @answers(calls.PULL)
+    def _pull(self, request: pb.PullRequest, _: Incoming) -> Iterator[Frame]:
+        return self._pulled(request, request.caller)
+
+    def _pulled(self, request: pb.PullRequest, caller: pb.Caller) -> Iterator[Frame]:
+        attempt = None
+        if request.contributor and self._lead is not None:
+            # Who was declared gone would wait in vain, and could not join again meanwhile.
+            self._callers.require_member(caller)
+            attempt = request.attempt
+        version, shard = request.version, self._node.shard
+        encoder = self._coding_of(shard).encoder
+        for item in self._items(shard, request, caller, attempt):
+            if item is None:
+                self._callers.require_member(caller)
+                yield _frame(pb.PullReply(pending=True))
+                return
+            if isinstance(item, RestartedAs):
+                yield _frame(pb.PullReply(attempt=item.attempt))
+                return
+            assert isinstance(item, Pulled)
+            version = item.version
+            sent = encoder.encode(shard, item)
+            reply = pb.PullReply(
+                bucket=item.bucket,
+                version=item.version,
+                unchanged=item.unchanged,
+                encoded=sent.run,
+                delta=sent.delta,
+                draft=item.draft,
+                stands=item.stands,
+                last=request.brief and item.last,
+            )
+            if reply.last:
+                self._end_pull(reply, request, caller)
+            yield Frame(reply.SerializeToString(), sent.body, last=reply.last)
+            if reply.last:
+                return
+        end = pb.PullReply(done=True, version=version)
+        self._end_pull(end, request, caller)
+        yield _frame(end)
+
+    def _end_pull(self, reply: pb.PullReply, request: pb.PullRequest, caller: pb.Caller) -> None:
+        """What shard 0 says of the job with the last answer to a pull.
+
+        Raises:
+            Refused: the caller was declared gone while it waited, so its step may not be in the version.
+        """
+        if self._lead is None:
+            return
+        if request.contributor:
+            self._callers.require_member(caller)
+        job, worker = self._lead.job, caller.worker
+        reply.settings, reply.stopped, reply.steps = job.said_to(worker)
+        if not request.HasField("held"):  # else its step is in the version
+            reply.standing.version, reply.standing.steps = job.standing(worker, reply.version)
+
+    def _items(
+        self, shard: Shard, request: pb.PullRequest, caller: pb.Caller, attempt: int | None
+    ) -> Iterator[Pulled | RestartedAs | None]:
+        who = caller.worker, caller.incarnation
+        held = request.held if request.HasField("held") else None
+        if request.ahead and request.contributor:
+            return shard.pull_ahead(
+                request.buckets,
+                request.version,
+                term=caller.term,
+                attempt=attempt,
+                contributor=who,
+                held=held,
+                drafts=request.drafts,
+                groups=settings_from_message(request.ahead).groups,
+            )
+        return shard.pull(
+            request.buckets,
+            request.version,
+            term=caller.term,
+            attempt=attempt,
+            contributor=who if request.contributor else None,
+            held=held,
+        )
+
+    @answers(calls.OPTIMIZER_STATE)
+    def _optimizer_state(self, _: pb.OptimizerStateRequest, __: Incoming) -> Iterator[Frame]:
+        for entry in self._node.shard.state():
+            dtype = codec.name_of(entry.value.dtype)
+            header = to_message(pb.OptimizerStateReply, entry, dtype=dtype)
+            yield Frame(header.SerializeToString(), codec.as_bytes(entry.value))
+        yield _frame(pb.OptimizerStateReply(done=True))
+
+    # --- to shard 0, and from a standby to its shard
+
+    @answers(calls.CONFIGURE)
+    def _configure(self, request: pb.ConfigureRequest, _: Incoming) -> None:
+        try:
+            self._node.configure(configuration_from_message(request), from_message(OrderId, request))
+        except InvalidJob as error:
+            raise Refused(RefusalCode.INVALID, str(error)) from error
+        except CheckpointError as error:  # shard 0 has verified it, so what is wrong here may pass
+            raise Refused(RefusalCode.NOT_READY, str(error)) from error
+
+    @answers(calls.ADVANCE)
+    def _advance(self, request: pb.AdvanceRequest, _: Incoming) -> pb.AdvanceReply:
+        order = from_message(OrderId, request)
+        return report_to_message(self._node.advance(advance_from_message(request), order))
+
+    @answers(calls.STATE)
+    def _state(self, request: pb.StateRequest, incoming: Incoming) -> None:
+        part, order = from_message(Part, request), from_message(OrderId, request)
+        self._node.take_state(request.term, part, incoming, order)
+
+    @answers(calls.SUM)
+    def _sum(self, request: pb.SumRequest, incoming: Incoming) -> None:
+        place = (request.term, request.bucket, request.version, request.attempt)
+        self._node.take_sum(*place, request.present, incoming)
+
+    @answers(calls.HELD)
+    def _held(self, request: pb.HeldRequest, _: Incoming) -> pb.HeldReply:
+        orders = self._node.held(request.term)
+        return pb.HeldReply(orders=[advance_to_message(self._callers.job, order) for order in orders])
+
+
+def _frame(message: pb.PullReply | pb.OptimizerStateReply) -> Frame:
+    """The last answer to a call."""
+    return Frame(message.SerializeToString(), last=True)

@@ -1,0 +1,141 @@
+"""The calls, as a table: for each its messages, and who may make it of whom. Both ends look into it.
+
+`messages.proto` says what is in the messages. `server.dispatch` enforces the table for all handlers alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum, Flag, auto
+from typing import Any, Generic, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from elastic_ps.errors import Malformed
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Connection, unary
+
+Q = TypeVar("Q", bound=Message)
+A = TypeVar("A", bound=Message)
+
+
+class By(Flag):
+    """Who may make a call, where certificates say who calls."""
+
+    WORKER = auto()
+    EVALUATOR = auto()
+    OPERATOR = auto()
+    LEAD = auto()
+    """Shard 0."""
+    LEADER = auto()
+    """The shard whose standby is called."""
+
+
+class At(Flag):
+    """Who answers it. A process answers only what somebody has to ask it: shard 0 takes no orders."""
+
+    LEAD = auto()
+    """Shard 0."""
+    OTHER = auto()
+    """The other shards."""
+    STANDBY = auto()
+    """The standby of any shard."""
+
+
+class Sender(Enum):
+    """What a request says of whoever has sent it, and what is checked of that before it is looked at."""
+
+    JOB = auto()
+    """The job that is meant, in `job`."""
+    WORKER = auto()
+    """A worker of the job, in `caller`. It need not be a member."""
+    MEMBER = auto()
+    """The same, and the term that it has joined is the present one."""
+
+
+@dataclass(frozen=True)
+class Call(Generic[Q, A]):
+    """One call. Its name is the one of its request, without "Request".
+
+    Attributes:
+        reply: of each answer. One that has a field `pending` may ask for the same call once more.
+        by, at, sender: see there.
+        describes: the request describes a model, whose size nobody knows before it has come.
+        numbered: it changes what a worker holds, or the job's state: `Caller.call` counts such calls.
+    """
+
+    request: type[Q]
+    reply: type[A]
+    by: By
+    at: At
+    sender: Sender = Sender.MEMBER
+    describes: bool = False
+    numbered: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.request.__name__.removesuffix("Request")
+
+    def parse(self, header: bytes) -> Q:
+        """Raises Malformed if `header` is not such a request."""
+        try:
+            return self.request.FromString(header)
+        except DecodeError as error:
+            raise Malformed(f"not a {self.request.__name__}: {error}") from error
+
+
+_SHARDS = At.LEAD | At.OTHER
+_ORDERED = At.OTHER | At.STANDBY
+_SHARD_OF = By.LEAD | By.LEADER
+
+CONFIGURE = Call(pb.ConfigureRequest, pb.Done, _SHARD_OF, _ORDERED, Sender.JOB, describes=True)
+ADVANCE = Call(pb.AdvanceRequest, pb.AdvanceReply, _SHARD_OF, _ORDERED, Sender.JOB)
+STATE = Call(pb.StateRequest, pb.Done, By.LEADER, At.STANDBY, Sender.JOB)
+SUM = Call(pb.SumRequest, pb.Done, By.LEADER, At.STANDBY, Sender.JOB)
+HELD = Call(pb.HeldRequest, pb.HeldReply, By.LEAD, At.STANDBY, Sender.JOB)
+
+INIT = Call(pb.InitRequest, pb.Done, By.WORKER, _SHARDS)
+INIT_STATE = Call(pb.InitStateRequest, pb.Done, By.WORKER, _SHARDS)
+PUSH = Call(pb.PushRequest, pb.Done, By.WORKER, _SHARDS)
+PULL = Call(pb.PullRequest, pb.PullReply, By.WORKER, _SHARDS)
+OPTIMIZER_STATE = Call(pb.OptimizerStateRequest, pb.OptimizerStateReply, By.WORKER, _SHARDS, Sender.WORKER)
+
+JOIN = Call(pb.JoinRequest, pb.JoinReply, By.WORKER, At.LEAD, Sender.WORKER, describes=True)
+PROBE = Call(pb.ProbeRequest, pb.Done, By.WORKER, At.LEAD, Sender.WORKER)
+INIT_DONE = Call(pb.InitDoneRequest, pb.Done, By.WORKER, At.LEAD)
+TAKE = Call(pb.TakeRequest, pb.TakeReply, By.WORKER, At.LEAD, numbered=True)
+RELEASE = Call(pb.ReleaseRequest, pb.Done, By.WORKER, At.LEAD, numbered=True)
+STOP = Call(pb.StopRequest, pb.Done, By.WORKER, At.LEAD)
+CHIEF = Call(pb.ChiefRequest, pb.ChiefReply, By.WORKER, At.LEAD)
+READ_STATE = Call(pb.ReadStateRequest, pb.ReadStateReply, By.WORKER, At.LEAD, Sender.WORKER)
+WRITE_STATE = Call(pb.WriteStateRequest, pb.Done, By.WORKER, At.LEAD, numbered=True)
+BEGIN = Call(pb.BeginRequest, pb.BeginReply, By.WORKER, At.LEAD)
+AWAIT = Call(pb.AwaitRequest, pb.AwaitReply, By.WORKER, At.LEAD)
+ASSIGN = Call(pb.AssignRequest, pb.AssignReply, By.WORKER, At.LEAD)
+FINISH = Call(pb.FinishRequest, pb.Done, By.WORKER, At.LEAD)
+MEET = Call(pb.MeetRequest, pb.MeetReply, By.WORKER, At.LEAD)
+HEARTBEAT = Call(pb.HeartbeatRequest, pb.Done, By.WORKER, At.LEAD)
+LEAVE = Call(pb.LeaveRequest, pb.Done, By.WORKER, At.LEAD, numbered=True)
+REPORT = Call(pb.ReportRequest, pb.Done, By.WORKER, At.LEAD, Sender.WORKER)
+GONE = Call(pb.GoneRequest, pb.Done, By.WORKER | By.OPERATOR, At.LEAD, Sender.JOB)
+
+DECLARE_TENSOR = Call(pb.DeclareTensorRequest, pb.DeclareTensorReply, By.WORKER, _SHARDS, Sender.WORKER)
+PUT_TENSOR = Call(pb.PutTensorRequest, pb.PutTensorReply, By.WORKER, _SHARDS, Sender.WORKER)
+PUSH_TENSOR = Call(pb.PushTensorRequest, pb.Done, By.WORKER, _SHARDS, Sender.WORKER)
+PULL_TENSOR = Call(pb.PullTensorRequest, pb.PullTensorReply, By.WORKER, _SHARDS, Sender.WORKER)
+FREE_TENSOR = Call(pb.FreeTensorRequest, pb.Done, By.WORKER, _SHARDS, Sender.WORKER)
+
+EVALUATE = Call(pb.EvaluateRequest, pb.EvaluateReply, By.EVALUATOR, At.LEAD, Sender.JOB)
+READ_FILE = Call(pb.ReadFileRequest, pb.Done, By.EVALUATOR, At.LEAD, Sender.JOB)
+
+CALLS: Mapping[str, Call[Any, Any]] = {
+    each.name: each for each in tuple(globals().values()) if isinstance(each, Call)
+}
+"""By their names."""
+
+
+def ask(connection: Connection, call: Call[Q, A], request: Q, *, timeout: timedelta) -> A:
+    """Make a call without bodies that has one answer. Blocks. Raises as `Connection.call`."""
+    return call.reply.FromString(unary(connection, call.name, request.SerializeToString(), timeout=timeout))
