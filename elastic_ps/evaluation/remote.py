@@ -22,8 +22,9 @@ from elastic_ps.errors import (
     Refused,
 )
 from elastic_ps.evaluation.checkpoints import Checkpoint
+from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.transport.base import Connection, Frame, unary
+from elastic_ps.transport.base import Connection, Frame
 
 logger = logging.getLogger(__name__)
 
@@ -94,13 +95,11 @@ class JobSource:
         self, version: int | None = None, *, metrics: Mapping[str, float] | None = None, problem: str = ""
     ) -> pb.EvaluateReply:
         """Ask for a version, and say what became of the one before it."""
-        header = pb.EvaluateRequest(
+        request = pb.EvaluateRequest(
             job=self._job, process=self._process, version=version, metrics=metrics, problem=problem
-        ).SerializeToString()
+        )
         return self._patiently(
-            lambda: pb.EvaluateReply.FromString(
-                unary(self._connection, "Evaluate", header, timeout=CALL_TIMEOUT)
-            )
+            lambda: calls.ask(self._connection, calls.EVALUATE, request, timeout=CALL_TIMEOUT)
         )
 
     def _fetch(self, version: int) -> str:
@@ -128,7 +127,7 @@ class JobSource:
     def _fetch_file(self, version: int, name: str, path: Path) -> None:
         header = pb.ReadFileRequest(job=self._job, version=version, file=name).SerializeToString()
         with path.open("wb") as file:
-            for answer in self._connection.call("ReadFile", Frame(header), timeout=FETCH_TIMEOUT):
+            for answer in self._connection.call(calls.READ_FILE.name, Frame(header), timeout=FETCH_TIMEOUT):
                 piece = bytearray(answer.size)
                 answer.read_into(memoryview(piece))
                 file.write(piece)

@@ -22,9 +22,8 @@ def tell_parameter_server(
     Args:
         tls: directory of the launcher's certificate; None without TLS.
     """
+    from elastic_ps.transport import calls, ways
     from elastic_ps.transport import messages_pb2 as pb
-    from elastic_ps.transport import ways
-    from elastic_ps.transport.base import unary
     from elastic_ps.transport.credentials import Credentials
 
     text = "the parameter server could not be told that worker %d has ended: %s"
@@ -32,7 +31,7 @@ def tell_parameter_server(
         credentials = Credentials(tls) if tls is not None else None
         with contextlib.closing(ways.connect(addresses[0], credentials=credentials)) as connection:
             request = pb.GoneRequest(job=job, worker=worker, instance=instance)
-            unary(connection, "Gone", request.SerializeToString(), timeout=TIMEOUT)
+            calls.ask(connection, calls.GONE, request, timeout=TIMEOUT)
     except ElasticPSError as error:
         logger.debug(text, worker, error)
     except Exception as error:  # nobody looks at what comes of it, and each such worker costs a lease

@@ -17,7 +17,7 @@ from elastic_ps.core.partition import Layout
 from elastic_ps.core.settings import Settings, read_settings
 from elastic_ps.errors import InvalidJob, Malformed
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.transport.convert import layout_from_message, layout_to_message
+from elastic_ps.transport.convert import from_message, layout_from_message, layout_to_message, to_message
 
 
 @dataclass(frozen=True)
@@ -175,114 +175,83 @@ class ShardControl(Protocol):
 
 
 def configuration_to_message(job: str, configuration: Configuration, order: OrderId) -> pb.ConfigureRequest:
-    return pb.ConfigureRequest(
+    return to_message(
+        pb.ConfigureRequest,
+        configuration,
         job=job,
         layout=layout_to_message(configuration.layout),
         optimizer=pb.Optimizer(name=configuration.optimizer, groups=configuration.settings.to_json()),
-        term=configuration.term,
-        load_version=configuration.load_version,
-        follows=configuration.follows,
         tuning=configuration.tuning.to_json() if configuration.tuning is not None else "",
-        source=order.source,
-        number=order.number,
+        **vars(order),
     )
 
 
 def configuration_from_message(message: pb.ConfigureRequest) -> Configuration:
     """Raises Malformed for a layout, settings or tuning that cannot be."""
-    return Configuration(
+    return from_message(
+        Configuration,
+        message,
         layout=layout_from_message(message.layout),
         optimizer=message.optimizer.name,
         settings=settings_from_message(message.optimizer.groups),
-        term=message.term,
-        load_version=message.load_version if message.HasField("load_version") else None,
-        follows=message.follows,
         tuning=_tuning(message.tuning) if message.tuning else None,
     )
 
 
 def advance_to_message(job: str, advance: Advance, order: OrderId | None = None) -> pb.AdvanceRequest:
-    message = pb.AdvanceRequest(
+    apply = advance.apply
+    return to_message(
+        pb.AdvanceRequest,
+        advance,
         job=job,
-        version=advance.version,
-        attempt=advance.attempt,
         expected=[
             pb.Participant(worker=worker, incarnation=incarnation)
             for worker, incarnation in sorted(advance.expected.items())
         ],
-        checkpoint=advance.checkpoint,
-        term=advance.term,
-        prepare=advance.prepare,
-        state=advance.state,
-        source=order.source if order else "",
-        number=order.number if order else 0,
-        last=advance.last,
-        rescue=advance.rescue,
+        apply=apply
+        and to_message(
+            pb.Apply,
+            apply,
+            contributors=[
+                pb.Contributor(worker=worker, incarnation=incarnation, step=step)
+                for worker, incarnation, step in apply.contributors
+            ],
+            settings=apply.settings.to_json(),
+        ),
+        next=advance.next and advance_to_message(job, advance.next),
+        **vars(order or OrderId("", 0)),
     )
-    if advance.apply is not None:
-        apply = advance.apply
-        contributors = [
-            pb.Contributor(worker=worker, incarnation=incarnation, step=step)
-            for worker, incarnation, step in apply.contributors
-        ]
-        message.apply.CopyFrom(
-            pb.Apply(
-                attempt=apply.attempt,
-                contributors=contributors,
-                samples=apply.samples,
-                settings=apply.settings.to_json(),
-                assigns=apply.assigns,
-                norm=apply.norm,
-            )
-        )
-    if advance.next is not None:
-        message.next.CopyFrom(advance_to_message(job, advance.next))
-    return message
 
 
 def advance_from_message(message: pb.AdvanceRequest) -> Advance:
     """Raises Malformed for settings that cannot be."""
-    apply = None
-    if message.HasField("apply"):
-        apply = Application(
-            attempt=message.apply.attempt,
-            contributors=[(c.worker, c.incarnation, c.step) for c in message.apply.contributors],
-            samples=message.apply.samples,
-            settings=settings_from_message(message.apply.settings),
-            assigns=message.apply.assigns,
-            norm=message.apply.norm if message.apply.HasField("norm") else None,
-        )
-    return Advance(
-        version=message.version,
-        attempt=message.attempt,
+    apply = message.apply
+    return from_message(
+        Advance,
+        message,
         expected={who.worker: who.incarnation for who in message.expected},
-        apply=apply,
-        checkpoint=message.checkpoint,
-        term=message.term,
-        prepare=message.prepare,
-        state=message.state,
+        apply=from_message(
+            Application,
+            apply,
+            contributors=[(c.worker, c.incarnation, c.step) for c in apply.contributors],
+            settings=settings_from_message(apply.settings),
+        )
+        if message.HasField("apply")
+        else None,
         next=advance_from_message(message.next) if message.HasField("next") else None,
-        last=message.last,
-        rescue=message.rescue,
     )
 
 
 def report_to_message(report: Report) -> pb.AdvanceReply:
-    message = pb.AdvanceReply(standby=int(report.standby), norm=report.norm, queued=sorted(report.queued))
-    if (part := report.written) is not None:
-        message.written.CopyFrom(
-            pb.Written(
-                term=part.term,
-                number=part.number,
-                version=part.version,
-                file=part.file.file if part.file else "",
-                sha256=part.file.sha256 if part.file else "",
-                size=part.file.size if part.file else 0,
-                error=part.error,
-                pause_us=round(part.pause.total_seconds() * 1e6),
-            )
-        )
-    return message
+    part = report.written
+    file = part.file if part else None
+    written = part and to_message(
+        pb.Written,
+        part,
+        pause_us=round(part.pause.total_seconds() * 1e6),
+        **vars(file) if file else {"file": ""},
+    )
+    return to_message(pb.AdvanceReply, report, written=written, queued=sorted(report.queued))
 
 
 def report_from_message(message: pb.AdvanceReply) -> Report:
@@ -291,14 +260,11 @@ def report_from_message(message: pb.AdvanceReply) -> Report:
         standing = Standing(message.standby)
     except ValueError as error:
         raise Malformed(str(error)) from error
-    written = _written(message.written) if message.HasField("written") else None
+    part, written = message.written, None
+    if message.HasField("written"):
+        file = None if part.error else from_message(ShardFile, part)
+        written = from_message(Written, part, file=file, pause=timedelta(microseconds=part.pause_us))
     return Report(written, standing, message.norm, frozenset(message.queued))
-
-
-def _written(part: pb.Written) -> Written:
-    file = None if part.error else ShardFile(part.file, part.sha256, part.size)
-    pause = timedelta(microseconds=part.pause_us)
-    return Written(part.term, part.number, part.version, file, part.error, pause)
 
 
 def _tuning(text: str) -> Tuning:

@@ -20,8 +20,11 @@ from elastic_ps.server.orders import (
     report_from_message,
 )
 from elastic_ps.server.patience import retry
+from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.transport.base import Connection, Frame, unary
+from elastic_ps.transport.base import Connection, Frame
+from elastic_ps.transport.calls import Call, Q
+from elastic_ps.transport.convert import to_message
 
 START_TIMEOUT = timedelta(seconds=120)
 """How long shard 0 waits for another shard to come up."""
@@ -62,33 +65,20 @@ class RemoteShard:
 
         def ask() -> None:
             request = configuration_to_message(self._job, configuration, self._order())
-            unary(self._connection, "Configure", request.SerializeToString(), timeout=CALL_TIMEOUT)
+            calls.ask(self._connection, calls.CONFIGURE, request, timeout=CALL_TIMEOUT)
 
         retry(ask, (ConnectionLost, DeadlineExceeded), patience=self._start)
 
     def advance(self, advance: Advance) -> Report:
         """See ShardControl."""
         request = advance_to_message(self._job, advance, self._order())
-        answer = unary(self._connection, "Advance", request.SerializeToString(), timeout=self._timeout)
-        return report_from_message(pb.AdvanceReply.FromString(answer))
+        reply = calls.ask(self._connection, calls.ADVANCE, request, timeout=self._timeout)
+        return report_from_message(reply)
 
     def state(self, part: Part, data: memoryview, *, term: int) -> None:
         """To a standby: one tensor of a bucket, as it is before the open round's step. Blocks."""
-        order = self._order()
-        request = pb.StateRequest(
-            job=self._job,
-            term=term,
-            bucket=part.bucket,
-            tensor=part.tensor,
-            start=part.start,
-            key=part.key,
-            dtype=part.dtype,
-            scalar=part.scalar,
-            last=part.last,
-            source=order.source,
-            number=order.number,
-        )
-        self._send("State", request.SerializeToString(), data)
+        request = to_message(pb.StateRequest, part, job=self._job, term=term, **vars(self._order()))
+        self._send(calls.STATE, request, data)
 
     def sum(
         self,
@@ -104,10 +94,11 @@ class RemoteShard:
         request = pb.SumRequest(
             job=self._job, term=term, bucket=bucket, version=version, attempt=attempt, present=present
         )
-        self._send("Sum", request.SerializeToString(), data)
+        self._send(calls.SUM, request, data)
 
-    def _send(self, method: str, header: bytes, data: memoryview) -> None:
-        for _ in self._connection.call(method, Frame(header, data), timeout=self._timeout):
+    def _send(self, call: Call[Q, pb.Done], request: Q, data: memoryview) -> None:
+        frame = Frame(request.SerializeToString(), data)
+        for _ in self._connection.call(call.name, frame, timeout=self._timeout):
             pass
 
     def held(self, term: int) -> list[Advance]:
@@ -118,8 +109,8 @@ class RemoteShard:
             TransportError: it does not answer.
         """
         request = pb.HeldRequest(job=self._job, term=term)
-        answer = unary(self._connection, "Held", request.SerializeToString(), timeout=LOOK_TIMEOUT)
-        return [advance_from_message(order) for order in pb.HeldReply.FromString(answer).orders]
+        reply = calls.ask(self._connection, calls.HELD, request, timeout=LOOK_TIMEOUT)
+        return [advance_from_message(order) for order in reply.orders]
 
     def close(self) -> None:
         self._connection.close()
