@@ -223,8 +223,9 @@ def tell_joined(file: Path | None) -> None:
         logger.warning("nobody sees by %s that this worker has joined: %s", file, error)
 
 
-def leave_reason(text: str, log: Path = TERMINATION_LOG) -> None:
-    """Leave the reason of this process's end where Kubernetes looks for it."""
+def leave_reason(text: str, log: Path | None = None) -> None:
+    """Leave the reason of this process's end in `log`, by default where Kubernetes looks for it."""
+    log = log or TERMINATION_LOG
     try:
         if log.exists():
             log.write_text(text)

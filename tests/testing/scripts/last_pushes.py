@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
-from unittest import mock
 
 import torch
 
 import elastic_ps
-from elastic_ps.worker import tensors
+from elastic_ps.worker import limits
 from tests.testing.polling import eventually
 
 ELEMENTS = 2_000_000
@@ -21,7 +20,7 @@ def main(*, exits: bool) -> None:
 
     A worker that leaves has no time here to carry out anything.
     """
-    mock.patch.object(tensors, "GOODBYE", timedelta(0)).start()
+    object.__setattr__(limits.USUAL, "goodbye", timedelta(0))
     session = elastic_ps.connect()
     server = session.server
     server.init("count", torch.zeros(ELEMENTS))
