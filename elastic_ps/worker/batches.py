@@ -7,11 +7,16 @@ without one is skipped when a step is made with later ones, or when the loop end
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from elastic_ps.core.ledger import Range
-from elastic_ps.worker.reporting import Reported
+from elastic_ps.core.metrics import REDUCTIONS, reduce_values
+from elastic_ps.core.names import LONGEST_NAME, is_name
+from elastic_ps.core.portions import apportion
+from elastic_ps.errors import UsageError
 
 
 class _Kept(NamedTuple):
@@ -209,3 +214,124 @@ class Batches:
     def reductions(self) -> dict[str, str]:
         """How values become one, by their names; those that are not here become their mean."""
         return {name: how for name, how in self._reductions.items() if how != "mean"}
+
+
+def checked(metrics: Mapping[str, Any], reduce: str) -> dict[str, Any]:
+    """The values without their gradients. Raises UsageError: see `Engine.report`."""
+    if reduce not in REDUCTIONS:
+        raise UsageError(f"session.metric got reduce={reduce!r}; expected one of {', '.join(REDUCTIONS)}")
+    for name in metrics:
+        if not is_name(name):
+            raise UsageError(
+                f"the name of a value that is reported is a text of 1 to {LONGEST_NAME} printable "
+                f"characters; given: {repr(name)[:300]}"
+            )
+    return {name: _checked(name, value) for name, value in metrics.items()}
+
+
+def _checked(name: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1 and not value.is_complex():
+            return value.detach()
+        what = f"a tensor of {value.dtype} with shape {list(value.shape)}"
+    else:
+        try:
+            return float(value)
+        except (TypeError, ValueError, OverflowError):
+            what = repr(value)[:300]
+    raise UsageError(f"the value that is reported as {name!r} has to be one number, but is {what}")
+
+
+class Reported:
+    """What a script reports of one or several steps, until the parameter server is told.
+
+    Tensors stay on their device: nothing waits for it before the step ends.
+
+    Attributes:
+        values: by name and the number of the batch, the last value and how many records the batch has.
+        batches: no number of a batch is above this.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[str, int], tuple[Any, int]] = {}
+        self.batches = 0
+
+    def add(self, values: Mapping[str, Any], *, batch: int, records: int) -> None:
+        """Keep the values of the `batch`-th batch, which has so many records."""
+        self.batches = max(self.batches, batch)
+        for name, value in values.items():
+            self.values[name, batch] = value, records
+
+    def append(self, other: Reported) -> None:
+        """Keep the values of other batches, too."""
+        for (name, batch), value in other.values.items():
+            self.values[name, self.batches + batch] = value
+        self.batches += other.batches
+
+    def reduced(self, reductions: Mapping[str, str]) -> dict[str, float]:
+        """One value for each name, by their reductions; the mean for the others. Waits for the device."""
+        given: dict[str, list[tuple[float, float]]] = {}
+        for (name, _), (value, records) in self.values.items():
+            given.setdefault(name, []).append((float(value), records))
+        return {name: reduce_values(pairs, reductions.get(name, "mean")) for name, pairs in given.items()}
+
+
+def slice_sizes(records: int, processes: int, *, least: int = 1) -> list[int]:
+    """How many of a batch's records each process has: the same number, or one more for the first ones.
+
+    Where there is not that much for all, the first ones have `least` at least, and the others nothing.
+    """
+    return apportion(records, [1.0] * processes, least=least)
+
+
+class Slices:
+    """How the processes of a worker share the batches that the script has in hand: each has a slice.
+
+    Args:
+        rank, processes: of this process, and of its worker.
+
+    Attributes:
+        least: records of a slice; see `slice_sizes`.
+    """
+
+    def __init__(self, rank: int, processes: int) -> None:
+        self._rank, self.processes, self.least = rank, processes, 1
+        self._batches: dict[Range, int] = {}  # the records of a batch, by its first range
+
+    def own(self, batch: list[int]) -> list[int]:
+        """This process's slice of a batch.
+
+        Of a batch with fewer records than processes, those without one compute on the slice of process 0, for
+        the script has to compute on something. It has no weight then: see `has_none`.
+        """
+        if self.processes == 1:
+            return batch
+        sizes = slice_sizes(len(batch), self.processes, least=self.least)
+        rank = self._rank if sizes[self._rank] else 0
+        start = sum(sizes[:rank])
+        return batch[start : start + sizes[rank]]
+
+    def forget(self) -> None:
+        """The script has no batch in hand."""
+        self._batches.clear()
+
+    def note(self, batch: Sequence[Range]) -> None:
+        """The script is handed its slice of a batch."""
+        self._batches[batch[0]] = sum(ranges.records for ranges in batch)
+
+    def has_none(self, first: Range) -> bool:
+        """Whether this process has no record of the noted batch that begins with these."""
+        if self.processes == 1 or first not in self._batches:
+            return False
+        return not slice_sizes(self._batches[first], self.processes, least=self.least)[self._rank]
+
+    def weights(self, computed: Sequence[Range]) -> list[float]:
+        """For each process, its share of the records that a step is computed on.
+
+        `computed` are those of some of the noted batches, one batch after the other.
+        """
+        total = [0] * self.processes
+        for first in computed:
+            sizes = slice_sizes(self._batches.get(first, 0), self.processes, least=self.least)
+            total = [sum(pair) for pair in zip(total, sizes, strict=True)]
+        return [records / max(1, sum(total)) for records in total]

@@ -18,28 +18,33 @@ and its round starts again, only the last one counts. Its bytes have the momentu
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from elastic_ps.codec import NONE
+from elastic_ps.codec.auto import CANDIDATES, Auto
 from elastic_ps.codec.base import MOMENTUM, Packed, Part, few, pack
 from elastic_ps.codec.finite import is_finite
 from elastic_ps.codec.memory import as_bytes, name_of
 from elastic_ps.codec.plan import Plan, Run
+from elastic_ps.core.choice import Choice
 from elastic_ps.core.partition import Bucket, Layout
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import run_to_message
 from elastic_ps.worker.residual import Residual, Rest, State
 from elastic_ps.worker.traffic import Traffic
-from elastic_ps.worker.tuner import Tuner
 
 _BELOW_FLOAT16 = 65280.0
 """The largest number of bfloat16 in the range of float16, whose own largest one bfloat16 rounds up."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -403,3 +408,62 @@ class _Made:
             self.rest = rest if whole else torch.zeros_like(self._gradient, dtype=torch.float32)
         if self.rest is not rest:
             self.rest[elements] = rest
+
+
+class Tuner:
+    """Measures how long steps are encoded and pushed, so that `auto` can choose a codec by it.
+
+    Thread-safe, but for `begin` and `end`, which belong to the main thread.
+
+    Args:
+        auto: the codec that is told what is chosen; None: nothing is chosen.
+        traffic: is told what is measured and chosen.
+    """
+
+    def __init__(self, auto: Auto | None, traffic: Traffic) -> None:
+        self._traffic = traffic
+        self._auto = auto
+        self._choice = Choice(tuple(CANDIDATES), auto.max_error) if auto is not None else None
+        self._lock = threading.Lock()
+        self._busy, self._since, self._seconds = 0, 0.0, 0.0
+
+    @property
+    def active(self) -> bool:
+        """Whether it chooses."""
+        return self._auto is not None
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self._auto is None or self._choice is None:
+            return
+        with self._lock:
+            self._seconds, self._since = 0.0, time.monotonic()
+        self._auto.begin(self._choice.now)
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """The block encodes and pushes a bucket."""
+        with self._lock:
+            self._busy += 1
+            if self._busy == 1:
+                self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy -= 1
+                if not self._busy:
+                    seconds = time.monotonic() - self._since
+                    self._seconds += seconds
+                    self._traffic.busy(seconds)
+
+    def end(self) -> None:
+        """The step that has begun is in the model."""
+        if self._auto is None or self._choice is None or not self._seconds:
+            return
+        before = self._choice.present
+        self._choice.note(self._seconds, self._auto.error)
+        self._seconds = 0.0
+        self._traffic.chose(self._choice.present)
+        if self._choice.present != before:
+            logger.info("gradients are sent as %s from now on: %s", self._choice.present, self._choice.reason)

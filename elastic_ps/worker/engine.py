@@ -25,24 +25,19 @@ from elastic_ps.core.settings import NOTHING, Made, Settings, read_settings
 from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.worker.batches import Batches
+from elastic_ps.worker.batches import Batches, Slices, checked
 from elastic_ps.worker.brought import Brought
 from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.dialogue import Ending, Step
-from elastic_ps.worker.entrance import Entrance
-from elastic_ps.worker.flight import Flight, Left
+from elastic_ps.worker.entrance import Entrance, Member
 from elastic_ps.worker.local_world import Drained, LocalWorld
-from elastic_ps.worker.member import Member
 from elastic_ps.worker.model import Described, Flat
 from elastic_ps.worker.phases import Phases
 from elastic_ps.worker.prepared import check_loop
-from elastic_ps.worker.records import Records
-from elastic_ps.worker.reporting import checked
+from elastic_ps.worker.records import Records, Stopping
 from elastic_ps.worker.schedule import Interval, Schedule
-from elastic_ps.worker.slices import Slices
 from elastic_ps.worker.state import State
-from elastic_ps.worker.stopping import Stopping
-from elastic_ps.worker.strategy import Strategy
+from elastic_ps.worker.strategy import Flight, Left, Strategy
 
 logger = logging.getLogger(__name__)
 

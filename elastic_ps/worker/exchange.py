@@ -37,9 +37,8 @@ from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Answers, Ending, Stay, Step, Wanted
 from elastic_ps.worker.encoder import Encoder, Payload
 from elastic_ps.worker.model import Flat
-from elastic_ps.worker.receiving import Pull, Receiving
+from elastic_ps.worker.receiving import Pull, Receiving, Values
 from elastic_ps.worker.strategy import Strategy
-from elastic_ps.worker.values import Values
 
 logger = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ from elastic_ps.worker.averages import Averages
 from elastic_ps.worker.brought import Brought
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.engine import Engine
+from elastic_ps.worker.entrance import Member
 from elastic_ps.worker.limits import USUAL, WorkerLimits
 from elastic_ps.worker.loader import ElasticLoader
 from elastic_ps.worker.local_steps import outer_optimizer, refuse_limits
 from elastic_ps.worker.local_world import LocalWorld
-from elastic_ps.worker.member import Member
 from elastic_ps.worker.model import Described
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.prepared import check_model, check_wrapper

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from elastic_ps.worker import staging
+from elastic_ps.worker.encoder import Tuner
 from elastic_ps.worker.session import Session
-from elastic_ps.worker.tuner import Tuner
 from tests.testing.devices import LateDevice, Said
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay

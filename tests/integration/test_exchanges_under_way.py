@@ -21,8 +21,8 @@ from elastic_ps.codec.delayed import DelayedNesterov
 from elastic_ps.core.fragments import turn
 from elastic_ps.core.ledger import Range
 from elastic_ps.errors import InvalidJob
-from elastic_ps.worker.flight import Flight
 from elastic_ps.worker.session import Session
+from elastic_ps.worker.strategy import Flight
 from tests.integration.test_fragments import fragments_of
 from tests.integration.test_local_steps import BATCH, Dying, adamw, check_histories, local, steps_on, train
 from tests.testing.harness import Numbers, make_mlp, make_spec, running_job

@@ -27,10 +27,10 @@ from elastic_ps.server.patience import Patience
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import unary
+from elastic_ps.worker.batches import slice_sizes
 from elastic_ps.worker.local_world import Drained, Links, LocalWorld
 from elastic_ps.worker.order import permutation
 from elastic_ps.worker.session import Session
-from elastic_ps.worker.slices import slice_sizes
 from tests.simulator.network import Network, SimConnection, SimServer, Weather
 from tests.simulator.patches import Disk
 from tests.simulator.pipes import End

@@ -24,7 +24,7 @@ from elastic_ps.errors import NoCheckpoint
 from elastic_ps.server import changes
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.worker import entrance, group
-from elastic_ps.worker.slices import Slices
+from elastic_ps.worker.batches import Slices
 from tests.simulator.cluster import Cluster, Plan, halved, pid_of, scratch
 from tests.simulator.collectives import Collectives, Store
 from tests.simulator.faults import FAULTS

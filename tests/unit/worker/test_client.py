@@ -21,8 +21,8 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker import current
 from elastic_ps.worker.client import Client
+from elastic_ps.worker.entrance import Member
 from elastic_ps.worker.limits import WorkerLimits
-from elastic_ps.worker.member import Member
 from tests.testing.service import environment
 
 
