@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic_ps.core.consistency import AskedRounds, Entry
+from elastic_ps.core.consistency import AskedRounds, Entry, Event, Phase
 
 
 @dataclass
@@ -19,19 +19,19 @@ class BackupRounds(AskedRounds):
 
     Attributes:
         spare: how many workers a round does without.
-        shut: a worker has been turned away because the open round was full. From then on workers that come
-            wait for the next round, so that this one does not wait for more of them.
+
+    It is shut when a worker has been turned away because it was full. From then on workers that come wait for
+    the next round, so that this one does not wait for more of them.
     """
 
     spare: int = 1
-    shut: bool = False
 
     def admit(self, worker: int, *, at_once: bool = False) -> None:
         """As of `SyncRounds`; but it takes part in the open round, if nobody was turned away from that.
 
         A round whose workers are all slow would keep it waiting.
         """
-        super().admit(worker, at_once=at_once or not (self.decided or self.shut))
+        super().admit(worker, at_once=at_once or self.phase is Phase.OPEN)
 
     @property
     def wanted(self) -> int:
@@ -45,23 +45,20 @@ class BackupRounds(AskedRounds):
         """LATE if the round has enough others, or the step was computed on a version that is over."""
         if self.takes_part(worker) and version == self.version:
             others = self.begun | self._reserved - {worker}
-            self.shut |= worker not in self.begun and len(others) >= self.wanted
-            if worker in self.begun or not (self.shut or self.decided):
+            if self.phase is Phase.OPEN and worker not in self.begun and len(others) >= self.wanted:
+                self._note(Event.SHUT)
+            if worker in self.begun or self.phase is Phase.OPEN:
                 self.begun.add(worker)
                 return Entry.IN
         return self._turn_away(worker)
 
     def _open_again(self) -> None:
         super()._open_again()
-        if self.shut and not (self.begun or self.decided):
+        if self.phase is Phase.SHUT and not self.begun:
             self.expected, self.waiting = self.expected | self.waiting, set()
-            self.shut = False
+            self._note(Event.REOPEN)
 
     @property
     def _complete(self) -> bool:
-        enough = (self.shut or len(self.done) >= self.wanted) and not self._reserved
+        enough = (self.phase is Phase.SHUT or len(self.done) >= self.wanted) and not self._reserved
         return (enough and self.begun <= self.done.keys()) or super()._complete
-
-    def end_commit(self) -> None:
-        super().end_commit()
-        self.shut = False

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Self
 
 from elastic_ps.core.ledger import Range
+from elastic_ps.core.transitions import Transitions
 from elastic_ps.errors import RefusalCode, Refused
 
 
@@ -79,6 +80,48 @@ class After(enum.Enum):
     """The round has started again: it pushes the step once more."""
 
 
+class Phase(enum.Enum):
+    """How far the open round is."""
+
+    OPEN = "open"
+    SHUT = "shut"
+    """Nobody is let in any more: it is full, or has waited long enough for those that are late."""
+    COMMITTING = "being committed"
+    """Nothing else may be called before that has worked or failed."""
+    DECIDED = "decided"
+    """A commit has failed on the way. It is made again with the same steps: some shards may have applied
+    them. Nobody is admitted to the round, and nothing starts it again, but `undecide`."""
+
+
+class Event(enum.Enum):
+    """What changes the phase of a round."""
+
+    SHUT = "shut"
+    REOPEN = "reopen"
+    RESTART = "restart"
+    COMMIT = "commit"
+    FAIL = "fail"
+    UNDECIDE = "undecide"
+    APPLY = "apply"
+
+
+PHASES = Transitions(
+    "the round",
+    {
+        (Phase.OPEN, Event.SHUT): Phase.SHUT,
+        (Phase.SHUT, Event.REOPEN): Phase.OPEN,
+        (Phase.OPEN, Event.RESTART): Phase.OPEN,
+        (Phase.SHUT, Event.RESTART): Phase.SHUT,
+        (Phase.OPEN, Event.COMMIT): Phase.COMMITTING,
+        (Phase.SHUT, Event.COMMIT): Phase.COMMITTING,
+        (Phase.COMMITTING, Event.FAIL): Phase.DECIDED,
+        (Phase.DECIDED, Event.COMMIT): Phase.COMMITTING,
+        (Phase.DECIDED, Event.UNDECIDE): Phase.OPEN,
+        (Phase.COMMITTING, Event.APPLY): Phase.OPEN,
+    },
+)
+
+
 @dataclass
 class SyncRounds:
     """The open round, and who takes part in it.
@@ -90,10 +133,7 @@ class SyncRounds:
         done: the steps that are complete on all shards.
         waiting: workers that take part from the next round on.
         gone: workers among `done` that have left since; their step counts if the round is committed.
-        committing: between `begin_commit` and `end_commit`, when nothing else may be called.
-        decided: the round has been decided. A commit that failed on the way is made again with the same
-            steps: some shards may have applied them. Nobody is admitted to the round, and nothing starts it
-            again, but `undecide`.
+        phase: of the round.
         assigner: the worker whose values are to become the next version. Nobody else takes part in the round.
         visiting: that worker takes part for this alone, and not in the next round.
     """
@@ -104,14 +144,27 @@ class SyncRounds:
     done: dict[int, Contribution] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
-    committing: bool = False
-    decided: bool = False
+    phase: Phase = Phase.OPEN
     assigner: int | None = None
     visiting: bool = False
 
     def copy(self) -> Self:
         """The same rounds; what is done to the one is not done to the other."""
         return replace(self, **{each.name: copy.copy(getattr(self, each.name)) for each in fields(self)})
+
+    def _note(self, event: Event) -> None:
+        """Raises ImpossibleTransition, which is a ValueError: the round is in no such phase."""
+        self.phase = PHASES.after(self.phase, event)
+
+    @property
+    def committing(self) -> bool:
+        """Whether it is between `begin_commit` and `end_commit` or `fail_commit`."""
+        return self.phase is Phase.COMMITTING
+
+    @property
+    def decided(self) -> bool:
+        """Whether it is settled of which steps the round is made."""
+        return self.phase in (Phase.COMMITTING, Phase.DECIDED)
 
     # --- who takes part
 
@@ -173,7 +226,7 @@ class SyncRounds:
 
     def undecide(self) -> list[Contribution]:
         """No shard has applied the decided round, and some shard cannot: it starts again; see `restart`."""
-        self.decided = False
+        self._note(Event.UNDECIDE)
         return self.restart()
 
     def restart(self) -> list[Contribution]:
@@ -183,10 +236,9 @@ class SyncRounds:
         this one: the round may not be complete without the worker.
 
         Raises:
-            ValueError: the round is decided.
+            ImpossibleTransition: the round is decided.
         """
-        if self.decided:
-            raise ValueError(f"the round on version {self.version} is decided")
+        self._note(Event.RESTART)
         if self.assigner not in self.expected - self.gone:
             self.assigner = None
         void = [self.done[worker] for worker in sorted(self.gone) if worker in self.done]
@@ -210,7 +262,7 @@ class SyncRounds:
         They take no part until they are admitted again. Returns the void steps that nobody will push again.
 
         Raises:
-            ValueError: the round is decided, or another worker assigns.
+            ValueError: the round is decided (ImpossibleTransition), or another worker assigns.
         """
         if self.assigner is not None:
             raise ValueError(f"worker {self.assigner} assigns already")
@@ -353,8 +405,12 @@ class SyncRounds:
         """Decide the round: exactly these contributions. `last`: see `can_commit`."""
         if not self.can_commit(last=last):
             raise ValueError("the round is not ready")
-        self.committing = self.decided = True
+        self._note(Event.COMMIT)
         return self.contributions
+
+    def fail_commit(self) -> None:
+        """The commit has failed on the way; it is begun again, or the round is undecided."""
+        self._note(Event.FAIL)
 
     @property
     def following(self) -> set[int]:
@@ -364,6 +420,7 @@ class SyncRounds:
 
     def end_commit(self) -> None:
         """The shards have applied the round: open the next one."""
+        self._note(Event.APPLY)
         self.expected = self.following
         self.version += 1
         self.attempt = 0
@@ -371,7 +428,6 @@ class SyncRounds:
         self.done.clear()
         self.waiting = set()
         self.gone.clear()
-        self.committing = self.decided = False
 
 
 @dataclass

@@ -14,7 +14,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from elastic_ps.core.bounded import BoundedRounds
-from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.consistency import Contribution, Event, Phase
 
 
 @dataclass
@@ -25,28 +25,28 @@ class QuorumRounds(BoundedRounds):
 
     Attributes:
         quorum: how many workers' exchanges a round waits for, however long that takes; at least 1.
-        hastened: the grace period is over.
+
+    It is shut when the grace period is over.
     """
 
     quorum: int = 1
-    hastened: bool = False
 
     @property
     def lagging(self) -> Set[int]:
-        if len(self.done) < self.quorum or self.hastened or self.decided:
+        if len(self.done) < self.quorum or self.phase is not Phase.OPEN:
             return frozenset()
         return self.expected - self.done.keys()
 
     def hasten(self) -> None:
-        self.hastened = True
+        self._note(Event.SHUT)
 
     @property
     def _enough(self) -> bool:
-        return self.hastened and len(self.done) >= self.quorum
+        return self.phase is Phase.SHUT and len(self.done) >= self.quorum
 
     @property
     def awaited(self) -> set[int]:
-        return (self.begun if self._enough else self.expected) - self.done.keys()
+        return (self.begun if self._shut else self.expected) - self.done.keys()
 
     @property
     def _at_the_bound(self) -> set[int]:
@@ -57,9 +57,6 @@ class QuorumRounds(BoundedRounds):
         return self.decided or self._enough
 
     def restart(self) -> list[Contribution]:
-        self.hastened = False
+        if self.phase is Phase.SHUT:
+            self._note(Event.REOPEN)
         return super().restart()
-
-    def end_commit(self) -> None:
-        self.hastened = False
-        super().end_commit()

@@ -310,7 +310,8 @@ class Driver:
             if not self.fenced:  # it cannot be told at the moment, and the ticker tries again
                 self._back_off()
                 with job.lock:
-                    job.state.rounds.committing, job.stale = False, True
+                    job.state.rounds.fail_commit()
+                    job.stale = True
             return False
         try:
             advance = self._prepare(advance)
@@ -378,7 +379,9 @@ class Driver:
         if refused is RefusalCode.STALE_TERM:
             self._checkpoints.fence(problem)
         with job.lock:
-            job.state.rounds.committing = False
+            rounds = job.state.rounds
+            if rounds.committing:
+                rounds.fail_commit()
             job.stale = True
             if refused is RefusalCode.INVALID and self._ordered != advance.version:
                 job.state.restart_round()

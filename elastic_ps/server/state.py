@@ -685,7 +685,8 @@ class JobState:
     def restart_round(self) -> None:
         """A shard's sums are not those of the round that was decided: it starts again."""
         self.settings, self.opened_with = self.settings_of_version, None
-        self._give_back_steps(self.rounds.undecide())
+        again = self.rounds.undecide if self.rounds.decided else self.rounds.restart
+        self._give_back_steps(again())
 
     @property
     def settings_of_version(self) -> Settings:

@@ -89,4 +89,4 @@ class RoundsMachine(RuleBasedStateMachine, Generic[R]):
         """A commit that fails on the way has been made by some shards: it can only be made again."""
         for _ in range(failures):
             self.decided = self.rounds.begin_commit()
-            self.rounds.committing = False
+            self.rounds.fail_commit()

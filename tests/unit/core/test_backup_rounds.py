@@ -140,7 +140,7 @@ def test_a_round_that_was_decided_is_made_of_the_same_steps() -> None:
         assert let_in(rounds, worker, version=5)
     finish(rounds, 0, 1)
     decided = rounds.begin_commit()
-    rounds.committing = False  # a shard's answer was lost
+    rounds.fail_commit()  # a shard's answer was lost
     rounds.admit(3)
     assert not rounds.takes_part(3)
     assert not let_in(rounds, 2, version=5)

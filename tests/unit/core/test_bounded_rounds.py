@@ -105,7 +105,7 @@ def test_a_newcomer_that_came_when_the_round_was_decided_takes_part_when_it_star
     rounds.begin_commit()
     rounds.admit(1)
     assert not rounds.takes_part(1)
-    rounds.committing = False  # a shard has not got all of it
+    rounds.fail_commit()  # a shard has not got all of it
     rounds.undecide()
     assert rounds.bases == {0: 5, 1: 5}
     for worker in (0, 1):
@@ -223,7 +223,7 @@ def test_a_round_that_was_decided_is_made_of_the_same_steps() -> None:
     rounds = opened(0, 1)
     push(rounds, 0)
     decided = rounds.begin_commit()
-    rounds.committing = False  # a shard's answer was lost
+    rounds.fail_commit()  # a shard's answer was lost
     rounds.admit(3)
     assert rounds.begin(1, version=5) is Entry.LATER
     assert rounds.begin_commit() == decided
@@ -235,7 +235,7 @@ def test_a_worker_that_vanishes_while_it_waits_for_a_decided_round_is_not_held_u
     rounds = opened(0, 1)
     push(rounds, 0)
     rounds.begin_commit()
-    rounds.committing = False  # a shard's answer was lost
+    rounds.fail_commit()  # a shard's answer was lost
     assert rounds.begin(1, version=5) is Entry.LATER
     assert rounds.held_up == {0, 1}
     rounds.lose(1)

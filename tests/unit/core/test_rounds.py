@@ -153,7 +153,7 @@ def test_nobody_is_let_in_to_a_round_that_is_decided() -> None:
     rounds = opened(0)
     rounds.finish(step(0), version=0, attempt=0)
     rounds.begin_commit()
-    rounds.committing = False  # a shard could not be told
+    rounds.fail_commit()  # a shard could not be told
     rounds.admit(1, at_once=True)
     assert rounds.expected == {0}
     assert rounds.lose(0) == []

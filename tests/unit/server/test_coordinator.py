@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.consistency import Contribution, Phase
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.settings import Settings
@@ -572,8 +572,8 @@ def test_a_grace_period_that_ends_while_the_ticker_is_busy_is_over_when_it_looks
 def test_a_round_that_is_being_committed_does_not_keep_the_ticker_awake(coordinator: Coordinator) -> None:
     job = coordinator.job
     with job.lock:
-        job.grace_until, job.state.rounds.committing = job.clock(), True
+        job.grace_until, job.state.rounds.phase = job.clock(), Phase.COMMITTING
         job.ticking.notify_all()
     eventually(lambda: job.grace_until is None, "it does not look for the end of a grace period any more")
     with job.lock:
-        job.state.rounds.committing = False
+        job.state.rounds.phase = Phase.OPEN

@@ -330,7 +330,7 @@ def test_when_a_decided_round_starts_again_the_records_of_who_has_gone_go_to_oth
     state.drop(0, "lost")
     assert state.ledger is not None
     assert state.ledger.held(first.incarnation) == list(done.records), "they may be in the model"
-    state.rounds.committing = False
+    state.rounds.fail_commit()
     state.restart_round()
     assert state.ledger.held(first.incarnation) == []
     assert state.take(1, second.incarnation, 10) == list(done.records)
