@@ -32,6 +32,7 @@ from benchmarks.figures import Figure, write
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.contract.env import ProcessEnvironment
 from elastic_ps.core.partition import Layout, Rule
+from elastic_ps.transport.convert import ranges_from_message
 from elastic_ps.transport.ways import connect
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Ending, Step, Wanted
@@ -120,7 +121,7 @@ def make_version(client: Client, layout: Layout, records: int) -> None:
     for bucket in layout.buckets:
         if bucket.rule is not Rule.CONSTANT:
             client.push(bucket.index, 0, step, 0, Payload(memoryview(bytes(bucket.nbytes))), None)
-    client.finish(step, 0, Ending(ranges=granted.ranges, settings="", metrics={}))
+    client.finish(step, 0, Ending(ranges=ranges_from_message(granted.ranges), settings="", metrics={}))
 
 
 def wait_for(client: Client, version: int, layout: Layout) -> float:

@@ -16,10 +16,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from google.protobuf.message import Message
 
 from elastic_ps.api.tuning import read_tuning
 from elastic_ps.codec.optimizers import Entry
@@ -36,15 +35,18 @@ from elastic_ps.errors import (
     RefusalCode,
     Refused,
 )
+from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import EMPTY, Connection, Frame, Incoming
+from elastic_ps.transport.calls import A, Call, Q, Sender
 from elastic_ps.transport.convert import (
+    from_message,
     layout_from_message,
-    ranges_from_message,
     ranges_to_message,
     tensors_to_message,
+    to_message,
 )
-from elastic_ps.worker.dialogue import Answers, Ending, Granted, Membership, Stay, Step, Wanted
+from elastic_ps.worker.dialogue import Answers, Ending, Membership, Stay, Step, Wanted
 from elastic_ps.worker.encoder import Payload
 from elastic_ps.worker.limits import USUAL, WorkerLimits
 from elastic_ps.worker.probe import measure
@@ -64,9 +66,9 @@ LONGEST_PAUSE = 1.0
 TIMEOUT = timedelta(seconds=60)
 """Deadline of one attempt. Servers answer blocked calls sooner, so only a lost answer takes this long."""
 
-NO_ANSWER = "the parameter server ended the call without an answer"
+PENDING = "pending"
+"""The field of a reply that says that nothing has happened while the call waited."""
 
-M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
 
@@ -174,7 +176,7 @@ class Client:
         )
         while True:
             try:
-                reply = self._ask(0, "Join", request, pb.JoinReply)
+                reply = self.ask(calls.JOIN, request)
             except Refused as refusal:
                 if refusal.code is RefusalCode.MODEL_MISMATCH:
                     raise ModelMismatch(
@@ -192,11 +194,11 @@ class Client:
         self.stay = Stay(self.stay.job, self.worker, reply.term, reply.incarnation)
         self._calls, self._pending = itertools.count(1), 0
         self.traffic.reset()
-        return Membership(
+        return from_message(
+            Membership,
+            reply,
             stay=self.stay,
             layout=layout_from_message(reply.layout),
-            version=reply.version,
-            initialise=reply.initialise,
             lease=timedelta(milliseconds=reply.lease_ms),
             settings=Settings.from_json(reply.settings),
             tuning=read_tuning(reply.tuning, source="the parameter server") if reply.tuning else None,
@@ -205,12 +207,12 @@ class Client:
 
     def _probe(self, nbytes: int) -> float:
         """Send shard 0 so many bytes; returns how many seconds that took. Blocks."""
-        header = pb.ProbeRequest(caller=self.stay.caller()).SerializeToString()
-        frame = Frame(header, memoryview(os.urandom(nbytes)))  # a tunnel may compress what is alike
+        request, body = pb.ProbeRequest(caller=self.stay.caller()), os.urandom(nbytes)
+        frame = Frame(request.SerializeToString(), memoryview(body))  # a tunnel may compress what is alike
 
         def attempt() -> float:
             started = time.monotonic()
-            _only(self._call(0, "Probe", frame))
+            self._once(calls.PROBE, 0, frame, _reply)
             return time.monotonic() - started
 
         return self._retry(attempt)
@@ -225,7 +227,7 @@ class Client:
             Refused: STALE_TERM, STALE_INCARNATION; also if only shard 0 knows, and this shard has just begun.
         """
         request = pb.InitRequest(caller=self.stay.caller(), bucket=bucket, version=version)
-        self._send_first(shard, "Init", Frame(request.SerializeToString(), values))
+        self._send_first(calls.INIT, shard, Frame(request.SerializeToString(), values))
 
     def initialise_state(
         self,
@@ -242,15 +244,15 @@ class Client:
             caller=self.stay.caller(),
             bucket=bucket,
             piece=piece,
-            entries=[pb.InitStateRequest.Entry(key=e.key, dtype=e.dtype, scalar=e.scalar) for e in entries],
+            entries=[to_message(pb.InitStateRequest.Entry, entry) for entry in entries],
             version=version,
         )
-        self._send_first(shard, "InitState", Frame(request.SerializeToString(), body))
+        self._send_first(calls.INIT_STATE, shard, Frame(request.SerializeToString(), body))
 
-    def _send_first(self, shard: int, method: str, frame: Frame) -> None:
+    def _send_first(self, call: Call[Q, pb.Done], shard: int, frame: Frame) -> None:
         def send() -> None:
             try:
-                _only(self._call(shard, method, frame))
+                self._once(call, shard, frame, _reply)
             except Refused as refusal:
                 if refusal.code is RefusalCode.NOT_READY:
                     self.heartbeat()
@@ -260,11 +262,11 @@ class Client:
 
     def initialised(self) -> None:
         """All first values were sent."""
-        self._ask(0, "InitDone", pb.InitDoneRequest(caller=self.stay.caller()), pb.Done)
+        self.ask(calls.INIT_DONE, pb.InitDoneRequest())
 
     def sent(self, version: int) -> None:
         """All values of this version were sent."""
-        self._ask(0, "InitDone", pb.InitDoneRequest(caller=self.stay.caller(), version=version), pb.Done)
+        self.ask(calls.INIT_DONE, pb.InitDoneRequest(version=version))
 
     def heartbeat(self, *, computes_on: int | None = None) -> None:
         """Raises Refused (STALE_INCARNATION) if this worker was declared gone.
@@ -272,8 +274,7 @@ class Client:
         Args:
             computes_on: the version that this worker has pulled; see `Exchange.computes_on`.
         """
-        request = pb.HeartbeatRequest(caller=self.stay.caller(), version=computes_on)
-        self._ask(0, "Heartbeat", request, pb.Done)
+        self.ask(calls.HEARTBEAT, pb.HeartbeatRequest(version=computes_on))
 
     def expect_to_leave(self) -> None:
         """This worker was asked to leave: one that does not answer is waited for during `leaving` only.
@@ -300,13 +301,13 @@ class Client:
     def leave(self) -> None:
         """Say goodbye; what this worker holds goes to others. Tried for `goodbye` only."""
         self.hasten()
-        self._ask(0, "Leave", pb.LeaveRequest(caller=self.stay.caller(next(self._calls))), pb.Done)
+        self.ask(calls.LEAVE, pb.LeaveRequest())
 
     def gone(self) -> None:
         """End the stay in the middle of a step, which is void by that. Tried for `goodbye` only."""
         self.hasten()
         request = pb.GoneRequest(job=self.stay.job, worker=self.worker, instance=self.instance)
-        self._ask(0, "Gone", request, pb.Done)
+        self.ask(calls.GONE, request)
 
     def release(
         self, *, abandoned: bool = False, skipped: Sequence[Range] = (), leaves: bool = False
@@ -318,18 +319,12 @@ class Client:
             skipped: records among these that nobody is to train.
             leaves: the script has left its loop over the loader.
         """
-        request = pb.ReleaseRequest(
-            caller=self.stay.caller(next(self._calls)),
-            abandoned=abandoned,
-            skipped=ranges_to_message(skipped),
-            leaves=leaves,
-        )
-        self._pending = 0  # that call for records is over, whether it was answered or not
-        self._ask(0, "Release", request, pb.Done)
+        request = pb.ReleaseRequest(abandoned=abandoned, skipped=ranges_to_message(skipped), leaves=leaves)
+        self.ask(calls.RELEASE, request)
 
     def report(self, metrics: Mapping[str, float]) -> None:
         """Values outside a step."""
-        self._ask(0, "Report", pb.ReportRequest(caller=self.stay.caller(), metrics=metrics), pb.Done)
+        self.ask(calls.REPORT, pb.ReportRequest(metrics=metrics))
 
     def take(
         self,
@@ -343,7 +338,7 @@ class Client:
         early: bool = False,
         data: str = "",
         epoch: int | None = None,
-    ) -> Granted:
+    ) -> pb.TakeReply:
         """Ask for records; with `wait` it blocks for some seconds at most, then the answer is `pending`.
 
         Args:
@@ -370,30 +365,21 @@ class Client:
             epoch=epoch,
         )
         try:
-            reply = self._ask(0, "Take", request, pb.TakeReply)
+            reply = self.ask(calls.TAKE, request)
         except Refused as refusal:
             if refusal.code is RefusalCode.INVALID:
                 raise InvalidModel(str(refusal)) from refusal
             raise
         self._pending = number if reply.pending else 0
-        return Granted(
-            ranges_from_message(reply.ranges),
-            reply.version,
-            reply.finished,
-            reply.chief,
-            reply.pending,
-            reply.stopped,
-        )
+        return reply
 
     def is_chief(self, epoch: int, *, passes: bool = False) -> bool:
         """Whether this worker is the one to evaluate and save in this epoch."""
-        request = pb.ChiefRequest(caller=self.stay.caller(), epoch=epoch, passes=passes)
-        return self._ask(0, "Chief", request, pb.ChiefReply).chief
+        return self.ask(calls.CHIEF, pb.ChiefRequest(epoch=epoch, passes=passes)).chief
 
     def read_state(self) -> str:
         """What scripts keep with the job, as JSON."""
-        request = pb.ReadStateRequest(caller=self.stay.caller())
-        return self._ask(0, "ReadState", request, pb.ReadStateReply).text
+        return self.ask(calls.READ_STATE, pb.ReadStateRequest()).text
 
     def write_state(self, text: str, *, again: bool) -> None:
         """What they keep from now on. Raises Refused (INVALID): this worker is not the chief.
@@ -401,13 +387,11 @@ class Client:
         Args:
             again: it was written before this worker has joined again.
         """
-        request = pb.WriteStateRequest(caller=self.stay.caller(next(self._calls)), text=text, again=again)
-        self._pending = 0  # as in `release`
-        self._ask(0, "WriteState", request, pb.Done)
+        self.ask(calls.WRITE_STATE, pb.WriteStateRequest(text=text, again=again))
 
     def stop(self, reason: str) -> None:
         """End the training before all records are in the model."""
-        self._ask(0, "Stop", pb.StopRequest(caller=self.stay.caller(), reason=reason), pb.Done)
+        self.ask(calls.STOP, pb.StopRequest(reason=reason))
 
     # --- steps
 
@@ -417,8 +401,7 @@ class Client:
         Returns version and attempt of the round that the step is to be pushed for. Raises Refused (LATE).
         """
         request = pb.BeginRequest(caller=step.stay.caller(), version=step.base, step=step.number)
-        while (reply := self._ask(0, "Begin", request, pb.BeginReply)).pending:
-            pass
+        reply = self._settle(calls.BEGIN, request)
         return reply.version, reply.attempt
 
     def await_version(self, step: Step, attempt: int) -> pb.AwaitReply:
@@ -427,7 +410,7 @@ class Client:
         Blocks for some seconds at most; then the answer is `pending`. Raises Refused (LATE): it is void.
         """
         request = pb.AwaitRequest(caller=step.stay.caller(), step=step.number, attempt=attempt)
-        return self._ask(0, "Await", request, pb.AwaitReply)
+        return self.ask(calls.AWAIT, request)
 
     def push(
         self,
@@ -439,8 +422,8 @@ class Client:
         ending: Ending | None,
     ) -> None:
         """Send a gradient; with `ending`, end the step as well. Blocks until it is in the round's sum."""
-        header = self._push(bucket, step, attempt, payload, ending).SerializeToString()
-        self._retry(lambda: _only(self._call(shard, "Push", Frame(header, payload.body))))
+        request = self._push(bucket, step, attempt, payload, ending)
+        self.ask(calls.PUSH, request, shard=shard, body=payload.body)
 
     def push_and_pull(
         self,
@@ -454,7 +437,7 @@ class Client:
         """One try of the step's last push to a shard that is alone, and of the pull after it, in one call."""
         request = self._push(bucket, step, attempt, payload, ending)
         request.pull.CopyFrom(wanted.request())
-        return self._pulled(0, "Push", Frame(request.SerializeToString(), payload.body))
+        return self._pulled(0, calls.PUSH.name, Frame(request.SerializeToString(), payload.body))
 
     def _push(
         self,
@@ -482,21 +465,19 @@ class Client:
 
     def finish(self, step: Step, attempt: int, ending: Ending) -> None:
         """All buckets of the step are in the sums of their shards."""
-        self._ask(0, "Finish", self._finish(step, attempt, ending), pb.Done)
+        self.ask(calls.FINISH, self._finish(step, attempt, ending))
 
     def _finish(self, step: Step, attempt: int, ending: Ending) -> pb.FinishRequest:
-        return pb.FinishRequest(
+        return to_message(
+            pb.FinishRequest,
+            ending,
             caller=step.stay.caller(),
             step=step.number,
             version=step.version,
             attempt=attempt,
             samples=step.samples,
             ranges=ranges_to_message(ending.ranges),
-            settings=ending.settings,
-            metrics=ending.metrics,
-            reductions=ending.reductions,
             skipped=ranges_to_message(ending.skipped),
-            assigns=ending.assigns,
             traffic=self.traffic.counts(),
         )
 
@@ -522,30 +503,25 @@ class Client:
         if ended is not None:
             step, ending = ended
             request.finish.CopyFrom(self._finish(step, attempt or 0, ending))
-        while (reply := self._ask(0, "Meet", request, pb.MeetReply)).pending:
-            pass
-        return reply
+        return self._settle(calls.MEET, request)
 
     def parts(self, stay: Stay, version: int) -> bool:
         """This worker stops making rounds: is it to send its values, which are of `version`, before?"""
         request = pb.MeetRequest(caller=stay.caller(), version=version, parts=True)
-        return self._ask(0, "Meet", request, pb.MeetReply).send
+        return self.ask(calls.MEET, request).send
 
     def assign(self, version: int) -> pb.AssignReply:
         """Values that the script changed at `version` are to become the next one. Blocks.
 
         Returns what to do: push them for the open round and ask again, or nothing more (`done`).
         """
-        request = pb.AssignRequest(caller=self.stay.caller(), version=version)
-        while (reply := self._ask(0, "Assign", request, pb.AssignReply)).pending:
-            pass
-        return reply
+        return self._settle(calls.ASSIGN, pb.AssignRequest(version=version))
 
     def pull(self, stay: Stay, shard: int, wanted: Wanted) -> Answers:
         """One try of a pull: (answer, body). Blocks. Raises TransportError: ask again for what is missing."""
         request = wanted.request()
         request.caller.CopyFrom(stay.caller())
-        return self._pulled(shard, "Pull", Frame(request.SerializeToString()))
+        return self._pulled(shard, calls.PULL.name, Frame(request.SerializeToString()))
 
     def _pulled(self, shard: int, method: str, frame: Frame) -> Answers:
         for incoming in self._call(shard, method, frame):
@@ -554,39 +530,57 @@ class Client:
     def optimizer_state(self, shard: int) -> list[tuple[pb.OptimizerStateReply, bytes]]:
         """The entries of the optimizer's state on a shard, with their bytes. Blocks."""
 
-        def read(incoming: Incoming) -> tuple[pb.OptimizerStateReply, bytes]:
+        def read(reply: pb.OptimizerStateReply, incoming: Incoming) -> tuple[pb.OptimizerStateReply, bytes]:
             body = bytearray(incoming.size)
             incoming.read_into(memoryview(body))
-            return pb.OptimizerStateReply.FromString(incoming.header), bytes(body)
+            return reply, bytes(body)
 
-        request = pb.OptimizerStateRequest(caller=self.stay.caller())
-        found = self.call(shard, "OptimizerState", request, read=read)
+        found = self.ask_all(calls.OPTIMIZER_STATE, pb.OptimizerStateRequest(), read, shard=shard)
         return [(reply, body) for reply, body in found if not reply.done]
 
     # --- how
 
-    def call(
+    def ask(self, call: Call[Q, A], request: Q, *, shard: int = 0, body: memoryview = EMPTY) -> A:
+        """Make a call that may be repeated; returns its answer. Blocks. Raises Refused, ConnectionLost.
+
+        Args:
+            request: one that names no caller is of the present stay.
+        """
+        return self.ask_all(call, request, _reply, shard=shard, body=body)[0]
+
+    def ask_all(
         self,
-        shard: int,
-        method: str,
-        request: Message,
+        call: Call[Q, A],
+        request: Q,
+        read: Callable[[A, Incoming], T],
         *,
-        read: Callable[[Incoming], T],
+        shard: int = 0,
         body: memoryview = EMPTY,
     ) -> list[T]:
-        """Make a call that may be repeated; returns what `read` makes of each answer, at least one. Blocks.
-
-        Raises Refused, ConnectionLost.
-        """
+        """The same; returns what `read` makes of each answer, at least one."""
+        named: Any = request
+        if call.sender is not Sender.JOB and not named.HasField("caller"):
+            named.caller.CopyFrom(self.stay.caller(next(self._calls) if call.numbered else 0))
+            if call.numbered:
+                self._pending = 0  # a call for records is over, whether it was answered or not
         frame = Frame(request.SerializeToString(), body)
+        return self._retry(lambda: self._once(call, shard, frame, read))
 
-        def attempt() -> list[T]:
-            answers = [read(incoming) for incoming in self._call(shard, method, frame)]
-            if not answers:
-                raise ConnectionLost(NO_ANSWER)
-            return answers
+    def _settle(self, call: Call[Q, A], request: Q) -> A:
+        """Ask until something has happened. Blocks."""
+        while True:
+            reply = self.ask(call, request)
+            if not getattr(reply, PENDING):
+                return reply
 
-        return self._retry(attempt)
+    def _once(self, call: Call[Q, A], shard: int, frame: Frame, read: Callable[[A, Incoming], T]) -> list[T]:
+        found = [
+            read(call.reply.FromString(incoming.header), incoming)
+            for incoming in self._call(shard, call.name, frame)
+        ]
+        if not found:
+            raise ConnectionLost("the parameter server ended the call without an answer")
+        return found
 
     def notice(self, since: float, problem: Exception) -> None:
         """Now and then, say that a call has failed since `since` (monotonic) and is made again."""
@@ -599,10 +593,6 @@ class Client:
 
     def _call(self, shard: int, method: str, frame: Frame) -> Iterator[Incoming]:
         return self._connections[shard].call(method, frame, timeout=TIMEOUT)
-
-    def _ask(self, shard: int, method: str, request: Message, answer: type[M]) -> M:
-        header = request.SerializeToString()
-        return answer.FromString(self._retry(lambda: _only(self._call(shard, method, Frame(header)))))
 
     def _retry(self, attempt: Callable[[], T]) -> T:
         """Repeat what fails on the way, or is answered with "not yet", with growing pauses and jitter."""
@@ -634,9 +624,5 @@ class Client:
             pause = min(most, pause * 2)
 
 
-def _only(answers: Iterator[Incoming]) -> bytes:
-    """The header of the one answer of a call."""
-    headers = [incoming.header for incoming in answers]
-    if headers:
-        return headers[0]
-    raise ConnectionLost(NO_ANSWER)
+def _reply(reply: A, _: Incoming) -> A:
+    return reply

@@ -13,6 +13,7 @@ from elastic_ps.core.partition import Layout
 from elastic_ps.core.settings import Settings
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
+from elastic_ps.transport.convert import to_message
 
 
 @dataclass(frozen=True)
@@ -48,18 +49,6 @@ class Membership:
     settings: Settings
     tuning: Tuning | None
     codecs: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Granted:
-    """The answer to a request for records."""
-
-    ranges: tuple[Range, ...]
-    version: int
-    finished: bool
-    chief: bool
-    pending: bool
-    stopped: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,16 +137,7 @@ class Wanted:
 
     def request(self) -> pb.PullRequest:
         """The message, which does not say who asks."""
-        return pb.PullRequest(
-            version=self.version,
-            buckets=self.buckets,
-            attempt=self.attempt,
-            contributor=self.contributor,
-            held=self.held,
-            ahead=self.ahead,
-            drafts=self.drafts,
-            brief=True,
-        )
+        return to_message(pb.PullRequest, self, brief=True)
 
 
 Answers = Iterator[tuple[pb.PullReply, Incoming]]

@@ -13,9 +13,10 @@ from typing import NamedTuple, Protocol
 from elastic_ps.core.fingerprint import differing, other_records
 from elastic_ps.core.ledger import Range
 from elastic_ps.errors import InvalidModel, Refused, UsageError
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.convert import ranges_from_message
 from elastic_ps.worker.batches import Batches
 from elastic_ps.worker.client import Client, expelled
-from elastic_ps.worker.dialogue import Granted
 from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.strategy import Strategy
 
@@ -141,7 +142,7 @@ class Records:
                 stay = worker.generation, data
                 mine = _Mine(records, epochs, batch, "" if self._said == stay else data)
 
-                def take(all_of_them: list[_Mine]) -> Granted:
+                def take(all_of_them: list[_Mine]) -> pb.TakeReply:
                     _check_same(all_of_them)
                     return self._client.take(
                         **all_of_them[0]._asdict(),
@@ -162,7 +163,7 @@ class Records:
                     worker.abandoned = False
                     self._batches.told()
                     self._accept(granted)
-                return granted.ranges
+                return ranges_from_message(granted.ranges)
             except Refused as refusal:
                 if not expelled(refusal):
                     raise
@@ -170,7 +171,7 @@ class Records:
                 if not wait:
                     return ()
 
-    def _accept(self, granted: Granted) -> None:
+    def _accept(self, granted: pb.TakeReply) -> None:
         """Get the version to compute on, or the last one."""
         exchange = self._exchange()
         behind = granted.version != exchange.version

@@ -26,6 +26,7 @@ from elastic_ps.core.names import LONGEST_NAME, is_name
 from elastic_ps.core.partition import ITEM_SIZE
 from elastic_ps.core.spread import PUSH_RULES, PushRule, Slice, spread
 from elastic_ps.errors import ConnectionLost, ElasticPSError, RefusalCode, Refused, UsageError
+from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
 from elastic_ps.worker.client import Client
@@ -297,14 +298,8 @@ class Tensors:
                     tensor=known.message(),
                     start=part.start,
                 )
-                answers = self._client.call(
-                    part.shard,
-                    "PutTensor",
-                    request,
-                    body=known.part(data, part),
-                    read=lambda incoming: pb.PutTensorReply.FromString(incoming.header),
-                )
-                if answers[0].later:
+                body = known.part(data, part)
+                if self._client.ask(calls.PUT_TENSOR, request, shard=part.shard, body=body).later:
                     return False
         except Refused as refusal:
             if refusal.code is RefusalCode.GONE:
@@ -342,13 +337,7 @@ class Tensors:
         request = pb.DeclareTensorRequest(
             caller=self._caller(), instance=self._client.instance, tensor=tensor, above=above, lost=lost
         )
-        answers = self._client.call(
-            shard,
-            "DeclareTensor",
-            request,
-            read=lambda incoming: pb.DeclareTensorReply.FromString(incoming.header),
-        )
-        return answers[0]
+        return self._client.ask(calls.DECLARE_TENSOR, request, shard=shard)
 
     # --- what the threads do
 
@@ -373,7 +362,7 @@ class Tensors:
                 rule=rule,
             )
             body = memoryview(b"") if data is None else known.part(data, part)
-            self._client.call(shard, "PushTensor", request, body=body, read=_header)
+            self._client.ask(calls.PUSH_TENSOR, request, shard=shard, body=body)
 
     def _pull_slices(self, known: _Known, data: memoryview, shard: int, slices: Sequence[Slice]) -> None:
         request = pb.PullTensorRequest(
@@ -381,8 +370,7 @@ class Tensors:
         )
         places = {part.start: known.part(data, part) for part in slices}
 
-        def read(incoming: Incoming) -> int | None:
-            reply = pb.PullTensorReply.FromString(incoming.header)
+        def read(reply: pb.PullTensorReply, incoming: Incoming) -> int | None:
             if reply.done:
                 return None
             if reply.start not in places:
@@ -390,12 +378,12 @@ class Tensors:
             incoming.read_into(places[reply.start])
             return reply.start
 
-        answers = self._client.call(shard, "PullTensor", request, read=read)
+        answers = self._client.ask_all(calls.PULL_TENSOR, request, read, shard=shard)
         if answers != [*places, None]:
             raise ConnectionLost(f"shard {shard} has sent {len(answers)} of {len(places)} slices")
 
     def _ask_done(self, shard: int, request: pb.FreeTensorRequest) -> None:
-        self._client.call(shard, "FreeTensor", request, read=_header)
+        self._client.ask(calls.FREE_TENSOR, request, shard=shard)
 
     # --- how
 
@@ -476,10 +464,6 @@ def _require_same(what: str, known: _Known, tensor: object) -> None:
         raise UsageError(
             f"{what}({known.name!r}): the tensor is {given}, but {known.name!r} was initialised as {known}"
         )
-
-
-def _header(incoming: Incoming) -> bytes:
-    return incoming.header
 
 
 def _nothing() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from elastic_ps.errors import UsageError
 from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.calls import DECLARE_TENSOR, Call
 from elastic_ps.worker.handles import MOST_QUEUED
 from elastic_ps.worker.limits import WorkerLimits
 from elastic_ps.worker.tensors import Tensors
@@ -28,11 +29,11 @@ class Silent:
     def __init__(self) -> None:
         self.let_go = threading.Event()
 
-    def call(self, shard: int, method: str, request: Any, **_: Any) -> list[Any]:
-        if method == "DeclareTensor":
-            return [pb.DeclareTensorReply(birth=pb.Birth(number=1), life=1)]
+    def ask(self, call: Call[Any, Any], _: Any, **__: Any) -> Any:
+        if call is DECLARE_TENSOR:
+            return pb.DeclareTensorReply(birth=pb.Birth(number=1), life=1)
         assert self.let_go.wait(60)
-        return [None]
+        return pb.Done()
 
 
 def test_a_session_is_closed_although_a_push_waits_for_room() -> None:
