@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.recovery import ROOT
-from elastic_ps.api.training import AUTO, CODECS, OUTER_RULES
+from elastic_ps.api.compression import CODECS
+from elastic_ps.api.consistency import OUTER_RULES
+from elastic_ps.api.fields import AUTO
 
 STEPS = 100
 """Of a worker between two exchanges, in the rows with local steps."""

@@ -22,8 +22,9 @@ from pathlib import Path
 
 from benchmarks.datapath import CASES, Measured, collect, server_cpu
 from benchmarks.network import Hosts, killed_at_the_end, least_seconds, require_alive, start_job
+from elastic_ps.api.compression import CODECS
+from elastic_ps.api.fields import AUTO
 from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.api.training import AUTO, CODECS
 
 KIB = 1024
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)

@@ -41,8 +41,9 @@ import yaml
 from benchmarks.datapath import CASES, HOOKS, Measured, collect, make_model, median
 from benchmarks.figures import Figure, write
 from benchmarks.recovery import ROOT
+from elastic_ps.api.compression import CODECS
+from elastic_ps.api.fields import AUTO
 from elastic_ps.api.job import BUCKET_BYTES, TrainingJobSpec
-from elastic_ps.api.training import AUTO, CODECS
 from elastic_ps.codec import NONE
 from elastic_ps.contract.env import DEFAULT_HTTP_PORT, DEFAULT_PORT, ProcessEnvironment, Role
 

@@ -36,8 +36,8 @@ import psutil
 import torch
 
 from benchmarks.soak_modes import MODES
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import TrainingJob, parse_job
-from elastic_ps.api.training import Consistency
 from elastic_ps.contract.env import Role
 from elastic_ps.contract.schemes import WITHOUT_RANKS, Scheme
 from elastic_ps.drill.history import Data, check

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Annotated, Final, Literal, TypeAlias
 
@@ -67,6 +69,23 @@ DurationOrAuto: TypeAlias = Annotated[
     WithJsonSchema({"type": "string", "pattern": f"^auto$|{_DURATION}"}),
 ]
 PodTemplate: TypeAlias = dict[str, JsonValue]
+
+
+def check_named(name: str, known: Sequence[str], *, what: str, own: str) -> str:
+    """`name`, if it is one of those that are `known`, or names something of the user's own.
+
+    Args:
+        what: that it names, as in "codec".
+        own: how the user's own are named, as in "module:Class".
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if name in known or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+        return name
+    nearest = difflib.get_close_matches(name, known, 1)
+    hint = f"; {nearest[0]} is the nearest" if nearest else ""
+    raise ValueError(f"there is no {what} {name!r}; expected one of {', '.join(known)}, or {own}{hint}")
 
 
 class CamelModel(BaseModel):

@@ -1,4 +1,4 @@
-"""The spec of a TrainingJob; `training` and `policies` have parts of it, `status` has its status.
+"""The spec of a TrainingJob, whose parts stand in modules of their own; `status` has its status.
 
 These models are the single definition of the resource. The local launcher reads job files with them, the
 operator reads custom resources with them, and the CRD is generated from them. The module imports neither
@@ -26,9 +26,10 @@ from pydantic import (
 )
 
 from elastic_ps.api import manifest
-from elastic_ps.api.fields import CamelModel, Duration, PodTemplate
+from elastic_ps.api.compression import Compression
+from elastic_ps.api.consistency import Consistency
+from elastic_ps.api.fields import AUTO, CamelModel, Duration, PodTemplate
 from elastic_ps.api.policies import RunPolicy
-from elastic_ps.api.training import AUTO, Compression, Consistency
 from elastic_ps.errors import InvalidJob
 
 GROUP = "elastic-ps.dev"

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from pydantic import Field, ValidationError
 
-from elastic_ps.api.fields import CamelModel, Duration
+from elastic_ps.api.compression import Compression
+from elastic_ps.api.consistency import OPTIONS, Consistency
+from elastic_ps.api.fields import AUTO, CamelModel, Duration
 from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.api.training import AUTO, OPTIONS, Compression, Consistency
 from elastic_ps.errors import InvalidJob
 
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elastic_ps.api.training import AUTO, MAX_ERROR, Compression
+from elastic_ps.api.compression import MAX_ERROR, Compression
+from elastic_ps.api.fields import AUTO
 from elastic_ps.codec import NONE
 from elastic_ps.codec.auto import Auto
 from elastic_ps.codec.base import Codec, pack

@@ -11,7 +11,7 @@ A momentum m remembers m / (1 - m) steps: that is the mean age of the gradients 
 
 from __future__ import annotations
 
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.core.settings import Settings
 
 SHARE = 20

@@ -12,7 +12,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from elastic_ps.api.training import Compression, Consistency
+from elastic_ps.api.compression import Compression
+from elastic_ps.api.consistency import Consistency
 
 WINDOWS = 50
 """Into how many parts of equal size a job is divided."""

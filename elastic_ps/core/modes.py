@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.core.accumulate import AccumulateRounds
 from elastic_ps.core.asynchronous import AsyncRounds
 from elastic_ps.core.backup import BackupRounds

@@ -11,7 +11,7 @@ import contextlib
 import math
 from functools import cache
 
-from elastic_ps.api.training import STALENESS_SCALES
+from elastic_ps.api.consistency import STALENESS_SCALES
 from elastic_ps.errors import InvalidJob
 from elastic_ps.process.lifecycle import import_own
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from elastic_ps.api.training import Compression, Consistency
+from elastic_ps.api.compression import Compression
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.core.ledger import Range
 from elastic_ps.drill.history import (
     Acknowledged,

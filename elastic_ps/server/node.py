@@ -13,7 +13,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
 
-from elastic_ps.api.training import Compression, Consistency
+from elastic_ps.api.compression import Compression
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Stored

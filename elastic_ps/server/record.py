@@ -18,8 +18,8 @@ from typing import Any, Self
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import BUCKET_BYTES, Data, TrainingJobSpec
-from elastic_ps.api.training import Consistency
 from elastic_ps.api.tuning import Tuning, read_tuning
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.tensors import MASTER, PULLED, Reader

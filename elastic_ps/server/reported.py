@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+from elastic_ps.api.compression import Compression
 from elastic_ps.api.status import Divergence, Member, Progress, Staleness
-from elastic_ps.api.training import Compression
 from elastic_ps.core.divergence import advice
 from elastic_ps.core.membership import Stay
 from elastic_ps.server.state import JobState

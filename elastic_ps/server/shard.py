@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elastic_ps.api.training import Compression, Consistency
+from elastic_ps.api.compression import Compression
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.checkpoint.tensors import Source, Stored
 from elastic_ps.codec import as_bytes
 from elastic_ps.codec.base import Sparse

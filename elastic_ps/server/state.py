@@ -12,8 +12,8 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import Data
-from elastic_ps.api.training import Consistency
 from elastic_ps.api.tuning import Tuning
 from elastic_ps.core import damping, scales
 from elastic_ps.core.balance import Balance

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.core.partition import Bucket
 from elastic_ps.errors import ConnectionLost
 from elastic_ps.worker.dialogue import Ending, Step

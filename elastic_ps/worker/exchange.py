@@ -25,7 +25,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec import checksum
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Rule

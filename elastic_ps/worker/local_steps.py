@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elastic_ps.api.training import OuterRule
+from elastic_ps.api.consistency import OuterRule
 from elastic_ps.codec import as_tensor, dtype_of
 from elastic_ps.codec.delayed import DelayedNesterov
 from elastic_ps.core.fragments import fragments, steps_before, turn

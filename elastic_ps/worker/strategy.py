@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket
 from elastic_ps.core.settings import Made, Settings

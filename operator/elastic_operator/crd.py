@@ -18,9 +18,9 @@ import yaml
 from pydantic.alias_generators import to_camel
 
 from elastic_operator import admission, names
+from elastic_ps.api.consistency import OPTIONS, OUTER_RULES
 from elastic_ps.api.job import GROUP, KIND, VERSION, Evaluator, TrainingJobSpec
 from elastic_ps.api.status import TrainingJobStatus
-from elastic_ps.api.training import OPTIONS, OUTER_RULES
 
 Schema: TypeAlias = dict[str, Any]
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ps.api.compression import Compression
 from elastic_ps.api.job import TrainingJob, parse_job
-from elastic_ps.api.training import Compression
 from elastic_ps.api.tuning import Tuning
 from elastic_ps.cli.setting import assignment, changed
 from elastic_ps.drill.history import Data, check

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.api.training import Compression
+from elastic_ps.api.compression import Compression
 from elastic_ps.codec.base import Codec, Encoded
 from elastic_ps.codec.builtin import TopK
 from elastic_ps.codec.places import LOW

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec.delayed import DelayedNesterov
 from elastic_ps.core.fragments import turn
 from elastic_ps.core.ledger import Range

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.core.fragments import fragments, turn
 from elastic_ps.core.ledger import Range
 from elastic_ps.drill.history import Data, check

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec.delayed import DelayedNesterov
 from elastic_ps.core.ledger import Range
 from elastic_ps.drill.history import Data, check

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from elastic_ps.api.training import Compression
+from elastic_ps.api.compression import Compression
 from elastic_ps.codec import as_bytes
 from elastic_ps.codec.plan import Plan
 from elastic_ps.contrib.datasets import digits

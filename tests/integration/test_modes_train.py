@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.accuracy import EPOCHS, LEAST, MODES, run
-from elastic_ps.api.training import CODECS, OUTER_RULES, Compression, Consistency
+from elastic_ps.api.compression import CODECS, Compression
+from elastic_ps.api.consistency import OUTER_RULES, Consistency
 
 
 def test_none_is_left_out() -> None:

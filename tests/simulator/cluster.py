@@ -15,8 +15,9 @@ from typing import Any, Literal, cast
 
 import torch
 
+from elastic_ps.api.compression import Compression
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import TrainingJobSpec, parse_spec
-from elastic_ps.api.training import Compression, Consistency
 from elastic_ps.api.tuning import Tuning
 from elastic_ps.contract.env import ProcessEnvironment
 from elastic_ps.core.ledger import Range

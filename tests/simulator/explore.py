@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from elastic_ps.api.training import OUTER_RULES, Consistency
+from elastic_ps.api.consistency import OUTER_RULES, Consistency
 from elastic_ps.checkpoint import store
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.objective import Objective

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.codec import as_bytes, checksum
 from elastic_ps.drill import history

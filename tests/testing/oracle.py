@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.api.training import Consistency
 from elastic_ps.core.ledger import Range
 from elastic_ps.worker.order import permutation
 

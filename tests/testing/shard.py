@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec import as_bytes
 from elastic_ps.codec.plan import Plan
 from elastic_ps.contract.identity import Identity

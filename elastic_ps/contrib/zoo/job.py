@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_ps.api.compression import CODECS
 from elastic_ps.api.job import API_VERSION, KIND, TrainingJob, parse_job
-from elastic_ps.api.training import CODECS
 from elastic_ps.contrib.zoo.catalog import check_fit, find_dataset, find_network
 from elastic_ps.errors import UserError
 

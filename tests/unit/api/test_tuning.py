@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from elastic_ps.api.compression import Compression
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import parse_job, parse_spec
 from elastic_ps.api.status import TuningStatus
-from elastic_ps.api.training import Compression, Consistency
 from elastic_ps.api.tuning import Times, Tuning, describe, describe_compression, read_tuning
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.cli.setting import assignment, changed, in_force

@@ -21,7 +21,7 @@ from benchmarks.soak import (
     table,
 )
 from benchmarks.soak_modes import MODES, STEPS, half
-from elastic_ps.api.training import OPTIONS, OUTER_RULES, Consistency
+from elastic_ps.api.consistency import OPTIONS, OUTER_RULES, Consistency
 from elastic_ps.api.tuning import Tuning
 
 RECORDS = 6

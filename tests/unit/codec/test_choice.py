@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastic_ps.api.compression import Compression
 from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.api.training import Compression
 from elastic_ps.codec.auto import CANDIDATES, Auto
 from elastic_ps.codec.base import Encoded
 from elastic_ps.codec.plan import Plan

@@ -14,7 +14,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elastic_ps.api.training import CODECS, Compression
+from elastic_ps.api.compression import CODECS, Compression
 from elastic_ps.codec.base import Codec, Encoded, Part, pack, unpack
 from elastic_ps.codec.builtin import TopK
 from elastic_ps.codec.lossless import LOSSLESS, Compressed, Plain, Zstd

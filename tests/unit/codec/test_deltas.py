@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ps.api.training import Compression, Consistency
+from elastic_ps.api.compression import Compression
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.checkpoint.tensors import PULLED, VALUE
 from elastic_ps.codec.base import Encoded, Sparse
 from elastic_ps.codec.changes import Changed, FewChanges, difference, follow

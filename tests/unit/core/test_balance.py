@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.core.balance import LEAST, TOLERANCE, Balance
 from elastic_ps.core.consistency import Contribution, Entry
 from elastic_ps.core.ledger import Range

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from elastic_ps.api.training import Compression, Consistency
+from elastic_ps.api.compression import Compression
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.core.divergence import Finding, Trend, advice
 
 STEPS = 1000

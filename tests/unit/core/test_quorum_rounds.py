@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.core.consistency import Entry
 from elastic_ps.core.modes import rounds_of
 from elastic_ps.core.quorum import QuorumRounds

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.core import scales
 from elastic_ps.errors import InvalidJob
 

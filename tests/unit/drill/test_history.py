@@ -14,7 +14,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from elastic_ps.api.training import Compression, Consistency
+from elastic_ps.api.compression import Compression
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.core.ledger import Ledger, Range
 from elastic_ps.drill.history import (
     Acknowledged,

@@ -9,9 +9,9 @@ import pytest
 
 from elastic_operator import names
 from elastic_operator.plan import Remember, TellPod
+from elastic_ps.api.compression import Compression
 from elastic_ps.api.job import parse_spec
 from elastic_ps.api.status import Progress, ServerStatus, TuningStatus
-from elastic_ps.api.training import Compression
 from elastic_ps.api.tuning import Tuning, read_tuning
 from elastic_ps.contract.env import DURABLE, read
 from tests.testing.simulation import Simulation, running

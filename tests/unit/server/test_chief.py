@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.api.training import Consistency
 from elastic_ps.api.tuning import Times
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.membership import Stay

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.api.training import Consistency
 from elastic_ps.api.tuning import Times
 from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import ShardFile

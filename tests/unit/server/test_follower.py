@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.core.partition import Layout, Rule, partition
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings

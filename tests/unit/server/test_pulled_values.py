@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.api.training import Compression, Consistency
+from elastic_ps.api.compression import Compression
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec import as_bytes
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec

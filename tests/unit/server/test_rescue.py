@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.tuning import Times
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store

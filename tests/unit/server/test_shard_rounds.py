@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec import as_bytes
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import Settings

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec import dtype_of
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import Settings

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ps.api.compression import Compression
 from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.api.training import Compression
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.api.training import Compression
+from elastic_ps.api.compression import Compression
 from elastic_ps.codec.base import Codec, Encoded, Sparse
 from elastic_ps.codec.memory import as_bytes, dtype_of
 from elastic_ps.codec.plan import Plan

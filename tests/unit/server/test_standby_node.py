@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace

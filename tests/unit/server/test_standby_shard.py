@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.checkpoint.tensors import MASTER
 from elastic_ps.codec import dtype_of
 from elastic_ps.core.partition import Rule

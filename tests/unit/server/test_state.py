@@ -8,8 +8,8 @@ from datetime import timedelta
 
 import pytest
 
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.status import Staleness
-from elastic_ps.api.training import Consistency
 from elastic_ps.core.consistency import Contribution, Entry
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from elastic_ps.api.compression import Compression
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import Data
-from elastic_ps.api.training import Compression, Consistency
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.fingerprint import Mark, to_text
 from elastic_ps.core.lanes import Lanes

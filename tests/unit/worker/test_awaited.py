@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from elastic_ps.api.training import Consistency
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.core.partition import Bucket, partition
 from elastic_ps.errors import ConnectionLost
 from elastic_ps.worker.awaited import FINISH, Asks, Awaited, Pushing, Says, When

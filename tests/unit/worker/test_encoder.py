@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from elastic_ps.api.training import Compression
+from elastic_ps.api.compression import Compression
 from elastic_ps.codec.base import Codec, Encoded, Sparse
 from elastic_ps.codec.builtin import SignSGD
 from elastic_ps.codec.memory import as_bytes, as_tensor, dtype_of

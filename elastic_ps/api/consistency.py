@@ -1,17 +1,15 @@
-"""The parts of a TrainingJob that say how gradients travel and become versions of the model."""
+"""The part of a TrainingJob that says when gradients become versions of the model."""
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, JsonValue, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic.alias_generators import to_camel
 
-from elastic_ps.api.fields import CamelModel, DurationOrAuto
+from elastic_ps.api.fields import CamelModel, DurationOrAuto, check_named
 
 
 class ModeOption(NamedTuple):
@@ -56,23 +54,6 @@ OPTIONS = (
     ModeOption("outer_momentum", ("local",)),
 )
 """The fields of `Consistency` that belong to some modes. The CRD has its rules from here."""
-
-
-def check_named(name: str, known: Sequence[str], *, what: str, own: str) -> str:
-    """`name`, if it is one of those that are `known`, or names something of the user's own.
-
-    Args:
-        what: that it names, as in "codec".
-        own: how the user's own are named, as in "module:Class".
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if name in known or re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
-        return name
-    nearest = difflib.get_close_matches(name, known, 1)
-    hint = f"; {nearest[0]} is the nearest" if nearest else ""
-    raise ValueError(f"there is no {what} {name!r}; expected one of {', '.join(known)}, or {own}{hint}")
 
 
 STALENESS_SCALES = ("damped", "inverse", "none")
@@ -473,116 +454,4 @@ class Consistency(CamelModel):
                 f"{self.global_batch_size}, because a version without the slowest workers would have fewer "
                 "records; leave one of the two out"
             )
-        return self
-
-
-CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk", "signsgd", "powersgd")
-"""Names of codecs; a codec of the user's own is named as module:Class."""
-
-CODEC = Annotated[
-    str, AfterValidator(lambda name: check_named(name, CODECS, what="codec", own="module:Class"))
-]
-
-AUTO = "auto"
-"""Workers choose the codec."""
-
-MAX_ERROR = 0.02
-"""`Compression.max_error`, if it is unset."""
-
-CODEC_OR_AUTO = Annotated[
-    str, AfterValidator(lambda name: check_named(name, (*CODECS, AUTO), what="codec", own="module:Class"))
-]
-
-
-class CompressionRule(CamelModel):
-    """A codec for some of the parameters."""
-
-    match: str = Field(
-        min_length=1,
-        description="A pattern of parameter names, as of files: *.bias matches layer1.bias. The first rule "
-        "that matches a parameter counts.",
-    )
-    codec: CODEC = Field(description="As compression.codec.")
-    options: dict[str, JsonValue] = Field(default_factory=dict, description="As compression.options.")
-
-
-class Compression(CamelModel):
-    """What gradients, and the values of the model, look like on the wire."""
-
-    codec: CODEC_OR_AUTO = Field(
-        default="none",
-        description="How workers encode gradients. With none, they are sent as they are. bf16 and fp16 take "
-        "half the bytes, int8 a quarter, int4 an eighth, signsgd a twentieth, topk sends only the largest "
-        "ones, and powersgd a matrix of low rank. With the last three, what a step does not send is added to "
-        "the worker's next step. "
-        "With auto, each worker tries several, and uses the fastest that loses no more than maxError. "
-        "A codec of your own is named as module:Class.",
-    )
-    max_error: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="With codec auto: how much of a gradient may be lost in a step, 0.02 if unset. It is the "
-        "norm of the difference between what is sent and what arrives, divided by the norm of what is sent: "
-        "the gradient, and what was left over before. It holds for each bucket of each step.",
-    )
-    options: dict[str, JsonValue] = Field(
-        default_factory=dict,
-        description="Arguments of the codec: block, the number of elements that share a scale (int8, int4, "
-        "signsgd); ratio, the share of elements that is sent, warmup, in how many versions it falls to "
-        "that, momentum, of the workers' gradients before they are sent, and dtype, bfloat16 or float32, of "
-        "the elements (topk); rank, the number of columns (powersgd).",
-    )
-    rules: list[CompressionRule] = Field(
-        default_factory=list, description="Other codecs for some of the parameters, by their names."
-    )
-    lossless: Literal["none", "zstd", "blosc"] = Field(
-        default="none",
-        description="What follows each codec, also none. With zstd, what the codecs of gradients and values "
-        "make is compressed with Zstandard, with blosc by Blosc, and nothing is lost by that. Blosc is "
-        "faster, Zstandard finds more. They need the packages zstandard and blosc.",
-    )
-    values: Literal["none", "changed", "bf16", "int8", "int4", "topk", "signsgd"] = Field(
-        default="none",
-        description="How the parameter server sends the model's values to the workers. With none, they are "
-        "sent as they are. With bf16, float32 parameters that are trained take half the bytes: workers "
-        "compute on rounded values, and the parameter server keeps and steps the float32 ones. With "
-        "changed it sends only those that a version has changed, and their places. With int8, int4, topk or "
-        "signsgd it sends by how much, encoded so, and adds what is lost by that to the next change.",
-    )
-    values_options: dict[str, JsonValue] = Field(
-        default_factory=dict,
-        description="Arguments of the codec of values, as compression.options: block (int8, int4, signsgd), "
-        "ratio, warmup and dtype (topk).",
-    )
-
-    @property
-    def wants_whole_matrices(self) -> bool:
-        """Whether a codec makes less of a matrix in small pieces than of the whole one."""
-        return any(codec == "powersgd" for codec, _ in self._of_gradients)
-
-    @property
-    def _of_gradients(self) -> list[tuple[str, Mapping[str, JsonValue]]]:
-        """Codecs and their options: the default, then those of the rules."""
-        return [(self.codec, self.options), *((rule.codec, rule.options) for rule in self.rules)]
-
-    @property
-    def momentum(self) -> JsonValue:
-        """The option of that name, of the first built-in codec of gradients that has it; 0 if none has.
-
-        What a codec of the user's own means by it is not known here.
-        """
-        known = (options.get("momentum") for codec, options in self._of_gradients if ":" not in codec)
-        return next((momentum for momentum in known if momentum), 0)
-
-    @model_validator(mode="after")
-    def _check_auto(self) -> Compression:
-        if self.codec != AUTO:
-            if self.max_error is not None:
-                raise ValueError(
-                    f"maxError {self.max_error:g} has no meaning with codec {self.codec}; leave it out, or "
-                    "set codec: auto"
-                )
-        elif self.options:
-            raise ValueError(f"codec auto takes no options, but maxError; given: {', '.join(self.options)}")
         return self
