@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
 from elastic_ps.api.fields import AUTO, CamelModel, check_named
+from elastic_ps.api.rules import OnlyWith
 
 CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk", "signsgd", "powersgd")
 """Names of codecs; a codec of the user's own is named as module:Class."""
@@ -48,7 +49,7 @@ class Compression(CamelModel):
         "With auto, each worker tries several, and uses the fastest that loses no more than maxError. "
         "A codec of your own is named as module:Class.",
     )
-    max_error: float | None = Field(
+    max_error: Annotated[float | None, OnlyWith("codec", (AUTO,))] = Field(
         default=None,
         ge=0,
         le=1,
@@ -107,12 +108,6 @@ class Compression(CamelModel):
 
     @model_validator(mode="after")
     def _check_auto(self) -> Compression:
-        if self.codec != AUTO:
-            if self.max_error is not None:
-                raise ValueError(
-                    f"maxError {self.max_error:g} has no meaning with codec {self.codec}; leave it out, or "
-                    "set codec: auto"
-                )
-        elif self.options:
+        if self.codec == AUTO and self.options:
             raise ValueError(f"codec auto takes no options, but maxError; given: {', '.join(self.options)}")
         return self

@@ -6,55 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, model_validator
-from pydantic.alias_generators import to_camel
+from pydantic import AfterValidator, Field
 
 from elastic_ps.api.fields import CamelModel, DurationOrAuto, check_named
-
-
-class ModeOption(NamedTuple):
-    """A field of `Consistency` that not every mode has.
-
-    Attributes:
-        field: its name in Python.
-        modes: those that have it.
-        needed: what it says, if they need it; "" if they can do without.
-    """
-
-    field: str
-    modes: tuple[str, ...]
-    needed: str = ""
-
-    @property
-    def name(self) -> str:
-        """As in YAML."""
-        return to_camel(self.field)
-
-
-OPTIONS = (
-    ModeOption(
-        "max_staleness",
-        ("bounded",),
-        "the number of versions that the other workers may make while one worker computes a step",
-    ),
-    ModeOption("global_batch_size", ("sync",)),
-    ModeOption("reads", ("async",)),
-    ModeOption("staleness_scale", ("async", "bounded")),
-    ModeOption("max_staleness_p99", ("async", "bounded", "sync")),
-    ModeOption("gradients", ("accumulate",), "the number of steps that each version is made of"),
-    ModeOption(
-        "steps", ("local",), "the number of steps that a worker makes by itself between two exchanges"
-    ),
-    ModeOption("fragments", ("local",)),
-    ModeOption("overlap", ("local",)),
-    ModeOption("quorum", ("local",)),
-    ModeOption("grace", ("local",)),
-    ModeOption("outer", ("local",)),
-    ModeOption("outer_learning_rate", ("local",)),
-    ModeOption("outer_momentum", ("local",)),
-)
-"""The fields of `Consistency` that belong to some modes. The CRD has its rules from here."""
-
+from elastic_ps.api.rules import NOT_LOCALLY, AtMost, NotWith, OnlyWith, Rule, never
 
 STALENESS_SCALES = ("damped", "inverse", "none")
 
@@ -113,10 +68,95 @@ Beats Minibatch SGD Under Arbitrary Delays".
 """
 
 
+def _needed(mode: str, what: str) -> OnlyWith:
+    return OnlyWith("mode", (mode,), needed=f"the number of {what}")
+
+
+def _takes(option: str) -> OnlyWith:
+    return OnlyWith("outer", tuple(name for name, rule in OUTER_RULES.items() if option in rule.options))
+
+
+LOCALLY_FIXED = "in mode local, consistency besides steps cannot change; create a new job for that"
+LOCAL_STAYS = "there the script's optimizer runs on the workers, and elsewhere on the parameter server"
+"""Why a job cannot enter or leave mode `local`."""
+
+_SYNC, _LOCAL = OnlyWith("mode", ("sync",)), OnlyWith("mode", ("local",))
+_WAITS = OnlyWith(
+    "outer",
+    tuple(name for name, rule in OUTER_RULES.items() if rule.waits),
+    where="nobody waits for a slow worker",
+)
+_MEASURED = NotWith("deterministic", "measured speeds differ from run to run", value="speed")
+_OBJECTIVE: list[OnlyWith | NotWith] = [
+    OnlyWith("mode", ("async", "bounded", "sync")),
+    *(
+        NotWith(other, "no step is stale with it, and the mode stays sync")
+        for other in ("deterministic", "backup_workers", "global_batch_size")
+    ),
+]
+_TURNS = AtMost(
+    "steps",
+    do=": each part is exchanged once in {bound} steps, one at a time. Set fragments to {bound} or less, or "
+    "more steps",
+)
+_STAYS_LOCAL = Rule(
+    cel="(self.mode == 'local') == (oldSelf.mode == 'local')",
+    message="to or from mode local, consistency cannot change; create a new job for that",
+)
+_BALANCES = Rule(
+    cel="!has(self.balance) || has(self.globalBatchSize) || self.mode == 'local'",
+    message="consistency.balance works only with globalBatchSize or with mode local",
+    holds=lambda c: c.balance is None or c.global_batch_size is not None or c.mode == "local",
+    says=lambda c: (
+        f"balance {c.balance} has no meaning without globalBatchSize; set that, or mode: local, or leave "
+        "balance out"
+    ),
+)
+_OWN_VALUES = Rule(
+    cel="!has(self.overlap) || self.overlap == 0 || !has(self.outer) || self.outer != 'easgd'",
+    message="consistency.overlap does not work with outer easgd",
+    holds=lambda c: not (c.overlap and c.outer_rule.elastic),
+    says=lambda c: (
+        f"overlap {c.overlap} has no meaning with outer {c.outer}, where a worker goes on from its own "
+        "values; leave it out, or set another outer"
+    ),
+)
+_OVERLAPS = Rule(
+    cel="!has(self.overlap) || !has(self.steps) || "
+    "(self.overlap + 1) * (has(self.fragments) ? self.fragments : 1) <= self.steps",
+    message="consistency.overlap has to be below the steps between two exchanges",
+    holds=lambda c: not c.overlap or c.overlap < c.steps_between,
+    says=lambda c: (
+        f"overlap {c.overlap} is too many: there are {c.steps_between} steps between two exchanges, and one "
+        f"has to be over before the next one begins. Set overlap to {c.steps_between - 1} or less, or more "
+        "steps"
+    ),
+)
+_GRACE = Rule(
+    cel="!has(self.grace) || has(self.quorum)",
+    message="consistency.grace works only with quorum",
+    holds=lambda c: c.grace is None or c.quorum is not None,
+    says=lambda _: (
+        "grace has no meaning without quorum, because a version then waits for all workers; leave it out, or "
+        "set quorum: the number of workers that a version waits for at least"
+    ),
+)
+_PASSES = Rule(
+    cel="!has(self.outer) || self.outer != 'easgd' || !has(self.outerLearningRate) || "
+    "self.outerLearningRate <= 1.0",
+    message="consistency.outerLearningRate is at most 1 with outer easgd",
+    holds=lambda c: not c.outer_rule.elastic or c.outer_rule.learning_rate <= 1,
+    says=lambda c: (
+        f"outerLearningRate {c.outer_learning_rate:g} would move a worker and the job past each other; with "
+        "outer easgd it is at most 1"
+    ),
+)
+
+
 class Consistency(CamelModel):
     """When gradients become a new version of the model."""
 
-    mode: Literal["sync", "bounded", "accumulate", "async", "local"] = Field(
+    mode: Annotated[Literal["sync", "bounded", "accumulate", "async", "local"], _STAYS_LOCAL] = Field(
         default="sync",
         description="With sync, each version is made of one step of every worker, so fast workers wait for "
         "slow ones. With bounded, a version is made as soon as one worker has finished a step. A slow "
@@ -126,14 +166,17 @@ class Consistency(CamelModel):
         "was computed on. With local, workers make steps by themselves, with the script's optimizer, and "
         "exchange what came of it now and then; see steps and outer.",
     )
-    max_staleness: int | None = Field(
+    max_staleness: Annotated[
+        int | None,
+        _needed("bounded", "versions that others may make during a step"),
+    ] = Field(
         default=None,
         ge=1,
         description="Only with mode bounded, and needed there: how many versions the other workers may make "
         "while one worker computes a step. After that they wait for it. Example: three workers make 5 steps "
         "each while a fourth makes one. They make up to 15 versions meanwhile, so with 16 they do not wait.",
     )
-    gradients: int | None = Field(
+    gradients: Annotated[int | None, _needed("accumulate", "steps that a version is made of")] = Field(
         default=None,
         ge=1,
         description="Only with mode accumulate, and needed there: how many steps each version is made of, "
@@ -141,7 +184,11 @@ class Consistency(CamelModel):
         "for a version. If there are more, the steps that come last are dropped, and their records go to "
         "other workers. The last version of a job may be made of fewer.",
     )
-    global_batch_size: int | None = Field(
+    global_batch_size: Annotated[
+        int | None,
+        _SYNC,
+        never("the records are handed out in versions of that size from the start"),
+    ] = Field(
         default=None,
         ge=1,
         description="Only with mode sync: how many records each version is made of, whatever the number of "
@@ -149,19 +196,19 @@ class Consistency(CamelModel):
         "a part of them, and the records of a worker that is lost go to others in the same version. The last "
         "version of an epoch has what is left.",
     )
-    balance: Literal["even", "speed"] | None = Field(
+    balance: Annotated[Literal["even", "speed"] | None, _BALANCES, _WAITS, _MEASURED, NOT_LOCALLY] = Field(
         default=None,
         description="Only with globalBatchSize, or with mode local and outer diloco or average; even if "
         "unset. With speed, workers get work in proportion to their measured speed: records of each version, "
         "or local steps between two exchanges, where the fastest makes as many as steps says.",
     )
-    reads: Literal["consistent", "inconsistent"] | None = Field(
+    reads: Annotated[Literal["consistent", "inconsistent"] | None, OnlyWith("mode", ("async",))] = Field(
         default=None,
         description="Only with mode async; consistent if unset. With consistent, a worker reads one version "
         "wholly, and the next version is made when all that read have finished. With inconsistent, versions "
         "are made meanwhile, so some of the parameters that a worker reads may be newer than others.",
     )
-    staleness_scale: STALENESS_SCALE | None = Field(
+    staleness_scale: Annotated[STALENESS_SCALE | None, OnlyWith("mode", ("async", "bounded"))] = Field(
         default=None,
         description="Only with modes async and bounded; damped if unset. With inverse, the learning "
         "rate of a step is divided by one more than its staleness: a step that is 3 versions old is made "
@@ -171,7 +218,7 @@ class Consistency(CamelModel):
         "own is named as module:function. It takes the staleness, a number of versions, and returns what the "
         "rate is multiplied by. A version of several steps has the rate of the stalest one.",
     )
-    max_staleness_p99: int | None = Field(
+    max_staleness_p99: Annotated[int | None, *_OBJECTIVE] = Field(
         default=None,
         ge=0,
         description="Only with modes async, bounded and sync: how stale 99 of 100 steps may be at most, in "
@@ -179,28 +226,28 @@ class Consistency(CamelModel):
         "from async to bounded with this bound, or to sync if it is 0; and back when steps have long been "
         "half as stale at most. The mode is the one that the job begins with.",
     )
-    steps: int | None = Field(
+    steps: Annotated[int | None, _needed("local", "steps that a worker makes by itself")] = Field(
         default=None,
         ge=1,
         description="Only with mode local, and needed there: how many steps a worker makes by itself between "
         "two exchanges; with fragments, between two exchanges of the same one. An exchange before the data "
         "runs out, or before the worker leaves, has fewer.",
     )
-    fragments: int | None = Field(
+    fragments: Annotated[int | None, _LOCAL, _TURNS, NOT_LOCALLY] = Field(
         default=None,
         ge=1,
         description="Only with mode local; 1 if unset: into how many parts the model is divided, which are "
         "exchanged in turn. Each part is exchanged once in as many steps as are set, so exchanges are more "
         "frequent and smaller. A tensor is not divided, so there are at most as many parts as tensors.",
     )
-    overlap: int | None = Field(
+    overlap: Annotated[int | None, _LOCAL, _OWN_VALUES, _OVERLAPS, NOT_LOCALLY] = Field(
         default=None,
         ge=0,
         description="Only with mode local, and not with outer easgd; 0 if unset: how many steps a worker "
         "makes while an exchange is under way, before it takes the result over. What these steps have "
         "changed is added to it. They have to be fewer than those between two exchanges.",
     )
-    quorum: int | None = Field(
+    quorum: Annotated[int | None, _LOCAL, _WAITS, NOT_LOCALLY] = Field(
         default=None,
         ge=1,
         description="Only with mode local and outer diloco or average: of how many workers' exchanges a "
@@ -208,13 +255,17 @@ class Consistency(CamelModel):
         "and later ones are part of a later version. All workers' if unset. It may be worker.minReplicas at "
         "most.",
     )
-    grace: DurationOrAuto | None = Field(
+    grace: Annotated[DurationOrAuto | None, _LOCAL, _GRACE, NOT_LOCALLY] = Field(
         default=None,
         description="Only with quorum: how long a version waits for the other workers when it has its "
         "quorum. With auto, which is the default, it is a quarter of the time between two exchanges of a "
         "worker, as measured.",
     )
-    outer: Literal["diloco", "delayed", "average", "easgd", "downpour"] | None = Field(
+    outer: Annotated[
+        Literal["diloco", "delayed", "average", "easgd", "downpour"] | None,
+        _LOCAL,
+        NOT_LOCALLY,
+    ] = Field(
         default=None,
         description="Only with mode local; diloco if unset. What the parameter server makes of the workers' "
         "exchanges. With diloco, the mean of their changes is the gradient of a step with Nesterov momentum. "
@@ -224,7 +275,9 @@ class Consistency(CamelModel):
         "comes. With easgd, a worker keeps its own values, and at each exchange they and the job's are drawn "
         "together.",
     )
-    outer_learning_rate: float | None = Field(
+    outer_learning_rate: Annotated[
+        float | None, _LOCAL, _takes("outer_learning_rate"), _PASSES, NOT_LOCALLY
+    ] = Field(
         default=None,
         ge=0.0001,
         le=100,
@@ -234,7 +287,7 @@ class Consistency(CamelModel):
         "delay-adaptive rates are (Mishchenko et al. 2022). With easgd it is the share of their distance by "
         "which both sides move, 0.25 if unset, and 1 at most.",
     )
-    outer_momentum: float | None = Field(
+    outer_momentum: Annotated[float | None, _LOCAL, _takes("outer_momentum"), NOT_LOCALLY] = Field(
         default=None,
         ge=0,
         le=0.9999,
@@ -243,7 +296,11 @@ class Consistency(CamelModel):
         "2013): 0.05 in the first one, 0.5 in the 20th, and 0.9 from the 180th on (Douillard et al. 2023). "
         "So it fits a job with few of them, too.",
     )
-    deterministic: bool = Field(
+    deterministic: Annotated[
+        bool,
+        _SYNC,
+        never("each worker would need a fixed share of the records from the start"),
+    ] = Field(
         default=False,
         description="With true, two runs of the job give the same model, bit for bit. Each worker has a "
         "fixed share of the records, and gradients are added in the order of the workers' indexes. When a "
@@ -251,7 +308,12 @@ class Consistency(CamelModel):
         "runs. With globalBatchSize it may change, and nobody waits for a replacement: each version has the "
         "same records with any workers, and two runs agree up to round-off.",
     )
-    backup_workers: int = Field(
+    backup_workers: Annotated[
+        int,
+        _SYNC,
+        NotWith("deterministic", "which worker is late differs from run to run"),
+        NotWith("global_batch_size", "a version without the slowest workers would have fewer records"),
+    ] = Field(
         default=0,
         ge=0,
         description="How many slow workers each round leaves out. Example: with 4 workers and 1, a version "
@@ -293,6 +355,11 @@ class Consistency(CamelModel):
         )
 
     @property
+    def steps_between(self) -> int:
+        """In mode `local`, the steps that a worker makes between two exchanges."""
+        return (self.steps or 1) // (self.fragments or 1)
+
+    @property
     def scale(self) -> str:
         """How stale steps are scaled; see `staleness_scale`."""
         if self.mode == "local":
@@ -330,128 +397,11 @@ class Consistency(CamelModel):
         stays = not self.deterministic and self.max_staleness_p99 is None
         return self.mode == "sync" and self.waits_for_all and stays
 
-    @model_validator(mode="after")
-    def _check_options(self) -> Consistency:
-        for option in OPTIONS:
-            value, has = getattr(self, option.field), self.mode in option.modes
-            if has and option.needed and value is None:
-                raise ValueError(f"mode {self.mode} needs {option.name}: {option.needed}")
-            if not has and value is not None:
-                raise ValueError(
-                    f"{option.name} {value} has no meaning with mode {self.mode}; leave it out, or set mode: "
-                    f"{' or '.join(option.modes)}"
-                )
-        other = "backupWorkers" if self.backup_workers else "deterministic" if self.deterministic else ""
-        if self.mode != "sync" and other:
-            raise ValueError(f"{other} works only with mode sync; leave it out, or set mode: sync")
-        return self
 
-    @model_validator(mode="after")
-    def _check_objective(self) -> Consistency:
-        fixed = {
-            "backupWorkers": self.backup_workers,
-            "deterministic": self.deterministic,
-            "globalBatchSize": self.global_batch_size,
-        }
-        for name in (name for name, value in fixed.items() if value and self.max_staleness_p99 is not None):
-            raise ValueError(
-                f"maxStalenessP99 {self.max_staleness_p99} cannot be combined with {name}, with which no "
-                "step is stale and the mode stays sync; leave one of the two out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_fragments(self) -> Consistency:
-        if self.mode == "local" and (self.fragments or 1) > (self.steps or 1):
-            raise ValueError(
-                f"fragments {self.fragments} is more than steps {self.steps}: each part is exchanged once in "
-                f"{self.steps} steps, one at a time. Set fragments to {self.steps} or less, or more steps"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_overlap(self) -> Consistency:
-        if not self.overlap:
-            return self
-        if self.outer_rule.elastic:
-            raise ValueError(
-                f"overlap {self.overlap} has no meaning with outer {self.outer}, where a worker goes on from "
-                "its own values; leave it out, or set another outer"
-            )
-        between = (self.steps or 1) // (self.fragments or 1)
-        if self.overlap >= between:
-            raise ValueError(
-                f"overlap {self.overlap} is too many: there are {between} steps between two exchanges, and "
-                f"one has to be over before the next one begins. Set overlap to {between - 1} or less, or "
-                "more steps"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_quorum(self) -> Consistency:
-        if self.quorum is not None and not self.outer_rule.waits:
-            waiting = " or ".join(name for name, rule in OUTER_RULES.items() if rule.waits)
-            raise ValueError(
-                f"quorum {self.quorum} has no meaning with outer {self.outer}, where each exchange makes a "
-                f"version by itself; leave it out, or set outer: {waiting}"
-            )
-        if self.grace is not None and self.quorum is None:
-            raise ValueError(
-                "grace has no meaning without quorum, because a version then waits for all workers; leave it "
-                "out, or set quorum: the number of workers that a version waits for at least"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_balance(self) -> Consistency:
-        if self.balance is None:
-            return self
-        if self.global_batch_size is None and self.mode != "local":
-            raise ValueError(
-                f"balance {self.balance} has no meaning without globalBatchSize; set that, or mode: local, "
-                "or leave balance out"
-            )
-        if self.mode == "local" and not self.outer_rule.waits:
-            raise ValueError(
-                f"balance {self.balance} has no meaning with outer {self.outer}, where nobody waits for a "
-                "slow worker; leave it out, or set outer: diloco or average"
-            )
-        if self.balance == "speed" and self.deterministic:
-            raise ValueError(
-                "balance speed cannot be combined with deterministic: true, because measured speeds differ "
-                "from run to run; leave one of the two out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_outer(self) -> Consistency:
-        outer = self.outer or "diloco"
-        for name in ("outer_learning_rate", "outer_momentum"):
-            value = getattr(self, name)
-            if value is not None and name not in OUTER_RULES[outer].options:
-                takes = " or ".join(known for known, rule in OUTER_RULES.items() if name in rule.options)
-                raise ValueError(
-                    f"{to_camel(name)} {value:g} has no meaning with outer {outer}; leave it out, or set "
-                    f"outer: {takes}"
-                )
-        if self.outer_rule.elastic and self.outer_rule.learning_rate > 1:
-            raise ValueError(
-                f"outerLearningRate {self.outer_learning_rate:g} would move a worker and the job past each "
-                "other; with outer easgd it is at most 1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_backup_workers(self) -> Consistency:
-        if self.deterministic and self.backup_workers:
-            raise ValueError(
-                f"backupWorkers {self.backup_workers} cannot be combined with deterministic: true, because "
-                "which worker is late differs from run to run; leave one of the two out"
-            )
-        if self.global_batch_size and self.backup_workers:
-            raise ValueError(
-                f"backupWorkers {self.backup_workers} cannot be combined with globalBatchSize "
-                f"{self.global_batch_size}, because a version without the slowest workers would have fewer "
-                "records; leave one of the two out"
-            )
-        return self
+MODES_OF: Mapping[str, tuple[str, ...]] = {
+    name: mark.values
+    for name, info in Consistency.model_fields.items()
+    for mark in info.metadata
+    if isinstance(mark, OnlyWith) and mark.other == "mode"
+}
+"""The fields that belong to some modes alone, by their names in Python, and those modes."""

@@ -6,10 +6,20 @@ import difflib
 import re
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Annotated, Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue, PlainSerializer, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    JsonValue,
+    PlainSerializer,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic.alias_generators import to_camel
+
+from elastic_ps.api import rules
 
 MOST_SECONDS = 2**31 - 1
 """The longest time that a job may name: 68 years. Dates of Python end before much longer ones are over."""
@@ -89,8 +99,13 @@ def check_named(name: str, known: Sequence[str], *, what: str, own: str) -> str:
 
 
 class CamelModel(BaseModel):
-    """Fields in camel case, as in YAML and JSON; unknown ones are refused."""
+    """Fields in camel case, as in YAML and JSON; unknown ones, and what breaks a rule, are refused."""
 
     model_config = ConfigDict(
         extra="forbid", populate_by_name=True, alias_generator=to_camel, validate_default=True
     )
+
+    @model_validator(mode="after")
+    def _check_rules(self) -> Self:
+        rules.check(self)
+        return self

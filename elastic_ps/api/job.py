@@ -25,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from elastic_ps.api import manifest
+from elastic_ps.api import manifest, rules
 from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.fields import AUTO, CamelModel, Duration, PodTemplate
@@ -86,21 +86,30 @@ class ResumeFrom(CamelModel):
         return self
 
 
-class Checkpoint(CamelModel):
-    """When the parameter server writes its state to disk, and where."""
+class Times(CamelModel):
+    """When checkpoints are written, and how many are kept."""
 
-    interval: Duration = Field(default=timedelta(seconds=30), description="The time between two checkpoints.")
-    every_versions: int | None = Field(
+    interval: Annotated[Duration, rules.SET] = Field(
+        default=timedelta(seconds=30), description="The time between two checkpoints."
+    )
+    every_versions: Annotated[int | None, rules.SET] = Field(
         default=None,
         ge=1,
         description="Also write a checkpoint whenever this many versions have been made since the last one.",
     )
-    keep: int = Field(default=3, ge=1, description="How many checkpoints to keep. Older ones are deleted.")
-    path: str | None = Field(
+    keep: Annotated[int, rules.SET] = Field(
+        default=3, ge=1, description="How many checkpoints to keep. Older ones are deleted."
+    )
+
+
+class Checkpoint(Times):
+    """When the parameter server writes its state to disk, and where."""
+
+    path: Annotated[str | None, rules.IGNORED] = Field(
         default=None,
         description="The directory for checkpoints of local runs. On a cluster, the volume is used instead.",
     )
-    volume_claim: VolumeClaim | None = Field(
+    volume_claim: Annotated[VolumeClaim | None, rules.NEVER] = Field(
         default=None,
         description=(
             "The PersistentVolumeClaim to create on a cluster. All parameter servers mount it. A job with "
@@ -108,13 +117,13 @@ class Checkpoint(CamelModel):
             "may do without any: its checkpoints are then in an emptyDir, and are lost with the pod."
         ),
     )
-    existing_claim: str | None = Field(
+    existing_claim: Annotated[str | None, rules.NEVER] = Field(
         default=None,
         pattern=_CLAIM,
         description="A PersistentVolumeClaim that exists already, to write checkpoints to. It is not deleted "
         "with the job. If it holds checkpoints of a job of the same name, this job continues from them.",
     )
-    resume_from: ResumeFrom | None = Field(
+    resume_from: Annotated[ResumeFrom | None, rules.NEVER] = Field(
         default=None,
         description="Continue from the checkpoints of an earlier job, on a cluster. This job takes the claim "
         "over and writes its own checkpoints to it.",
@@ -140,13 +149,30 @@ SMALLEST_BUCKET = 1024
 """Bytes of a bucket, at least."""
 
 
+_BUCKETS = rules.Rule(
+    cel=f"self.bucketBytes == 0 || self.bucketBytes >= {SMALLEST_BUCKET}",
+    message=f"parameterServer.bucketBytes is 0, or at least {SMALLEST_BUCKET}",
+    holds=lambda server: not 0 < server.bucket_bytes < SMALLEST_BUCKET,
+    says=lambda server: (
+        f"bucketBytes is {server.bucket_bytes}; expected at least {SMALLEST_BUCKET}, or 0, with which the "
+        "size is chosen when the job begins"
+    ),
+)
+_SHARED = rules.Rule(
+    cel="(self.durability != 'standby' && self.replicas == 1) || has(self.checkpoint.volumeClaim) || "
+    "has(self.checkpoint.existingClaim) || has(self.checkpoint.resumeFrom)",
+    message="a job with several shards or with standbys needs checkpoint.volumeClaim, existingClaim or "
+    "resumeFrom, because they share a volume",
+)
+
+
 class ParameterServer(CamelModel):
     """The processes that hold the model."""
 
-    replicas: int = Field(
+    replicas: Annotated[int, rules.NEVER] = Field(
         default=1, ge=1, le=64, description="The number of shards. Each holds a part of the model."
     )
-    bucket_bytes: int = Field(
+    bucket_bytes: Annotated[int, _BUCKETS, rules.NEVER] = Field(
         default=0,
         ge=0,
         le=256 * 1024 * 1024,
@@ -155,21 +181,21 @@ class ParameterServer(CamelModel):
         "chosen when the job begins: the first worker measures its network. It is 4 MiB then with strategy "
         "all-reduce, with consistency.deterministic, and with codec powersgd.",
     )
-    send_ahead: bool = Field(
+    send_ahead: Annotated[bool, rules.NEW_PODS] = Field(
         default=True,
         description="With true, in mode sync, a shard makes and sends the next values of a bucket as soon as "
         "it has the gradients of all workers for it. So values travel while other gradients still do. It "
         "keeps the old values until the whole step is complete, which takes a second copy of values, sums "
         "and optimizer state. Workers on a shard's own host do not need it.",
     )
-    optimizers: list[ImportPath] = Field(
+    optimizers: Annotated[list[ImportPath], rules.NEW_PODS] = Field(
         default_factory=list,
         max_length=16,
         description="Classes of optimizers of your own that scripts may use besides those of torch.optim, as "
         "module:Class. The parameter server imports these and no others, so its image has to have them. Each "
         "has to treat every element of a parameter by itself.",
     )
-    tensor_bytes: int = Field(
+    tensor_bytes: Annotated[int, rules.NEW_PODS] = Field(
         default=1024 * 1024 * 1024,
         ge=0,
         le=2**44,
@@ -177,7 +203,7 @@ class ParameterServer(CamelModel):
         "parameter server. They need memory besides the model and its optimizer's state.",
     )
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
-    durability: Durability = Field(
+    durability: Annotated[Durability, _SHARED, rules.NEVER] = Field(
         default="checkpoint",
         description=(
             "What happens when a parameter server is lost. With checkpoint, the job goes back to the newest "
@@ -185,19 +211,10 @@ class ParameterServer(CamelModel):
             "process that receives every round before it counts, so nothing is trained again."
         ),
     )
-    template: PodTemplate = Field(
+    template: Annotated[PodTemplate, rules.PATCH] = Field(
         default_factory=dict,
         description="A PodTemplateSpec. It is merged over the operator's default template.",
     )
-
-    @model_validator(mode="after")
-    def _check_buckets(self) -> ParameterServer:
-        if 0 < self.bucket_bytes < SMALLEST_BUCKET:
-            raise ValueError(
-                f"bucketBytes is {self.bucket_bytes}; expected at least {SMALLEST_BUCKET}, or 0, with which "
-                "the size is chosen when the job begins"
-            )
-        return self
 
     @property
     def slice_bytes(self) -> int:
@@ -212,22 +229,24 @@ MOST_WORKERS = 10_000
 class Worker(CamelModel):
     """The processes that compute gradients."""
 
-    replicas: int = Field(
-        default=1,
-        ge=1,
-        le=MOST_WORKERS,
-        description="The number of workers. It may change while the job runs.",
+    replicas: Annotated[int, rules.AtLeast("min_replicas"), rules.AtMost("max_replicas"), rules.SCALE] = (
+        Field(
+            default=1,
+            ge=1,
+            le=MOST_WORKERS,
+            description="The number of workers. It may change while the job runs.",
+        )
     )
-    min_replicas: int = Field(
+    min_replicas: Annotated[int, rules.PATCH] = Field(
         default=1,
         ge=1,
         description="The smallest number of workers that replicas may be set to. The job is Running as soon "
         "as this many workers are ready.",
     )
-    max_replicas: int | None = Field(
+    max_replicas: Annotated[int | None, rules.PATCH] = Field(
         default=None, ge=1, description="The largest number of workers that replicas may be set to."
     )
-    processes: int = Field(
+    processes: Annotated[int, rules.NEW_PODS] = Field(
         default=1,
         ge=1,
         le=64,
@@ -236,37 +255,21 @@ class Worker(CamelModel):
         "that many times fewer workers to serve. In mode local they make the same local steps. If one "
         "process dies, the worker does.",
     )
-    lease_duration: Duration = Field(
+    lease_duration: Annotated[Duration, rules.NEW_PODS] = Field(
         default=timedelta(seconds=10),
         description="If a worker sends nothing for this long, it is declared lost, and its records go to "
         "other workers.",
     )
-    progress_timeout: Duration = Field(
+    progress_timeout: Annotated[Duration, rules.NEW_PODS] = Field(
         default=timedelta(minutes=30),
         description="If the other workers wait this long for one worker's step, that worker is declared hung "
         "and replaced. This counts against backoffLimit. Choose a longer time than the longest step takes; "
         "the first step may also compile or download something. With 0s no worker is ever declared hung.",
     )
-    template: PodTemplate = Field(
+    template: Annotated[PodTemplate, rules.PATCH] = Field(
         default_factory=dict,
         description="A PodTemplateSpec. It is merged over the operator's default template.",
     )
-
-    @model_validator(mode="after")
-    def _within_bounds(self) -> Worker:
-        if self.max_replicas is not None and self.min_replicas > self.max_replicas:
-            raise ValueError(f"minReplicas {self.min_replicas} is above maxReplicas {self.max_replicas}")
-        self.check_replicas(self.replicas)
-        return self
-
-    def check_replicas(self, replicas: int) -> None:
-        """Raise ValueError, which names the bound, if `replicas` is outside of the bounds."""
-        if replicas > MOST_WORKERS:
-            raise ValueError(f"replicas {replicas} is above {MOST_WORKERS}, which is the most")
-        if replicas < self.min_replicas:
-            raise ValueError(f"replicas {replicas} is below minReplicas {self.min_replicas}")
-        if self.max_replicas is not None and replicas > self.max_replicas:
-            raise ValueError(f"replicas {replicas} is above maxReplicas {self.max_replicas}")
 
 
 class Best(CamelModel):
@@ -281,36 +284,36 @@ class Best(CamelModel):
 class Evaluator(CamelModel):
     """A process that evaluates the checkpoints while the job trains. It takes no part in the training."""
 
-    entrypoint: str = Field(
+    entrypoint: Annotated[str, rules.NEVER] = Field(
         pattern=_ENTRYPOINT,
         description="The evaluator's function, as module.path:function. It loops over "
         "elastic_ps.checkpoints().",
     )
-    arguments: dict[str, JsonValue] = Field(
+    arguments: Annotated[dict[str, JsonValue], rules.NEVER] = Field(
         default_factory=dict, description="Keyword arguments for the entrypoint: plain YAML values."
     )
-    every: int | None = Field(
+    every: Annotated[int | None, rules.NEVER] = Field(
         default=None,
         ge=1,
         description="Write and evaluate a checkpoint whenever this many versions have been made. If unset, "
         "every checkpoint is evaluated that parameterServer.checkpoint asks for. The last version is "
         "always evaluated.",
     )
-    backlog: int = Field(
+    backlog: Annotated[int, rules.NEVER] = Field(
         default=4,
         ge=1,
         description="How many checkpoints may wait for the evaluator. They are kept besides "
         "checkpoint.keep. If there are more, the oldest is given up, and the status counts it.",
     )
-    best: Best | None = Field(
+    best: Annotated[Best | None, rules.NEVER] = Field(
         default=None, description="Keep the best checkpoint by a metric. If unset, none is kept for that."
     )
-    finish_timeout: Duration = Field(
+    finish_timeout: Annotated[Duration, rules.PATCH] = Field(
         default=timedelta(minutes=5),
         description="How long the end of the job waits for the evaluator, from the end of the last worker "
         "on. Then the job ends without the remaining evaluations.",
     )
-    template: PodTemplate = Field(
+    template: Annotated[PodTemplate, rules.PATCH] = Field(
         default_factory=dict,
         description="A PodTemplateSpec. It is merged over the operator's default template.",
     )
@@ -327,42 +330,71 @@ class Data(CamelModel):
     seed: int = Field(default=0, ge=0, lt=1 << 63, description="The seed of the records' order.")
 
 
+_FIXED_SHARES = rules.Rule(
+    cel="!oldSelf.consistency.deterministic || has(oldSelf.consistency.globalBatchSize) || "
+    "self.worker.replicas == oldSelf.worker.replicas",
+    message="worker.replicas cannot change with consistency.deterministic: each worker has a fixed share of "
+    "the records",
+)
+_EVALUATOR = rules.Rule(
+    cel="has(self.evaluator) == has(oldSelf.evaluator)",
+    message="evaluator cannot change: no job gets or loses one; create a new job for that",
+)
+
+
 class TrainingJobSpec(CamelModel):
     """What to train, on how many workers, and with which guarantees."""
 
-    entrypoint: str = Field(
+    entrypoint: Annotated[str, rules.NEVER] = Field(
         pattern=_ENTRYPOINT,
         description="The training function, as module.path:function. Every worker imports and calls it.",
     )
-    arguments: dict[str, JsonValue] = Field(
+    arguments: Annotated[dict[str, JsonValue], rules.NEVER] = Field(
         default_factory=dict, description="Keyword arguments for the entrypoint: plain YAML values."
     )
-    image: str | None = Field(
+    image: Annotated[str | None, rules.PATCH] = Field(
         default=None, description="The container image of all pods. A template may name a different one."
     )
     parameter_server: ParameterServer = Field(default_factory=ParameterServer)
-    worker: Worker = Field(default_factory=Worker)
-    evaluator: Evaluator | None = Field(
+    worker: Annotated[
+        Worker,
+        _FIXED_SHARES,
+        rules.AtMost(
+            "consistency.global_batch_size",
+            of="replicas",
+            because=", so some workers would have no record of any version",
+        ),
+    ] = Field(default_factory=Worker)
+    evaluator: Annotated[Evaluator | None, _EVALUATOR] = Field(
         default=None, description="A process that evaluates the checkpoints. If unset, there is none."
     )
-    strategy: Literal["parameter-server", "all-reduce"] = Field(
+    strategy: Annotated[Literal["parameter-server", "all-reduce"], rules.NEVER] = Field(
         default="parameter-server",
         description="How the gradients of a version are added up. With parameter-server, workers send them "
         "to the parameter servers, which make the optimizer's step. With all-reduce, workers add them up "
         "among themselves, through torch.distributed, and each makes the step. The parameter server then "
         "counts the records, says who takes part, and gets the values only for checkpoints.",
     )
-    unencrypted_all_reduce: bool = Field(
+    unencrypted_all_reduce: Annotated[bool, rules.OnlyWith("strategy", ("all-reduce",)), rules.NEVER] = Field(
         default=False,
         description="With strategy all-reduce, whether workers on several hosts may add gradients up, though "
         "torch.distributed neither encrypts nor asks for certificates. Whoever reaches the workers' ports "
         "can then read and change gradients and values. Without it, a job whose processes have certificates "
         "is refused. Calls to the parameter server are encrypted all the same.",
     )
-    consistency: Consistency = Field(default_factory=Consistency)
-    compression: Compression = Field(default_factory=Compression)
-    data: Data = Field(default_factory=Data)
-    run_policy: RunPolicy = Field(default_factory=RunPolicy)
+    consistency: Annotated[
+        Consistency,
+        rules.AtMost(
+            "worker.min_replicas",
+            of="quorum",
+            do=", so the job may have too few workers for a version. Set worker.minReplicas to {given} or "
+            "more, or a smaller quorum",
+        ),
+        rules.SET,
+    ] = Field(default_factory=Consistency)
+    compression: Annotated[Compression, rules.SET] = Field(default_factory=Compression)
+    data: Annotated[Data, rules.NEVER] = Field(default_factory=Data)
+    run_policy: Annotated[RunPolicy, rules.PATCH] = Field(default_factory=RunPolicy)
 
     @property
     def chooses_buckets(self) -> bool:
@@ -385,11 +417,6 @@ class TrainingJobSpec(CamelModel):
                 f"{name} does not work with strategy all-reduce, where {why}; leave it out, or set strategy: "
                 "parameter-server"
             )
-        if self.unencrypted_all_reduce and not self.all_reduce:
-            raise ValueError(
-                "unencryptedAllReduce works only with strategy all-reduce; leave it out, since this job's "
-                "workers do not speak to each other"
-            )
         return self
 
     def refuse_unencrypted(self, *, secured: bool) -> str:
@@ -407,30 +434,13 @@ class TrainingJobSpec(CamelModel):
             "unencryptedAllReduce: true; else use strategy: parameter-server"
         )
 
-    @model_validator(mode="after")
-    def _check_workers(self) -> TrainingJobSpec:
-        self.check_replicas(self.worker.replicas)
-        return self
-
-    @model_validator(mode="after")
-    def _check_quorum(self) -> TrainingJobSpec:
-        quorum, least = self.consistency.quorum, self.worker.min_replicas
-        if quorum is not None and quorum > least:
-            raise ValueError(
-                f"consistency.quorum {quorum} is above worker.minReplicas {least}, so the job may have too "
-                f"few workers for a version. Set worker.minReplicas to {quorum} or more, or a smaller quorum"
-            )
-        return self
-
     def check_replicas(self, replicas: int) -> None:
         """Raise ValueError, which names the bound, if there cannot be so many workers."""
-        self.worker.check_replicas(replicas)
-        size = self.consistency.global_batch_size
-        if size is not None and size < replicas:
-            raise ValueError(
-                f"replicas {replicas} is above consistency.globalBatchSize {size}, so some workers would "
-                "have no record of any version"
-            )
+        if replicas > MOST_WORKERS:
+            raise ValueError(f"replicas {replicas} is above {MOST_WORKERS}, which is the most")
+        worker = self.worker.model_copy(update={"replicas": replicas})
+        rules.check(worker)
+        rules.check(self.model_copy(update={"worker": worker}))
 
     @model_validator(mode="after")
     def _check_momentum(self) -> TrainingJobSpec:
@@ -566,12 +576,8 @@ def _explain(model: type[BaseModel], item: Any) -> str:
 
 def _field_names(model: type[BaseModel], location: tuple[int | str, ...]) -> list[str]:
     """The YAML names of the fields at `location`, for suggestions."""
-    for part in location:
-        for name, field in model.model_fields.items():
-            if part in (name, field.alias):
-                kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
-                nested = [k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)]
-                if not nested:
-                    return []
-                model = nested[0]
-    return [field.alias or name for name, field in model.model_fields.items()]
+    prefix = "".join(f"{part}." for part in location if isinstance(part, str))
+    below = (
+        field.path.removeprefix(prefix) for field in rules.fields(model) if field.path.startswith(prefix)
+    )
+    return [name for name in below if "." not in name]

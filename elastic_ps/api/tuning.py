@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 from pydantic import Field, ValidationError
+from pydantic.alias_generators import to_camel
 
 from elastic_ps.api.compression import Compression
-from elastic_ps.api.consistency import OPTIONS, Consistency
-from elastic_ps.api.fields import AUTO, CamelModel, Duration
-from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.api.consistency import LOCAL_STAYS, MODES_OF, Consistency
+from elastic_ps.api.fields import AUTO, CamelModel
+from elastic_ps.api.job import Times, TrainingJobSpec
+from elastic_ps.api.rules import NOT_LOCALLY, fields, names_of
 from elastic_ps.errors import InvalidJob
 
 
@@ -35,33 +36,14 @@ class Fixed(NamedTuple):
 
 def fixed_parts(consistency: Consistency) -> dict[Fixed, object]:
     """What a running job keeps of its consistency, and the values that it has."""
-    local = consistency.mode == "local"
-    return {
-        Fixed(
-            "deterministic",
-            "each worker would need a fixed share of the records from the start",
-        ): consistency.deterministic,
-        Fixed(
-            "globalBatchSize",
-            "the records are handed out in versions of that size from the start",
-        ): consistency.global_batch_size,
-        Fixed(
-            "mode local",
-            "there the script's optimizer runs on the workers, and elsewhere on the parameter server",
-        ): local,
-        Fixed(
-            "everything but steps",
-            "the outer rule is the optimizer that the job was started with",
-        ): consistency.model_dump(exclude={"steps"}) if local else None,
+    said, local = consistency.model_dump(by_alias=True), consistency.mode == "local"
+    never = {field.path: field.own.why for field in fields(Consistency) if field.own and field.own.why}
+    return {Fixed(name, why): said[name] for name, why in never.items()} | {
+        Fixed("mode local", LOCAL_STAYS): local,
+        Fixed("everything but steps", "the outer rule is the optimizer that the job was started with"): (
+            {name: said[name] for name in names_of(Consistency, NOT_LOCALLY)} if local else None
+        ),
     }
-
-
-class Times(CamelModel):
-    """When checkpoints are written, and how many are kept: the part of `Checkpoint` that may change."""
-
-    interval: Duration = timedelta(seconds=30)
-    every_versions: int | None = Field(default=None, ge=1)
-    keep: int = Field(default=3, ge=1)
 
 
 class Moved(CamelModel):
@@ -109,9 +91,8 @@ class Tuning(CamelModel):
 
     def applied_to(self, spec: TrainingJobSpec) -> TrainingJobSpec:
         """`spec` with these fields in the place of its own."""
-        times = {name: getattr(self.checkpoint, name) for name in Times.model_fields}
         server = spec.parameter_server
-        checkpoint = server.checkpoint.model_copy(update=times)
+        checkpoint = server.checkpoint.model_copy(update=dict(self.checkpoint))
         server = server.model_copy(update={"checkpoint": checkpoint})
         return spec.model_copy(
             update={
@@ -160,7 +141,7 @@ class Tuning(CamelModel):
         if self.consistency != before.consistency:
             news["consistency"] = describe(self.consistency), describe(before.consistency)
         if self.compression != before.compression:
-            ours, theirs = describe_compression(self.compression), describe_compression(before.compression)
+            ours, theirs = describe(self.compression), describe(before.compression)
             news["compression"] = ours, theirs
         return news
 
@@ -195,23 +176,13 @@ def read_tuning(text: str, *, source: str) -> Tuning:
         raise InvalidJob(f"{source}: {f'{where}: ' if where else ''}{first['msg']}") from None
 
 
-def describe(consistency: Consistency) -> str:
-    """A consistency in one line, as in YAML."""
-    said = consistency.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    return ", ".join(f"{name}: {_plain(value)}" for name, value in {"mode": consistency.mode, **said}.items())
-
-
-def describe_compression(compression: Compression) -> str:
-    """What gradients and values are encoded with, in one line, as in YAML."""
-    said = compression.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+def describe(part: Consistency | Compression) -> str:
+    """A consistency, or what gradients and values are encoded with, in one line, as in YAML."""
+    first = next(iter(type(part).model_fields))
+    said = {first: getattr(part, first), **part.model_dump(mode="json", by_alias=True, exclude_defaults=True)}
     return ", ".join(
-        f"{name}: {json.dumps(value) if isinstance(value, dict | list) else _plain(value)}"
-        for name, value in {"codec": compression.codec, **said}.items()
+        f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in said.items()
     )
-
-
-def _plain(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def without_options_of_other_codecs(
@@ -229,7 +200,5 @@ def without_options_of_other_codecs(
 def without_options_of_other_modes(consistency: Mapping[str, Any]) -> dict[str, Any]:
     """A consistency as in YAML, without what belongs to another mode than its own."""
     mode = consistency.get("mode", "sync")
-    foreign = {option.name for option in OPTIONS if mode not in option.modes}
-    if mode != "sync":
-        foreign |= {"backupWorkers"}
+    foreign = {to_camel(field) for field, modes in MODES_OF.items() if mode not in modes}
     return {name: value for name, value in consistency.items() if name not in foreign}

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from elastic_ps.api import manifest
-from elastic_ps.api.job import TrainingJob, parse_job
+from elastic_ps.api.job import TrainingJob, TrainingJobSpec, parse_job
+from elastic_ps.api.rules import SET, fields, part_of
 from elastic_ps.api.status import TuningStatus
 from elastic_ps.api.tuning import Tuning, without_options_of_other_codecs, without_options_of_other_modes
 from elastic_ps.cli.control import directory_of, status_of
@@ -21,8 +22,11 @@ from elastic_ps.local.state import JobDirectory, generation_of
 LIMIT = timedelta(seconds=60)
 """For how long the command waits until the change is in force."""
 
-GROUPS = ("consistency", "compression", "parameterServer.checkpoint")
-TIMES = ("interval", "everyVersions", "keep")
+_SETTABLE = [field for field in fields(TrainingJobSpec) if field.own is SET]
+PARTS = [field.path for field in _SETTABLE if part_of(field.info) is not None]
+"""Parts of a job with fields that may be set; a rule may say no to one of them."""
+FIELDS = [field.path for field in _SETTABLE if field.path not in PARTS]
+"""Those that may be set of other parts."""
 
 
 def set_fields(parsed: argparse.Namespace) -> int:
@@ -86,15 +90,13 @@ def assignment(text: str) -> tuple[str, Any]:
     if not (equals and path):
         raise UserError(f"{text!r} is not of the form FIELD=VALUE, as in consistency.mode=async")
     path = path.removeprefix("spec.")
-    group, _, name = path.rpartition(".")
     if path == "worker.replicas":
         raise UserError("the number of workers is changed with `elastic-ps scale JOB --workers N`")
-    if group not in GROUPS or (group == "parameterServer.checkpoint" and name not in TIMES):
-        times = ", ".join(f"parameterServer.checkpoint.{each}" for each in TIMES)
+    if path not in FIELDS and path.rpartition(".")[0] not in PARTS:
         raise UserError(
             f"{path} cannot change while a job runs. What can: the fields of consistency, as in "
             "consistency.mode; those of compression, as in compression.codec=int8 or "
-            f"compression.options='{{block: 128}}'; {times}; and the number of workers, with "
+            f"compression.options='{{block: 128}}'; {', '.join(FIELDS)}; and the number of workers, with "
             "`elastic-ps scale`"
         )
     try:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.status import ServerStatus, TuningStatus
-from elastic_ps.api.tuning import Tuning, describe, describe_compression
+from elastic_ps.api.tuning import Tuning, describe
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.evaluation.decisions import Evaluation
 from elastic_ps.evaluation.queue import Desk
@@ -156,7 +156,7 @@ class Lead:
                 tuning=TuningStatus(
                     generation=job.tuning.generation,
                     consistency=describe(job.tuning.consistency),
-                    compression=describe_compression(job.spec.compression),
+                    compression=describe(job.spec.compression),
                     since=job.tuning.since,
                     asked=self._changes.asked,
                     problem=self._changes.problem,

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import yaml
-from pydantic.alias_generators import to_camel
+from pydantic import BaseModel
 
 from elastic_operator import admission, names
-from elastic_ps.api.consistency import OPTIONS, OUTER_RULES
+from elastic_ps.api import rules
+from elastic_ps.api.consistency import LOCALLY_FIXED
 from elastic_ps.api.job import GROUP, KIND, VERSION, Evaluator, TrainingJobSpec
 from elastic_ps.api.status import TrainingJobStatus
 
@@ -138,7 +141,7 @@ def _schema() -> Schema:
         template["properties"] = copy.deepcopy(_TEMPLATE)
     # Always there, so that a rule is also asked when a person adds it.
     spec["properties"]["arguments"]["default"] = {}
-    _add_rules(spec)
+    _add_rules(spec, TrainingJobSpec)
     status = structural(TrainingJobStatus.model_json_schema(by_alias=True), written_by_us=True)
     # So that server-side apply, as others may use it, changes one condition and leaves the rest.
     status["properties"]["conditions"] |= {
@@ -235,212 +238,34 @@ def _write_defaults(schema: Schema, values: Mapping[str, Any]) -> None:
             child["default"] = values[name]
 
 
-def _add_rules(spec: Schema) -> None:
-    fields = spec["properties"]
-    worker = fields["worker"]
-    # Left out instead of null, so that a rule can ask whether it is there.
-    worker["properties"]["maxReplicas"].pop("nullable")
-    worker["x-kubernetes-validations"] = [
-        {
-            "rule": "self.minReplicas <= self.replicas",
-            "message": "worker.replicas is below worker.minReplicas",
-        },
-        {
-            "rule": "!has(self.maxReplicas) || self.replicas <= self.maxReplicas",
-            "message": "worker.replicas is above worker.maxReplicas",
-        },
-    ]
-    spec["x-kubernetes-validations"] = [
-        {
-            "rule": "!oldSelf.consistency.deterministic || has(oldSelf.consistency.globalBatchSize) || "
-            "self.worker.replicas == oldSelf.worker.replicas",
-            "message": "worker.replicas cannot change with consistency.deterministic: "
-            "each worker has a fixed share of the records",
-        },
-        {
-            "rule": "!has(self.consistency.quorum) || self.consistency.quorum <= self.worker.minReplicas",
-            "message": "consistency.quorum is above worker.minReplicas",
-        },
-        {
-            "rule": "!has(self.consistency.globalBatchSize) || "
-            "self.worker.replicas <= self.consistency.globalBatchSize",
-            "message": "worker.replicas is above consistency.globalBatchSize, so some workers would have no "
-            "record of any version",
-        },
-        {
-            "rule": "!self.unencryptedAllReduce || self.strategy == 'all-reduce'",
-            "message": "unencryptedAllReduce works only with strategy all-reduce",
-        },
-    ]
-    for name in ("entrypoint", "arguments", "strategy", "unencryptedAllReduce", "data"):
-        fields[name]["x-kubernetes-validations"] = [_immutable(name)]
-    fields["consistency"]["x-kubernetes-validations"] = list(_kept_consistency(fields["consistency"]))
-    fields["consistency"]["x-kubernetes-validations"].append(
-        {
-            "rule": "!self.deterministic || self.backupWorkers == 0",
-            "message": "consistency.backupWorkers and deterministic cannot be combined: "
-            "which worker is late differs from run to run",
-        }
-    )
-    fields["consistency"]["x-kubernetes-validations"].append(
-        {
-            "rule": "!has(self.globalBatchSize) || self.backupWorkers == 0",
-            "message": "consistency.backupWorkers and globalBatchSize cannot be combined: "
-            "a version without the slowest workers would have fewer records",
-        }
-    )
-    fields["consistency"]["x-kubernetes-validations"].append(
-        {
-            "rule": "!has(self.maxStalenessP99) || "
-            "(!self.deterministic && self.backupWorkers == 0 && !has(self.globalBatchSize))",
-            "message": "consistency.maxStalenessP99 and deterministic, backupWorkers or globalBatchSize "
-            "cannot be combined",
-        }
-    )
-    fields["consistency"]["properties"]["balance"].pop("nullable")
-    waiting = [outer for outer, rule in OUTER_RULES.items() if rule.waits]
-    fields["consistency"]["x-kubernetes-validations"] += [
-        {
-            "rule": "!has(self.balance) || has(self.globalBatchSize) || self.mode == 'local'",
-            "message": "consistency.balance works only with globalBatchSize or with mode local",
-        },
-        {
-            "rule": f"!has(self.balance) || !has(self.outer) || self.outer in {waiting}",
-            "message": f"consistency.balance works only with outer {' or '.join(waiting)}",
-        },
-        {
-            "rule": "!has(self.balance) || self.balance == 'even' || !self.deterministic",
-            "message": "consistency.balance speed and deterministic cannot be combined: "
-            "measured speeds differ from run to run",
-        },
-    ]
-    for option in OPTIONS:
-        fields["consistency"]["properties"][option.name].pop("nullable")
-        has, modes = f"has(self.{option.name})", " or ".join(option.modes)
-        only = f"self.mode in {list(option.modes)}" if option.modes[1:] else f"self.mode == '{modes}'"
-        rule = (
-            {
-                "rule": f"({only}) == {has}",
-                "message": f"consistency.{option.name} must be set with mode {modes}, and only then",
-            }
-            if option.needed
-            else {
-                "rule": f"{only} || !{has}",
-                "message": f"consistency.{option.name} works only with mode {modes}",
-            }
-        )
-        fields["consistency"]["x-kubernetes-validations"].append(rule)
-    for name in ("outer_learning_rate", "outer_momentum"):
-        takes = [outer for outer, rule in OUTER_RULES.items() if name in rule.options]
-        known = f"!has(self.outer) || self.outer in {takes}"
-        rule = {
-            "rule": f"!has(self.{to_camel(name)}) || {known}",
-            "message": f"consistency.{to_camel(name)} works only with outer {' or '.join(takes)}",
-        }
-        fields["consistency"]["x-kubernetes-validations"].append(rule)
-    waiting = [outer for outer, rule in OUTER_RULES.items() if rule.waits]
-    fields["consistency"]["x-kubernetes-validations"] += [
-        {
-            "rule": "!has(self.outer) || self.outer != 'easgd' || !has(self.outerLearningRate) || "
-            "self.outerLearningRate <= 1.0",
-            "message": "consistency.outerLearningRate is at most 1 with outer easgd",
-        },
-        {
-            "rule": "!has(self.grace) || has(self.quorum)",
-            "message": "consistency.grace works only with quorum",
-        },
-        {
-            "rule": f"!has(self.quorum) || !has(self.outer) || self.outer in {waiting}",
-            "message": f"consistency.quorum works only with outer {' or '.join(waiting)}",
-        },
-        {
-            "rule": "!has(self.fragments) || !has(self.steps) || self.fragments <= self.steps",
-            "message": "consistency.fragments is above consistency.steps",
-        },
-        {
-            "rule": "!has(self.overlap) || !has(self.steps) || "
-            "(self.overlap + 1) * (has(self.fragments) ? self.fragments : 1) <= self.steps",
-            "message": "consistency.overlap has to be below the steps between two exchanges",
-        },
-        {
-            "rule": "!has(self.overlap) || self.overlap == 0 || !has(self.outer) || self.outer != 'easgd'",
-            "message": "consistency.overlap does not work with outer easgd",
-        },
-        {
-            "rule": "self.mode == 'sync' || (!self.deterministic && self.backupWorkers == 0)",
-            "message": "consistency.backupWorkers and deterministic work only with mode sync",
-        },
-    ]
-    server = fields["parameterServer"]["properties"]
-    volumes = ("volumeClaim", "existingClaim", "resumeFrom")
-    for name in volumes:
-        server["checkpoint"]["properties"][name].pop("nullable")
-    given = " || ".join(f"has(self.checkpoint.{name})" for name in volumes)
-    fields["parameterServer"]["x-kubernetes-validations"] = [
-        {
-            "rule": f"(self.durability != 'standby' && self.replicas == 1) || {given}",
-            "message": "a job with several shards or with standbys needs checkpoint.volumeClaim, "
-            "existingClaim or resumeFrom, because they share a volume",
-        }
-    ]
-    # A rule on the field itself would not be asked when the field appears or goes.
-    server["checkpoint"]["x-kubernetes-validations"] = [
-        {
-            "rule": _same(name),
-            "message": f"parameterServer.checkpoint.{name} cannot change; create a new job for that",
-        }
-        for name in volumes
-    ]
-    evaluator = fields["evaluator"]
-    evaluator.pop("nullable")
-    kept = [name for name in evaluator["properties"] if name not in ("template", "finishTimeout")]
-    for name in kept:
-        evaluator["properties"][name].pop("nullable", None)
-    evaluator["x-kubernetes-validations"] = [
-        {
-            "rule": " && ".join(map(_same, kept)),
-            "message": "evaluator cannot change, except template and finishTimeout; create a new job",
-        }
-    ]
-    spec["x-kubernetes-validations"].append(
-        {
-            "rule": "has(self.evaluator) == has(oldSelf.evaluator)",
-            "message": "evaluator cannot change: no job gets or loses one; create a new job for that",
-        }
-    )
-    for name in ("replicas", "bucketBytes", "durability"):
-        server[name]["x-kubernetes-validations"] = [_immutable(f"parameterServer.{name}")]
-    server["bucketBytes"]["x-kubernetes-validations"].append(
-        {"rule": "self == 0 || self >= 1024", "message": "parameterServer.bucketBytes is 0, or at least 1024"}
-    )
-
-
-def _kept_consistency(consistency: Schema) -> Iterator[Schema]:
-    """What a running job keeps of it; see `elastic_ps.api.tuning`."""
-    yield {
-        "rule": "self.deterministic == oldSelf.deterministic && "
-        "has(self.globalBatchSize) == has(oldSelf.globalBatchSize) && "
-        "(!has(self.globalBatchSize) || self.globalBatchSize == oldSelf.globalBatchSize)",
-        "message": "consistency.deterministic and globalBatchSize cannot change; create a new job for that",
-    }
-    yield {
-        "rule": "(self.mode == 'local') == (oldSelf.mode == 'local')",
-        "message": "to or from mode local, consistency cannot change; create a new job for that",
-    }
-    others = [name for name in consistency["properties"] if name not in ("mode", "steps")]
-    same = " && ".join(map(_same, others))
-    yield {
-        "rule": f"self.mode != 'local' || ({same})",
-        "message": "in mode local, consistency besides steps cannot change; create a new job for that",
-    }
+def _add_rules(schema: Schema, model: type[BaseModel], path: str = "") -> None:
+    """The rules of a part of a job, and of what is below it; see `elastic_ps.api.rules`."""
+    found = [{"rule": rule.cel, "message": rule.message} for rule in rules.rules_of(model, path)]
+    for name in rules.names_of(model, rules.NEVER):
+        message = f"{path}{name} cannot change; create a new job for that"
+        if "default" in schema["properties"][name] or name in schema.get("required", ()):
+            validation = {"rule": "self == oldSelf", "message": message}
+            schema["properties"][name]["x-kubernetes-validations"] = [validation]
+        else:  # a rule on the field itself would not be asked when the field appears or goes
+            found.append({"rule": _same(name), "message": message})
+    if locally := rules.names_of(model, rules.NOT_LOCALLY):
+        same = " && ".join(map(_same, locally))
+        found.append({"rule": f"self.mode != 'local' || ({same})", "message": LOCALLY_FIXED})
+    if found:
+        schema["x-kubernetes-validations"] = found
+    for asked in re.findall(r"has\(self\.([\w.]+)\)", " ".join(rule["rule"] for rule in found)):
+        # Left out instead of null, so that a rule can ask whether it is there.
+        node = functools.reduce(lambda node, name: node["properties"][name], asked.split("."), schema)
+        node.pop("nullable", None)
+    for field in model.model_fields.values():
+        name, part = str(field.alias), rules.part_of(field)
+        if part is not None and "properties" in (inner := schema["properties"][name]):
+            _add_rules(inner, part, f"{path}{name}.")
 
 
 def _same(name: str) -> str:
+    """CEL: a field that may be left out is as before."""
     return f"has(self.{name}) == has(oldSelf.{name}) && (!has(self.{name}) || self.{name} == oldSelf.{name})"
-
-
-def _immutable(field: str) -> Schema:
-    return {"rule": "self == oldSelf", "message": f"{field} cannot change; create a new job for that"}
 
 
 def dump(document: Mapping[str, Any]) -> str:

@@ -272,7 +272,7 @@ def test_more_fragments_than_the_model_has_tensors(tmp_path: Path) -> None:
     ("fields", "reason"),
     [
         (local(2, fragments=0), "consistency.fragments: input should be greater than or equal to 1, got 0"),
-        (local(2, fragments=3), "fragments 3 is more than steps 2: .* Set fragments to 2 or less"),
+        (local(2, fragments=3), "fragments 3 is above steps 2: .* Set fragments to 2 or less"),
         ({"fragments": 2}, "fragments 2 has no meaning with mode sync; leave it out, or set mode: local"),
     ],
 )

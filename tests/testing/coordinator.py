@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.api.tuning import Times
+from elastic_ps.api.job import Times, TrainingJobSpec
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, TensorSpec

@@ -10,9 +10,9 @@ import pytest
 
 from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import Consistency
-from elastic_ps.api.job import parse_job, parse_spec
+from elastic_ps.api.job import Times, parse_job, parse_spec
 from elastic_ps.api.status import TuningStatus
-from elastic_ps.api.tuning import Times, Tuning, describe, describe_compression, read_tuning
+from elastic_ps.api.tuning import Tuning, describe, read_tuning
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.cli.setting import assignment, changed, in_force
 from elastic_ps.errors import InvalidJob, UserError
@@ -255,6 +255,6 @@ def test_what_the_server_has_moved_is_newer_and_stays_with_a_wish_that_does_not_
 def test_a_change_is_told_in_words_and_nothing_else_is(fields: dict[str, Any], said: str) -> None:
     before = Tuning(compression=Compression())
     now = before.model_copy(update=fields)
-    compression = describe_compression(now.compression)
+    compression = describe(now.compression)
     status = TuningStatus(since=7, consistency=describe(now.consistency), compression=compression)
     assert in_force(status, now, before) == said

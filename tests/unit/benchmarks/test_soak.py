@@ -21,7 +21,7 @@ from benchmarks.soak import (
     table,
 )
 from benchmarks.soak_modes import MODES, STEPS, half
-from elastic_ps.api.consistency import OPTIONS, OUTER_RULES, Consistency
+from elastic_ps.api.consistency import MODES_OF, OUTER_RULES, Consistency
 from elastic_ps.api.tuning import Tuning
 
 RECORDS = 6
@@ -145,7 +145,7 @@ def test_its_modes_are_said_with_everything_that_they_can_have(tmp_path: Path) -
     jobs = [Consistency.model_validate(mode.consistency) for mode in MODES.values()]
     modes, said = ({each.mode for each in jobs}, {name for each in jobs for name in each.model_fields_set})
     numbers = {"outer_learning_rate", "outer_momentum"}
-    assert {option.field for option in OPTIONS if modes & set(option.modes)} - said == numbers
+    assert {name for name, own in MODES_OF.items() if modes & set(own)} - said == numbers
     assert {each.outer for each in jobs} >= OUTER_RULES.keys() - {"diloco"}
     assert all(steps == STEPS for each in jobs if (steps := each.steps))
     assert [half(0), half(2)] == [1.0, 0.25]

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from elastic_ps.api.consistency import Consistency
-from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.api.tuning import Times
+from elastic_ps.api.job import Times, TrainingJobSpec
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.sequence import PushKey

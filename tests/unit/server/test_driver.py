@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.api.tuning import Times
+from elastic_ps.api.job import Times, TrainingJobSpec
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Stored
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused

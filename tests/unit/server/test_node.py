@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from elastic_ps.api.consistency import Consistency
-from elastic_ps.api.tuning import Times
+from elastic_ps.api.job import Times
 from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import MASTER, Stored

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from elastic_ps.api.consistency import Consistency
-from elastic_ps.api.tuning import Times
+from elastic_ps.api.job import Times
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.partition import Rule, TensorSpec

@@ -409,7 +409,8 @@ def test_what_cannot_change_has_a_rule_that_says_so() -> None:
     assert all("self == oldSelf" in str(field["x-kubernetes-validations"]) for field in fixed)
     assert all("default" in spec[name] for name in (*names[1:], "consistency", "compression"))
     kept = str(spec["consistency"]["x-kubernetes-validations"])
-    assert "self.deterministic == oldSelf.deterministic" in kept
+    assert "self.globalBatchSize == oldSelf.globalBatchSize" in kept
+    assert "self == oldSelf" in str(spec["consistency"]["properties"]["deterministic"])
     assert "(self.mode == 'local') == (oldSelf.mode == 'local')" in kept
     claim = server["checkpoint"]["x-kubernetes-validations"][0]["rule"]
     assert "self.volumeClaim == oldSelf.volumeClaim" in claim

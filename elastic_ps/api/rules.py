@@ -1,0 +1,253 @@
+"""What a job's fields go with, and how they may change. Each field says it in its annotation, once.
+
+Python's validation, the API server's rules (in CEL), what `elastic-ps set` takes and the reference page are
+made from these marks. What they cannot say is a `Rule`, in both languages.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, get_args
+
+from pydantic import BaseModel
+from pydantic.alias_generators import to_camel
+from pydantic.fields import FieldInfo
+
+
+@dataclass(frozen=True)
+class Change:
+    """How a field, and what is below it, may change while the job runs.
+
+    Attributes:
+        how: in words.
+        why: what a change would need, if it may not.
+    """
+
+    how: str
+    why: str = ""
+
+
+NEVER = Change("no")
+"""The API server refuses a change."""
+IGNORED = Change("no effect")
+SET = Change("`elastic-ps set`, `kubectl patch`")
+SCALE = Change("`elastic-ps scale`, `kubectl scale`")
+PATCH = Change("`kubectl patch`")
+NEW_PODS = Change("`kubectl patch`, for pods made afterwards")
+NOT_LOCALLY = Change(f"{SET.how}; not in mode local")
+
+
+def never(why: str) -> Change:
+    """`NEVER`, in a part of which the rest may change."""
+    return Change(NEVER.how, why)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What has to hold in a part of a job.
+
+    Attributes:
+        cel: for the API server; `self` is the part, and `oldSelf` the part before a change.
+        message: what the API server says if it does not hold.
+        holds: the same in Python, of the part. What only a cluster asks for holds.
+        says: what Python says, with the values of the part and with what to do.
+    """
+
+    cel: str
+    message: str
+    holds: Callable[[Any], bool] = lambda _: True
+    says: Callable[[Any], str] = lambda _: ""
+
+    def rule(self, model: type[BaseModel], field: str, path: str) -> Rule:
+        """The rule of a field of `model`, which is at `path` in the job, as messages name it."""
+        del model, field, path
+        return self
+
+
+class Operand:
+    """A field as rules name it; `path` is in Python, with dots if the field is further below."""
+
+    def __init__(self, model: type[BaseModel], path: str) -> None:
+        *parents, field = path.split(".")
+        for parent in parents:
+            model = part_of(model.model_fields[parent]) or model
+        self.default = model.model_fields[field].default
+        self.of: Callable[[Any], Any] = operator.attrgetter(path)
+        self.name = ".".join(map(to_camel, path.split(".")))
+        self.cel = f"self.{self.name}"
+        self.absent = f"{self.cel} == {self.default}"
+        """CEL: it is left out, or has its default."""
+        if self.default is None or self.default is False:
+            self.absent = f"!has({self.cel})" if self.default is None else f"!{self.cel}"
+
+    def given(self, part: Any) -> bool:
+        return bool(self.of(part) != self.default)
+
+    def say(self, part: Any) -> str:
+        """Name and value, in words."""
+        value = self.of(part)
+        return f"{self.name} {value:g}" if isinstance(value, float) else f"{self.name} {value}"
+
+
+@dataclass(frozen=True)
+class OnlyWith:
+    """The field may be given only if another one has one of these values.
+
+    Attributes:
+        other: that one, of the same part. Left out, it has one of them.
+        where: what is so with other values.
+        needed: what the field says, if it has to be given then.
+    """
+
+    other: str
+    values: tuple[str, ...]
+    where: str = ""
+    needed: str = ""
+
+    def rule(self, model: type[BaseModel], field: str, path: str) -> Rule:
+        own, other, values = Operand(model, field), Operand(model, self.other), " or ".join(self.values)
+        fits = f"{other.cel} in {list(self.values)}" if self.values[1:] else f"{other.cel} == '{values}'"
+        fits = f"{other.absent} || {fits}" if other.default is None else fits
+
+        def has(part: Any) -> bool:
+            return other.of(part) in (None, *self.values)
+
+        def says(part: Any) -> str:
+            if has(part):
+                return f"{other.say(part)} needs {own.name}: {self.needed}"
+            instead = f"leave it out, or set {other.name}: {values}"
+            if own.default is not None:
+                return f"{own.name} works only with {other.name} {values}; {instead}"
+            where = f", where {self.where}" if self.where else ""
+            return f"{own.say(part)} has no meaning with {other.say(part)}{where}; {instead}"
+
+        if self.needed:
+            message = f"{path}{own.name} must be set with {other.name} {values}, and only then"
+            return Rule(f"({fits}) == has({own.cel})", message, lambda p: has(p) == own.given(p), says)
+        message = f"{path}{own.name} works only with {other.name} {values}"
+        return Rule(f"{fits} || {own.absent}", message, lambda p: has(p) or not own.given(p), says)
+
+
+@dataclass(frozen=True)
+class NotWith:
+    """The field, or a `value` of it, cannot be given together with another one of the same part."""
+
+    other: str
+    because: str
+    value: str = ""
+
+    def rule(self, model: type[BaseModel], field: str, path: str) -> Rule:
+        own, other = Operand(model, field), Operand(model, self.other)
+        name = f"{own.name} {self.value}".rstrip()
+        fine = f"{own.absent} || " + (f"{own.cel} != '{self.value}' || " if self.value else "")
+
+        def holds(part: Any) -> bool:
+            meant = own.of(part) == self.value if self.value else own.given(part)
+            return not (meant and other.given(part))
+
+        def says(part: Any) -> str:
+            both = f"{own.say(part)} cannot be combined with {other.say(part)}".replace(" True", ": true")
+            return f"{both}, because {self.because}; leave one of the two out"
+
+        message = f"{path}{name} and {other.name} cannot be combined: {self.because}"
+        return Rule(fine + other.absent, message, holds, says)
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """The field, or one below it, is at most as large as another one of the part.
+
+    Attributes:
+        bound: that one; with dots if it is further below.
+        of: the one below the field.
+        because: what would follow.
+        do: what to do; `{given}` and `{bound}` are the values.
+    """
+
+    bound: str
+    of: str = ""
+    because: str = ""
+    do: str = ""
+    sign: ClassVar = "<="
+    beyond: ClassVar = "above"
+    within: ClassVar[Callable[[Any, Any], bool]] = operator.le
+
+    def rule(self, model: type[BaseModel], field: str, path: str) -> Rule:
+        own = Operand(model, f"{field}.{self.of}" if self.of else field)
+        bound = Operand(model, self.bound)
+        fine = "".join(f"{each.absent} || " for each in (own, bound) if each.default is None)
+
+        def holds(part: Any) -> bool:
+            given, most = own.of(part), bound.of(part)
+            return given is None or most is None or type(self).within(given, most)
+
+        def says(part: Any) -> str:
+            do = self.do.format(given=own.of(part), bound=bound.of(part))
+            return f"{own.say(part)} is {self.beyond} {bound.say(part)}{self.because}{do}"
+
+        message = f"{path}{own.name} is {self.beyond} {path}{bound.name}{self.because}"
+        return Rule(f"{fine}{own.cel} {self.sign} {bound.cel}", message, holds, says)
+
+
+class AtLeast(AtMost):
+    """The same, at least as large."""
+
+    sign, beyond, within = ">=", "below", operator.ge
+
+
+class Field(NamedTuple):
+    """A field of a job.
+
+    Attributes:
+        path: as in YAML, from where the walk began.
+        own: how it may change, as it says itself; None if it says nothing.
+        change: the same, or as what it is in says.
+    """
+
+    path: str
+    info: FieldInfo
+    own: Change | None
+    change: Change | None
+
+
+def fields(model: type[BaseModel], path: str = "", change: Change | None = None) -> Iterator[Field]:
+    """The fields of a part of a job, each before what is below it."""
+    for name, info in model.model_fields.items():
+        own = next((mark for mark in info.metadata if isinstance(mark, Change)), None)
+        field = Field(f"{path}{info.alias or name}", info, own, own or change)
+        yield field
+        if (part := part_of(info)) is not None:
+            yield from fields(part, f"{field.path}.", field.change)
+
+
+def names_of(model: type[BaseModel], change: Change) -> tuple[str, ...]:
+    """The fields of a part, as in YAML, that say themselves that they may change so."""
+    own = (field for field in fields(model) if "." not in field.path)
+    return tuple(field.path for field in own if field.own and field.own.how == change.how)
+
+
+def part_of(info: FieldInfo) -> type[BaseModel] | None:
+    """The model of what a field has; None if that has no fields."""
+    kinds = (info.annotation, *get_args(info.annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+@functools.cache
+def rules_of(model: type[BaseModel], path: str = "") -> tuple[Rule, ...]:
+    """What has to hold in a part of a job; `path` is where the part is, as messages name it."""
+    return tuple(
+        mark.rule(model, name, path)
+        for name, info in model.model_fields.items()
+        for mark in info.metadata
+        if isinstance(mark, Rule | OnlyWith | NotWith | AtMost)
+    )
+
+
+def check(part: BaseModel) -> None:
+    """Raise ValueError, which says what is wrong and what to do, if a rule of the part does not hold."""
+    for rule in rules_of(type(part)):
+        if not rule.holds(part):
+            raise ValueError(rule.says(part))
