@@ -56,6 +56,7 @@ check: $(VENV)/ready  ## Format, lint, types, layers, generated files
 	$(BIN)/python tools/generate_protobuf.py --check
 	PYTHONPATH=.:operator $(BIN)/python -m elastic_operator.crd --check
 	PYTHONPATH=. $(BIN)/python tools/render_install.py --check
+	PYTHONPATH=.:operator $(BIN)/python tools/reference.py --check
 
 mutants: $(VENV)/ready  ## Small changes of the code by chance: do the unit tests notice? Takes long
 	$(BIN)/python tools/mutants.py core --least 0.95
@@ -74,9 +75,10 @@ soak: $(VENV)/ready  ## Half an hour of faults on real processes, 100,000 calls 
 proto: $(VENV)/ready  ## Regenerate the protobuf modules
 	$(BIN)/python tools/generate_protobuf.py
 
-manifests: $(VENV)/ready  ## Regenerate the CRD and install.yaml
+manifests: $(VENV)/ready  ## Regenerate the CRD, install.yaml and docs/reference
 	PYTHONPATH=.:operator $(BIN)/python -m elastic_operator.crd --write
 	PYTHONPATH=. $(BIN)/python tools/render_install.py --write
+	PYTHONPATH=.:operator $(BIN)/python tools/reference.py --write
 
 format: $(VENV)/ready
 	$(BIN)/ruff format .

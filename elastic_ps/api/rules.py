@@ -37,7 +37,7 @@ SET = Change("`elastic-ps set`, `kubectl patch`")
 SCALE = Change("`elastic-ps scale`, `kubectl scale`")
 PATCH = Change("`kubectl patch`")
 NEW_PODS = Change("`kubectl patch`, for pods made afterwards")
-NOT_LOCALLY = Change(f"{SET.how}; not in mode local")
+NOT_LOCALLY = Change("not in mode local")
 
 
 def never(why: str) -> Change:
@@ -198,6 +198,9 @@ class AtLeast(AtMost):
     sign, beyond, within = ">=", "below", operator.ge
 
 
+Marks = Rule | OnlyWith | NotWith | AtMost
+
+
 class Field(NamedTuple):
     """A field of a job.
 
@@ -213,20 +216,24 @@ class Field(NamedTuple):
     change: Change | None
 
 
-def fields(model: type[BaseModel], path: str = "", change: Change | None = None) -> Iterator[Field]:
-    """The fields of a part of a job, each before what is below it."""
+def fields_of(model: type[BaseModel], path: str = "", change: Change | None = None) -> Iterator[Field]:
+    """The fields of a part of a job that is at `path` and may change as said."""
     for name, info in model.model_fields.items():
         own = next((mark for mark in info.metadata if isinstance(mark, Change)), None)
-        field = Field(f"{path}{info.alias or name}", info, own, own or change)
+        yield Field(f"{path}{info.alias or name}", info, own, own or change)
+
+
+def fields(model: type[BaseModel], path: str = "", change: Change | None = None) -> Iterator[Field]:
+    """The same, each before what is below it."""
+    for field in fields_of(model, path, change):
         yield field
-        if (part := part_of(info)) is not None:
+        if (part := part_of(field.info)) is not None:
             yield from fields(part, f"{field.path}.", field.change)
 
 
 def names_of(model: type[BaseModel], change: Change) -> tuple[str, ...]:
     """The fields of a part, as in YAML, that say themselves that they may change so."""
-    own = (field for field in fields(model) if "." not in field.path)
-    return tuple(field.path for field in own if field.own and field.own.how == change.how)
+    return tuple(field.path for field in fields_of(model) if field.own and field.own.how == change.how)
 
 
 def part_of(info: FieldInfo) -> type[BaseModel] | None:
@@ -242,7 +249,7 @@ def rules_of(model: type[BaseModel], path: str = "") -> tuple[Rule, ...]:
         mark.rule(model, name, path)
         for name, info in model.model_fields.items()
         for mark in info.metadata
-        if isinstance(mark, Rule | OnlyWith | NotWith | AtMost)
+        if isinstance(mark, Marks)
     )
 
 

@@ -18,7 +18,7 @@ from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import LOCAL_STAYS, MODES_OF, Consistency
 from elastic_ps.api.fields import AUTO, CamelModel
 from elastic_ps.api.job import Times, TrainingJobSpec
-from elastic_ps.api.rules import NOT_LOCALLY, fields, names_of
+from elastic_ps.api.rules import NOT_LOCALLY, fields_of, names_of
 from elastic_ps.errors import InvalidJob
 
 
@@ -37,7 +37,7 @@ class Fixed(NamedTuple):
 def fixed_parts(consistency: Consistency) -> dict[Fixed, object]:
     """What a running job keeps of its consistency, and the values that it has."""
     said, local = consistency.model_dump(by_alias=True), consistency.mode == "local"
-    never = {field.path: field.own.why for field in fields(Consistency) if field.own and field.own.why}
+    never = {field.path: field.own.why for field in fields_of(Consistency) if field.own and field.own.why}
     return {Fixed(name, why): said[name] for name, why in never.items()} | {
         Fixed("mode local", LOCAL_STAYS): local,
         Fixed("everything but steps", "the outer rule is the optimizer that the job was started with"): (
