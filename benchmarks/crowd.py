@@ -32,6 +32,7 @@ from benchmarks.figures import Figure, write
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.contract.env import ProcessEnvironment
 from elastic_ps.core.partition import Layout, Rule
+from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import ranges_from_message
 from elastic_ps.transport.ways import connect
 from elastic_ps.worker.client import Client
@@ -114,7 +115,8 @@ def initialise(client: Client, layout: Layout) -> None:
 
 def make_version(client: Client, layout: Layout, records: int) -> None:
     """One step of one worker."""
-    while (granted := client.take(records=records, epochs=1, batch=BATCH, wait=True)).pending:
+    request = pb.TakeRequest(records=records, epochs=1, batch=BATCH, wait=True)
+    while (granted := client.take(request)).pending:
         pass
     samples = sum(taken.stop - taken.start for taken in granted.ranges)
     step = Step(stay=client.stay, number=1, base=0, version=0, samples=samples)

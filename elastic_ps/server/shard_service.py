@@ -83,15 +83,7 @@ class ShardService:
     @answers(calls.PUSH)
     def _push(self, request: pb.PushRequest, incoming: Incoming) -> pb.Done | Iterator[Frame]:
         caller = request.caller
-        key = PushKey(
-            term=caller.term,
-            worker=caller.worker,
-            incarnation=caller.incarnation,
-            step=request.step,
-            bucket=request.bucket,
-            version=request.version,
-            attempt=request.attempt,
-        )
+        key = from_message(PushKey, request, **fields(caller, "term", "worker", "incarnation"))
         ends = self._lead is not None and request.HasField("finish")
         try:
             added = self._added(key, request, incoming)
@@ -143,16 +135,8 @@ class ShardService:
             assert isinstance(item, Pulled)
             version = item.version
             sent = encoder.encode(shard, item)
-            reply = pb.PullReply(
-                bucket=item.bucket,
-                version=item.version,
-                unchanged=item.unchanged,
-                encoded=sent.run,
-                delta=sent.delta,
-                draft=item.draft,
-                stands=item.stands,
-                last=request.brief and item.last,
-            )
+            last = request.brief and item.last
+            reply = to_message(pb.PullReply, item, encoded=sent.run, delta=sent.delta, last=last)
             if reply.last:
                 self._end_pull(reply, request, caller)
             yield Frame(reply.SerializeToString(), sent.body, last=reply.last)
@@ -180,26 +164,13 @@ class ShardService:
     def _items(
         self, shard: Shard, request: pb.PullRequest, caller: pb.Caller, attempt: int | None
     ) -> Iterator[Pulled | RestartedAs | None]:
-        who = caller.worker, caller.incarnation
-        held = request.held if request.HasField("held") else None
-        if request.ahead and request.contributor:
-            return shard.pull_ahead(
-                request.buckets,
-                request.version,
-                term=caller.term,
-                attempt=attempt,
-                contributor=who,
-                held=held,
-                drafts=request.drafts,
-                groups=settings_from_message(request.ahead).groups,
-            )
-        return shard.pull(
-            request.buckets,
-            request.version,
-            term=caller.term,
-            attempt=attempt,
-            contributor=who if request.contributor else None,
-            held=held,
+        who = (caller.worker, caller.incarnation) if request.contributor else None
+        asked = {"term": caller.term, "attempt": attempt, "contributor": who, **fields(request, "held")}
+        if not (request.ahead and request.contributor):
+            return shard.pull(request.buckets, request.version, **asked)
+        groups = settings_from_message(request.ahead).groups
+        return shard.pull_ahead(
+            request.buckets, request.version, drafts=request.drafts, groups=groups, **asked
         )
 
     @answers(calls.OPTIMIZER_STATE)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -17,10 +18,10 @@ M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
 
-def to_message(kind: type[M], value: object, **given: Any) -> M:
-    """A message of `value`'s attributes with the names of its fields; `given`: others, or in their place."""
-    names = set(kind.DESCRIPTOR.fields_by_name) - given.keys()
-    return kind(**{name: getattr(value, name) for name in names if hasattr(value, name)}, **given)
+def to_message(kind: type[M], value: Any, **given: Any) -> M:
+    """A message of what `value`, as in `from_message`, has under the same names; else `given`."""
+    names = _common(kind.DESCRIPTOR, value.__class__) - given.keys()
+    return kind(**{name: getattr(value, name) for name in names}, **given)
 
 
 def fields(message: Message, *names: str) -> dict[str, Any]:
@@ -32,10 +33,16 @@ def fields(message: Message, *names: str) -> dict[str, Any]:
     }
 
 
-def from_message(kind: type[T], message: Message, **given: Any) -> T:
+def from_message(kind: Callable[..., T], message: Message, **given: Any) -> T:
     """A `kind`, a dataclass or a named tuple, with the message's fields of the same names; else `given`."""
-    names = (kind.__annotations__.keys() - given.keys()).intersection(message.DESCRIPTOR.fields_by_name)
+    names = _common(message.DESCRIPTOR, kind) - given.keys()
     return kind(**fields(message, *names), **given)
+
+
+@cache
+def _common(message: Any, kind: Any) -> frozenset[str]:
+    """The names that both have. `message`: its descriptor."""
+    return frozenset(kind.__annotations__).intersection(message.fields_by_name)
 
 
 def tensors_to_message(tensors: Iterable[TensorSpec]) -> list[pb.Tensor]:
@@ -68,14 +75,15 @@ def layout_to_message(layout: Layout) -> pb.Layout:
 def layout_from_message(message: pb.Layout) -> Layout:
     """Raises Malformed for a dtype or rule that does not exist."""
     buckets = [
-        Bucket(
-            index,
-            m.shard,
-            _dtype(m.dtype),
-            _rule(m.rule),
-            tuple(Piece(p.tensor, p.start, p.length) for p in m.pieces),
+        from_message(
+            Bucket,
+            each,
+            index=index,
+            dtype=_dtype(each.dtype),
+            rule=_rule(each.rule),
+            pieces=tuple(from_message(Piece, piece) for piece in each.pieces),
         )
-        for index, m in enumerate(message.buckets)
+        for index, each in enumerate(message.buckets)
     ]
     return Layout(tensors_from_message(message.tensors), tuple(buckets), message.shards)
 

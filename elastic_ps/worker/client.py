@@ -22,7 +22,6 @@ import torch
 
 from elastic_ps.api.tuning import read_tuning
 from elastic_ps.codec.optimizers import Entry
-from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import TensorSpec
 from elastic_ps.core.reduced import Place
 from elastic_ps.core.settings import Settings
@@ -309,61 +308,18 @@ class Client:
         request = pb.GoneRequest(job=self.stay.job, worker=self.worker, instance=self.instance)
         self.ask(calls.GONE, request)
 
-    def release(
-        self, *, abandoned: bool = False, skipped: Sequence[Range] = (), leaves: bool = False
-    ) -> None:
-        """Give back the records, without leaving the job.
-
-        Args:
-            abandoned: a step has begun and will not be finished.
-            skipped: records among these that nobody is to train.
-            leaves: the script has left its loop over the loader.
-        """
-        request = pb.ReleaseRequest(abandoned=abandoned, skipped=ranges_to_message(skipped), leaves=leaves)
-        self.ask(calls.RELEASE, request)
-
     def report(self, metrics: Mapping[str, float]) -> None:
         """Values outside a step."""
         self.ask(calls.REPORT, pb.ReportRequest(metrics=metrics))
 
-    def take(
-        self,
-        *,
-        records: int,
-        epochs: int,
-        batch: int,
-        wait: bool,
-        abandoned: bool = False,
-        skipped: Sequence[Range] = (),
-        early: bool = False,
-        data: str = "",
-        epoch: int | None = None,
-    ) -> pb.TakeReply:
+    def take(self, request: pb.TakeRequest) -> pb.TakeReply:
         """Ask for records; with `wait` it blocks for some seconds at most, then the answer is `pending`.
-
-        Args:
-            abandoned: a step has begun and will not be finished.
-            skipped: with `wait`, records in hand that are not to be trained.
-            early: with `wait`, the script is in an epoch before the last one, or before all of them.
-            data: the data set's fingerprint; "" if the parameter server has it from this stay.
-            epoch: that the script is in; None if there is none.
 
         Raises:
             InvalidModel: the data set is not the one that the job trains.
         """
         number = self._pending or next(self._calls)
-        request = pb.TakeRequest(
-            caller=self.stay.caller(number),
-            records=records,
-            epochs=epochs,
-            batch=batch,
-            wait=wait,
-            abandoned=abandoned,
-            skipped=ranges_to_message(skipped),
-            early=early,
-            data=data,
-            epoch=epoch,
-        )
+        request.caller.CopyFrom(self.stay.caller(number))
         try:
             reply = self.ask(calls.TAKE, request)
         except Refused as refusal:
@@ -413,26 +369,14 @@ class Client:
         return self.ask(calls.AWAIT, request)
 
     def push(
-        self,
-        bucket: int,
-        shard: int,
-        step: Step,
-        attempt: int,
-        payload: Payload,
-        ending: Ending | None,
+        self, bucket: int, shard: int, step: Step, attempt: int, payload: Payload, ending: Ending | None
     ) -> None:
         """Send a gradient; with `ending`, end the step as well. Blocks until it is in the round's sum."""
         request = self._push(bucket, step, attempt, payload, ending)
         self.ask(calls.PUSH, request, shard=shard, body=payload.body)
 
     def push_and_pull(
-        self,
-        bucket: int,
-        step: Step,
-        attempt: int,
-        payload: Payload,
-        ending: Ending,
-        wanted: Wanted,
+        self, bucket: int, step: Step, attempt: int, payload: Payload, ending: Ending, wanted: Wanted
     ) -> Answers:
         """One try of the step's last push to a shard that is alone, and of the pull after it, in one call."""
         request = self._push(bucket, step, attempt, payload, ending)
@@ -440,28 +384,19 @@ class Client:
         return self._pulled(0, calls.PUSH.name, Frame(request.SerializeToString(), payload.body))
 
     def _push(
-        self,
-        bucket: int,
-        step: Step,
-        attempt: int,
-        payload: Payload,
-        ending: Ending | None,
+        self, bucket: int, step: Step, attempt: int, payload: Payload, ending: Ending | None
     ) -> pb.PushRequest:
-        request = pb.PushRequest(
+        return to_message(
+            pb.PushRequest,
+            payload,
             caller=step.stay.caller(),
             step=step.number,
             bucket=bucket,
             version=step.version,
             attempt=attempt,
             samples=step.samples,
-            present=payload.present,
-            codec=payload.codec,
-            runs=payload.runs,
-            plain=payload.plain,
+            finish=ending and self._finish(step, attempt, ending),
         )
-        if ending is not None:
-            request.finish.CopyFrom(self._finish(step, attempt, ending))
-        return request
 
     def finish(self, step: Step, attempt: int, ending: Ending) -> None:
         """All buckets of the step are in the sums of their shards."""

@@ -13,8 +13,9 @@ from typing import NamedTuple, Protocol
 from elastic_ps.core.fingerprint import differing, other_records
 from elastic_ps.core.ledger import Range
 from elastic_ps.errors import InvalidModel, Refused, UsageError
+from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.transport.convert import ranges_from_message
+from elastic_ps.transport.convert import ranges_from_message, ranges_to_message
 from elastic_ps.worker.batches import Batches
 from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.local_world import LocalWorld
@@ -124,7 +125,7 @@ class Records:
 
         Args:
             data: what identifies them; see `core.fingerprint`.
-            early, epoch: see `Client.take`.
+            early, epoch: see `TakeRequest`.
 
         Raises:
             InvalidModel: the data set is not that of the job, or of this worker's other processes.
@@ -144,14 +145,15 @@ class Records:
 
                 def take(all_of_them: list[_Mine]) -> pb.TakeReply:
                     _check_same(all_of_them)
-                    return self._client.take(
+                    request = pb.TakeRequest(
                         **all_of_them[0]._asdict(),
                         wait=wait,
                         abandoned=worker.in_step,
-                        skipped=self._batches.skipped if wait else (),
+                        skipped=ranges_to_message(self._batches.skipped if wait else ()),
                         early=early,
                         epoch=epoch,
                     )
+                    return self._client.take(request)
 
                 granted = self._world.consult("the loader, where it gets records", mine, take)
                 self._said = stay
@@ -271,10 +273,13 @@ class Records:
                 self._exchange().hand_over()
                 self._world.decide(
                     "the end of its loop over the loader",
-                    lambda: self._client.release(
-                        abandoned=abandoned,
-                        skipped=self._batches.skipped,
-                        leaves=self._leaves and not self._stopped.reason,
+                    lambda: self._client.ask(
+                        calls.RELEASE,
+                        pb.ReleaseRequest(
+                            abandoned=abandoned,
+                            skipped=ranges_to_message(self._batches.skipped),
+                            leaves=self._leaves and not self._stopped.reason,
+                        ),
                     ),
                 )
                 self._stopped.heed()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
+from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Job, Numbers, Tally, make_mlp, running_job
 from tests.testing.inside import engine_of
@@ -25,13 +25,13 @@ def lose_server_in_request(number: int, session: Session, job: Job, lost: list[i
     calls = 0
     take = engine_of(session).client.take
 
-    def taken(**request: Any) -> Any:
+    def taken(request: pb.TakeRequest) -> pb.TakeReply:
         nonlocal calls
-        calls += not request["wait"]
+        calls += not request.wait
         if calls == number and not lost:
             lost.append(session.version)
             job.restart(0)
-        return take(**request)
+        return take(request)
 
     engine_of(session).client.take = taken  # type: ignore[method-assign]
 
