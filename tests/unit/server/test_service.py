@@ -5,24 +5,29 @@ The worker here is played by hand, message by message, over the transport within
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.errors import Malformed, RefusalCode, Refused
 from elastic_ps.server.limits import ServerLimits
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame
+from elastic_ps.transport.calls import CALLS, At, Sender
 from elastic_ps.transport.inproc import InprocServer
-from tests.testing.service import Worker, code, environment, serving
+from tests.testing.service import GROUPS, Worker, code, environment, serving
 
 soon = pytest.mark.parametrize(
     "limits",
@@ -93,7 +98,8 @@ def test_what_the_status_says_of_a_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["Heartbeat", "Take", "Push", "Pull", "Finish", "Leave", "Report", "Chief"]
+    "method",
+    ["Report", *(name for name, call in CALLS.items() if call.sender is Sender.MEMBER)],
 )
 def test_who_speaks_of_another_job_or_term_is_refused(worker: Worker, method: str) -> None:
     request = getattr(pb, f"{method}Request")
@@ -116,21 +122,6 @@ def orders(job: str) -> list[Message]:
         pb.SumRequest(job=job, term=1, attempt=last),
         pb.HeldRequest(job=job, term=last),
     ]
-
-
-def test_requests_between_servers_are_for_one_job_too(worker: Worker) -> None:
-    standby = replace(environment(), role="standby")
-    with serving(standby) as (listener, _):
-        asked = [(Worker(listener), request) for request in orders("other")]
-        asked += [
-            (worker, pb.GoneRequest(job="other")),
-            (worker, pb.OptimizerStateRequest(caller=worker.caller(job="other"))),
-            (worker, pb.JoinRequest(caller=worker.caller(job="other"))),
-        ]
-        for who, request in asked:
-            with pytest.raises(Refused) as refused:
-                who.ask(request)
-            assert code(refused) is RefusalCode.WRONG_JOB
 
 
 def test_shard_0_takes_no_orders(worker: Worker) -> None:
@@ -186,6 +177,55 @@ def test_the_first_worker_may_bring_a_model_with_a_long_description() -> None:
         first = Worker(listener)
         assert first.join(tensors=tensors).initialise
         assert first.join(tensors=tensors).initialise, "asked again, it is not too long now either"
+
+
+def nonsense(kind: type[Message], data: st.DataObject) -> Message:
+    """A message with some of its fields, of any values. Its `caller`, if it has one, is absent."""
+    message = kind()
+    for field in kind.DESCRIPTOR.fields:
+        if field.name == "caller" or not data.draw(st.booleans()):
+            continue
+        now, made, inner = getattr(message, field.name), None, cast(Any, field.message_type)
+        if inner is not None and not inner.GetOptions().map_entry:
+            made = nonsense(GetMessageClass(inner), data)
+        elif inner is None:
+            kinds: dict[int, st.SearchStrategy[Any]] = {
+                field.CPPTYPE_STRING: st.sampled_from(["", "x", "[1]", "{}", GROUPS, "none", "SGD", "job"]),
+                field.CPPTYPE_BOOL: st.booleans(),
+                field.CPPTYPE_DOUBLE: st.floats(),
+            }
+            made = data.draw(kinds.get(field.cpp_type, st.sampled_from([0, 1, 2, 7, (1 << 31) - 1])))
+        if made is None:
+            continue
+        if hasattr(now, "extend"):
+            now.extend([made] * data.draw(st.integers(1, 3)))
+        elif isinstance(made, Message):
+            now.CopyFrom(made)
+        else:
+            setattr(message, field.name, made)
+    return message
+
+
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.at & At.LEAD])
+def test_whatever_a_call_says_is_answered_or_refused(name: str) -> None:
+    """Anything else would be a `TransportError`, which names what the handler has raised."""
+    limits = ServerLimits(answer=timedelta(milliseconds=5), shard_answer=timedelta(milliseconds=5))
+    with serving(environment(), limits=limits) as (listener, _):
+        worker = Worker(listener)
+        worker.start()
+
+        @settings(max_examples=20, deadline=None)
+        @given(st.data())
+        def say(data: st.DataObject) -> None:
+            request: Any = nonsense(CALLS[name].request, data)
+            if CALLS[name].sender is Sender.JOB:
+                request.job = "job"
+            else:
+                request.caller.CopyFrom(worker.caller(call=data.draw(st.integers(0, 3))))
+            with contextlib.suppress(Refused, Malformed):
+                worker.ask(request, torch.ones(data.draw(st.sampled_from([0, 4]))))
+
+        say()
 
 
 @pytest.mark.parametrize("missing", ["records", "epochs", "batch"])
