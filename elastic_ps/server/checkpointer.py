@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from elastic_ps.api.job import Times
 from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Check, Store
+from elastic_ps.core.stages import Stage
 from elastic_ps.errors import (
     CheckpointError,
     Fenced,
@@ -459,7 +460,7 @@ class Checkpointer:
             state = job.state
             if job.clock() < self._not_before:
                 return
-            first = state.arrived and not state.initialised
+            first = state.stage is Stage.ARRIVED
             last = state.initialised and state.finished and not self.is_kept() and state.values_are_here
             if not (first or last) or self._writing or job.closing or job.spoiled or self.fenced:
                 return
@@ -470,9 +471,10 @@ class Checkpointer:
         finally:
             with job.lock:
                 self._writing = False
-                state.initialised |= kept
                 if not kept:
                     self._not_before = job.clock() + job.limits.keep_again.total_seconds()
+                elif first:
+                    state.keep()
                 job.changed.notify_all()
 
     def write(self, *, amend: bool = False) -> bool:

@@ -23,6 +23,7 @@ from elastic_ps.core.partition import Layout, TensorSpec, difference
 from elastic_ps.core.reduced import Peer
 from elastic_ps.core.settings import Settings, read_settings
 from elastic_ps.core.sizing import Link, Turn
+from elastic_ps.core.stages import Stage
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.process.telemetry import History
 from elastic_ps.server.checkpointer import Checkpointer
@@ -178,7 +179,7 @@ class Coordinator:
                 live = [each.incarnation for each in state.members.live.values()]
                 state.custody.introduce(stay.incarnation, peer, live)
             if not state.initialised:
-                state.initialiser = worker
+                state.bring(worker)
                 self.job.told()
             joined = self._joined(stay)
         self._history.record(
@@ -203,7 +204,7 @@ class Coordinator:
         """What a member is told when it joins; the lock is held."""
         state = self.job.state
         assert state.model is not None
-        initialise = not state.initialised and state.initialiser == stay.worker
+        initialise = state.initialiser == stay.worker
         layout, tuning, codecs = state.model.layout, self.job.tuning, Plan(self.job.spec.compression).names
         settings = state.settings_of_version
         return Joined(stay, state.term, state.version, layout, initialise, settings, tuning, codecs)
@@ -220,9 +221,9 @@ class Coordinator:
         with self.job.settled() as state:
             self._check(worker, incarnation)
             if state.initialiser == worker:
-                state.initialiser, state.arrived = None, True
+                state.arrive()
                 self.job.told()
-            elif not state.arrived:
+            elif state.stage in (Stage.EMPTY, Stage.LOADING):
                 text = f"worker {worker} with incarnation {incarnation} is not the one that brings the model"
                 raise Refused(RefusalCode.STALE_INCARNATION, text)
         self._driver.drive()

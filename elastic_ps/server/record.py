@@ -40,6 +40,7 @@ from elastic_ps.core.reduced import Custody
 from elastic_ps.core.script_state import from_text
 from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints
 from elastic_ps.core.sizing import CROWDED, SMALLEST
+from elastic_ps.core.stages import Stage
 from elastic_ps.errors import CheckpointCorrupt, InvalidJob, InvalidModel, UserError
 from elastic_ps.server.state import INCARNATIONS_PER_TERM, JobState, Model
 
@@ -120,7 +121,8 @@ class JobRecord(BaseModel):
                     f"set data.{key} to {before} to continue from the checkpoint"
                 )
         custody = Custody(version) if all_reduce else None
-        state = JobState(term, lease, consistency, data, model=model, initialised=True, custody=custody)
+        state = JobState(term, lease, consistency, data, model=model, custody=custody)
+        state.stage = Stage.TRAINING
         state.resumed = True
         state.settings = Settings.from_json(self.settings)
         state.rounds.version = version

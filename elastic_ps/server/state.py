@@ -33,6 +33,7 @@ from elastic_ps.core.progress import Curve, Distribution, Rate
 from elastic_ps.core.reduced import Custody, ReducedRounds
 from elastic_ps.core.script_state import EMPTY
 from elastic_ps.core.settings import Made, Position, Settings, read_settings
+from elastic_ps.core.stages import STAGES, Event, Stage
 from elastic_ps.errors import RefusalCode, Refused
 
 INCARNATIONS_PER_TERM = 1 << 32
@@ -81,9 +82,8 @@ class JobState:
         consistency: which decides what rounds are made of.
         data: in which order the records are handed out, and how many at a time.
         model: None before the first worker has come.
-        initialised: the first worker's values have arrived and are kept.
-        initialiser: the worker that is sending them.
-        arrived: all of them are there, so that it does not matter any more what becomes of that worker.
+        stage: of the model.
+        initialiser: the worker that sends its first values; None but while it is loaded.
         resumed: the job continues from a checkpoint, and nobody has taken records since.
         ledger: None before a worker has named its data set.
         fingerprint: what identifies the records, as the first worker has said that has something which does.
@@ -123,9 +123,8 @@ class JobState:
     ledger: Ledger | Lanes | None = None
     fingerprint: str = ""
     model: Model | None = None
-    initialised: bool = False
+    stage: Stage = Stage.EMPTY
     initialiser: int | None = None
-    arrived: bool = False
     resumed: bool = False
     settings: Settings = field(default_factory=lambda: Settings(groups=()))
     opened_with: Settings | None = None
@@ -245,7 +244,24 @@ class JobState:
     @property
     def may_join(self) -> bool:
         """Whether there is a model to join with, or none at all: not while its first values arrive."""
-        return self.initialised or (self.initialiser is None and not self.arrived)
+        return self.stage in (Stage.EMPTY, Stage.TRAINING)
+
+    @property
+    def initialised(self) -> bool:
+        """Whether there is a model to train."""
+        return self.stage is Stage.TRAINING
+
+    def bring(self, worker: int) -> None:
+        """The worker sends the first values from now on."""
+        self.stage, self.initialiser = STAGES.after(self.stage, Event.BRING), worker
+
+    def arrive(self) -> None:
+        """It has sent them all."""
+        self.stage, self.initialiser = STAGES.after(self.stage, Event.ARRIVE), None
+
+    def keep(self) -> None:
+        """They are kept, so that the model can be trained."""
+        self.stage = STAGES.after(self.stage, Event.KEEP)
 
     def begin(self, stay: Stay, *, version: int, step: int) -> Entry:
         """A worker is about to push a step; LATE: its records go to others. See `SyncRounds.begin`.
@@ -633,7 +649,8 @@ class JobState:
         self._give_back_steps(self.rounds.lose(worker))
         self.give_back(stay.incarnation)
         if self.initialiser == worker:
-            self.initialiser, self.model = None, None
+            self.stage, self.initialiser = STAGES.after(self.stage, Event.LOSE), None
+            self.model = None
         return stay
 
     def give_back(self, incarnation: int) -> None:

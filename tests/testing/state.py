@@ -8,6 +8,7 @@ from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, TensorSpec, partition
+from elastic_ps.core.stages import Stage
 from elastic_ps.server.state import JobState, Model
 
 TENSORS = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
@@ -16,7 +17,7 @@ MODEL = Model(partition(TENSORS, bucket_bytes=1024, shards=1), "SGD")
 
 def training() -> JobState:
     """A job of 1000 records whose model is there."""
-    state = JobState(term=1, lease=timedelta(seconds=10), initialised=True)
+    state = JobState(term=1, lease=timedelta(seconds=10), stage=Stage.TRAINING)
     state.ledger = Ledger(records=1000, epochs=1, shard_records=10)
     return state
 

@@ -13,6 +13,7 @@ from elastic_ps.core.balance import LEAST, TOLERANCE, Balance
 from elastic_ps.core.consistency import Contribution, Entry
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.membership import Stay
+from elastic_ps.core.stages import Stage
 from elastic_ps.server.state import JobState
 
 SECONDS = st.dictionaries(st.integers(0, 5), st.floats(1e-6, 1e3), max_size=6)
@@ -57,7 +58,7 @@ class Job:
 
     def __init__(self, **consistency: object) -> None:
         spec = Consistency.model_validate(consistency)
-        self.state = JobState(1, timedelta(seconds=10), spec, initialised=True)
+        self.state = JobState(1, timedelta(seconds=10), spec, stage=Stage.TRAINING)
         self.state.open_ledger(10_000, 1, lanes=0)
         self.now = 0.0
         self.stays = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ps.core import consistency
+from elastic_ps.core import consistency, stages
 from elastic_ps.core.consistency import Event, Phase
 from elastic_ps.core.transitions import ImpossibleTransition, Transitions
 
@@ -23,6 +23,6 @@ def test_what_cannot_happen_is_refused_with_what_can() -> None:
         consistency.PHASES.after(Phase.DECIDED, Event.RESTART)
 
 
-@pytest.mark.parametrize("table", [consistency.PHASES])
+@pytest.mark.parametrize("table", [consistency.PHASES, stages.STAGES])
 def test_the_docs_show_the_table_as_it_is(table: Transitions[Any, Any]) -> None:
     assert table.picture() in DOCS.read_text(), f"docs/architecture.md needs this picture:\n{table.picture()}"

@@ -21,6 +21,7 @@ from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.settings import Settings
+from elastic_ps.core.stages import Stage
 from elastic_ps.errors import ConnectionLost, StorageUnavailable
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server import record
@@ -81,7 +82,7 @@ class Rig:
     def finish(self) -> None:
         """All records are in the model, of version 0: here nothing is computed."""
         state = self.job.state
-        state.initialised = True
+        state.stage = Stage.TRAINING
         state.ledger = Ledger(RECORDS, 1, RECORDS)
         state.ledger.apply(1, state.ledger.take(1, batch=RECORDS, workers=1, fresh=False))
         assert state.finished
@@ -120,7 +121,7 @@ def test_the_first_version_is_on_disk_before_training_begins(rig: Rig) -> None:
     rig.checkpoints.keep_what_must_be()
     assert not rig.job.state.initialised, "its values have not arrived"
     assert rig.written == 0
-    rig.job.state.arrived = True
+    rig.job.state.stage = Stage.ARRIVED
     rig.checkpoints.keep_what_must_be()
     assert rig.job.state.initialised
     assert rig.disk.newest()[0].version == 0
@@ -249,7 +250,7 @@ def test_an_order_that_not_all_shards_got_is_repeated_as_it_was(rig: Rig) -> Non
 def test_a_part_that_takes_long_to_write_is_waited_for(rig: Rig) -> None:
     """Of a large model, on a slow volume: each new attempt would only be late again."""
     rig.disk.before_write = partial(time.sleep, 0.3)
-    rig.job.state.arrived = True
+    rig.job.state.stage = Stage.ARRIVED
     rig.checkpoints.keep_what_must_be()
     assert rig.job.state.initialised
     assert rig.written == 1
@@ -307,7 +308,7 @@ def test_nothing_is_written_by_a_server_that_ends_or_whose_model_is_lost(rig: Ri
 def test_without_checkpoints_nothing_is_waited_for(rig: Rig) -> None:
     alone = Checkpointer(None, job="job", term=rig.term, shards=1, times=Times())
     alone.serve(rig.job, rig)
-    rig.job.state.arrived = True
+    rig.job.state.stage = Stage.ARRIVED
     alone.keep_what_must_be()
     assert rig.job.state.initialised
     rig.finish()

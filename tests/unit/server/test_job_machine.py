@@ -15,6 +15,7 @@ from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.ledger import Ledger, Range
 from elastic_ps.core.membership import Membership
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
+from elastic_ps.core.stages import Stage
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server.state import JobState
 
@@ -91,7 +92,7 @@ class Job(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state = JobState(term=1, lease=timedelta(hours=1), initialised=True)
+        self.state = JobState(term=1, lease=timedelta(hours=1), stage=Stage.TRAINING)
         self.ledger = self.state.ledger = Ledger(RECORDS, 1, BATCH)
         self.shards = [PushLog(term=1) for _ in range(SHARDS)]
         self.processes: list[Ghost] = []

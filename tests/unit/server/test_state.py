@@ -15,6 +15,7 @@ from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.settings import Position, Settings
+from elastic_ps.core.stages import Stage
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server import record, reported
 from elastic_ps.server.state import JobState
@@ -112,7 +113,7 @@ def test_before_there_is_a_model_shards_are_told_who_brings_it() -> None:
     state = JobState(term=1, lease=timedelta(seconds=10))
     assert state.expected == {}
     stay = state.members.join(4, pid=1, host="here", version=0, now=0)
-    state.initialiser = 4
+    state.bring(4)
     assert state.expected == {4: stay.incarnation}
     state.drop(4, "lost")
     assert state.expected == {}
@@ -158,7 +159,7 @@ def test_with_a_fixed_schedule_a_worker_that_takes_no_records_is_hung(state: Job
 
 def bounded(*workers: int) -> tuple[JobState, list[Stay]]:
     consistency = Consistency(mode="bounded", max_staleness=8)
-    state = JobState(term=1, lease=timedelta(seconds=10), consistency=consistency, initialised=True)
+    state = JobState(term=1, lease=timedelta(seconds=10), consistency=consistency, stage=Stage.TRAINING)
     state.ledger = Ledger(records=1000, epochs=1, shard_records=10)
     return state, [join(state, worker) for worker in workers]
 
@@ -220,7 +221,7 @@ def test_a_stale_step_is_made_with_a_lower_rate_and_less_momentum(
     scale: str | None, rate: float, momentum: float
 ) -> None:
     consistency = Consistency(mode="async", staleness_scale=scale)
-    state = JobState(term=1, lease=timedelta(seconds=10), consistency=consistency, initialised=True)
+    state = JobState(term=1, lease=timedelta(seconds=10), consistency=consistency, stage=Stage.TRAINING)
     state.ledger = Ledger(records=1000, epochs=1, shard_records=10)
     state.settings = asked = Settings(groups=({"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "momentum": 0.0}))
     fast, slow = join(state, 0), join(state, 1)
@@ -302,16 +303,18 @@ def test_the_settings_of_the_worker_that_has_made_most_steps_are_in_force(state:
 def test_nobody_brings_a_second_model_while_the_first_arrives() -> None:
     state = JobState(term=1, lease=timedelta(seconds=10))
     assert state.may_join
-    state.initialiser = 0
+    state.bring(0)
     assert not state.may_join
-    state.initialiser, state.arrived = None, True
+    state.arrive()
     assert not state.may_join
-    state.initialised = True
+    state.keep()
     assert state.may_join
 
 
 def test_a_late_copy_of_an_older_step_s_begin_is_refused() -> None:
-    state = JobState(1, timedelta(seconds=10), consistency=Consistency(backup_workers=1), initialised=True)
+    state = JobState(
+        1, timedelta(seconds=10), consistency=Consistency(backup_workers=1), stage=Stage.TRAINING
+    )
     state.ledger = Ledger(records=1000, epochs=1, shard_records=10)
     stay = join(state, 0)
     join(state, 1)
@@ -349,7 +352,7 @@ def test_who_abandons_a_step_makes_the_steps_of_who_has_gone_void(state: JobStat
 
 
 def test_a_schedule_counts_steps_also_without_a_data_set() -> None:
-    state = JobState(term=1, lease=timedelta(seconds=10), initialised=True)
+    state = JobState(term=1, lease=timedelta(seconds=10), stage=Stage.TRAINING)
     stay = state.members.join(0, pid=1, host="here", version=0, now=0)
     sent = Settings(({"lr": 0.5},))
     step = Contribution(worker=0, incarnation=stay.incarnation, step=0, samples=1, settings=sent.to_json())

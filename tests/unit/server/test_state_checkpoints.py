@@ -18,6 +18,7 @@ from elastic_ps.core.fingerprint import Mark, to_text
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.partition import Rule, TensorSpec, partition
+from elastic_ps.core.stages import Stage
 from elastic_ps.errors import InvalidJob
 from elastic_ps.server import record, reported
 from elastic_ps.server.state import JobState, Model
@@ -84,7 +85,7 @@ def test_a_checkpoint_goes_on_in_the_order_of_records_that_it_was_made_with(
 ) -> None:
     """In another order records would be trained twice, and others never, in the epoch that is under way."""
     order = Data(seed=1, shard_records=16)
-    state = JobState(1, timedelta(seconds=10), data=order, model=MODEL, initialised=True)
+    state = JobState(1, timedelta(seconds=10), data=order, model=MODEL, stage=Stage.TRAINING)
     state.open_ledger(100, 1, lanes=0)
     saved = record.to_checkpoint(state)
     ledger = next_term(saved, version=7, data=Data(seed=1, shard_records=8)).ledger
@@ -103,7 +104,7 @@ def committed(state: JobState, contributions: list[Contribution], now: float = 0
 
 @pytest.mark.parametrize("lanes", [0, 2])
 def test_a_checkpoint_holds_all_that_the_job_goes_on_with(lanes: int) -> None:
-    state = JobState(1, timedelta(seconds=10), data=Data(shard_records=10), model=MODEL, initialised=True)
+    state = JobState(1, timedelta(seconds=10), data=Data(shard_records=10), model=MODEL, stage=Stage.TRAINING)
     state.open_ledger(100, 2, lanes=lanes)
     stays = [join(state, worker) for worker in range(2)] if lanes else [join(state, 0)]
     steps = [
@@ -199,10 +200,11 @@ def test_progress_in_numbers(state: JobState) -> None:
 
 def test_what_a_member_is_said_to_do() -> None:
     state = JobState(term=1, lease=timedelta(seconds=10))
-    state.initialiser = 0
+    state.bring(0)
     stay = state.members.join(0, pid=7, host="here", version=0, now=0.0)
     assert reported.member(state, stay, 1.0).state == "joining"
-    state.initialiser, state.initialised = None, True
+    state.arrive()
+    state.keep()
     assert reported.member(state, stay, 1.0).state == "idle"
     state.ledger = Ledger(records=100, epochs=1, shard_records=10)
     state.take(0, stay.incarnation, 10)
@@ -220,7 +222,7 @@ def test_what_a_member_is_said_to_do() -> None:
 
 
 def test_a_resumed_job_may_train_more_epochs_and_nothing_else() -> None:
-    state = JobState(1, timedelta(seconds=10), model=MODEL, initialised=True)
+    state = JobState(1, timedelta(seconds=10), model=MODEL, stage=Stage.TRAINING)
     state.open_ledger(100, 2, lanes=0)
     state.stopped, state.resumed = "no improvement", True
     assert "may train more epochs, not fewer" in state.match_ledger(100, 1, 4)
@@ -239,7 +241,7 @@ def test_a_resumed_job_may_train_more_epochs_and_nothing_else() -> None:
 def test_the_first_worker_says_which_records_the_job_has() -> None:
     """Also for one that continues from a checkpoint."""
     ours, others = (to_text({"Subset.indices": Mark(each)}) for each in ("a", "b"))
-    state = JobState(1, timedelta(seconds=10), model=MODEL, initialised=True)
+    state = JobState(1, timedelta(seconds=10), model=MODEL, stage=Stage.TRAINING)
     state.open_ledger(100, 2, lanes=0)
     assert state.match_ledger(100, 2, 4) == state.match_ledger(100, 2, 4, ours) == ""
     assert state.match_ledger(100, 2, 4, ours) == state.match_ledger(100, 2, 4) == ""
