@@ -223,7 +223,7 @@ class Coordinator:
             if state.initialiser == worker:
                 state.arrive()
                 self.job.told()
-            elif state.stage in (Stage.EMPTY, Stage.LOADING):
+            elif state.resumed or state.stage in (Stage.EMPTY, Stage.LOADING):
                 text = f"worker {worker} with incarnation {incarnation} is not the one that brings the model"
                 raise Refused(RefusalCode.STALE_INCARNATION, text)
         self._driver.drive()
