@@ -208,11 +208,10 @@ class Tensors:
         Other workers that use it get `TensorLost`. The name may be used again.
         """
         known = self._get(name)
-        request = pb.FreeTensorRequest(caller=self._caller(), name=name, birth=known.birth)
         home = [known.home]
         for shards in ([shard for shard in known.by_shard() if shard not in home], home):
             with self._beginning:
-                parts = [self._begin_on(shard, partial(self._ask_done, shard, request)) for shard in shards]
+                parts = [self._begin_on(shard, partial(self._free, known, shard)) for shard in shards]
             Handle(name, parts, _nothing).wait()
         with self._lock:
             self._known.pop(name, None)
@@ -293,10 +292,7 @@ class Tensors:
                     if not (said.bring and said.birth == known.birth):
                         return False
                 request = pb.PutTensorRequest(
-                    caller=self._caller(),
-                    instance=self._client.instance,
-                    tensor=known.message(),
-                    start=part.start,
+                    instance=self._client.instance, tensor=known.message(), start=part.start
                 )
                 body = known.part(data, part)
                 if self._client.ask(calls.PUT_TENSOR, request, shard=part.shard, body=body).later:
@@ -310,10 +306,9 @@ class Tensors:
 
     def _give_up(self, known: _Known) -> None:
         """A tensor that could not be brought as a whole takes no memory."""
-        request = pb.FreeTensorRequest(caller=self._caller(), name=known.name, birth=known.birth)
         for shard in known.by_shard():
             try:
-                self._ask_done(shard, request)
+                self._free(known, shard)
             except ElasticPSError as error:
                 logger.info("the tensor %r could not be freed: %s", known.name, error)
 
@@ -335,7 +330,7 @@ class Tensors:
         self, shard: int, tensor: pb.Named, *, above: int = 0, lost: pb.Birth | None = None
     ) -> pb.DeclareTensorReply:
         request = pb.DeclareTensorRequest(
-            caller=self._caller(), instance=self._client.instance, tensor=tensor, above=above, lost=lost
+            instance=self._client.instance, tensor=tensor, above=above, lost=lost
         )
         return self._client.ask(calls.DECLARE_TENSOR, request, shard=shard)
 
@@ -352,7 +347,6 @@ class Tensors:
     ) -> None:
         for part in slices:
             request = pb.PushTensorRequest(
-                caller=self._caller(),
                 instance=self._client.instance,
                 number=number,
                 name=known.name,
@@ -365,9 +359,7 @@ class Tensors:
             self._client.ask(calls.PUSH_TENSOR, request, shard=shard, body=body)
 
     def _pull_slices(self, known: _Known, data: memoryview, shard: int, slices: Sequence[Slice]) -> None:
-        request = pb.PullTensorRequest(
-            caller=self._caller(), name=known.name, birth=known.birth, life=known.lives[shard]
-        )
+        request = pb.PullTensorRequest(name=known.name, birth=known.birth, life=known.lives[shard])
         places = {part.start: known.part(data, part) for part in slices}
 
         def read(reply: pb.PullTensorReply, incoming: Incoming) -> int | None:
@@ -382,13 +374,12 @@ class Tensors:
         if answers != [*places, None]:
             raise ConnectionLost(f"shard {shard} has sent {len(answers)} of {len(places)} slices")
 
-    def _ask_done(self, shard: int, request: pb.FreeTensorRequest) -> None:
-        self._client.ask(calls.FREE_TENSOR, request, shard=shard)
+    def _free(self, known: _Known, shard: int) -> None:
+        self._client.ask(
+            calls.FREE_TENSOR, pb.FreeTensorRequest(name=known.name, birth=known.birth), shard=shard
+        )
 
     # --- how
-
-    def _caller(self) -> pb.Caller:
-        return pb.Caller(job=self._client.stay.job, worker=self._client.worker)
 
     def _require_usable(self, name: str) -> None:
         """Raise UsageError if this is not the place, or not the time, to use a tensor; or that is no name."""

@@ -22,8 +22,7 @@ from tests.testing.polling import eventually
 class Silent:
     """A client whose server knows every tensor, and does not answer a push before it is let go."""
 
-    shards, worker, instance = 1, 0, "one"
-    stay = pb.Caller(job="job")
+    shards, instance = 1, "one"
     limits = WorkerLimits(goodbye=timedelta(0))
 
     def __init__(self) -> None:
