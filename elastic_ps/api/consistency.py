@@ -9,7 +9,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import AfterValidator, Field
 
 from elastic_ps.api.fields import CamelModel, DurationOrAuto, check_named
-from elastic_ps.api.rules import NOT_LOCALLY, AtMost, NotWith, OnlyWith, Rule, never
+from elastic_ps.api.rules import NOT_LOCALLY, AtMost, Change, NotWith, OnlyWith, Rule
 
 STALENESS_SCALES = ("damped", "inverse", "none")
 
@@ -187,7 +187,7 @@ class Consistency(CamelModel):
     global_batch_size: Annotated[
         int | None,
         _SYNC,
-        never("the records are handed out in versions of that size from the start"),
+        Change("no", "the records are handed out in versions of that size from the start"),
     ] = Field(
         default=None,
         ge=1,
@@ -299,7 +299,7 @@ class Consistency(CamelModel):
     deterministic: Annotated[
         bool,
         _SYNC,
-        never("each worker would need a fixed share of the records from the start"),
+        Change("no", "each worker would need a fixed share of the records from the start"),
     ] = Field(
         default=False,
         description="With true, two runs of the job give the same model, bit for bit. Each worker has a "

@@ -40,11 +40,6 @@ NEW_PODS = Change("`kubectl patch`, for pods made afterwards")
 NOT_LOCALLY = Change("not in mode local")
 
 
-def never(why: str) -> Change:
-    """`NEVER`, in a part of which the rest may change."""
-    return Change(NEVER.how, why)
-
-
 @dataclass(frozen=True)
 class Rule:
     """What has to hold in a part of a job.

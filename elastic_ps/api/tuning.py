@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import Field, ValidationError
 from pydantic.alias_generators import to_camel
@@ -22,27 +22,14 @@ from elastic_ps.api.rules import NOT_LOCALLY, fields_of, names_of
 from elastic_ps.errors import InvalidJob
 
 
-class Fixed(NamedTuple):
-    """A part of `Consistency` that a running job keeps.
-
-    Attributes:
-        name: as in YAML.
-        why: what a change would need.
-    """
-
-    name: str
-    why: str
-
-
-def fixed_parts(consistency: Consistency) -> dict[Fixed, object]:
-    """What a running job keeps of its consistency, and the values that it has."""
+def fixed_parts(consistency: Consistency) -> dict[str, tuple[object, str]]:
+    """What a running job keeps of its consistency: by name its value, and what a change would need."""
     said, local = consistency.model_dump(by_alias=True), consistency.mode == "local"
     never = {field.path: field.own.why for field in fields_of(Consistency) if field.own and field.own.why}
-    return {Fixed(name, why): said[name] for name, why in never.items()} | {
-        Fixed("mode local", LOCAL_STAYS): local,
-        Fixed("everything but steps", "the outer rule is the optimizer that the job was started with"): (
-            {name: said[name] for name in names_of(Consistency, NOT_LOCALLY)} if local else None
-        ),
+    others = {name: said[name] for name in names_of(Consistency, NOT_LOCALLY)} if local else None
+    return {name: (said[name], why) for name, why in never.items()} | {
+        "mode local": (local, LOCAL_STAYS),
+        "everything but steps": (others, "the outer rule is the optimizer that the job was started with"),
     }
 
 
@@ -148,12 +135,12 @@ class Tuning(CamelModel):
     def refusal(self, later: Tuning) -> str:
         """Why a running job cannot change from this to `later`; "" if it can."""
         kept = fixed_parts(self.consistency)
-        for part, value in fixed_parts(later.consistency).items():
-            if kept[part] != value:
+        for name, (value, why) in fixed_parts(later.consistency).items():
+            if kept[name][0] != value:
                 now, then = describe(self.consistency), describe(later.consistency)
                 return (
                     f"consistency cannot change from ({now}) to ({then}) while the job runs. "
-                    f"{part.name} stays what it is: {part.why}. Start a new job for that"
+                    f"{name} stays what it is: {why}. Start a new job for that"
                 )
         if later.consistency.deterministic and later.compression.codec == AUTO:
             return (

@@ -28,19 +28,8 @@ from elastic_ps.api.status import TrainingJobStatus
 Schema: TypeAlias = dict[str, Any]
 
 NAME = f"{names.PLURAL}.{GROUP}"
-_KEPT = (
-    "type",
-    "description",
-    "default",
-    "enum",
-    "pattern",
-    "minimum",
-    "maximum",
-    "minLength",
-    "maxLength",
-    "format",
-)
-_BOUNDS = {"minimum", "maximum"}
+_BOUNDS = ("minimum", "maximum")
+_KEPT = ("type", "description", "default", "enum", "pattern", *_BOUNDS, "minLength", "maxLength", "format")
 _PRESERVE = {"x-kubernetes-preserve-unknown-fields": True}
 _TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 _TEMPLATE: Schema = {
@@ -129,12 +118,8 @@ def crd() -> Schema:
 
 def _schema() -> Schema:
     spec = structural(TrainingJobSpec.model_json_schema(by_alias=True))
-    example = TrainingJobSpec(entrypoint="module:function")
+    example = TrainingJobSpec(entrypoint="module:function", evaluator=Evaluator(entrypoint="module:function"))
     _write_defaults(spec, example.model_dump(mode="json", by_alias=True, exclude_none=True))
-    evaluator = Evaluator(entrypoint="module:function").model_dump(
-        mode="json", by_alias=True, exclude_none=True
-    )
-    _write_defaults(spec["properties"]["evaluator"], evaluator)
     for role in ("parameterServer", "worker", "evaluator"):
         template = spec["properties"][role]["properties"]["template"]
         template.pop("x-kubernetes-preserve-unknown-fields")
@@ -186,7 +171,7 @@ def structural(document: Mapping[str, Any], *, written_by_us: bool = False) -> S
         if "const" in node:
             node = {**node, "enum": [node["const"]]}
         kept = {key: node[key] for key in _KEPT if key in node and not (written_by_us and key == "enum")}
-        for bound in _BOUNDS & kept.keys():  # versions of pydantic differ in whether 100 is 100.0
+        for bound in kept.keys() & _BOUNDS:  # versions of pydantic differ in whether 100 is 100.0
             kept[bound] = int(kept[bound]) if kept[bound] == int(kept[bound]) else kept[bound]
         if kept.get("default", ...) is None or not defaults:
             kept.pop("default", None)
