@@ -28,12 +28,13 @@ class OuterRule(NamedTuple):
     has come to, as the mean over the workers of a version.
 
     Attributes:
-        learning_rate, momentum: of that step, unless the job says otherwise; Nesterov's if there is momentum.
+        learning_rate, momentum: of that step, unless the job says otherwise.
         warms: the momentum rises with the exchanges that were made; see `core.damping`.
         divided: the learning rate of an exchange is divided by one more than its staleness.
         waits: a version is made of all workers' exchanges; else each exchange makes one.
         delayed: the momentum is made of the exchanges of as many workers as the job has at first.
         elastic: a worker keeps its own values, and both they and the job's move towards each other.
+        nesterov: the momentum looks ahead, as Nesterov's does.
         options: what the job may say otherwise.
     """
 
@@ -44,11 +45,14 @@ class OuterRule(NamedTuple):
     waits: bool = True
     delayed: bool = False
     elastic: bool = False
+    nesterov: bool = True
     options: tuple[str, ...] = ("outer_learning_rate",)
 
 
 OUTER_RULES: Mapping[str, OuterRule] = {
-    "diloco": OuterRule(0.7, 0.9, warms=True, options=("outer_learning_rate", "outer_momentum")),
+    "diloco": OuterRule(
+        0.7, 0.9, warms=True, options=("outer_learning_rate", "outer_momentum", "outer_nesterov")
+    ),
     "delayed": OuterRule(
         0.7, 0.9, warms=True, waits=False, delayed=True, options=("outer_learning_rate", "outer_momentum")
     ),
@@ -296,6 +300,12 @@ class Consistency(CamelModel):
         "2013): 0.05 in the first one, 0.5 in the 20th, and 0.9 from the 180th on (Douillard et al. 2023). "
         "So it fits a job with few of them, too.",
     )
+    outer_nesterov: Annotated[bool | None, _LOCAL, _takes("outer_nesterov"), NOT_LOCALLY] = Field(
+        default=None,
+        description="Only with mode local and outer diloco; true if unset: whether the outer step looks "
+        "ahead by its momentum, as Nesterov's does. With false the momentum is the classical one, as in "
+        "FedAvgM (Hsu et al. 2019).",
+    )
     deterministic: Annotated[
         bool,
         _SYNC,
@@ -352,6 +362,7 @@ class Consistency(CamelModel):
             divided=rule.divided and rate is None,
             momentum=rule.momentum if momentum is None else momentum,
             warms=rule.warms and momentum is None,
+            nesterov=self.outer_nesterov is not False,
         )
 
     @property

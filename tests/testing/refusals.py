@@ -113,6 +113,11 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         "consistency.outerMomentum works only with outer diloco or delayed",
         {"consistency": LOCAL | {"outer": "downpour", "outerMomentum": 0.5}},
     ),
+    ("consistency.outerNesterov works only with mode local", {"consistency": {"outerNesterov": False}}),
+    (
+        "consistency.outerNesterov works only with outer diloco",
+        {"consistency": LOCAL | {"outer": "delayed", "outerNesterov": False}},
+    ),
     (
         "consistency.outerLearningRate is at most 1 with outer easgd",
         {"consistency": LOCAL | {"outer": "easgd", "outerLearningRate": 1.5}},

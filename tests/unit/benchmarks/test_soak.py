@@ -144,7 +144,7 @@ def test_every_combination_comes_before_one_comes_again() -> None:
 def test_its_modes_are_said_with_everything_that_they_can_have(tmp_path: Path) -> None:
     jobs = [Consistency.model_validate(mode.consistency) for mode in MODES.values()]
     modes, said = ({each.mode for each in jobs}, {name for each in jobs for name in each.model_fields_set})
-    numbers = {"outer_learning_rate", "outer_momentum"}
+    numbers = {"outer_learning_rate", "outer_momentum", "outer_nesterov"}
     assert {name for name, own in MODES_OF.items() if modes & set(own)} - said == numbers
     assert {each.outer for each in jobs} >= OUTER_RULES.keys() - {"diloco"}
     assert all(steps == STEPS for each in jobs if (steps := each.steps))

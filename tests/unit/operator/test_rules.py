@@ -81,6 +81,7 @@ def values(name: str) -> st.SearchStrategy[Any]:
         "outer": list(OUTER_RULES),
         "outer_learning_rate": [0.5, 1.0, 1.5],
         "outer_momentum": [0.0, 0.5],
+        "outer_nesterov": [True, False],
         "deterministic": [True, False],
     }
     return st.sampled_from(known.get(name, [1, 2, 3]))
