@@ -28,6 +28,7 @@ from tests.e2e.cluster import (
     processes,
 )
 from tests.e2e.cluster.errors import ClusterError
+from tests.testing.polling import eventually
 
 
 @pytest.fixture
@@ -254,7 +255,8 @@ def test_processes_are_found_by_their_mark_and_ended(tmp_path: Path) -> None:
     pid = processes.spawn("sleeper", [sys.executable, "-c", "import time; time.sleep(600)"], plan)
     try:
         assert processes.pid_of("sleeper", plan) == pid
-        assert pid in processes.marked(plan.state_dir)
+        # Its environment is there a moment after its program.
+        eventually(lambda: pid in processes.marked(plan.state_dir), "the process is found by its mark")
     finally:
         processes.end([pid], force=True)
     assert processes.pid_of("sleeper", plan) is None
