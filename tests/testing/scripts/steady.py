@@ -50,8 +50,7 @@ def main(
             Path(poisoned).touch()
             loss = loss * float("nan")
         if stuck and session.worker == 1 and step == 5 and not Path(stuck).exists():
-            Path(stuck).touch()
-            go_on_for_ever(frozen=frozen)
+            go_on_for_ever(Path(stuck), frozen=frozen)
         time.sleep(pause * (step % 2))  # the work of a larger model
         loss.backward()
         if fork_every and step % fork_every == 0:
@@ -63,7 +62,8 @@ def main(
         session.report(trained=1.0)
 
 
-def go_on_for_ever(*, frozen: bool) -> None:
+def go_on_for_ever(stuck: Path, *, frozen: bool) -> None:
+    stuck.touch()
     if frozen:
         ctypes.PyDLL(None).sleep(1000)
     while True:
