@@ -232,9 +232,17 @@ def bases(histories: Histories) -> dict[int, int]:
 
 
 def consistencies(histories: Histories) -> dict[int, Consistency]:
-    """How each term made versions, as far as that is recorded."""
-    said: list[Started | Restored] = [*histories.started, *histories.restored]
-    return {each.term: each.consistency for each in said if each.consistency is not None}
+    """How each term made versions, as far as that is recorded.
+
+    A term that begins anew, since no checkpoint was there yet, records nothing: it goes on as the one before.
+    """
+    events: list[Started | Restored] = [*histories.started, *histories.restored]
+    said = {each.term: each.consistency for each in events if each.consistency is not None}
+    for term in sorted({each.term for each in histories.committed} - said.keys()):
+        before = max((each for each in said if each < term), default=None)
+        if before is not None:
+            said[term] = said[before]
+    return said
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from elastic_ps.drill.history import (
     StepId,
     Values,
     check,
+    consistencies,
     fate,
 )
 from elastic_ps.drill.recorded import read
@@ -281,6 +282,15 @@ def test_a_step_may_be_as_stale_as_the_job_allows() -> None:
     assert check(histories, DATA, max_staleness=2) == []
     violations = check(histories, DATA, max_staleness=1)
     assert {violation.kind for violation in violations} == {"step too stale"}
+
+
+def test_a_term_that_begins_anew_makes_versions_as_the_one_before() -> None:
+    """It goes back to no checkpoint, so that nothing is recorded of it."""
+    said = Consistency(mode="bounded", max_staleness=3)
+    histories = Histories()
+    histories.started.append(Started(0.0, 1, said))
+    histories.committed += [Committed(float(term), term, 1, {}, 0.0) for term in (2, 3)]
+    assert consistencies(histories) == {1: said, 2: said, 3: said}
 
 
 def test_versions_have_as_many_records_as_the_job_says() -> None:
