@@ -210,7 +210,7 @@ def test_a_signal_stops_the_job_and_leaves_nothing(place: Place, number: signal.
     _, err = process.communicate(timeout=LIMIT)
     assert process.returncode == code
     assert all(gone(pid) for pid in pids)
-    assert "--resume" in err, "the way on is shown"
+    assert "--resume" in err, f"the way on is shown: {place.status()}"
     assert {member["state"] for member in place.status()["server"]["members"]} == {"left"}
     assert place.status()["phase"] == "Suspended"
 
