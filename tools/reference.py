@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from elastic_operator.crd import crd
+from elastic_operator.crd import crd, flags, write_or_check
 from elastic_ps.api import rules
 from elastic_ps.api.job import TrainingJobSpec
 
@@ -79,16 +78,8 @@ def _type(node: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--write", action="store_true")
-    what.add_argument("--check", action="store_true")
-    if parser.parse_args(arguments).write:
-        TARGET.write_text(page())
-    elif not TARGET.is_file() or TARGET.read_text() != page():
-        print(f"{TARGET} is not up to date; run `python tools/reference.py --write`", file=sys.stderr)
-        return 1
-    return 0
+    given = flags(__doc__).parse_args(arguments)
+    return write_or_check({TARGET: page()}, write=given.write, command="python tools/reference.py")
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ The definition is not in it: `kubectl delete -f` would delete every job with it.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from helm_python import Chart
+
+from elastic_operator.crd import flags, write_or_check
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "charts" / "elastic-ps"
@@ -40,17 +41,10 @@ def install_manifest() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--write", action="store_true")
-    what.add_argument("--check", action="store_true")
-    text = install_manifest()
-    if parser.parse_args(arguments).write:
-        TARGET.write_text(text)
-    elif not TARGET.is_file() or TARGET.read_text() != text:
-        print(f"{TARGET} is not up to date; run `python tools/render_install.py --write`", file=sys.stderr)
-        return 1
-    return 0
+    given = flags(__doc__).parse_args(arguments)
+    return write_or_check(
+        {TARGET: install_manifest()}, write=given.write, command="python tools/render_install.py"
+    )
 
 
 if __name__ == "__main__":

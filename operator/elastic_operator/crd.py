@@ -272,22 +272,38 @@ def files(root: Path) -> dict[Path, str]:
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m elastic_operator.crd", description=__doc__)
+def flags(description: str | None) -> argparse.ArgumentParser:
+    """The command line of a program that generates files: `--write` or `--check`."""
+    parser = argparse.ArgumentParser(description=description)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", action="store_true", help="write the files")
     what.add_argument("--check", action="store_true", help="fail where a file differs")
-    parser.add_argument("--root", type=Path, default=Path.cwd(), help="the repository (default: here)")
-    given = parser.parse_args(arguments)
+    return parser
+
+
+def write_or_check(files: Mapping[Path, str], *, write: bool, command: str) -> int:
+    """Write generated files, or name those that differ on stderr; returns the exit status.
+
+    Args:
+        command: what writes them.
+    """
     wrong = 0
-    for path, content in files(given.root).items():
-        if given.write:
+    for path, content in files.items():
+        if write:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content)
         elif not path.is_file() or path.read_text() != content:
-            print(f"{path} is not up to date; run `python -m elastic_operator.crd --write`", file=sys.stderr)
+            print(f"{path} is not up to date; run `{command} --write`", file=sys.stderr)
             wrong = 1
     return wrong
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = flags(__doc__)
+    parser.prog = "python -m elastic_operator.crd"
+    parser.add_argument("--root", type=Path, default=Path.cwd(), help="the repository (default: here)")
+    given = parser.parse_args(arguments)
+    return write_or_check(files(given.root), write=given.write, command=parser.prog)
 
 
 if __name__ == "__main__":
