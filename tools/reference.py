@@ -39,12 +39,8 @@ def _sections(
     rows, below = [], list[str]()
     for name, field in zip(model.model_fields, rules.fields_of(model, path, change), strict=True):
         node = schema["properties"][field.path.removeprefix(path)]
-        messages = [
-            mark.rule(model, name, path).message
-            for mark in field.info.metadata
-            if isinstance(mark, rules.Marks)
-        ]
-        said = [node.get("description", ""), *(f"Refused: {message}." for message in messages)]
+        refused = [f"Refused: {rule.message}." for rule in rules.rules_of_field(model, name, path)]
+        said = [node.get("description", ""), *refused]
         part, inner = rules.part_of(field.info), node.get("items", node)
         if part is not None:
             below += _sections(part, inner, f"{field.path}.", field.change)

@@ -237,15 +237,17 @@ def part_of(info: FieldInfo) -> type[BaseModel] | None:
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
+def rules_of_field(model: type[BaseModel], name: str, path: str = "") -> Iterator[Rule]:
+    """Those that a field of the part says."""
+    for mark in model.model_fields[name].metadata:
+        if isinstance(mark, Marks):
+            yield mark.rule(model, name, path)
+
+
 @functools.cache
 def rules_of(model: type[BaseModel], path: str = "") -> tuple[Rule, ...]:
     """What has to hold in a part of a job; `path` is where the part is, as messages name it."""
-    return tuple(
-        mark.rule(model, name, path)
-        for name, info in model.model_fields.items()
-        for mark in info.metadata
-        if isinstance(mark, Marks)
-    )
+    return tuple(rule for name in model.model_fields for rule in rules_of_field(model, name, path))
 
 
 def check(part: BaseModel) -> None:
