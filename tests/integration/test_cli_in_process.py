@@ -13,38 +13,26 @@ import pytest
 import yaml
 
 from elastic_ps.checkpoint import files
-from elastic_ps.cli.commands import command_of
 from elastic_ps.cli.view import PlainDisplay
 from elastic_ps.local.state import JobDirectory, LocalStatus, start_time
-from tests.testing.launching import PROGRAMS, fake_document
-
-
-@pytest.fixture
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    return tmp_path / "elastic-ps"
-
-
-def command(*words: str) -> int:
-    return command_of(words, PROGRAMS)()
+from tests.testing.launching import Here, fake_document
 
 
 def test_a_display_that_fails_does_not_end_the_job(
-    tmp_path: Path, state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, elastic_ps_here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_arguments: Any) -> None:
         raise ValueError("nothing can be drawn")
 
     monkeypatch.setattr(PlainDisplay, "update", fail)
-    monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text("def main(**arguments):\n    pass\n")
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(fake_document(records=800)))
-    assert command("run", str(file)) == 0
-    said = capsys.readouterr()
-    assert "the display has failed, and the job goes on without it" in said.err
-    assert "ValueError: nothing can be drawn" in said.err
-    assert "succeeded" in said.out
+    done = elastic_ps_here("run", file)
+    assert done.returncode == 0
+    assert "the display has failed, and the job goes on without it" in done.stderr
+    assert "ValueError: nothing can be drawn" in done.stderr
+    assert "succeeded" in done.stdout
 
 
 @pytest.fixture
@@ -69,7 +57,7 @@ def status(pid: int, started: int | None) -> LocalStatus:
 
 
 def test_a_job_whose_launcher_is_elsewhere_is_not_stopped_here(
-    state: Path, stranger: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+    elastic_ps_here: Here, stranger: subprocess.Popen[bytes]
 ) -> None:
     directory = JobDirectory("j")
     lock = directory.claim()
@@ -78,19 +66,19 @@ def test_a_job_whose_launcher_is_elsewhere_is_not_stopped_here(
         lock.write(str(stranger.pid))
         lock.flush()
         directory.write_status(status(stranger.pid, (start_time(stranger.pid) or 0) - 100))
-        assert command("stop", "j") == 2
+        done = elastic_ps_here("stop", "j")
     finally:
         files.unlock(lock)
-    assert "j runs, but not here: its launcher is process" in capsys.readouterr().err
+    assert done.returncode == 2
+    assert "j runs, but not here: its launcher is process" in done.stderr
     assert stranger.poll() is None
 
 
-def test_the_last_line_of_a_log_is_shown_although_it_has_no_end(
-    state: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_last_line_of_a_log_is_shown_although_it_has_no_end(elastic_ps_here: Here) -> None:
     directory = JobDirectory("j")
     files.unlock(directory.claim())
     directory.write_status(status(os.getpid(), None))
     directory.log("worker", 0).write_text("one\n50 %|#####     |")
-    assert command("logs", "j", "--worker", "0") == 0
-    assert capsys.readouterr().out == "one\n50 %|#####     |\n"
+    done = elastic_ps_here("logs", "j", "--worker", "0")
+    assert done.returncode == 0
+    assert done.stdout == "one\n50 %|#####     |\n"
