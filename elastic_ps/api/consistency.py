@@ -248,8 +248,8 @@ class Consistency(CamelModel):
         default=None,
         ge=0,
         description="Only with mode local, and not with outer easgd; 0 if unset: how many steps a worker "
-        "makes while an exchange is under way, before it takes the result over. What these steps have "
-        "changed is added to it. They have to be fewer than those between two exchanges.",
+        "makes while an exchange is under way. It then adds the changes of these steps to the result. There "
+        "must be fewer of them than between two exchanges.",
     )
     quorum: Annotated[int | None, _LOCAL, _WAITS, NOT_LOCALLY] = Field(
         default=None,
@@ -332,14 +332,14 @@ class Consistency(CamelModel):
 
     @property
     def waits_for_all(self) -> bool:
-        """Whether each version is made of the steps of all workers that compute."""
+        """Each version waits for a step of every worker that computes."""
         if self.mode == "local":
             return self.outer_rule.waits and self.quorum is None
         return self.mode == "sync" and not (self.backup_workers or self.global_batch_size)
 
     @property
     def fixed_workers(self) -> bool:
-        """Whether each worker has a fixed share of the records, so that their number cannot change."""
+        """Each worker has a fixed share of the records, so the number of workers cannot change."""
         return self.deterministic and self.global_batch_size is None
 
     @property
@@ -399,7 +399,7 @@ class Consistency(CamelModel):
 
     @property
     def reads_one_version(self) -> bool:
-        """Whether no version is made while a worker reads the one that it is to compute on."""
+        """A worker never reads a mixture of versions: none is made while it reads."""
         return self.waits_for_all or (self.each_alone and self.reads != "inconsistent")
 
     @property

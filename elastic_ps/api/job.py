@@ -64,7 +64,7 @@ class VolumeClaim(CamelModel):
     )
     retain: bool = Field(
         default=False,
-        description="Whether the claim stays when the job is deleted. Another job can continue from it with "
+        description="If true, the claim stays when the job is deleted. Another job can continue from it with "
         "checkpoint.resumeFrom. Delete it yourself when it is no longer needed.",
     )
 
@@ -206,9 +206,9 @@ class ParameterServer(CamelModel):
     durability: Annotated[Durability, _SHARED, rules.NEVER] = Field(
         default="checkpoint",
         description=(
-            "What happens when a parameter server is lost. With checkpoint, the job goes back to the newest "
-            "checkpoint, and the records since then are trained again. With standby, each shard has a second "
-            "process that receives every round before it counts, so nothing is trained again."
+            "The protection against the loss of a parameter server. With checkpoint, the job goes back to "
+            "the newest checkpoint and trains the records since then again. With standby, each shard has a "
+            "second process that receives every round before it counts, so nothing is trained again."
         ),
     )
     template: Annotated[PodTemplate, rules.PATCH] = Field(
@@ -278,7 +278,7 @@ class Best(CamelModel):
     metric: str = Field(
         min_length=1, description="A metric that the evaluator reports, for example loss or prec@1."
     )
-    mode: Literal["min", "max"] = Field(description="Whether the lowest or the highest value is the best.")
+    mode: Literal["min", "max"] = Field(description="The best value: the lowest (min) or the highest (max).")
 
 
 class Evaluator(CamelModel):
@@ -325,7 +325,7 @@ class Data(CamelModel):
     shard_records: int = Field(
         default=256, ge=1, description="The largest number of records that a worker is given at once."
     )
-    shuffle: bool = Field(default=True, description="Whether each epoch has the records in a new order.")
+    shuffle: bool = Field(default=True, description="If true, each epoch has the records in a new order.")
     # No number of a checkpoint has more bits.
     seed: int = Field(default=0, ge=0, lt=1 << 63, description="The seed of the records' order.")
 

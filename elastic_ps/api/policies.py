@@ -13,7 +13,8 @@ class OnExitCodes(CamelModel):
     """Which exit statuses of a worker's container a rule is for."""
 
     operator: Literal["In", "NotIn"] = Field(
-        default="In", description="Whether the rule is for these exit statuses, or for all others but 0."
+        default="In",
+        description="In: the rule is for these exit statuses. NotIn: it is for all others but 0.",
     )
     values: list[Annotated[int, Field(ge=1, le=255)]] = Field(description="Exit statuses from 1 to 255.")
 
@@ -101,5 +102,5 @@ class RunPolicy(CamelModel):
     )
     clean_pod_policy: Literal["Running", "None", "All"] = Field(
         default="Running",
-        description="Which pods are deleted when the job has finished: those that still run, none, or all.",
+        description="The pods to delete when the job has finished: those that still run, none, or all.",
     )

@@ -106,7 +106,7 @@ def assignment(text: str) -> tuple[str, Any]:
 
 
 def changed(job: TrainingJob, assigned: Mapping[str, Any]) -> TrainingJob:
-    """The job with other values of fields. What belongs to the mode of before alone goes with that mode.
+    """The job with other values of fields. It drops the options of the previous mode.
 
     So do the options of a codec with that codec.
 

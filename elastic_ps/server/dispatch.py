@@ -118,7 +118,7 @@ class Callers:
         """Raise Refused if shard 0 knows that the caller is no member.
 
         To be asked also where a message is too early. Terms are counted anew if the checkpoints are lost, so
-        a worker of before may name this one, and versions that are far away.
+        an earlier worker may name this one, and versions that are far away.
         """
         if self._coordinator is not None:
             self._coordinator.heartbeat(caller.worker, caller.incarnation)

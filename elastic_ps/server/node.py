@@ -309,7 +309,9 @@ class Node:
     def take_state(self, term: int, part: Part, body: Incoming, order: OrderId | None = None) -> None:
         """As a standby: take one tensor of a bucket over. Blocks while it is received. Raises Refused."""
         self._obey(term)
-        shard = self.shard  # before the look at the order: one of before a `configure` is not for the new one
+        shard = (
+            self.shard
+        )  # before the look at the order: a `configure` replaces it, and older orders are not for it
         if not self._is_old(order):
             shard.take_state(part, body)
             self._obey(term)  # as in take_sum

@@ -45,7 +45,7 @@ IN_ORDER = {"globalBatchSize": 12, "deterministic": True}
 def test_the_others_go_on_and_the_worker_is_told(
     tmp_path: Path, shards: int, consistency: dict[str, Any], hanging: int
 ) -> None:
-    """Its pushes of before are void, its records go to the others, and its next call is refused by name.
+    """Its earlier pushes are void, its records go to the others, and its next call is refused by name.
 
     Of workers that push one after the other, those after it wait for their turn, and are not hung.
     """

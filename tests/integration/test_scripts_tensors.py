@@ -134,7 +134,7 @@ def test_buffers_that_share_memory_stay_tied() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_graph_that_lives_across_a_step_raises_as_in_torch(tmp_path: Path, overlap: bool) -> None:
-    """A hidden state without detach(): its graph has the values of before the step."""
+    """A hidden state without detach(): its graph has the values from before the step."""
 
     def script(session: Session) -> None:
         model = make_mlp((3, 5, 2))

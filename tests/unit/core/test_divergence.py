@@ -123,7 +123,7 @@ def test_of_few_losses_their_size_says_nothing() -> None:
 
 
 def test_a_job_whose_first_loss_comes_late_is_compared_with_nothing() -> None:
-    """As one that continues from a checkpoint of before there was this."""
+    """As one that begins to report its loss late."""
     trend = Trend()
     for number in range(400, STEPS):
         trend.add(number / STEPS, 0.1)

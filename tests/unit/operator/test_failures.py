@@ -394,7 +394,7 @@ def test_a_server_that_says_so_moves_if_its_checkpoints_do(claim: dict[str, Any]
 
 
 def test_a_model_that_is_lost_with_its_server_ends_no_job_and_the_job_says_so() -> None:
-    """Two workers of before say it, on two nodes, as they do when nothing is left of the model."""
+    """Two earlier workers say it, on two nodes, as they do when nothing is left of the model."""
     simulation = trained(runPolicy={"backoffLimit": 0})
     simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True)
     for index in (0, 1):

@@ -145,7 +145,7 @@ def test_a_checkpoint_of_the_last_version_is_told_of_the_end(rig: Rig) -> None:
     assert not rig.may_finish()
     rig.checkpoints.keep_what_must_be()
     assert rig.may_finish()
-    assert rig.written == 1, "the tensors are those of before"
+    assert rig.written == 1, "the tensors are the earlier ones"
     state = rig.disk.newest()[0].state
     assert state["ledger"] == record.to_checkpoint(rig.job.state)["ledger"]
     assert state["chiefs"] == [[0, 0]]

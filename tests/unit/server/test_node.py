@@ -217,7 +217,7 @@ def test_a_vote_changes_nothing_and_says_whether_the_round_can_be_applied(node: 
 
 
 def test_a_part_of_an_earlier_life_is_no_part_of_the_checkpoint_of_this_one(tmp_path: Path) -> None:
-    """Else a slow write of before a roll-back is taken for the same version's after it."""
+    """Else a slow write from before a roll-back is taken for the same version's after it."""
     store = SlowStore(tmp_path)
     node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""))
     try:

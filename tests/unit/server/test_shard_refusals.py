@@ -189,7 +189,7 @@ def test_first_values_that_come_late_do_not_overwrite_what_was_trained() -> None
 
 
 def test_the_model_is_brought_by_the_process_that_was_told_to() -> None:
-    """Not by one of before, whose place another one has taken."""
+    """Not by an earlier one, whose place another one has taken."""
     rig = Rig(one_bucket(tensor("w", 4)), workers=[], limits=HASTY)
     with pytest.raises(Refused) as refused:
         rig.shard.initialise(0, 0, 10, Body(ones(4)))

@@ -207,7 +207,7 @@ def versions(rig: Rig, *, term: int = TERM, contributor: tuple[int, int] | None 
 
 
 def test_values_of_another_term_are_not_handed_out() -> None:
-    """A worker of before a roll-back would take the same version, made anew, for its own step's."""
+    """A worker from before a roll-back would take the same version, made anew, for its own step's."""
     rig = Rig(one_bucket(tensor("w", 4)))
     assert versions(rig) == [0]
     for term in (TERM - 1, TERM + 1):
