@@ -119,9 +119,8 @@ def shared_cluster(directory: Path) -> Iterator[Cluster]:
             try:
                 if no_others(users):
                     apt.require_debian()
-                    before = host.inventory()
                     ours = Cluster.up()
-                    record.write_text(json.dumps({"before": before, "reused": ours.reused}))
+                    record.write_text(json.dumps(ours.before))
                 else:
                     ours = Cluster.up()
             except ClusterUnavailable as error:
@@ -132,10 +131,10 @@ def shared_cluster(directory: Path) -> Iterator[Cluster]:
             yield ours
         finally:
             with locked(directory / "lock", "bringing the cluster up or down"):
-                began = json.loads(record.read_text())
-                if no_others(users) and not began["reused"]:
+                before = json.loads(record.read_text())
+                if no_others(users) and before is not None:
                     ours.down()
-                    assert host.left_behind(began["before"]) == []
+                    assert host.left_behind(before) == []
 
 
 def no_others(users: TextIO) -> bool:

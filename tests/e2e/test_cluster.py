@@ -19,8 +19,8 @@ from tests.e2e.cluster import (
     GivenCluster,
     apt,
     base_image,
-    down,
     host,
+    processes,
     wait_for,
 )
 from tests.e2e.cluster.processes import marked
@@ -100,7 +100,28 @@ for kind in ("pods", "secrets"):
 """
 
 
+@pytest.fixture
+def no_cluster() -> None:
+    """Skip the test where a cluster is up already: it is not the test's to take down."""
+    if os.environ.get("E2E_KUBECONFIG"):
+        pytest.skip("E2E_KUBECONFIG is set, so no cluster is brought up here")
+    if marked():
+        pytest.skip("a cluster is up on this machine already, and it is not this test's to take down")
+
+
 @pytest.mark.nightly
+@pytest.mark.usefixtures("no_cluster")
+def test_remains_of_a_killed_cluster_do_not_count_as_the_machine() -> None:
+    killed = Cluster.up()
+    processes.end(processes.marked(killed.layout.state_dir), force=True)
+    cluster = Cluster.up()
+    cluster.down()
+    assert cluster.before == killed.before
+    assert host.left_behind(host_before(cluster)) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("no_cluster")
 def test_down_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also after a component was killed, and a pod with a volume, a limit and a network is still running.
 
@@ -109,15 +130,9 @@ def test_down_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """
     for variable in ("ELASTIC_PS_KUBERNETES_BIN", "KUBEBUILDER_ASSETS"):
         monkeypatch.delenv(variable, raising=False)
-    if os.environ.get("E2E_KUBECONFIG"):
-        pytest.skip("E2E_KUBECONFIG is set, so no cluster is brought up here")
-    if marked():
-        pytest.skip("a cluster is up on this machine already, and it is not this test's to take down")
     try:
         apt.require_debian()
         base_image()
-        down()  # what a run that was killed left behind is not what is there before
-        before = host.inventory()
         cluster = Cluster.up()
     except ClusterUnavailable as error:
         unavailable(error)
@@ -141,8 +156,13 @@ def test_down_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         cluster.down()
     assert not marked()
     assert not Path(f"/proc/{sleeping}").exists()
-    assert host.left_behind(before) == []
+    assert host.left_behind(host_before(cluster)) == []
     cluster.down()  # nothing to do, and no error
+
+
+def host_before(cluster: Cluster) -> host.Inventory:
+    assert cluster.before is not None, "it was up already"
+    return cluster.before
 
 
 def _live_and_die(cluster: Cluster, log: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ClusterError, ClusterUnavailable, NotSupported
+from .host import Inventory
 from .shell import run, wait_for
 
 KUBECTL_TIMEOUT = timedelta(minutes=2)
@@ -34,12 +35,17 @@ def find_kubectl() -> Path:
 class GivenCluster:
     """A cluster that exists already, reached through a kubeconfig; nothing is started or stopped.
 
-    `reused` is True where the cluster was there before us, so that nobody of us takes it down.
+    `before` is the machine's inventory before the cluster was brought up. It is None where the cluster was
+    there before us: then none of us takes it down.
     """
 
-    def __init__(self, kubeconfig: Path) -> None:
+    def __init__(self, kubeconfig: Path, before: Inventory | None = None) -> None:
         self.kubeconfig = kubeconfig
-        self.reused = True
+        self.before = before
+
+    @property
+    def reused(self) -> bool:
+        return self.before is None
 
     def kubectl(
         self,

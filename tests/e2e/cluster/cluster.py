@@ -28,6 +28,7 @@ from .base import GivenCluster, find_kubectl
 from .build import Binaries
 from .components import CNI_NETWORK, COMPONENTS
 from .errors import ClusterError, ClusterUnavailable
+from .host import Inventory
 from .layout import GATEWAY, NODE, PAUSE_IMAGE, Layout, default_state_dir
 from .shell import locked, run, say, wait_for
 
@@ -39,10 +40,9 @@ CNI_RESULTS = Path("/var/lib/cni/results")
 class Cluster(GivenCluster):
     """Our own cluster. Use it as a context manager to have it taken down, unless it was up before."""
 
-    def __init__(self, layout: Layout, binaries: Binaries, *, reused: bool) -> None:
-        super().__init__(layout.kubeconfig)
+    def __init__(self, layout: Layout, binaries: Binaries, before: Inventory | None) -> None:
+        super().__init__(layout.kubeconfig, before)
         self.layout = layout
-        self.reused = reused
         self._binaries = binaries
 
     @classmethod
@@ -64,9 +64,10 @@ class Cluster(GivenCluster):
             _refuse_a_second(directory)
             _remove(directory)
             host.check_free()
+            before = host.inventory()
             pause = images.pause_image()
             layout = Layout.create(directory)
-            cluster = cls(layout, binaries, reused=False)
+            cluster = cls(layout, binaries, before)
             try:
                 cluster._bring_up(pause)
             except BaseException:
@@ -82,7 +83,7 @@ class Cluster(GivenCluster):
             return None
         if any(processes.pid_of(name, layout) is None for name in COMPONENTS):
             return None
-        cluster = cls(layout, binaries, reused=True)
+        cluster = cls(layout, binaries, None)
         return cluster if cluster._api_ready() else None
 
     def __enter__(self) -> Cluster:

@@ -51,6 +51,9 @@ TABLES = ("filter", "nat", "mangle", "raw")
 OUR_CHAINS = re.compile(r"(KUBE|CNI)-")
 CGROUP = "kubepods"
 
+Inventory = Mapping[str, list[str]]
+"""What can be left behind, by kind: links, mounts, rules, control groups, settings, files."""
+
 
 def snapshot() -> dict[str, Any]:
     """The state of the machine that `restore` puts back, as plain JSON data."""
@@ -61,8 +64,8 @@ def snapshot() -> dict[str, Any]:
     }
 
 
-def inventory() -> dict[str, list[str]]:
-    """What can be left behind, as comparable lists: links, mounts, rules, control groups, settings, files."""
+def inventory() -> Inventory:
+    """What is on the machine now."""
     rules = []
     for tool in _tools():
         for table in TABLES:
@@ -81,7 +84,7 @@ def inventory() -> dict[str, list[str]]:
     }
 
 
-def left_behind(before: Mapping[str, list[str]]) -> list[str]:
+def left_behind(before: Inventory) -> list[str]:
     """What is on the machine now and was not in an earlier `inventory`, in words."""
     return [
         f"{kind}: {entry}"
