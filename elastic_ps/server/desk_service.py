@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from elastic_ps.evaluation.queue import Desk
-from elastic_ps.server.dispatch import answers
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming
+from elastic_ps.transport.calls import answers
 
 
 class DeskService:

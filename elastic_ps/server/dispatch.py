@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
 
@@ -14,26 +14,7 @@ from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.node import Node
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming
-from elastic_ps.transport.calls import At, Call, Sender
-
-S = TypeVar("S")
-Q = TypeVar("Q", bound=Message)
-A = TypeVar("A", bound=Message)
-
-Answer: TypeAlias = A | Iterator[Frame] | None
-"""Of a handler: the only answer, all of them, or None: it is done, or `pending`: nothing has happened."""
-
-
-def answers(
-    call: Call[Q, A],
-) -> Callable[[Callable[[S, Q, Incoming], Answer[A]]], Callable[[S, Q, Incoming], Answer[A]]]:
-    """The method is the handler of this call. It may block."""
-
-    def mark(handler: Callable[[S, Q, Incoming], Answer[A]]) -> Callable[[S, Q, Incoming], Answer[A]]:
-        vars(handler)["answers"] = call
-        return handler
-
-    return mark
+from elastic_ps.transport.calls import Answer, At, Call, Sender
 
 
 class Method(NamedTuple):

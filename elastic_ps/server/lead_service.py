@@ -13,7 +13,7 @@ from elastic_ps.core.sizing import Link
 from elastic_ps.errors import Malformed, RefusalCode, Refused
 from elastic_ps.server import permissions
 from elastic_ps.server.coordinator import Coordinator, NotYet
-from elastic_ps.server.dispatch import Callers, answers, require_permitted
+from elastic_ps.server.dispatch import Callers, require_permitted
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.meeting import Meeting
 from elastic_ps.server.node import Node
@@ -21,6 +21,7 @@ from elastic_ps.server.orders import settings_from_message
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
+from elastic_ps.transport.calls import answers
 from elastic_ps.transport.convert import (
     fields,
     layout_to_message,

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from elastic_ps.core.partition import SMALLEST_BUCKET_BYTES
+from elastic_ps.tensors.limits import USUAL as TENSORS
+from elastic_ps.tensors.limits import TensorLimits
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,8 @@ class ServerLimits:
     slice: timedelta = timedelta(seconds=1)
     """For how long a round is held up, at about the most, to send buckets to a standby that catches up."""
 
-    bring: timedelta = timedelta(seconds=60)
-    """A worker that brings a script's tensor and sends nothing of it for so long is taken for lost."""
-
-    tensors: int = 10_000
-    """Tensors of scripts on a shard; each takes some memory besides its elements."""
-
-    senders: int = 20_000
-    """Processes whose last push such a tensor remembers; those that pushed longest ago are forgotten."""
+    tensors: TensorLimits = TENSORS
+    """Of those that scripts keep."""
 
     window: int = 200
     """Steps that are measured for a decision of `core.objective`: two of them may be more stale than the 99th

@@ -32,9 +32,9 @@ from elastic_ps.server.patience import Patience
 from elastic_ps.server.record import require_usable
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.service import Service
-from elastic_ps.server.tensor_service import TensorService
-from elastic_ps.server.tensors import Tensors
 from elastic_ps.server.wishes import Wishes
+from elastic_ps.tensors.service import TensorService
+from elastic_ps.tensors.store import Tensors
 from elastic_ps.transport.base import Connection, Server
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class ParameterServer:
             bucket_bytes=spec.parameter_server.slice_bytes,
             most_bytes=spec.parameter_server.tensor_bytes,
             clock=time.monotonic,
-            limits=limits,
+            limits=limits.tensors,
         )
         self.lead: Lead | None = None
         self.term = 1

@@ -2,70 +2,16 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from elastic_ps.codec import as_bytes, as_tensor, dtype_of
+from elastic_ps.codec import as_tensor, dtype_of
 from elastic_ps.codec.finite import require_finite
 from elastic_ps.codec.optimizers import Entry
 from elastic_ps.core.partition import ITEM_SIZE, Bucket
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.transport.base import Incoming
-
-RECEIVE_BUFFERS = 4
-"""Pushes that are received at the same time; the others wait, so memory does not grow with the workers."""
-
-
-class Buffers:
-    """Memory to receive buckets in, of a shard whose largest bucket has `nbytes`. Thread-safe."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        for _ in range(RECEIVE_BUFFERS):
-            self._free.put(as_bytes(torch.empty(nbytes, dtype=torch.uint8)))
-
-    def receive(
-        self, bucket: Bucket, incoming: Incoming, *, timeout: timedelta
-    ) -> AbstractContextManager[torch.Tensor]:
-        """A bucket's worth of values that comes in; see `values`."""
-        return self.values(f"bucket {bucket.index}", bucket.dtype, bucket.nbytes, incoming, timeout=timeout)
-
-    @contextmanager
-    def values(
-        self, what: str, dtype: str, nbytes: int, incoming: Incoming, *, timeout: timedelta
-    ) -> Iterator[torch.Tensor]:
-        """Values that come in, flat; where they lie if that memory is shared. Blocks.
-
-        Its sender may change shared memory only when it has lost its stay, or the round has started again.
-        Then the sum that it is added to, of an attempt that is over, is never used.
-
-        Args:
-            what: they are, in words.
-
-        Raises:
-            Refused: MALFORMED: the size is another. NOT_READY: all buffers were in use until `timeout`.
-        """
-        if incoming.size != nbytes:
-            text = f"{incoming.size} bytes for {what}, which has {nbytes}"
-            raise Refused(RefusalCode.MALFORMED, text)
-        kind, shared = dtype_of(dtype), incoming.view()
-        if shared is not None:
-            yield as_tensor(shared, kind)
-            return
-        try:
-            buffer = self._free.get(timeout=timeout.total_seconds())
-        except queue.Empty:
-            raise Refused(RefusalCode.NOT_READY, "too many pushes are being received; push again") from None
-        try:
-            data = buffer[:nbytes]
-            incoming.read_into(data)
-            yield as_tensor(data, kind)
-        finally:
-            self._free.put(buffer)
 
 
 def read_state(

@@ -12,7 +12,7 @@ from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import CheckpointError, InvalidJob, RefusalCode, Refused
 from elastic_ps.server.copying import Part
 from elastic_ps.server.decoder import Decoder
-from elastic_ps.server.dispatch import Callers, answers
+from elastic_ps.server.dispatch import Callers
 from elastic_ps.server.encoder import ValueEncoder
 from elastic_ps.server.lead_service import LeadService
 from elastic_ps.server.node import Node
@@ -29,6 +29,7 @@ from elastic_ps.server.shard import Shard
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming
+from elastic_ps.transport.calls import answers
 from elastic_ps.transport.convert import fields, from_message, to_message
 
 

@@ -5,20 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum, Flag, auto
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
 from elastic_ps.errors import Malformed
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.transport.base import Connection, unary
+from elastic_ps.transport.base import Connection, Frame, Incoming, unary
 
 Q = TypeVar("Q", bound=Message)
 A = TypeVar("A", bound=Message)
+S = TypeVar("S")
 
 
 class By(Flag):
@@ -139,3 +140,19 @@ CALLS: Mapping[str, Call[Any, Any]] = {
 def ask(connection: Connection, call: Call[Q, A], request: Q, *, timeout: timedelta) -> A:
     """Make a call without bodies that has one answer. Blocks. Raises as `Connection.call`."""
     return call.reply.FromString(unary(connection, call.name, request.SerializeToString(), timeout=timeout))
+
+
+Answer: TypeAlias = A | Iterator[Frame] | None
+"""Of a handler: the only answer, all of them, or None: it is done, or `pending`: nothing has happened."""
+
+
+def answers(
+    call: Call[Q, A],
+) -> Callable[[Callable[[S, Q, Incoming], Answer[A]]], Callable[[S, Q, Incoming], Answer[A]]]:
+    """The method is the handler of this call. It may block."""
+
+    def mark(handler: Callable[[S, Q, Incoming], Answer[A]]) -> Callable[[S, Q, Incoming], Answer[A]]:
+        vars(handler)["answers"] = call
+        return handler
+
+    return mark

@@ -18,6 +18,7 @@ from elastic_ps.core.metrics import Reduction
 from elastic_ps.core.settings import CLAMP, MAX_GRAD_NORM
 from elastic_ps.errors import UsageError
 from elastic_ps.process.telemetry import History, Trace
+from elastic_ps.tensors.client import Tensors
 from elastic_ps.transport.base import Connection
 from elastic_ps.worker.averages import Averages
 from elastic_ps.worker.brought import Brought
@@ -34,7 +35,6 @@ from elastic_ps.worker.prepared import check_model, check_wrapper
 from elastic_ps.worker.schedule import Interval, check_interval
 from elastic_ps.worker.seed import seed_everything
 from elastic_ps.worker.state import State
-from elastic_ps.worker.tensors import Tensors
 from elastic_ps.worker.together import together
 
 S = TypeVar("S", bound=torch.optim.lr_scheduler.LRScheduler)
@@ -366,7 +366,7 @@ class Session:
             )
         if self._tensors is None:
             size = self.spec.parameter_server.slice_bytes
-            self._tensors = Tensors(self._client, bucket_bytes=size)
+            self._tensors = Tensors(self._client, bucket_bytes=size, renew=self._client.limits.renew)
             self._on_joined()
         return self._tensors
 
@@ -529,7 +529,7 @@ class Session:
         """
         if os.getpid() == self._owner:
             if self._tensors is not None:
-                self._tensors.close()
+                self._tensors.close(self._client.limits.goodbye)
             self._engine.close(failed=failed)
             for loader in self._loaders:
                 loader.close()

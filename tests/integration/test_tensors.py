@@ -17,10 +17,11 @@ import pytest
 import torch
 
 from elastic_ps.contract.env import ProcessEnvironment
-from elastic_ps.core.spread import spread
 from elastic_ps.errors import TensorLost, UsageError
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.process import ParameterServer
+from elastic_ps.tensors.limits import TensorLimits
+from elastic_ps.tensors.spread import spread
 from elastic_ps.transport.base import Connection, Frame, Incoming, Server
 from elastic_ps.worker.limits import USUAL as USUAL_OF_WORKERS
 from elastic_ps.worker.limits import WorkerLimits
@@ -230,7 +231,10 @@ def test_workers_go_on_while_servers_are_started_again(
 @pytest.mark.parametrize("seed", range(4))
 def test_a_tensor_is_never_put_together_of_two(make: Callable[..., Rig], seed: int) -> None:
     """Whoever brings it, on a bad network, while servers are started again and workers lose their turn."""
-    limits = ServerLimits(bring=timedelta(seconds=0.2)), WorkerLimits(renew=timedelta(seconds=0.05))
+    limits = (
+        ServerLimits(tensors=TensorLimits(bring=timedelta(seconds=0.2))),
+        WorkerLimits(renew=timedelta(seconds=0.05)),
+    )
     rig, network, chance = make(None, *limits, replicas=3), Network(seed, 0.2), random.Random(seed)
     over, pulled = threading.Event(), [0, 0, 0]
 
@@ -411,7 +415,7 @@ class Dying(Connection):
 
 @pytest.mark.parametrize("after", ["nothing", "the other shard's slices"])
 def test_another_worker_brings_what_a_dead_one_has_not(make: Callable[..., Rig], after: str) -> None:
-    rig, home = make(limits=ServerLimits(bring=timedelta(seconds=1))), home_of("w")
+    rig, home = make(limits=ServerLimits(tensors=TensorLimits(bring=timedelta(seconds=1)))), home_of("w")
     numbers = iter(range(SHARDS))
 
     def through(inner: Connection) -> Connection:

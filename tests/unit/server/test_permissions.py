@@ -20,8 +20,8 @@ from elastic_ps.server.node import Node
 from elastic_ps.server.permissions import refuse, refuse_to_end, refuse_to_speak_for
 from elastic_ps.server.service import HEADER, Service
 from elastic_ps.server.shard_service import ShardService
-from elastic_ps.server.tensor_service import TensorService
-from elastic_ps.server.tensors import Tensors
+from elastic_ps.tensors.service import TensorService
+from elastic_ps.tensors.store import Tensors
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.calls import CALLS, GONE, At, By, Call, Sender
 from tests.testing.shard import SYNC, Body

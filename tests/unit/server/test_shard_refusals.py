@@ -11,8 +11,8 @@ import torch
 from elastic_ps.codec import dtype_of
 from elastic_ps.core.partition import Rule
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
-from elastic_ps.server import receiving
 from elastic_ps.server.orders import Application
+from elastic_ps.transport import buffers
 from tests.testing.shard import HASTY, LR, Body, Rig, one_bucket, ones, refusal, tensor
 
 
@@ -63,7 +63,7 @@ def test_a_repeated_push_takes_over_when_the_first_is_cut_off(threads: ThreadPoo
 
 def test_bodies_that_are_cut_off_leave_nothing_and_take_no_receive_buffer() -> None:
     rig = Rig(one_bucket(tensor("w", 4)), limits=HASTY)
-    for _ in range(3 * receiving.RECEIVE_BUFFERS):
+    for _ in range(3 * buffers.RECEIVE_BUFFERS):
         with pytest.raises(ConnectionLost):
             rig.push(0, Body(ones(4, 100.0), cut_off=True))
         with pytest.raises(ConnectionLost):
@@ -77,7 +77,7 @@ def test_bodies_that_are_cut_off_leave_nothing_and_take_no_receive_buffer() -> N
 
 
 def test_when_all_buffers_are_taken_a_push_is_asked_to_come_again(threads: ThreadPoolExecutor) -> None:
-    workers = range(receiving.RECEIVE_BUFFERS + 1)
+    workers = range(buffers.RECEIVE_BUFFERS + 1)
     rig = Rig(one_bucket(tensor("w", 4)), workers=workers, limits=HASTY)
     gate = threading.Event()
     bodies = [Body(ones(4), gate=gate) for _ in workers[:-1]]

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from elastic_ps.errors import UsageError
+from elastic_ps.tensors.client import Tensors
+from elastic_ps.tensors.handles import MOST_QUEUED
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.calls import DECLARE_TENSOR, Call
-from elastic_ps.worker.handles import MOST_QUEUED
-from elastic_ps.worker.limits import WorkerLimits
-from elastic_ps.worker.tensors import Tensors
 from tests.testing.polling import eventually
 
 
@@ -23,7 +22,6 @@ class Silent:
     """A client whose server knows every tensor, and does not answer a push before it is let go."""
 
     shards, instance = 1, "one"
-    limits = WorkerLimits(goodbye=timedelta(0))
 
     def __init__(self) -> None:
         self.let_go = threading.Event()
@@ -38,7 +36,7 @@ class Silent:
 def test_a_session_is_closed_although_a_push_waits_for_room() -> None:
     """The push holds what all others need, and a server may not answer for 15 minutes."""
     client = Silent()
-    kept = Tensors(client, bucket_bytes=1024)  # type: ignore[arg-type]
+    kept = Tensors(client, bucket_bytes=1024, renew=timedelta(0))  # type: ignore[arg-type]
     kept.init("w", torch.ones(4))
     queued: list[object] = []
 
@@ -50,7 +48,7 @@ def test_a_session_is_closed_although_a_push_waits_for_room() -> None:
         try:
             pushing = threads.submit(push)
             eventually(lambda: len(queued) > MOST_QUEUED, "no further push has room")
-            threads.submit(kept.close).result(60)
+            threads.submit(kept.close, timedelta(0)).result(60)
             with pytest.raises(UsageError, match="the session is closed"):
                 pushing.result(60)
         finally:

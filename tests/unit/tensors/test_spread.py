@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ps.core.partition import ITEM_SIZE
-from elastic_ps.core.spread import size_of, spread
+from elastic_ps.tensors.spread import size_of, spread
 
 SHAPES = st.lists(st.integers(1, 40), max_size=4)
 

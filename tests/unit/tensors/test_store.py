@@ -12,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from elastic_ps.core.spread import PUSH_RULES, PushRule, spread
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server.limits import USUAL, ServerLimits
-from elastic_ps.server.tensors import UNBORN, Birth, Declared, Place, Sender, Tensors
+from elastic_ps.tensors.limits import USUAL, TensorLimits
+from elastic_ps.tensors.spread import PUSH_RULES, PushRule, spread
+from elastic_ps.tensors.store import UNBORN, Birth, Declared, Place, Sender, Tensors
 
 BUCKET = 1024
 A, B = Sender(0, "a"), Sender(1, "b")
@@ -197,7 +197,7 @@ def test_the_slices_of_a_push_count_one_by_one() -> None:
 
 
 def test_so_many_processes_are_remembered() -> None:
-    store = shard(limits=ServerLimits(senders=2))
+    store = shard(limits=TensorLimits(senders=2))
     place = bring(store, "w", torch.zeros(1))
 
     def push(who: str, number: int) -> bool:
@@ -279,7 +279,7 @@ def test_another_shape_or_dtype_is_refused() -> None:
 
 
 def test_so_many_tensors_and_no_more() -> None:
-    store = shard(limits=ServerLimits(tensors=2))
+    store = shard(limits=TensorLimits(tensors=2))
     place = bring(store, "a", torch.zeros(1))
     bring(store, "b", torch.zeros(1))
     assert "free some" in refusal(lambda: store.declare(A, "c", (1,), "float32"))[1]

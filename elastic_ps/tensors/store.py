@@ -22,9 +22,9 @@ import torch
 
 from elastic_ps.core.names import LONGEST_NAME, is_name
 from elastic_ps.core.partition import ITEM_SIZE
-from elastic_ps.core.spread import PushRule, Slice, size_of, spread
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server.limits import USUAL, ServerLimits
+from elastic_ps.tensors.limits import USUAL, TensorLimits
+from elastic_ps.tensors.spread import PushRule, Slice, size_of, spread
 
 MOST_DIMENSIONS = 64
 
@@ -108,7 +108,7 @@ class Tensors:
 
     Args:
         shard, shards: which of how many this is.
-        bucket_bytes: see `core.spread`.
+        bucket_bytes: see `spread`.
         most_bytes: that all slices together may take.
         clock: the time in seconds, which only grows.
         life: names this process; a random number if it is not given.
@@ -123,7 +123,7 @@ class Tensors:
         most_bytes: int,
         clock: Callable[[], float],
         life: int | None = None,
-        limits: ServerLimits = USUAL,
+        limits: TensorLimits = USUAL,
     ) -> None:
         self._limits = limits
         self._shard, self._shards = shard, shards

@@ -16,27 +16,51 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from itertools import groupby
+from typing import Protocol, TypeVar
 
 import torch
 
 from elastic_ps.codec import as_bytes, name_of
 from elastic_ps.core.names import LONGEST_NAME, is_name
 from elastic_ps.core.partition import ITEM_SIZE
-from elastic_ps.core.spread import PUSH_RULES, PushRule, Slice, spread
 from elastic_ps.errors import ConnectionLost, ElasticPSError, RefusalCode, Refused, UsageError
+from elastic_ps.tensors.handles import CLOSED, Handle, Lane, in_words
+from elastic_ps.tensors.spread import PUSH_RULES, PushRule, Slice, spread
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.transport.base import Incoming
-from elastic_ps.worker.client import Client
-from elastic_ps.worker.handles import CLOSED, Handle, Lane, in_words
+from elastic_ps.transport.base import EMPTY, Incoming
+from elastic_ps.transport.calls import A, Call, Q
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FIRST_PAUSE = 0.02
 LONGEST_PAUSE = 1.0
 """Seconds between two looks whether another worker has brought a tensor."""
+
+
+class Client(Protocol):
+    """Makes the calls, and repeats those that fail on the way; see `worker.client.Client`.
+
+    Attributes:
+        shards: how many there are.
+        instance: names this process for all time.
+    """
+
+    shards: int
+    instance: str
+
+    def ask(self, call: Call[Q, A], request: Q, *, shard: int = 0, body: memoryview = EMPTY) -> A:
+        """Make a call; returns its answer. Blocks. Raises Refused, ConnectionLost."""
+
+    def ask_all(
+        self, call: Call[Q, A], request: Q, read: Callable[[A, Incoming], T], *, shard: int = 0
+    ) -> list[T]:
+        """The same; returns what `read` makes of each answer."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +113,11 @@ class Tensors:
 
     Args:
         bucket_bytes: of a slice, at most; see `ParameterServer.slice_bytes`.
+        renew: how often a large tensor's home is told that this worker still brings it.
     """
 
-    def __init__(self, client: Client, *, bucket_bytes: int) -> None:
-        self._client, self._bucket_bytes = client, bucket_bytes
+    def __init__(self, client: Client, *, bucket_bytes: int, renew: timedelta) -> None:
+        self._client, self._bucket_bytes, self._renew = client, bucket_bytes, renew
         self._process, self._closed = os.getpid(), False
         self._known: dict[str, _Known] = {}
         self._lock = threading.Lock()
@@ -229,9 +254,9 @@ class Tensors:
                     return
             time.sleep(FIRST_PAUSE)
 
-    def close(self) -> None:
-        """Carry out what was begun, for `WorkerLimits.goodbye` at most, and end the threads."""
-        deadline = time.monotonic() + self._client.limits.goodbye.total_seconds()
+    def close(self, within: timedelta) -> None:
+        """Carry out what was begun, for that long at most, and end the threads."""
+        deadline = time.monotonic() + within.total_seconds()
         with self._lock:
             self._closed = True
             lanes = list(self._lanes.values())
@@ -286,7 +311,7 @@ class Tensors:
         told = time.monotonic()
         try:
             for part in slices:
-                if time.monotonic() - told > self._client.limits.renew.total_seconds():
+                if time.monotonic() - told > self._renew.total_seconds():
                     told = time.monotonic()
                     said = self._declare(known)
                     if not (said.bring and said.birth == known.birth):

@@ -10,14 +10,14 @@ import torch
 
 from elastic_ps import codec
 from elastic_ps.core.partition import ITEM_SIZE
-from elastic_ps.core.spread import PUSH_RULES, Slice
 from elastic_ps.errors import Malformed
-from elastic_ps.server.dispatch import answers
-from elastic_ps.server.receiving import Buffers
-from elastic_ps.server.tensors import UNBORN, Birth, Place, Sender, Tensors
+from elastic_ps.tensors.spread import PUSH_RULES, Slice
+from elastic_ps.tensors.store import UNBORN, Birth, Place, Sender, Tensors
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming
+from elastic_ps.transport.buffers import Buffers
+from elastic_ps.transport.calls import answers
 from elastic_ps.transport.convert import to_message
 
 WAIT = timedelta(seconds=10)
@@ -31,7 +31,7 @@ class TensorService:
     """Answers for a `Service`.
 
     A body is received before the tensor is touched. So one that is cut off changes nothing, and what is
-    received at a time is `receiving.RECEIVE_BUFFERS` slices.
+    received at a time is `buffers.RECEIVE_BUFFERS` slices.
 
     Args:
         bucket_bytes: of a slice, at most.
