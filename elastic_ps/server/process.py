@@ -33,8 +33,7 @@ from elastic_ps.server.record import require_usable
 from elastic_ps.server.remote import RemoteShard
 from elastic_ps.server.service import Service
 from elastic_ps.server.wishes import Wishes
-from elastic_ps.tensors.service import TensorService
-from elastic_ps.tensors.store import Tensors
+from elastic_ps.tensors.store import TensorStore
 from elastic_ps.transport.base import Connection, Server
 
 logger = logging.getLogger(__name__)
@@ -111,7 +110,7 @@ class ParameterServer:
             limits=limits,
         )
         self._index, self._job, self._shards = index, environment.job, shards
-        self._tensors = Tensors(
+        self._tensors = TensorStore(
             index,
             shards,
             bucket_bytes=spec.parameter_server.slice_bytes,
@@ -126,9 +125,7 @@ class ParameterServer:
             if index == 0 and leads:
                 self._take_the_lead(environment, store, connect, connect_standby)
             coordinator = self.lead.coordinator if self.lead is not None else None
-            beside: list[object] = [
-                TensorService(self._tensors, bucket_bytes=spec.parameter_server.slice_bytes)
-            ]
+            beside: list[object] = [self._tensors]
             if self.lead is not None and self._desk is not None:
                 beside.append(DeskService(self._desk, self.lead.last_version))
             service = Service(

@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import groupby
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from elastic_ps.codec import as_bytes, name_of
+from elastic_ps.codec import as_bytes, dtype_of, name_of
 from elastic_ps.core.names import LONGEST_NAME, is_name
 from elastic_ps.core.partition import ITEM_SIZE
 from elastic_ps.errors import ConnectionLost, ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.tensors.handles import CLOSED, Handle, Lane, in_words
-from elastic_ps.tensors.spread import PUSH_RULES, PushRule, Slice, spread
+from elastic_ps.tensors.spread import PUSH_RULES, Kind, PushRule, Slice, spread
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import EMPTY, Incoming
@@ -72,19 +72,21 @@ class _Known:
         lives: of each shard that has some, its process.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+    kind: Kind
     birth: pb.Birth
     slices: Sequence[Slice]
     lives: dict[int, int]
+
+    @property
+    def name(self) -> str:
+        return self.kind.name
 
     @property
     def home(self) -> int:
         return self.slices[0].shard
 
     def message(self) -> pb.Named:
-        return pb.Named(name=self.name, shape=self.shape, dtype=self.dtype, birth=self.birth)
+        return pb.Named(**self.kind._asdict(), birth=self.birth)
 
     def by_shard(self) -> dict[int, list[Slice]]:
         ordered = sorted(self.slices, key=lambda each: (each.shard, each.start))
@@ -92,11 +94,8 @@ class _Known:
 
     def part(self, data: memoryview, part: Slice) -> memoryview:
         """The bytes of a slice, of those of the tensor."""
-        item = ITEM_SIZE[self.dtype]
+        item = ITEM_SIZE[self.kind.dtype]
         return data[part.start * item : (part.start + part.length) * item]
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
 
 
 class Tensors:
@@ -148,10 +147,10 @@ class Tensors:
         """
         self._require_usable(name)
         values = _copied(name, tensor)
-        shape, dtype = tuple(values.shape), name_of(values.dtype)
-        slices = spread(name, shape, dtype, bucket_bytes=self._bucket_bytes, shards=self._client.shards)
+        kind = Kind(name, tuple(values.shape), name_of(values.dtype))
+        slices = spread(*kind, bucket_bytes=self._bucket_bytes, shards=self._client.shards)
         try:
-            known, brought = self._find_or_bring(name, shape, dtype, slices, as_bytes(values))
+            known, brought = self._find_or_bring(kind, slices, as_bytes(values))
         except Refused as refusal:
             raise in_words(refusal) from refusal
         with self._lock:
@@ -218,7 +217,7 @@ class Tensors:
         if out is not None:
             _require_same("pull", known, out)
         self._raise_failed()
-        values = torch.empty(known.shape, dtype=getattr(torch, known.dtype), device="cpu")
+        values = torch.empty(known.kind.shape, dtype=dtype_of(known.kind.dtype), device="cpu")
         with self._beginning:
             parts = self._begin(known, partial(self._pull_slices, known, as_bytes(values)))
 
@@ -276,26 +275,21 @@ class Tensors:
 
     # --- bringing a tensor
 
-    def _find_or_bring(
-        self, name: str, shape: tuple[int, ...], dtype: str, slices: Sequence[Slice], data: memoryview
-    ) -> tuple[_Known, bool]:
+    def _find_or_bring(self, kind: Kind, slices: Sequence[Slice], data: memoryview) -> tuple[_Known, bool]:
         """See docs/protocol.md. Raises Refused, ConnectionLost."""
-        above, lost, pause = 0, pb.Birth(), FIRST_PAUSE
+        above, lost, pause, home = 0, pb.Birth(), FIRST_PAUSE, slices[0].shard
         while True:
-            known = _Known(name, shape, dtype, pb.Birth(), slices, {})
-            said = self._declare(known, above=above, lost=lost)
+            said = self._declare(home, pb.Named(**kind._asdict()), above=above, lost=lost)
             if said.pending:
                 time.sleep(pause)
                 pause = min(LONGEST_PAUSE, pause * 2)
                 continue
-            known = _Known(name, shape, dtype, said.birth, slices, {known.home: said.life})
-            others = [each for each in slices if each.shard != known.home]
+            known = _Known(kind, said.birth, slices, {home: said.life})
+            others = [each for each in slices if each.shard != home]
             if said.bring and not self._put(known, others, data):
                 above = self._births_elsewhere(known)
                 continue
-            looks = {
-                shard: self._look(known, shard) for shard in range(self._client.shards) if shard != known.home
-            }
+            looks = {shard: self._look(known, shard) for shard in range(self._client.shards) if shard != home}
             if any(look.bring for look in looks.values()):  # a server has been started again meanwhile
                 above = max(look.birth.number for look in looks.values())
                 lost = pb.Birth() if said.bring else said.birth
@@ -303,7 +297,7 @@ class Tensors:
             known.lives.update({shard: look.life for shard, look in looks.items()})
             if not said.bring:
                 return known, False
-            if self._put(known, [each for each in slices if each.shard == known.home], data):
+            if self._put(known, [each for each in slices if each.shard == home], data):
                 return known, True
 
     def _put(self, known: _Known, slices: Sequence[Slice], data: memoryview) -> bool:
@@ -313,7 +307,7 @@ class Tensors:
             for part in slices:
                 if time.monotonic() - told > self._renew.total_seconds():
                     told = time.monotonic()
-                    said = self._declare(known)
+                    said = self._declare(known.home, pb.Named(**known.kind._asdict()))
                     if not (said.bring and said.birth == known.birth):
                         return False
                 request = pb.PutTensorRequest(
@@ -341,22 +335,12 @@ class Tensors:
         shards = known.by_shard().keys() - {known.home}
         return max((self._look(known, shard).birth.number for shard in shards), default=0)
 
-    def _declare(
-        self, known: _Known, *, above: int = 0, lost: pb.Birth | None = None
-    ) -> pb.DeclareTensorReply:
-        tensor = known.message()
-        tensor.ClearField("birth")
-        return self._ask_about(known.home, tensor, above=above, lost=lost)
-
     def _look(self, known: _Known, shard: int) -> pb.DeclareTensorReply:
-        return self._ask_about(shard, known.message())
+        """Whether a shard that is not the home has its slices."""
+        return self._declare(shard, known.message())
 
-    def _ask_about(
-        self, shard: int, tensor: pb.Named, *, above: int = 0, lost: pb.Birth | None = None
-    ) -> pb.DeclareTensorReply:
-        request = pb.DeclareTensorRequest(
-            instance=self._client.instance, tensor=tensor, above=above, lost=lost
-        )
+    def _declare(self, shard: int, tensor: pb.Named, **told: Any) -> pb.DeclareTensorReply:
+        request = pb.DeclareTensorRequest(instance=self._client.instance, tensor=tensor, **told)
         return self._client.ask(calls.DECLARE_TENSOR, request, shard=shard)
 
     # --- what the threads do
@@ -476,10 +460,9 @@ def _require_same(what: str, known: _Known, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"{what}({known.name!r}): expected a tensor, given a {type(tensor).__name__}")
     given = f"{name_of(tensor.dtype)}{list(tensor.shape)}"
-    if given != str(known):
-        raise UsageError(
-            f"{what}({known.name!r}): the tensor is {given}, but {known.name!r} was initialised as {known}"
-        )
+    if given != str(known.kind):
+        text = f"the tensor is {given}, but {known.name!r} was initialised as {known.kind}"
+        raise UsageError(f"{what}({known.name!r}): {text}")
 
 
 def _nothing() -> None:

@@ -23,22 +23,37 @@ class Slice(NamedTuple):
     length: int
 
 
-def size_of(shape: Sequence[int], dtype: str) -> int:
-    """The bytes of a tensor; `dtype` is a key of `ITEM_SIZE`."""
-    return math.prod(shape) * ITEM_SIZE[dtype]
+class Kind(NamedTuple):
+    """A tensor as every worker gives it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """`dtype` is a key of `ITEM_SIZE`."""
+        return math.prod(self.shape) * ITEM_SIZE[self.dtype]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+def home_of(name: str, shards: int) -> int:
+    """The shard of a tensor's first slice. It follows from the name, so small ones do not all lie on one."""
+    return zlib.crc32(name.encode()) % shards
 
 
 def spread(name: str, shape: Sequence[int], dtype: str, *, bucket_bytes: int, shards: int) -> list[Slice]:
     """Cut a tensor into slices of `bucket_bytes` at most, and share these out over the shards.
 
-    The slices are given in the order of their elements. The shard of the first one, the tensor's *home*,
-    follows from the name, so that small tensors, which are not cut, do not all lie on one shard.
-    Deterministic: workers and parameter servers come to the same.
+    The slices are given in the order of their elements. Small tensors are not cut. Deterministic: workers
+    and parameter servers come to the same.
     """
-    small = size_of(shape, dtype) <= min(bucket_bytes, SMALLEST_BUCKET_BYTES)
+    small = Kind(name, tuple(shape), dtype).nbytes <= min(bucket_bytes, SMALLEST_BUCKET_BYTES)
     spec = TensorSpec(name, tuple(shape), dtype, Rule.BROADCAST)
     layout = partition([spec], bucket_bytes=bucket_bytes, shards=1 if small else shards)
-    home = zlib.crc32(name.encode()) % shards
+    home = home_of(name, shards)
     slices = [
         Slice((bucket.shard + home) % shards, piece.start, piece.length)
         for bucket in layout.buckets

@@ -1,4 +1,4 @@
-"""The tensors that scripts keep on a parameter server (`session.server`): one shard's slices of them.
+"""A shard's slices of the tensors that scripts keep (`session.server`), and the calls about them.
 
 They have nothing to do with the model, its versions and its terms: what a worker pushes is applied when it
 comes, and they live as long as this process does. That a tensor is lost with the process is never hidden:
@@ -14,65 +14,35 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from datetime import timedelta
+from typing import TypeAlias
 
 import torch
 
+from elastic_ps.codec import as_bytes
 from elastic_ps.core.names import LONGEST_NAME, is_name
 from elastic_ps.core.partition import ITEM_SIZE
-from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.errors import Malformed, RefusalCode, Refused
 from elastic_ps.tensors.limits import USUAL, TensorLimits
-from elastic_ps.tensors.spread import PushRule, Slice, size_of, spread
+from elastic_ps.tensors.spread import PUSH_RULES, Kind, Slice, home_of, spread
+from elastic_ps.transport import calls
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Frame, Incoming
+from elastic_ps.transport.buffers import Buffers
+from elastic_ps.transport.calls import answers
 
+WAIT = timedelta(seconds=10)
+"""For how long a slice waits for memory to be received in. Then the worker sends it again."""
+
+LONGEST_INSTANCE = 100
+MOST_BIRTHS = 1 << 62
 MOST_DIMENSIONS = 64
 
-
-class Sender(NamedTuple):
-    """A worker's process. `instance` names it for all time."""
-
-    worker: int
-    instance: str
-
-
-class Birth(NamedTuple):
-    """Which of the tensors of a name, one after the other, one is. No two have the same.
-
-    Attributes:
-        number: from 1; 0 for none. Later ones have higher numbers, unless the home was started again.
-        origin: the life of the home that has given the number.
-    """
-
-    number: int
-    origin: int
-
-
-UNBORN = Birth(0, 0)
-
-
-class Place(NamedTuple):
-    """Which tensor a call means: the one of this name and `birth`, in this `life` of the process."""
-
-    name: str
-    birth: Birth
-    life: int
-
-
-class Declared(NamedTuple):
-    """What a shard says of a tensor.
-
-    Attributes:
-        birth: of the tensor of this name that is there; UNBORN: none is.
-        life: of this process.
-        bring: the caller is to send its values. For a query: some of the shard's slices are not there.
-        pending: another worker is bringing it; ask again.
-    """
-
-    birth: Birth
-    life: int
-    bring: bool = False
-    pending: bool = False
+Sender: TypeAlias = tuple[int, str]
+"""A worker's process: the worker's index, and what names the process for all time."""
 
 
 @dataclass
@@ -87,10 +57,8 @@ class _Kept:
         last: of each process that has pushed, the number of its last push and the slice that was part of it.
     """
 
-    shape: tuple[int, ...]
-    dtype: str
-    birth: Birth
-    nbytes: int
+    kind: Kind
+    birth: pb.Birth
     slices: Mapping[int, Slice]
     holder: Sender | None
     until: float
@@ -102,13 +70,20 @@ class _Kept:
     def complete(self) -> bool:
         return len(self.values) == len(self.slices)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(each.length for each in self.slices.values()) * ITEM_SIZE[self.kind.dtype]
 
-class Tensors:
-    """A shard's slices. Thread-safe; nothing blocks for longer than an addition takes.
+
+class TensorStore:
+    """A shard's slices. Thread-safe; nothing but a body that comes in blocks for longer than an addition.
+
+    A body is received before its tensor is touched. So one that is cut off changes nothing, and what is
+    received at a time is `buffers.RECEIVE_BUFFERS` slices.
 
     Args:
         shard, shards: which of how many this is.
-        bucket_bytes: see `spread`.
+        bucket_bytes: of a slice, at most.
         most_bytes: that all slices together may take.
         clock: the time in seconds, which only grows.
         life: names this process; a random number if it is not given.
@@ -129,6 +104,7 @@ class Tensors:
         self._shard, self._shards = shard, shards
         self._bucket_bytes, self._most_bytes = bucket_bytes, most_bytes
         self._clock = clock
+        self._buffers = Buffers(bucket_bytes)
         self.life = life or secrets.randbits(62) + 1
         self._lock = threading.Lock()
         self._kept: dict[str, _Kept] = {}
@@ -151,218 +127,201 @@ class Tensors:
     def _nbytes(self) -> int:
         return sum(kept.nbytes for kept in self._kept.values())
 
-    # --- beginning and end
+    # --- the calls
 
-    def declare(
-        self,
-        who: Sender,
-        name: str,
-        shape: Sequence[int],
-        dtype: str,
-        *,
-        above: int = 0,
-        lost: Birth = UNBORN,
-    ) -> Declared:
-        """A worker wants this tensor, whose home is here. The first one brings the values.
-
-        Args:
-            above: other shards have tensors of this name up to that number; a new one gets a higher one.
-            lost: a tensor that another shard has lost. It begins anew.
+    @answers(calls.DECLARE_TENSOR)
+    def declare(self, request: pb.DeclareTensorRequest, _: Incoming) -> pb.DeclareTensorReply:
+        """A worker wants a tensor. The first one brings the values, as its home says.
 
         Raises:
             Refused: INVALID: there is one with another shape or dtype, there is no room, or no such tensor
                 can be.
         """
+        who, kind, birth = _sender(request), _kind(request.tensor), request.tensor.birth
+        if max(request.above, birth.number, request.lost.number) > MOST_BIRTHS:
+            raise Malformed(f"no tensor has a number above {MOST_BIRTHS}")
         with self._lock:
             self._used = True
-            now = self._sweep()
-            kept = self._kept.get(name)
-            if kept is not None and kept.birth != lost:
-                self._require_same(kept, name, shape, dtype)
-                if kept.complete:
-                    return Declared(kept.birth, self.life)
-                if kept.holder != who:
-                    return Declared(kept.birth, self.life, pending=True)
-                kept.until = now + self._limits.bring.total_seconds()
-                if kept.birth.number > above:
-                    return Declared(kept.birth, self.life, bring=True)
-            self._births = max(self._births, above) + 1
-            birth = Birth(self._births, self.life)
-            self._make(name, shape, dtype, birth, now, holder=who)
-            return Declared(birth, self.life, bring=True)
+            said = self._look(kind, birth) if birth.number else self._declare(who, kind, request)
+        said.life = self.life
+        return said
 
-    def look(self, name: str, shape: Sequence[int], dtype: str, *, birth: Birth) -> Declared:
-        """Whether this shard, which is not the tensor's home, has all of its slices. Raises Refused."""
-        with self._lock:
-            self._used = True
-            if not self._slices(name, shape, dtype):
-                return Declared(birth, self.life)
-            kept = self._kept.get(name)
-            present = kept is not None and kept.birth == birth and kept.complete
-            return Declared(kept.birth if kept is not None else UNBORN, self.life, bring=not present)
-
-    def expect(
-        self, who: Sender, name: str, shape: Sequence[int], dtype: str, *, birth: Birth, start: int
-    ) -> Slice | None:
-        """A worker is about to bring a slice. Returns which one; None: it would replace a later tensor.
+    @answers(calls.PUT_TENSOR)
+    def put(self, request: pb.PutTensorRequest, incoming: Incoming) -> pb.PutTensorReply:
+        """A worker brings a slice. The first copy of it counts.
 
         Raises:
-            Refused: see `declare`; GONE: at the tensor's home another one brings it now.
+            Refused: see `declare`; GONE: at the tensor's home another worker brings it now, or another tensor
+                has taken its place meanwhile.
         """
+        who, kind, birth = _sender(request), _kind(request.tensor), request.tensor.birth
+        if birth.number > MOST_BIRTHS:
+            raise Malformed(f"no tensor has a number above {MOST_BIRTHS}")
         with self._lock:
-            now = self._sweep()
-            kept = self._kept.get(name)
-            if kept is None or kept.birth != birth:
-                if self._home(name) == self._shard:
-                    raise self._gone(name)
-                if kept is not None and kept.birth.number >= birth.number:
-                    return None
-                kept = self._make(name, shape, dtype, birth, now, holder=None)
-            if kept.holder not in (None, who):
-                raise self._gone(name)
-            self._require_same(kept, name, shape, dtype)
-            kept.until = now + self._limits.bring.total_seconds()
-            return self._slice(kept, name, start)
-
-    def put(self, who: Sender, name: str, *, birth: Birth, start: int, values: torch.Tensor) -> None:
-        """The slice that `expect` has named is here. The first copy of it counts.
-
-        Args:
-            values: flat; copied.
-
-        Raises:
-            Refused: GONE: another tensor has taken its place meanwhile.
-        """
-        with self._lock:
-            kept = self._kept.get(name)
+            part = self._expected(who, kind, birth, request.start)
+        if part is None:
+            return pb.PutTensorReply(later=True)
+        with self._receive(kind, part, incoming) as values, self._lock:
+            kept = self._kept.get(kind.name)
             if kept is None or kept.birth != birth or kept.holder not in (None, who):
-                raise self._gone(name)
-            if start not in kept.values:
-                kept.values[start] = values.clone()
+                raise _gone(kind.name)
+            if part.start not in kept.values:
+                kept.values[part.start] = values.clone()
             if kept.complete:
                 kept.holder = None
+        return pb.PutTensorReply()
 
-    def free(self, name: str, *, birth: Birth) -> bool:
-        """Forget a tensor. Returns whether it was there; of another birth it is not."""
-        with self._lock:
-            kept = self._kept.get(name)
-            if kept is None or kept.birth != birth:
-                return False
-            del self._kept[name]
-            return True
-
-    # --- values
-
-    def find(self, place: Place, start: int) -> tuple[Slice, str]:
-        """Which slice of which dtype a push is for. Raises Refused (GONE, MALFORMED)."""
-        with self._lock:
-            kept = self._get(place)
-            return self._slice(kept, place.name, start), kept.dtype
-
-    def push(
-        self,
-        who: Sender,
-        number: int,
-        place: Place,
-        *,
-        start: int,
-        rule: PushRule,
-        values: torch.Tensor | None = None,
-    ) -> bool:
-        """Change a slice, once for each number. Returns False if that was done before.
+    @answers(calls.PUSH_TENSOR)
+    def push(self, request: pb.PushTensorRequest, incoming: Incoming) -> pb.Done:
+        """Change a slice, once for each number.
 
         A process numbers its pushes, and sends the slices of each in the order of their elements; so what
         does not come after the last one has come before.
 
-        Args:
-            values: flat, of the slice's length and dtype; None with the rule `zero`.
-
         Raises:
             Refused: GONE: the tensor was freed, or lost with this shard.
         """
-        with self._lock:
-            kept = self._get(place)
-        with kept.lock:
-            if (number, start) <= kept.last.get(who, (-1, -1)):
-                return False
-            target = kept.values[start]
-            if rule == "zero":
-                target.zero_()
-            else:
-                assert values is not None
-                (target.add_ if rule == "add" else target.copy_)(values)
-            kept.last[who] = (number, start)
-            kept.last.move_to_end(who)
-            if len(kept.last) > self._limits.senders:
-                kept.last.popitem(last=False)
-            return True
+        who, rule = _sender(request), request.rule
+        if rule not in PUSH_RULES:
+            raise Malformed(f"unknown rule {rule[:50]!r}; known: {', '.join(PUSH_RULES)}")
+        kept = self._get(request)
+        part = self._slice(kept, request.start)
+        with nullcontext() if rule == "zero" else self._receive(kept.kind, part, incoming) as values:
+            kept, now = self._get(request), (request.number, request.start)
+            with kept.lock:
+                if now <= kept.last.get(who, (-1, -1)):
+                    return pb.Done(duplicate=True)
+                target = kept.values[request.start]
+                if values is None:
+                    target.zero_()
+                else:
+                    (target.add_ if rule == "add" else target.copy_)(values)
+                kept.last[who] = now
+                kept.last.move_to_end(who)
+                if len(kept.last) > self._limits.senders:
+                    kept.last.popitem(last=False)
+        return pb.Done()
 
-    def pull(self, place: Place) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each of the shard's slices, in order: its first element, and a copy. Raises Refused (GONE)."""
-        with self._lock:
-            kept = self._get(place)
+    @answers(calls.PULL_TENSOR)
+    def pull(self, request: pb.PullTensorRequest, _: Incoming) -> Iterator[Frame]:
+        """Each of the shard's slices, in order: a copy. Raises Refused (GONE)."""
+        kept = self._get(request)
         for start in kept.slices:
             with kept.lock:
                 values = kept.values[start].clone()
-            yield start, values
+            yield Frame(pb.PullTensorReply(start=start).SerializeToString(), as_bytes(values))
+        yield Frame(pb.PullTensorReply(done=True).SerializeToString(), last=True)
+
+    @answers(calls.FREE_TENSOR)
+    def free(self, request: pb.FreeTensorRequest, _: Incoming) -> pb.Done:
+        """Forget a tensor, unless another one has its name by now."""
+        with self._lock:
+            kept = self._kept.get(request.name)
+            there = kept is not None and kept.birth == request.birth
+            if there:
+                del self._kept[request.name]
+        return pb.Done(duplicate=not there)
+
+    def _receive(self, kind: Kind, part: Slice, incoming: Incoming) -> AbstractContextManager[torch.Tensor]:
+        what = f"elements {part.start} to {part.start + part.length} of {kind.name!r}"
+        nbytes = part.length * ITEM_SIZE[kind.dtype]
+        return self._buffers.values(what, kind.dtype, nbytes, incoming, timeout=WAIT)
+
+    def _get(self, request: pb.PushTensorRequest | pb.PullTensorRequest) -> _Kept:
+        if request.life != self.life:
+            raise Refused(
+                RefusalCode.GONE,
+                f"the tensor {request.name!r} is lost: parameter server {self._shard}, which had a part of "
+                "it, was started again. Call session.server.init with the values to go on from",
+            )
+        with self._lock:
+            kept = self._kept.get(request.name)
+            if kept is None or kept.birth != request.birth or not kept.complete:
+                raise _gone(request.name)
+            return kept
 
     # --- the lock is held
 
-    def _home(self, name: str) -> int:
-        return spread(name, (1,), "uint8", bucket_bytes=self._bucket_bytes, shards=self._shards)[0].shard
+    def _declare(self, who: Sender, kind: Kind, request: pb.DeclareTensorRequest) -> pb.DeclareTensorReply:
+        """What its home says of a tensor."""
+        now = self._sweep()
+        kept = self._kept.get(kind.name)
+        if kept is not None and kept.birth != request.lost:
+            self._require_same(kept, kind)
+            if kept.complete:
+                return pb.DeclareTensorReply(birth=kept.birth)
+            if kept.holder != who:
+                return pb.DeclareTensorReply(birth=kept.birth, pending=True)
+            kept.until = now + self._limits.bring.total_seconds()
+            if kept.birth.number > request.above:
+                return pb.DeclareTensorReply(birth=kept.birth, bring=True)
+        self._births = max(self._births, request.above) + 1
+        birth = pb.Birth(number=self._births, origin=self.life)
+        self._make(kind, birth, now, holder=who)
+        return pb.DeclareTensorReply(birth=birth, bring=True)
 
-    def _slices(self, name: str, shape: Sequence[int], dtype: str) -> dict[int, Slice]:
+    def _look(self, kind: Kind, birth: pb.Birth) -> pb.DeclareTensorReply:
+        """Whether this shard, which is not the tensor's home, has all of its slices."""
+        if not self._slices(kind):
+            return pb.DeclareTensorReply(birth=birth)
+        kept = self._kept.get(kind.name)
+        present = kept is not None and kept.birth == birth and kept.complete
+        return pb.DeclareTensorReply(birth=kept.birth if kept is not None else None, bring=not present)
+
+    def _expected(self, who: Sender, kind: Kind, birth: pb.Birth, start: int) -> Slice | None:
+        """The slice that a worker is about to bring; None: it would replace a later tensor."""
+        now = self._sweep()
+        kept = self._kept.get(kind.name)
+        if kept is None or kept.birth != birth:
+            if home_of(kind.name, self._shards) == self._shard:
+                raise _gone(kind.name)
+            if kept is not None and kept.birth.number >= birth.number:
+                return None
+            kept = self._make(kind, birth, now, holder=None)
+        if kept.holder not in (None, who):
+            raise _gone(kind.name)
+        self._require_same(kept, kind)
+        kept.until = now + self._limits.bring.total_seconds()
+        return self._slice(kept, start)
+
+    def _slices(self, kind: Kind) -> dict[int, Slice]:
         """This shard's slices of such a tensor. Raises Refused (INVALID) if there can be none such."""
+        name, dtype = kind.name, kind.dtype
         if not is_name(name):
-            text = f"a tensor's name has 1 to {LONGEST_NAME} printable characters; given: {name[:300]!r}"
-            raise Refused(RefusalCode.INVALID, text)
-        if dtype not in ITEM_SIZE:
-            text = f"the tensor {name!r} has dtype {dtype[:50]}; expected one of {', '.join(ITEM_SIZE)}"
-            raise Refused(RefusalCode.INVALID, text)
-        if len(shape) > MOST_DIMENSIONS or not size_of(shape, dtype):
-            text = f"the tensor {name!r} has no elements, or more than {MOST_DIMENSIONS} dimensions"
-            raise Refused(RefusalCode.INVALID, text)
-        if size_of(shape, dtype) > self._most_bytes * self._shards:  # before it is cut into its slices
-            raise self._no_room(name, size_of(shape, dtype), self._most_bytes * self._shards)
-        slices = spread(name, shape, dtype, bucket_bytes=self._bucket_bytes, shards=self._shards)
-        return {each.start: each for each in slices if each.shard == self._shard}
+            problem = f"a tensor's name has 1 to {LONGEST_NAME} printable characters; given: {name[:300]!r}"
+        elif dtype not in ITEM_SIZE:
+            problem = f"the tensor {name!r} has dtype {dtype[:50]}; expected one of {', '.join(ITEM_SIZE)}"
+        elif len(kind.shape) > MOST_DIMENSIONS or not kind.nbytes:
+            problem = f"the tensor {name!r} has no elements, or more than {MOST_DIMENSIONS} dimensions"
+        elif kind.nbytes > self._most_bytes * self._shards:  # before it is cut into its slices
+            problem = self._no_room(name, kind.nbytes, self._most_bytes * self._shards)
+        else:
+            slices = spread(*kind, bucket_bytes=self._bucket_bytes, shards=self._shards)
+            return {each.start: each for each in slices if each.shard == self._shard}
+        raise Refused(RefusalCode.INVALID, problem)
 
-    def _make(
-        self,
-        name: str,
-        shape: Sequence[int],
-        dtype: str,
-        birth: Birth,
-        now: float,
-        *,
-        holder: Sender | None,
-    ) -> _Kept:
+    def _make(self, kind: Kind, birth: pb.Birth, now: float, *, holder: Sender | None) -> _Kept:
         """A tensor of which nothing is here yet; one of the same name is dropped."""
-        slices = self._slices(name, shape, dtype)
+        name, slices = kind.name, self._slices(kind)
         if holder is not None and 0 not in slices:
             text = f"the tensor {name!r} is not at home on shard {self._shard}"
             raise Refused(RefusalCode.MALFORMED, text)
         before = self._kept.get(name)
-        nbytes = sum(each.length for each in slices.values()) * ITEM_SIZE[dtype]
+        kept = _Kept(kind, birth, slices, holder, now + self._limits.bring.total_seconds())
         free = self._most_bytes - self._nbytes + (before.nbytes if before is not None else 0)
-        if nbytes > free:
-            raise self._no_room(name, nbytes, free)
-        if before is None and len(self._kept) >= self._limits.tensors:
-            most = self._limits.tensors
+        if kept.nbytes > free:
+            raise Refused(RefusalCode.INVALID, self._no_room(name, kept.nbytes, free))
+        if before is None and len(self._kept) >= (most := self._limits.tensors):
             text = f"there are {most} tensors already, so there is no place for {name!r}; free some"
             raise Refused(RefusalCode.INVALID, text)
-        kept = _Kept(
-            tuple(shape), dtype, birth, nbytes, slices, holder, now + self._limits.bring.total_seconds()
-        )
         self._kept[name] = kept
         return kept
 
-    def _no_room(self, name: str, nbytes: int, free: int) -> Refused:
-        return Refused(
-            RefusalCode.INVALID,
+    def _no_room(self, name: str, nbytes: int, free: int) -> str:
+        return (
             f"the tensor {name!r} needs {nbytes} bytes on parameter server {self._shard}, which has room for "
             f"{max(0, free)} (parameterServer.tensorBytes: {self._most_bytes}). Free others, set more "
-            "tensorBytes, or more parameterServer.replicas",
+            "tensorBytes, or more parameterServer.replicas"
         )
 
     def _sweep(self) -> float:
@@ -373,38 +332,34 @@ class Tensors:
                 del self._kept[name]
         return now
 
-    def _get(self, place: Place) -> _Kept:
-        name, birth, life = place
-        if life != self.life:
-            raise Refused(
-                RefusalCode.GONE,
-                f"the tensor {name!r} is lost: parameter server {self._shard}, which had a part of it, was "
-                "started again. Call session.server.init with the values to go on from",
-            )
-        kept = self._kept.get(name)
-        if kept is None or kept.birth != birth or not kept.complete:
-            raise self._gone(name)
-        return kept
-
-    def _gone(self, name: str) -> Refused:
-        return Refused(
-            RefusalCode.GONE,
-            f"the tensor {name!r} that this worker has initialised is there no more: it was freed, or "
-            "initialised anew. Call session.server.init again",
-        )
-
-    def _require_same(self, kept: _Kept, name: str, shape: Sequence[int], dtype: str) -> None:
-        if (kept.shape, kept.dtype) != (tuple(shape), dtype):
+    def _require_same(self, kept: _Kept, kind: Kind) -> None:
+        if kept.kind != kind:
             raise Refused(
                 RefusalCode.INVALID,
-                f"this worker has {name!r} as {dtype}{list(shape)}, but it was initialised as "
-                f"{kept.dtype}{list(kept.shape)}. All workers must give the same shape and dtype, or another "
-                "name",
+                f"this worker has {kind.name!r} as {kind}, but it was initialised as {kept.kind}. All "
+                "workers must give the same shape and dtype, or another name",
             )
 
-    def _slice(self, kept: _Kept, name: str, start: int) -> Slice:
-        try:
-            return kept.slices[start]
-        except KeyError:
-            text = f"no slice of {name!r} on shard {self._shard} begins at element {start}"
-            raise Refused(RefusalCode.MALFORMED, text) from None
+    def _slice(self, kept: _Kept, start: int) -> Slice:
+        if start not in kept.slices:
+            text = f"no slice of {kept.kind.name!r} on shard {self._shard} begins at element {start}"
+            raise Refused(RefusalCode.MALFORMED, text)
+        return kept.slices[start]
+
+
+def _gone(name: str) -> Refused:
+    return Refused(
+        RefusalCode.GONE,
+        f"the tensor {name!r} that this worker has initialised is there no more: it was freed, or "
+        "initialised anew. Call session.server.init again",
+    )
+
+
+def _kind(tensor: pb.Named) -> Kind:
+    return Kind(tensor.name, tuple(tensor.shape), tensor.dtype)
+
+
+def _sender(request: pb.DeclareTensorRequest | pb.PutTensorRequest | pb.PushTensorRequest) -> Sender:
+    if not 0 < len(request.instance) <= LONGEST_INSTANCE:
+        raise Malformed(f"a process is named with 1 to {LONGEST_INSTANCE} characters")
+    return request.caller.worker, request.instance

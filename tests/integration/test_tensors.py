@@ -21,6 +21,7 @@ from elastic_ps.errors import TensorLost, UsageError
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.tensors.limits import TensorLimits
+from elastic_ps.tensors.spread import home_of as home_among
 from elastic_ps.tensors.spread import spread
 from elastic_ps.transport.base import Connection, Frame, Incoming, Server
 from elastic_ps.worker.limits import USUAL as USUAL_OF_WORKERS
@@ -127,7 +128,7 @@ def at_once(*work: Callable[[], object]) -> None:
 
 
 def home_of(name: str) -> int:
-    return spread(name, (1,), "float32", bucket_bytes=BUCKET, shards=SHARDS)[0].shard
+    return home_among(name, SHARDS)
 
 
 @everywhere

@@ -20,8 +20,7 @@ from elastic_ps.server.node import Node
 from elastic_ps.server.permissions import refuse, refuse_to_end, refuse_to_speak_for
 from elastic_ps.server.service import HEADER, Service
 from elastic_ps.server.shard_service import ShardService
-from elastic_ps.tensors.service import TensorService
-from elastic_ps.tensors.store import Tensors
+from elastic_ps.tensors.store import TensorStore
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.calls import CALLS, GONE, At, By, Call, Sender
 from tests.testing.shard import SYNC, Body
@@ -88,9 +87,8 @@ def services() -> dict[At, Service]:
     def node(index: int) -> Node:
         return Node(index, 2, store=None, consistency=SYNC, trace=Trace(None, ""))
 
-    def tensors(index: int) -> TensorService:
-        kept = Tensors(index, 2, bucket_bytes=1024, most_bytes=1024, clock=time.monotonic)
-        return TensorService(kept, bucket_bytes=1024)
+    def tensors(index: int) -> TensorStore:
+        return TensorStore(index, 2, bucket_bytes=1024, most_bytes=1024, clock=time.monotonic)
 
     desk, lead = DeskService(cast(Desk, None), lambda: None), cast(Coordinator, object())
     return {
