@@ -22,10 +22,11 @@ from elastic_ps.core import damping
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Bucket
 from elastic_ps.core.settings import NOTHING, Made, Settings, read_settings
+from elastic_ps.data.batches import Batches, Slices, checked
+from elastic_ps.data.prepared import check_loop
 from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.worker.batches import Batches, Slices, checked
 from elastic_ps.worker.brought import Brought
 from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.dialogue import Ending, Step
@@ -33,7 +34,6 @@ from elastic_ps.worker.entrance import Entrance, Member
 from elastic_ps.worker.local_world import Drained, LocalWorld
 from elastic_ps.worker.model import Described, Flat
 from elastic_ps.worker.phases import Phases
-from elastic_ps.worker.prepared import check_loop
 from elastic_ps.worker.records import Records, Stopping
 from elastic_ps.worker.schedule import Interval, Schedule
 from elastic_ps.worker.state import State

@@ -16,11 +16,11 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from elastic_ps.core.ledger import Range
+from elastic_ps.data.fingerprint import fingerprint
+from elastic_ps.data.source import read_source
+from elastic_ps.data.stream import Numbered, Place
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.engine import Engine
-from elastic_ps.worker.fingerprint import fingerprint
-from elastic_ps.worker.source import read_source
-from elastic_ps.worker.stream import Numbered, Place
 from elastic_ps.worker.supply import NO_EPOCH, Supply
 
 logger = logging.getLogger(__name__)

@@ -25,11 +25,11 @@ from elastic_ps.core.settings import (
     check_one_limit,
     plain_group,
 )
+from elastic_ps.data.prepared import check_wrapper
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.transport.memory import Allocate, shared_if_possible
 from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.overlaps import overlaps
-from elastic_ps.worker.prepared import check_wrapper
 from elastic_ps.worker.registered import Registered
 from elastic_ps.worker.seal import Seal
 from elastic_ps.worker.staging import Staging

@@ -12,11 +12,11 @@ from typing import NamedTuple, Protocol
 
 from elastic_ps.core.fingerprint import differing, other_records
 from elastic_ps.core.ledger import Range
+from elastic_ps.data.batches import Batches
 from elastic_ps.errors import InvalidModel, Refused, UsageError
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import ranges_from_message, ranges_to_message
-from elastic_ps.worker.batches import Batches
 from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.strategy import Strategy

@@ -60,8 +60,9 @@ def main() -> int:
 
         return processes.run(environment)
     with lifecycle.importing():
+        from elastic_ps.data import prepared
         from elastic_ps.process import compiler
-        from elastic_ps.worker import current, prepared
+        from elastic_ps.worker import current
     from elastic_ps.worker.local_world import Drained
 
     try:

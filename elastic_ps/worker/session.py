@@ -16,6 +16,8 @@ from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.several import parts_of
 from elastic_ps.core.metrics import Reduction
 from elastic_ps.core.settings import CLAMP, MAX_GRAD_NORM
+from elastic_ps.data.prepared import check_model, check_wrapper
+from elastic_ps.data.seed import seed_everything
 from elastic_ps.errors import UsageError
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.tensors.client import Tensors
@@ -31,9 +33,7 @@ from elastic_ps.worker.local_steps import outer_optimizer, refuse_limits
 from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.model import Described
 from elastic_ps.worker.optimizer import ElasticOptimizer
-from elastic_ps.worker.prepared import check_model, check_wrapper
 from elastic_ps.worker.schedule import Interval, check_interval
-from elastic_ps.worker.seed import seed_everything
 from elastic_ps.worker.state import State
 from elastic_ps.worker.together import together
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.portions import LEAST
+from elastic_ps.data.order import permutation
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.engine import Engine
-from elastic_ps.worker.order import permutation
 
 NO_EPOCH = -1
 

@@ -18,12 +18,12 @@ from torch.optim import lr_scheduler
 
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.settings import Settings
+from elastic_ps.data.order import permutation
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob, RefusalCode, Refused
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame
-from elastic_ps.worker.order import permutation
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, events, make_mlp, make_spec, running_job
 from tests.testing.inside import engine_of, exchange_of

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ps.data.order import permutation
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
-from elastic_ps.worker.order import permutation
 from elastic_ps.worker.session import Session
 from tests.integration.test_global_batch import check_sets, difference
 from tests.integration.test_unreliable import Network, Unreliable

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, get_worker_info
 
-from elastic_ps.worker.stream import Place
-from tests.unit.worker.test_stream import Stream, numbered
+from elastic_ps.data.stream import Place
+from tests.unit.data.test_stream import Stream, numbered
 
 
 class Divided(Stream):

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from elastic_ps.data.order import permutation
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob, InvalidModel, UsageError
-from elastic_ps.worker.order import permutation
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, events, make_mlp, make_spec, running_job
 from tests.testing.oracle import Commit, mse, ranges_of

@@ -19,10 +19,10 @@ from torch.optim import lr_scheduler
 from elastic_ps.api.consistency import OUTER_RULES, Consistency
 from elastic_ps.codec.delayed import DelayedNesterov
 from elastic_ps.core.ledger import Range
+from elastic_ps.data.order import permutation
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob, InvalidModel, UsageError
-from elastic_ps.worker.order import permutation
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Job, Numbers, Tally, make_mlp, make_spec, running_job
 from tests.testing.inside import exchange_of, vanish

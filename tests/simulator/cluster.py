@@ -21,6 +21,8 @@ from elastic_ps.api.job import TrainingJobSpec, parse_spec
 from elastic_ps.api.tuning import Tuning
 from elastic_ps.contract.env import ProcessEnvironment
 from elastic_ps.core.ledger import Range
+from elastic_ps.data.batches import slice_sizes
+from elastic_ps.data.order import permutation
 from elastic_ps.errors import ElasticPSError, Fenced, RefusalCode, Refused
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.limits import ServerLimits
@@ -28,9 +30,7 @@ from elastic_ps.server.patience import Patience
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import unary
-from elastic_ps.worker.batches import slice_sizes
 from elastic_ps.worker.local_world import Drained, Links, LocalWorld
-from elastic_ps.worker.order import permutation
 from elastic_ps.worker.session import Session
 from tests.simulator.network import Network, SimConnection, SimServer, Weather
 from tests.simulator.patches import Disk

@@ -20,11 +20,11 @@ from elastic_ps.api.consistency import OUTER_RULES, Consistency
 from elastic_ps.checkpoint import store
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.objective import Objective
+from elastic_ps.data.batches import Slices
 from elastic_ps.errors import NoCheckpoint
 from elastic_ps.server import changes
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.worker import entrance, group
-from elastic_ps.worker.batches import Slices
 from tests.simulator.cluster import Cluster, Plan, halved, pid_of, scratch
 from tests.simulator.collectives import Collectives, Store
 from tests.simulator.faults import FAULTS

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from elastic_ps.core.metrics import MOST_NAMES, REDUCTIONS, Metrics, keep, reduce_all, reduce_values
+from elastic_ps.data.batches import Reported, checked
 from elastic_ps.errors import UsageError
-from elastic_ps.worker.batches import Reported, checked
 
 
 @pytest.mark.parametrize(("how", "expected"), [("mean", 1.75), ("sum", 3.0), ("max", 2.0)])

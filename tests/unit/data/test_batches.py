@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ps.core.ledger import Range
-from elastic_ps.worker.batches import Batches
+from elastic_ps.data.batches import Batches
 
 
 def compute(batches: Batches, number: int, **metrics: float) -> None:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from elastic_ps.data.seed import OwnRandom
 from elastic_ps.errors import UsageError
-from elastic_ps.worker.seed import OwnRandom
 
 logger = logging.getLogger(__name__)
 

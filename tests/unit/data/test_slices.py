@@ -12,7 +12,7 @@ import torch
 from elastic_ps.api.job import TrainingJobSpec, Worker
 from elastic_ps.contract.env import ProcessEnvironment, read
 from elastic_ps.core.ledger import Range
-from elastic_ps.worker.batches import Slices, slice_sizes
+from elastic_ps.data.batches import Slices, slice_sizes
 from elastic_ps.worker.summed import add_gradients, add_means
 
 

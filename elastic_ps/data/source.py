@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from elastic_ps.api.job import Data
+from elastic_ps.data.prepared import is_prepared
+from elastic_ps.data.stream import Numbered
 from elastic_ps.errors import InvalidModel, UsageError
-from elastic_ps.worker.prepared import is_prepared
-from elastic_ps.worker.stream import Numbered
 
 _CARRIED = (
     "num_workers",

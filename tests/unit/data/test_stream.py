@@ -16,10 +16,10 @@ from torch.utils.data import ChainDataset, DataLoader, IterableDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from elastic_ps.api.job import Data
+from elastic_ps.data.seed import seed_everything
+from elastic_ps.data.source import read_source
+from elastic_ps.data.stream import OFTEN, Numbered, Place
 from elastic_ps.errors import InvalidModel, UsageError
-from elastic_ps.worker.seed import seed_everything
-from elastic_ps.worker.source import read_source
-from elastic_ps.worker.stream import OFTEN, Numbered, Place
 
 
 class Stream(IterableDataset[int]):

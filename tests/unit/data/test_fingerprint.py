@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
 from elastic_ps.core.fingerprint import MOST, differing
-from elastic_ps.worker.fingerprint import fingerprint
+from elastic_ps.data.fingerprint import fingerprint
 
 RECORDS = 40
 
