@@ -6,14 +6,17 @@ tuning, and all shards and workers continue from it, as they do when a shard has
 (docs/protocol.md). So steps that are under way are in no version, and their records are handed out again; no
 message of the old way can be taken for one of the new; and a parameter server that is lost meanwhile comes
 back with the one or the other.
+
+What a person wants is what whoever started this process has last written to a file.
 """
 
 from __future__ import annotations
 
 import logging
 from datetime import timedelta
+from pathlib import Path
 
-from elastic_ps.api.tuning import Tuning
+from elastic_ps.api.tuning import Tuning, read_tuning
 from elastic_ps.codec.optimizers import second_momentum
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core import scales
@@ -24,7 +27,6 @@ from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.state import JobState
-from elastic_ps.server.wishes import Wishes
 
 logger = logging.getLogger(__name__)
 
@@ -170,3 +172,38 @@ class Changes:
 
     def _done(self) -> None:
         self.problem, self._wanted = "", None
+
+
+LIMIT = 1 << 20
+"""Most bytes of the file."""
+
+
+class Wishes:
+    """Reads the file when it has been replaced. Not thread-safe.
+
+    Args:
+        path: of the file; see `env.ProcessEnvironment.tuning`.
+        run: of this run of the job.
+    """
+
+    def __init__(self, path: Path, run: str) -> None:
+        self._path, self._run = path, run
+        self._text = ""
+
+    def newest(self) -> Tuning | None:
+        """What is wanted; None if that is what the last call has said, or there is no file.
+
+        Raises:
+            InvalidJob: the file cannot be read, or says nothing that can be understood. It is said once.
+        """
+        try:
+            with self._path.open(encoding="utf-8") as file:
+                text = file.read(LIMIT)
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidJob(f"what is wanted of the job cannot be read: {error}") from error
+        if text == self._text or not text.strip():
+            return None
+        self._text = text
+        return read_tuning(text, source=str(self._path)).model_copy(update={"run": self._run})

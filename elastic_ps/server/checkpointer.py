@@ -33,9 +33,8 @@ from elastic_ps.errors import (
 )
 from elastic_ps.evaluation.queue import Desk
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.limits import USUAL, ServerLimits
+from elastic_ps.server.limits import USUAL, ServerLimits, retry
 from elastic_ps.server.orders import Advance, Written
-from elastic_ps.server.patience import retry
 from elastic_ps.server.record import to_checkpoint
 
 logger = logging.getLogger(__name__)

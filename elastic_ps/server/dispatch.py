@@ -1,4 +1,8 @@
-"""From a call's bytes to the handler of its request; what `transport.calls` says is checked on the way."""
+"""From a call's bytes to the handler of its request; what `transport.calls` says is checked on the way.
+
+Who may call what is decided by the identity that the caller's certificate gives it. A caller without an
+identity may do everything: `transport.base.Incoming.peer` says when there is none.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,13 @@ from typing import Any, NamedTuple
 
 from google.protobuf.message import Message
 
+from elastic_ps.contract.identity import Identity
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server import permissions
 from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.node import Node
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming
-from elastic_ps.transport.calls import Answer, At, Call, Sender
+from elastic_ps.transport.calls import CALLS, Answer, At, By, Call, Sender
 
 
 class Method(NamedTuple):
@@ -48,7 +52,7 @@ def answer(method: Method, request: Message, incoming: Incoming) -> Iterator[Fra
 
 
 def require_permitted(problem: str | None) -> None:
-    """Raises Refused (FORBIDDEN) if `permissions` has a problem with a call."""
+    """Raises Refused (FORBIDDEN) if there is a problem with a call."""
     if problem is not None:
         raise Refused(RefusalCode.FORBIDDEN, problem)
 
@@ -82,7 +86,7 @@ class Callers:
 
     def require_worker(self, caller: pb.Caller, incoming: Incoming) -> None:
         """Raises Refused if a worker that calls is not who it says, or of another job."""
-        require_permitted(permissions.refuse_to_speak_for(incoming.peer, caller.worker))
+        require_permitted(refuse_to_speak_for(incoming.peer, caller.worker))
         self._require_job(caller.job)
 
     def require_present(self, caller: pb.Caller, incoming: Incoming) -> None:
@@ -103,3 +107,35 @@ class Callers:
         """
         if self._coordinator is not None:
             self._coordinator.heartbeat(caller.worker, caller.incarnation)
+
+
+def refuse(peer: Identity | None, method: str, *, shard: int, standby: bool) -> str | None:
+    """Why this caller may not make this call at all; None if it may.
+
+    Args:
+        shard: the index of the shard that is called, or whose standby is.
+        standby: whether it is the standby.
+    """
+    if peer is None or (method in CALLS and CALLS[method].by & _parts(peer, shard=shard, standby=standby)):
+        return None
+    return f"the certificate of {peer} does not permit it to call {method} here"
+
+
+def _parts(peer: Identity, *, shard: int, standby: bool) -> By:
+    """What the caller is to the process that it calls."""
+    if peer.role == "server":
+        lead = By.LEAD if peer.index == 0 else By(0)
+        return lead | By.LEADER if standby and peer.index == shard else lead
+    return By(0) if standby or peer.role == "standby" else By[peer.role.upper()]
+
+
+def refuse_to_end(peer: Identity | None, worker: int) -> str | None:
+    """Why this caller may not say that a process of `worker` has ended; None if it may."""
+    return None if peer is not None and peer.role == "operator" else refuse_to_speak_for(peer, worker)
+
+
+def refuse_to_speak_for(peer: Identity | None, worker: int) -> str | None:
+    """Why this caller may not call in the name of `worker`; None if it may."""
+    if peer is None or (peer.role == "worker" and peer.index == worker):
+        return None
+    return f"the certificate of {peer} does not permit it to speak for worker {worker}"

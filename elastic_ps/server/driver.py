@@ -41,11 +41,18 @@ from elastic_ps.errors import (
 from elastic_ps.process.telemetry import History
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.orders import Advance, Application, Configuration, Report, ShardControl, Standing
-from elastic_ps.server.patience import RETRY, Patience
+from elastic_ps.server.limits import RETRY, Patience
+from elastic_ps.server.orders import (
+    Advance,
+    Application,
+    Configuration,
+    RemoteShard,
+    Report,
+    ShardControl,
+    Standing,
+)
 from elastic_ps.server.record import JobRecord, foreseen, of_same_run, to_checkpoint, tuning_of
-from elastic_ps.server.remote import RemoteShard
-from elastic_ps.server.rescue import held, rescue
+from elastic_ps.server.standby import held, rescue
 from elastic_ps.server.state import Model
 
 logger = logging.getLogger(__name__)

@@ -13,18 +13,15 @@ from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.evaluation.decisions import Evaluation
 from elastic_ps.evaluation.queue import Desk
 from elastic_ps.process.telemetry import History
-from elastic_ps.server import reported
-from elastic_ps.server.changes import Changes
+from elastic_ps.server import status
+from elastic_ps.server.changes import Changes, Wishes
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.limits import USUAL, ServerLimits
+from elastic_ps.server.limits import USUAL, Patience, ServerLimits
 from elastic_ps.server.meeting import Meeting
-from elastic_ps.server.orders import ShardControl, Standing
-from elastic_ps.server.patience import Patience
-from elastic_ps.server.remote import RemoteShard
-from elastic_ps.server.wishes import Wishes
+from elastic_ps.server.orders import RemoteShard, ShardControl, Standing
 
 
 class Lead:
@@ -139,10 +136,10 @@ class Lead:
             state, now = job.state, job.clock()
             durable = checkpoints.durable
             found = {
-                "diverged": reported.divergence(state, job.spec.compression),
+                "diverged": status.divergence(state, job.spec.compression),
                 "evaluation": self._desk.status() if self._desk is not None else None,
             }
-            progress = reported.progress(state, now, durable).model_copy(update=found)
+            progress = status.progress(state, now, durable).model_copy(update=found)
             return ServerStatus(
                 job=self._name,
                 shard=0,
@@ -163,7 +160,7 @@ class Lead:
                 ),
                 bucket_bytes=state.bucket_bytes,
                 standbys=[standing is Standing.FOLLOWING for standing in self._driver.standings],
-                members=[reported.member(state, stay, now) for stay in state.members.stays()],
+                members=[status.member(state, stay, now) for stay in state.members.stays()],
             )
 
     def last_version(self) -> int | None:

@@ -11,9 +11,8 @@ from elastic_ps.core.consistency import After, Contribution
 from elastic_ps.core.reduced import Peer, Place
 from elastic_ps.core.sizing import Link
 from elastic_ps.errors import Malformed, RefusalCode, Refused
-from elastic_ps.server import permissions
 from elastic_ps.server.coordinator import Coordinator, NotYet
-from elastic_ps.server.dispatch import Callers, require_permitted
+from elastic_ps.server.dispatch import Callers, refuse_to_end, require_permitted
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.meeting import Meeting
 from elastic_ps.server.node import Node
@@ -139,7 +138,7 @@ class LeadService:
 
     @answers(calls.GONE)
     def _gone(self, request: pb.GoneRequest, incoming: Incoming) -> None:
-        require_permitted(permissions.refuse_to_end(incoming.peer, request.worker))
+        require_permitted(refuse_to_end(incoming.peer, request.worker))
         self._members.gone(request.worker, request.instance)
 
     # --- records, and what scripts say

@@ -1,13 +1,26 @@
-"""How long a parameter server waits, and how much it keeps."""
+"""How long a parameter server waits, how much it keeps, and how it tries again.
+
+A parameter server that starts needs the checkpoint directory before it can serve. If the disk is full, or its
+network fails, `Patience` waits instead of failing the job, tells in `problem` what it waits for, and still
+ends when it is asked to.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 from elastic_ps.core.partition import SMALLEST_BUCKET_BYTES
+from elastic_ps.errors import AskedToEnd, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.tensors.limits import USUAL as TENSORS
 from elastic_ps.tensors.limits import TensorLimits
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,3 +69,97 @@ class ServerLimits:
 
 
 USUAL = ServerLimits()
+
+
+T = TypeVar("T")
+
+PAUSE = timedelta(milliseconds=500)
+"""Between two tries."""
+
+LOOK = timedelta(milliseconds=50)
+"""Between two looks whether the process was asked to end."""
+
+RETRY = timedelta(milliseconds=100)
+"""Between two calls to a process that does not answer."""
+
+
+def retry(
+    action: Callable[[], T],
+    on: type[Exception] | tuple[type[Exception], ...],
+    *,
+    patience: timedelta,
+    over: Callable[[], bool] = lambda: False,
+    clock: Callable[[], float] = time.monotonic,
+) -> T:
+    """Call `action` until it raises none of `on`. Blocks.
+
+    Args:
+        patience: for how long after its first failure. A call that takes long is not silence.
+        over: whether there is no use in trying again.
+
+    Raises:
+        Exception: the last of `on`, when `patience` has passed or it is `over`; at once, anything else.
+    """
+    until = math.inf
+    while True:
+        try:
+            return action()
+        except on:
+            until = min(until, clock() + patience.total_seconds())
+            if over() or clock() >= until:
+                raise
+        time.sleep(RETRY.total_seconds())
+
+
+class Patience:
+    """Tries again what the storage does not allow at the moment. One thread waits; any may read `problem`.
+
+    Args:
+        asked_to_end: whether the process was asked to end, so that it must not wait any longer.
+        pause: between two tries.
+
+    Attributes:
+        problem: what is waited for, in words; "" while nothing is.
+        asked_to_end: as given.
+    """
+
+    def __init__(self, asked_to_end: Callable[[], bool] = lambda: False, pause: timedelta = PAUSE) -> None:
+        self.problem = ""
+        self.asked_to_end, self._pause_for = asked_to_end, pause
+
+    def until_done(self, action: Callable[[], T], *, between: Callable[[], object] = lambda: None) -> T:
+        """Call `action` until the storage lets it through. Blocks without a limit.
+
+        Args:
+            between: called after each failure.
+
+        Raises:
+            AskedToEnd: the process was asked to end meanwhile.
+            Exception: whatever else `action` raises.
+        """
+        while True:
+            try:
+                result = action()
+            except StorageUnavailable as error:
+                self._tell(str(error))
+            except Refused as refusal:  # another shard waits for its storage
+                if refusal.code is not RefusalCode.NOT_READY:
+                    raise
+                self._tell(str(refusal))
+            else:
+                self.problem = ""
+                return result
+            between()
+            self._pause()
+
+    def _tell(self, problem: str) -> None:
+        if problem != self.problem:
+            logger.warning("waiting: %s", problem)
+        self.problem = problem
+
+    def _pause(self) -> None:
+        deadline = time.monotonic() + self._pause_for.total_seconds()
+        while time.monotonic() < deadline:
+            if self.asked_to_end():
+                raise AskedToEnd(f"asked to end while waiting: {self.problem}")
+            time.sleep(LOOK.total_seconds())

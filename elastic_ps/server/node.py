@@ -25,7 +25,6 @@ from elastic_ps.core.partition import Rule
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.copying import Part
-from elastic_ps.server.follower import Follower, for_standby, sum_key
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import (
     Advance,
@@ -37,6 +36,7 @@ from elastic_ps.server.orders import (
     Written,
 )
 from elastic_ps.server.shard import Shard
+from elastic_ps.server.standby import Follower, for_standby, sum_key
 from elastic_ps.transport.base import Incoming
 
 logger = logging.getLogger(__name__)

@@ -21,18 +21,15 @@ from elastic_ps.errors import InvalidJob, NoCheckpoint
 from elastic_ps.evaluation.decisions import Evaluation
 from elastic_ps.evaluation.queue import Desk
 from elastic_ps.process.telemetry import History, Trace
+from elastic_ps.server.changes import Wishes
 from elastic_ps.server.checkpointer import Checkpointer
-from elastic_ps.server.desk_service import DeskService
-from elastic_ps.server.follower import Follower
 from elastic_ps.server.lead import Lead
-from elastic_ps.server.limits import USUAL, ServerLimits
+from elastic_ps.server.limits import USUAL, Patience, ServerLimits
 from elastic_ps.server.node import Node
-from elastic_ps.server.orders import ShardControl
-from elastic_ps.server.patience import Patience
+from elastic_ps.server.orders import RemoteShard, ShardControl
 from elastic_ps.server.record import require_usable
-from elastic_ps.server.remote import RemoteShard
-from elastic_ps.server.service import Service
-from elastic_ps.server.wishes import Wishes
+from elastic_ps.server.service import DeskService, Service
+from elastic_ps.server.standby import Follower
 from elastic_ps.tensors.store import TensorStore
 from elastic_ps.transport.base import Connection, Server
 

@@ -36,12 +36,10 @@ from elastic_ps.process.telemetry import Trace
 from elastic_ps.server import copying
 from elastic_ps.server.copying import Catching, Part
 from elastic_ps.server.decoder import Decoded
-from elastic_ps.server.drafts import Basis, Drafts
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Application
-from elastic_ps.server.pulls import NO_DRAFTS, Pulled, RestartedAs
-from elastic_ps.server.receiving import read_state
-from elastic_ps.server.values import BucketValues, StateEntry
+from elastic_ps.server.pulls import NO_DRAFTS, Basis, Drafts, Pulled, RestartedAs
+from elastic_ps.server.values import BucketValues, StateEntry, read_state
 from elastic_ps.transport.base import EMPTY, Incoming
 from elastic_ps.transport.buffers import Buffers
 from elastic_ps.transport.memory import shared_if_possible

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,12 +12,23 @@ import torch
 from elastic_ps.checkpoint.tensors import MASTER, PULLED, Source
 from elastic_ps.codec import as_tensor, dtype_of
 from elastic_ps.codec.base import Codec, Sparse
-from elastic_ps.codec.optimizers import WIDE
+from elastic_ps.codec.finite import require_finite
+from elastic_ps.codec.optimizers import (
+    WIDE,
+    Entry,
+    constructor_arguments,
+    is_of_torch,
+    unseen_step,
+    usual_numbers,
+    usual_state,
+    with_numbers,
+)
 from elastic_ps.codec.several import Kind
-from elastic_ps.core.partition import Bucket, Rule, TensorSpec
-from elastic_ps.core.settings import CLAMP, KEEP_ZEROS, LIMITS, MAX_NORM
+from elastic_ps.core.partition import ITEM_SIZE, Bucket, Rule, TensorSpec
+from elastic_ps.core.settings import CLAMP, CONSTRUCTED, KEEP_ZEROS, LIMITS, MAX_NORM
+from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.server.deltas import Delta, make_delta
-from elastic_ps.server.stepper import Groups, Stepper
+from elastic_ps.transport.base import Incoming
 from elastic_ps.transport.memory import Allocate, plain
 
 
@@ -375,3 +387,163 @@ def _move_mean(mean: torch.Tensor, value: torch.Tensor, share: float) -> None:
     """
     mixed = mean * (1 - share) + value * share
     mean.copy_(torch.where(mean == value, mean, mixed))
+
+
+Groups = Sequence[Mapping[str, Any]]
+"""For each parameter group of the model, its hyperparameters."""
+
+
+class Stepper:
+    """Steps the pieces of a bucket. Not thread-safe.
+
+    One optimizer of torch does it, or several where the parameter groups are of different classes.
+
+    Args:
+        kinds, groups: the class and the hyperparameters of each parameter group of the model.
+        pieces: the parameters to step, flat.
+        group_of: for each of them, the index of its parameter group.
+
+    Raises:
+        InvalidModel: an optimizer cannot be made.
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[Kind],
+        groups: Groups,
+        pieces: Sequence[torch.nn.Parameter],
+        group_of: Sequence[int],
+    ) -> None:
+        self._pieces, self._group_of = pieces, group_of
+        self.groups = sorted(set(group_of))
+        """The parameter groups that have a piece here."""
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for group in self.groups:
+            constructed = [groups[group].get(key) for key in sorted(CONSTRUCTED)]
+            alike.setdefault((kinds[group], *constructed), []).append(group)
+        self._each = [_One(kinds[mine[0]], groups, mine, pieces, group_of) for mine in alike.values()]
+        self._of_group = {group: one for one in self._each for group in one.groups}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of torch's optimizers, with their parameters."""
+        return [group for one in self._each for group in one.optimizer.param_groups]
+
+    def step(self, present: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Step the pieces `present` with these gradients, one for each piece of the bucket."""
+        for one in self._each:
+            mine = present if len(self._each) == 1 else [i for i in present if i in one.pieces]
+            for part in one.parts(mine):
+                for index in one.pieces:
+                    self._pieces[index].grad = gradients[index] if index in part else None
+                one.make_step(one.optimizer)
+
+    def prepare(self, groups: Groups) -> None:
+        """These hyperparameters are in force."""
+        for one in self._each:
+            for own, number in zip(one.optimizer.param_groups, one.groups, strict=True):
+                own.update(groups[number])
+
+    def state_of(self, index: int) -> Mapping[str, Any]:
+        """What is kept of a piece; {} if it was never stepped. The tensors are live."""
+        state: Mapping[str, Any] = self._one(index).optimizer.state.get(self._pieces[index], {})
+        return state
+
+    def take(self, index: int, state: Mapping[str, Any]) -> None:
+        """Go on with this state of a piece, which was saved; see `usual_state`."""
+        one = self._one(index)
+        one.optimizer.state[self._pieces[index]] = with_numbers(state, one.numbers)
+
+    def mirror(self, index: int, state: Mapping[str, Any]) -> None:
+        """Have a copy of this state of a piece, in the memory that there is as far as it fits."""
+        kept = self._one(index).optimizer.state
+        own = kept.get(self._pieces[index], {})
+        if own.keys() != state.keys():
+            own = kept[self._pieces[index]] = {}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and key in own:
+                own[key].copy_(value)
+            else:
+                own[key] = value.clone() if isinstance(value, torch.Tensor) else value
+
+    def usual_state(self, index: int) -> dict[str, tuple[str, bool]]:
+        """What is kept of a piece after a step: key -> (dtype, whether it is one number for all of it)."""
+        one, piece = self._one(index), self._pieces[index]
+        own = one.optimizer.param_groups[one.groups.index(self._group_of[index])]
+        values = {key: value for key, value in own.items() if key != "params"}
+        return usual_state(type(one.optimizer), values, piece.dtype)
+
+    def _one(self, index: int) -> _One:
+        return self._of_group[self._group_of[index]]
+
+
+class _One:
+    """One optimizer of torch, and which pieces it steps."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        groups: Groups,
+        numbers: Sequence[int],
+        pieces: Sequence[torch.nn.Parameter],
+        group_of: Sequence[int],
+    ) -> None:
+        self.groups = numbers
+        self.pieces = {index: pieces[index] for index, group in enumerate(group_of) if group in numbers}
+        members = [[pieces[i] for i, group in enumerate(group_of) if group == number] for number in numbers]
+        first = groups[numbers[0]]
+        arguments = constructor_arguments(kind, first)
+        if is_of_torch(kind) and "fused" in inspect.signature(kind).parameters:  # one pass over memory
+            arguments["fused"] = True
+        try:
+            self.optimizer = kind(
+                [{**groups[n], "params": own} for n, own in zip(numbers, members, strict=True)], **arguments
+            )
+        except (TypeError, ValueError) as error:
+            raise InvalidModel(f"{kind.__name__} does not take these hyperparameters: {error}") from error
+        self.make_step: Callable[[torch.optim.Optimizer], object] = unseen_step(kind)
+        self.numbers = usual_numbers(kind, first)
+
+    def parts(self, present: Sequence[int]) -> list[frozenset[int]]:
+        """The pieces to step, in parts: torch's fused SGD fails if some have a momentum and some not."""
+        state = self.optimizer.state
+        if len(state) == len(self.pieces) and all(state.values()):
+            return [frozenset(present)] if present else []
+        new = frozenset(index for index in present if not state.get(self.pieces[index]))
+        return [part for part in (new, frozenset(present) - new) if part]
+
+
+def read_state(
+    bucket: Bucket,
+    piece: int,
+    entries: Sequence[Entry],
+    incoming: Incoming,
+    *,
+    usual: Mapping[str, tuple[str, bool]],
+) -> dict[str, torch.Tensor]:
+    """Read the optimizer's state of a piece of a bucket. Blocks.
+
+    Args:
+        entries: what the body holds, one after the other.
+        usual: what the optimizer keeps; dtype and whether it is one number, by key.
+
+    Raises:
+        Refused: MALFORMED: it is not all of that. NOT_FINITE.
+    """
+    length = bucket.pieces[piece].length if usual else 0
+    sizes = [(1 if entry.scalar else length) * ITEM_SIZE.get(entry.dtype, 0) for entry in entries]
+    given = {key: (dtype, scalar) for key, dtype, scalar in entries}
+    if not given or given != usual or len(given) != len(entries) or incoming.size != sum(sizes):
+        raise Refused(
+            RefusalCode.MALFORMED,
+            f"{incoming.size} bytes as the state {given} of piece {piece} of bucket {bucket.index}, whose "
+            f"optimizer keeps {usual} for {length} elements",
+        )
+    body = memoryview(bytearray(incoming.size))
+    incoming.read_into(body)
+    state, at = {}, 0
+    for entry, size in zip(entries, sizes, strict=True):
+        value = as_tensor(body[at : at + size], dtype_of(entry.dtype)).clone()
+        require_finite(value, f"{entry.key} of bucket {bucket.index}")
+        state[entry.key], at = value.reshape(()) if entry.scalar else value, at + size
+    return state

@@ -16,8 +16,8 @@ from elastic_ps.api.tuning import Tuning, describe, read_tuning
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.cli.setting import assignment, changed, in_force
 from elastic_ps.errors import InvalidJob, UserError
+from elastic_ps.server.changes import Wishes
 from elastic_ps.server.record import tuning_of
-from elastic_ps.server.wishes import Wishes
 
 ALIKE: list[dict[str, Any]] = [
     {},

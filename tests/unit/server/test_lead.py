@@ -27,9 +27,8 @@ from elastic_ps.server import record
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.coordinator import Joined, NotYet
 from elastic_ps.server.lead import Lead
-from elastic_ps.server.limits import USUAL, ServerLimits
+from elastic_ps.server.limits import RETRY, USUAL, ServerLimits
 from elastic_ps.server.orders import Advance, Configuration, Report, Written
-from elastic_ps.server.patience import RETRY
 from elastic_ps.server.state import Taken
 from tests.testing.coordinator import SETTINGS, Notes, finish, join, start, take, unwritten
 from tests.testing.polling import LIMIT, eventually

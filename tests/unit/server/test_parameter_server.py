@@ -18,11 +18,10 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import AskedToEnd, InvalidJob, NoCheckpoint, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.evaluation import results as evaluations
 from elastic_ps.server import process
+from elastic_ps.server.limits import Patience
 from elastic_ps.server.node import Node
-from elastic_ps.server.orders import Configuration
-from elastic_ps.server.patience import Patience
+from elastic_ps.server.orders import Configuration, RemoteShard
 from elastic_ps.server.process import ParameterServer, waiting_status
-from elastic_ps.server.remote import RemoteShard
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.inproc import connect
 from tests.testing import machine

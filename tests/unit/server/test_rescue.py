@@ -22,12 +22,10 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import AskedToEnd, ConnectionLost, Fenced, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.checkpointer import Checkpointer
-from elastic_ps.server.follower import for_standby
+from elastic_ps.server.limits import Patience
 from elastic_ps.server.node import Node
-from elastic_ps.server.orders import Advance, Application, Configuration, Report
-from elastic_ps.server.patience import Patience
-from elastic_ps.server.remote import RemoteShard
-from elastic_ps.server.rescue import GONE, held, rescue
+from elastic_ps.server.orders import Advance, Application, Configuration, RemoteShard, Report
+from elastic_ps.server.standby import GONE, for_standby, held, rescue
 from tests.testing.shard import LR, Body, one_bucket, ones, tensor
 
 TENSOR = asdict(TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0))

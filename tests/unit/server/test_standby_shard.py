@@ -16,9 +16,9 @@ from elastic_ps.core.partition import Rule
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
-from elastic_ps.server.follower import for_standby, sum_key
 from elastic_ps.server.orders import Advance, Application
 from elastic_ps.server.shard import Shard
+from elastic_ps.server.standby import for_standby, sum_key
 from tests.testing.shard import TERM, Body, Rig, one_bucket, tensor
 
 ADAM = Settings(groups=({"lr": 0.01},))

@@ -17,7 +17,7 @@ from elastic_ps.core.membership import Stay
 from elastic_ps.core.settings import Position, Settings
 from elastic_ps.core.stages import Stage
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server import record, reported
+from elastic_ps.server import record, status
 from elastic_ps.server.state import JobState
 from tests.testing.state import MODEL, contribution, finish, join, training, two
 
@@ -131,7 +131,7 @@ def test_who_keeps_others_waiting_is_hung(state: JobState) -> None:
     assert [state.hung(now, limit) for now in (400, 411)] == [{}, {1: 11}], "a newcomer waits"
     state.drop(1, "hung", "why", 411)
     assert (
-        reported.member(state, second, 412).model_dump().items()
+        status.member(state, second, 412).model_dump().items()
         >= {
             "state": "hung",
             "reason": "why",
@@ -194,7 +194,7 @@ def test_a_slow_worker_does_not_take_the_schedule_back_even_when_the_fast_ones_w
 
 def test_how_stale_steps_were_is_told_and_outlives_the_parameter_server() -> None:
     state, (fast, slow) = bounded(0, 1)
-    assert reported.progress(state, 0, None).staleness is None
+    assert status.progress(state, 0, None).staleness is None
     state.model = MODEL
     for _ in range(6):
         bounded_step(state, fast, schedule=0)
@@ -211,7 +211,7 @@ def test_how_stale_steps_were_is_told_and_outlives_the_parameter_server() -> Non
         model=MODEL,
     )
     for each in (state, after):
-        assert reported.progress(each, 0, None).staleness == Staleness(p50=0, p99=6, max=6)
+        assert status.progress(each, 0, None).staleness == Staleness(p50=0, p99=6, max=6)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_a_stopped_training_is_over_when_nobody_computes(state: JobState, lanes:
     state.book(state.rounds.begin_commit(), 0, decided=0)
     state.stop_computing(stays[1], abandoned=False)
     assert state.finished
-    assert reported.progress(state, 0, None).stopped == "no improvement"
+    assert status.progress(state, 0, None).stopped == "no improvement"
 
 
 def test_who_begins_a_step_when_a_stopped_training_is_over_is_late(state: JobState) -> None:

@@ -20,7 +20,7 @@ from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.stages import Stage
 from elastic_ps.errors import InvalidJob
-from elastic_ps.server import record, reported
+from elastic_ps.server import record, status
 from elastic_ps.server.state import JobState, Model
 from tests.testing.state import MODEL, contribution, finish, join, training, two
 
@@ -156,7 +156,7 @@ def test_that_the_job_learns_nothing_is_seen_and_by_the_next_term_again(state: J
             step = replace(contribution(state, stay, step=number), metrics={"loss": loss})
             committed(state, [step])
             state.take(0, stay.incarnation, 10)
-            told = reported.divergence(state, Compression())
+            told = status.divergence(state, Compression())
             found.append(told.reason if told else "")
         return found
 
@@ -164,23 +164,23 @@ def test_that_the_job_learns_nothing_is_seen_and_by_the_next_term_again(state: J
     assert train(state, 2.0, steps=60) == [*[""] * 49, *["LossNoBetter"] * 11]
     saved = json.loads(json.dumps(record.to_checkpoint(state)))
     again = next_term(saved, version=60, data=Data(shard_records=10))
-    assert reported.divergence(again, Compression()) is None
+    assert status.divergence(again, Compression()) is None
     found = train(again, 1.99, steps=35)
     assert (found[0], found[-1]) == ("", "LossNoBetter")
-    told = reported.divergence(again, Compression(codec="topk"))
+    told = status.divergence(again, Compression(codec="topk"))
     assert told is not None
     assert "1.99 after 95% of the job, no better than at the start, when it was 2" in told.message
     assert "loses less than topk" in told.message
 
 
 def test_progress_in_numbers(state: JobState) -> None:
-    assert reported.progress(JobState(term=1, lease=timedelta(seconds=1)), 0.0, None).records_expected is None
+    assert status.progress(JobState(term=1, lease=timedelta(seconds=1)), 0.0, None).records_expected is None
     state.ledger = Ledger(records=40, epochs=2, shard_records=10)
     stay = join(state, 0)
     for number in range(3):
         committed(state, [contribution(state, stay, step=number)], now=float(number))
         state.take(0, stay.incarnation, 10)
-    progress = reported.progress(state, 2.0, (3, 1_700_000_000.0))
+    progress = status.progress(state, 2.0, (3, 1_700_000_000.0))
     assert (progress.version, progress.epoch, progress.epochs) == (3, 0, 2)
     assert (progress.records_applied, progress.records_expected, progress.percent) == (30, 80, 37)
     assert progress.samples_per_second == pytest.approx(10.0)
@@ -192,7 +192,7 @@ def test_progress_in_numbers(state: JobState) -> None:
     for number in range(3, 8):
         committed(state, [contribution(state, stay, step=number)], now=float(number))
         state.take(0, stay.incarnation, 10)
-    progress = reported.progress(state, 7.0, None)
+    progress = status.progress(state, 7.0, None)
     assert (progress.percent, progress.epoch, progress.eta_seconds) == (100, 2, 0)
     assert progress.finished
     assert (progress.durable_version, progress.durable_time) == (None, None)
@@ -202,21 +202,21 @@ def test_what_a_member_is_said_to_do() -> None:
     state = JobState(term=1, lease=timedelta(seconds=10))
     state.bring(0)
     stay = state.members.join(0, pid=7, host="here", version=0, now=0.0)
-    assert reported.member(state, stay, 1.0).state == "joining"
+    assert status.member(state, stay, 1.0).state == "joining"
     state.arrive()
     state.keep()
-    assert reported.member(state, stay, 1.0).state == "idle"
+    assert status.member(state, stay, 1.0).state == "idle"
     state.ledger = Ledger(records=100, epochs=1, shard_records=10)
     state.take(0, stay.incarnation, 10)
     state.admit(0, 0)
-    member = reported.member(state, stay, 1.0)
+    member = status.member(state, stay, 1.0)
     assert (member.state, member.worker, member.pid, member.host) == ("training", 0, 7, "here")
     assert (member.joined_version, member.left_version, member.gone_seconds) == (0, None, None)
     other = join(state, 1)
     assert other.worker in state.rounds.waiting
-    assert reported.member(state, other, 1.0).state == "training", "from the next round on"
+    assert status.member(state, other, 1.0).state == "training", "from the next round on"
     state.drop(0, "hung", "it kept the others waiting", 3.0)
-    member = reported.member(state, stay, 5.0)
+    member = status.member(state, stay, 5.0)
     assert (member.state, member.reason, member.gone_seconds) == ("hung", "it kept the others waiting", 2.0)
     assert member.left_version == 0
 

@@ -17,12 +17,11 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.copying import Part
-from elastic_ps.server.follower import Follower, for_standby
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
-from elastic_ps.server.orders import Advance, Application, Configuration, Standing
-from elastic_ps.server.remote import RemoteShard
+from elastic_ps.server.orders import Advance, Application, Configuration, RemoteShard, Standing
 from elastic_ps.server.service import Service
+from elastic_ps.server.standby import Follower, for_standby
 from elastic_ps.transport.base import Frame, Incoming
 from elastic_ps.transport.inproc import InprocServer, connect
 from tests.testing.polling import eventually

@@ -15,10 +15,9 @@ from elastic_ps.errors import Malformed, RefusalCode, Refused
 from elastic_ps.evaluation.queue import Desk
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.coordinator import Coordinator
-from elastic_ps.server.desk_service import DeskService
+from elastic_ps.server.dispatch import refuse, refuse_to_end, refuse_to_speak_for
 from elastic_ps.server.node import Node
-from elastic_ps.server.permissions import refuse, refuse_to_end, refuse_to_speak_for
-from elastic_ps.server.service import HEADER, Service
+from elastic_ps.server.service import HEADER, DeskService, Service
 from elastic_ps.server.shard_service import ShardService
 from elastic_ps.tensors.store import TensorStore
 from elastic_ps.transport import messages_pb2 as pb

@@ -11,8 +11,7 @@ import pytest
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost
-from elastic_ps.server.orders import Configuration
-from elastic_ps.server.remote import RemoteShard
+from elastic_ps.server.orders import Configuration, RemoteShard
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming
 from elastic_ps.transport.inproc import InprocServer, connect

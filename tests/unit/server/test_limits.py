@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from elastic_ps.errors import AskedToEnd, CheckpointCorrupt, RefusalCode, Refused, StorageUnavailable
-from elastic_ps.server.patience import Patience
+from elastic_ps.server.limits import Patience
 
 FULL = StorageUnavailable("no space left")
 AWAY = Refused(RefusalCode.NOT_READY, "shard 1 cannot read its part")
