@@ -1,4 +1,8 @@
-"""How a job comes to have a model: the first worker brings it, and it can be trained when it is kept."""
+"""The states of shard 0 and of a standby, as tables.
+
+On shard 0 three things are independent of each other: how the job comes to have a model (`Stage`), whether it
+may make versions (`Course`), and whether the shards know what they have to (`Telling`).
+"""
 
 from __future__ import annotations
 
@@ -12,29 +16,173 @@ class Stage(enum.Enum):
 
     EMPTY = "empty"
     """No worker brings one."""
+    CONFIGURING = "being laid out"
+    """The first worker's model is being laid out over the shards."""
+    LAID_OUT = "laid out"
+    """The shards know what it is like. The next worker to join sends its values."""
     LOADING = "being loaded"
-    """The first worker sends its values."""
+    """A worker sends its values."""
     ARRIVED = "there"
     """All of them have come, so that it does not matter any more what becomes of that worker."""
+    RESUMED = "resumed"
+    """It comes from a checkpoint, and nobody has taken records since."""
     TRAINING = "being trained"
-    """They are kept. A job that continues from a checkpoint begins here."""
+    """They are kept."""
 
 
-class Event(enum.Enum):
+class StageEvent(enum.Enum):
     """What changes the stage of a model."""
 
+    CONFIGURE = "configure"
+    FAIL = "fail"
+    LAY_OUT = "lay out"
     BRING = "bring"
     LOSE = "lose"
     ARRIVE = "arrive"
     KEEP = "keep"
+    RESUME = "resume"
+    TAKE = "take"
 
 
 STAGES = Transitions(
     "the model",
     {
-        (Stage.EMPTY, Event.BRING): Stage.LOADING,
-        (Stage.LOADING, Event.LOSE): Stage.EMPTY,
-        (Stage.LOADING, Event.ARRIVE): Stage.ARRIVED,
-        (Stage.ARRIVED, Event.KEEP): Stage.TRAINING,
+        (Stage.EMPTY, StageEvent.CONFIGURE): Stage.CONFIGURING,
+        (Stage.EMPTY, StageEvent.RESUME): Stage.RESUMED,
+        (Stage.CONFIGURING, StageEvent.FAIL): Stage.EMPTY,
+        (Stage.CONFIGURING, StageEvent.LAY_OUT): Stage.LAID_OUT,
+        (Stage.LAID_OUT, StageEvent.BRING): Stage.LOADING,
+        (Stage.LOADING, StageEvent.LOSE): Stage.EMPTY,
+        (Stage.LOADING, StageEvent.ARRIVE): Stage.ARRIVED,
+        (Stage.ARRIVED, StageEvent.KEEP): Stage.TRAINING,
+        (Stage.RESUMED, StageEvent.TAKE): Stage.TRAINING,
+    },
+)
+
+
+class Course(enum.Enum):
+    """Whether shard 0 makes versions and answers calls."""
+
+    RUNNING = "running"
+    HELD = "held"
+    """No round is committed, and calls of workers wait: the version is being kept, to continue from."""
+    ROLLING_BACK = "rolling back"
+    """All shards go back to the newest checkpoint, in a new term: one has lost the model, or another tuning
+    takes effect."""
+    CLOSING = "closing"
+    """The parameter server ends, and answers no calls."""
+    CLOSING_LOST = "closing without the model"
+    """It ends when it should have gone back, so that there is nothing to keep."""
+
+
+class CourseEvent(enum.Enum):
+    """What changes the course of shard 0."""
+
+    HOLD = "hold"
+    RELEASE = "release"
+    SPOIL = "spoil"
+    RESTORE = "restore"
+    CLOSE = "close"
+
+
+COURSES = Transitions(
+    "shard 0",
+    {
+        (Course.RUNNING, CourseEvent.HOLD): Course.HELD,
+        (Course.RUNNING, CourseEvent.RELEASE): Course.RUNNING,
+        (Course.RUNNING, CourseEvent.SPOIL): Course.ROLLING_BACK,
+        (Course.RUNNING, CourseEvent.RESTORE): Course.RUNNING,
+        (Course.RUNNING, CourseEvent.CLOSE): Course.CLOSING,
+        (Course.HELD, CourseEvent.RELEASE): Course.RUNNING,
+        (Course.HELD, CourseEvent.SPOIL): Course.ROLLING_BACK,
+        (Course.HELD, CourseEvent.RESTORE): Course.HELD,
+        (Course.HELD, CourseEvent.CLOSE): Course.CLOSING,
+        (Course.ROLLING_BACK, CourseEvent.RELEASE): Course.ROLLING_BACK,
+        (Course.ROLLING_BACK, CourseEvent.SPOIL): Course.ROLLING_BACK,
+        (Course.ROLLING_BACK, CourseEvent.RESTORE): Course.RUNNING,
+        (Course.ROLLING_BACK, CourseEvent.CLOSE): Course.CLOSING_LOST,
+        (Course.CLOSING, CourseEvent.RELEASE): Course.CLOSING,
+        (Course.CLOSING, CourseEvent.SPOIL): Course.CLOSING_LOST,
+        (Course.CLOSING, CourseEvent.RESTORE): Course.CLOSING,
+        (Course.CLOSING_LOST, CourseEvent.RELEASE): Course.CLOSING_LOST,
+        (Course.CLOSING_LOST, CourseEvent.SPOIL): Course.CLOSING_LOST,
+        (Course.CLOSING_LOST, CourseEvent.RESTORE): Course.CLOSING,
+    },
+)
+
+
+class Telling(enum.Enum):
+    """Whether the shards know who takes part in the open round. One thread at a time tells them."""
+
+    TOLD = "told"
+    DUE = "due"
+    """They do not know of the last change."""
+    GIVEN = "being given"
+    """A thread gives them an order."""
+    OVERTAKEN = "overtaken"
+    """The same, but something has changed that the order does not say."""
+
+
+class TellingEvent(enum.Enum):
+    """What changes what the shards know."""
+
+    CHANGE = "change"
+    GIVE = "give"
+    """A thread gives the order that says all that there is to say."""
+    ENTER = "enter"
+    """A thread gives an order of its own, which need not say what has changed."""
+    END = "end"
+
+
+TELLING = Transitions(
+    "an order to the shards",
+    {
+        (Telling.TOLD, TellingEvent.CHANGE): Telling.DUE,
+        (Telling.TOLD, TellingEvent.GIVE): Telling.GIVEN,
+        (Telling.TOLD, TellingEvent.ENTER): Telling.GIVEN,
+        (Telling.DUE, TellingEvent.CHANGE): Telling.DUE,
+        (Telling.DUE, TellingEvent.GIVE): Telling.GIVEN,
+        (Telling.DUE, TellingEvent.ENTER): Telling.OVERTAKEN,
+        (Telling.GIVEN, TellingEvent.CHANGE): Telling.OVERTAKEN,
+        (Telling.GIVEN, TellingEvent.END): Telling.TOLD,
+        (Telling.OVERTAKEN, TellingEvent.CHANGE): Telling.OVERTAKEN,
+        (Telling.OVERTAKEN, TellingEvent.END): Telling.DUE,
+    },
+)
+
+
+class Following(enum.Enum):
+    """How far a shard's standby is with the model that the shard has."""
+
+    AWAY = "away"
+    """It does not answer, or has not been told of the model yet."""
+    READY = "ready"
+    """It was told of the model, and has nothing of it."""
+    CATCHING_UP = "catching up"
+    """It gets the shard's buckets, some with each round."""
+    WHOLE = "whole"
+    """It has every round before the shard applies it."""
+
+
+class FollowingEvent(enum.Enum):
+    """What changes how far a standby is."""
+
+    TELL = "tell"
+    ROUND = "round"
+    COMPLETE = "complete"
+    LOSE = "lose"
+
+
+FOLLOWING = Transitions(
+    "the standby",
+    {
+        (Following.AWAY, FollowingEvent.TELL): Following.READY,
+        (Following.READY, FollowingEvent.ROUND): Following.CATCHING_UP,
+        (Following.READY, FollowingEvent.LOSE): Following.AWAY,
+        (Following.CATCHING_UP, FollowingEvent.ROUND): Following.CATCHING_UP,
+        (Following.CATCHING_UP, FollowingEvent.COMPLETE): Following.WHOLE,
+        (Following.CATCHING_UP, FollowingEvent.LOSE): Following.AWAY,
+        (Following.WHOLE, FollowingEvent.ROUND): Following.WHOLE,
+        (Following.WHOLE, FollowingEvent.LOSE): Following.AWAY,
     },
 )

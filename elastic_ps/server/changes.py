@@ -22,6 +22,7 @@ from elastic_ps.codec.plan import Plan
 from elastic_ps.core import scales
 from elastic_ps.core.objective import Objective, ways
 from elastic_ps.core.progress import Distribution
+from elastic_ps.core.stages import CourseEvent
 from elastic_ps.errors import InvalidJob
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.driver import Driver
@@ -87,18 +88,17 @@ class Changes:
                 return
             if state.finished or not self._may_begin(state):
                 return
-            job.held = True
+            job.turn(CourseEvent.HOLD)
             state.tuning = wanted.model_copy(update={"since": state.version})
         kept = self._checkpoints.write(amend=True)
         with job.lock:
-            job.held = False
+            job.turn(CourseEvent.RELEASE)
             if kept:
-                job.spoiled = True
+                job.turn(CourseEvent.SPOIL)
             else:
                 state.tuning = before
                 self._not_before = job.clock() + PAUSE.total_seconds()
                 self.problem = self._checkpoints.failure or "the current version could not be written to disk"
-            job.changed.notify_all()
         if kept:
             for what, (now, then) in wanted.news(before).items():
                 text = "from version %d on, %s is %s; before, it was %s"

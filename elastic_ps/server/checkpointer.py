@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from elastic_ps.api.job import Times
 from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Check, Store
-from elastic_ps.core.stages import Stage
+from elastic_ps.core.stages import Stage, StageEvent
 from elastic_ps.errors import (
     CheckpointError,
     Fenced,
@@ -473,7 +473,7 @@ class Checkpointer:
                 if not kept:
                     self._not_before = job.clock() + job.limits.keep_again.total_seconds()
                 elif first:
-                    state.keep()
+                    state.note(StageEvent.KEEP)
                 job.changed.notify_all()
 
     def write(self, *, amend: bool = False) -> bool:

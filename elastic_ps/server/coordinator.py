@@ -23,7 +23,7 @@ from elastic_ps.core.partition import Layout, TensorSpec, difference
 from elastic_ps.core.reduced import Peer
 from elastic_ps.core.settings import Settings, read_settings
 from elastic_ps.core.sizing import Link, Turn
-from elastic_ps.core.stages import Stage
+from elastic_ps.core.stages import Stage, StageEvent
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.process.telemetry import History
 from elastic_ps.server.checkpointer import Checkpointer
@@ -154,7 +154,8 @@ class Coordinator:
                 self._turn.take(worker, self.job.clock())
                 return NotYet.MEASURE
             self._turn.end(worker)
-            self.job.configuring = configure = self.job.state.model is None
+            if configure := self.job.state.stage is Stage.EMPTY:
+                self.job.state.note(StageEvent.CONFIGURE)
         if configure:
             self._driver.configure(tensors, optimizer, settings, link)
         with self.job.settled() as state:
@@ -179,7 +180,7 @@ class Coordinator:
                 live = [each.incarnation for each in state.members.live.values()]
                 state.custody.introduce(stay.incarnation, peer, live)
             if not state.initialised:
-                state.bring(worker)
+                state.note(StageEvent.BRING, initialiser=worker)
                 self.job.told()
             joined = self._joined(stay)
         self._history.record(
@@ -198,7 +199,7 @@ class Coordinator:
     def _may_join(self, worker: int, *, has_to_measure: bool = False) -> bool:
         if has_to_measure and self._size_is_open and self._turn.is_anothers(worker, self.job.clock()):
             return False
-        return not self.job.configuring and self.job.state.may_join
+        return self.job.state.may_join
 
     def _joined(self, stay: Stay) -> Joined:
         """What a member is told when it joins; the lock is held."""
@@ -221,9 +222,9 @@ class Coordinator:
         with self.job.settled() as state:
             self._check(worker, incarnation)
             if state.initialiser == worker:
-                state.arrive()
+                state.note(StageEvent.ARRIVE)
                 self.job.told()
-            elif state.resumed or state.stage in (Stage.EMPTY, Stage.LOADING):
+            elif state.stage not in (Stage.ARRIVED, Stage.TRAINING):
                 text = f"worker {worker} with incarnation {incarnation} is not the one that brings the model"
                 raise Refused(RefusalCode.STALE_INCARNATION, text)
         self._driver.drive()
@@ -316,7 +317,7 @@ class Coordinator:
             state.calls.require_last(incarnation, call)
             if (known := state.calls.answer(incarnation)) is not None:
                 return known
-            told = self.job.stale
+            due = self.job.due
             held = self._hold(worker, incarnation, batch)
             if early and not held:
                 state.early.add(worker)
@@ -329,13 +330,13 @@ class Coordinator:
                 self.job.changed.notify_all()
                 taken = Taken(finished=True, version=state.version, chief=chief)
                 return state.calls.answered(incarnation, taken)
-            if held and state.rounds.takes_part(worker) and not self._driver.behind:
+            if held and state.rounds.takes_part(worker) and not self.job.behind:
                 state.rounds.hand_out(worker)
                 if early and epoch is None:  # its script asks for epochs, and begins with this one
                     state.loops[worker] = held[0].epoch
                 return state.calls.answered(incarnation, Taken(held, state.version))
             # What is new here is told to the shards at once, not by the ticker.
-            return Look.AGAIN if self.job.stale and not told else None
+            return Look.AGAIN if self.job.due and not due else None
 
         return self.job.poll(decide, self._drive_and_keep) or Taken(pending=True)
 
@@ -501,7 +502,7 @@ class Coordinator:
                 round_ = state.version if round_ is None else round_
                 if state.version != round_:  # it has asked again, been answered, and finished
                     return Look.OVER
-                if not self._driver.behind:
+                if not self.job.behind:
                     return Begun(round_, state.rounds.attempt)
             return None
 
@@ -529,7 +530,7 @@ class Coordinator:
         def decide(state: JobState) -> tuple[After, int] | None:
             stay = self._check(worker, incarnation)
             after = state.after_step(stay, attempt=attempt, step=step, now=self.job.clock())
-            if after is None or (after is After.PUSH and self._driver.behind):
+            if after is None or (after is After.PUSH and self.job.behind):
                 return None
             return after, state.rounds.attempt
 
@@ -555,7 +556,7 @@ class Coordinator:
         def decide(state: JobState) -> Assigning | Look | None:
             stay = self._check(worker, incarnation)
             rounds = state.rounds
-            settled = not self._driver.behind
+            settled = not self.job.behind
             kept = not state.finished or self._checkpoints.is_kept()
             if state.assigned > version and settled and kept:
                 return Assigning(state.version, rounds.attempt, True, rounds.takes_part(worker))

@@ -28,6 +28,7 @@ from elastic_ps.core.fragments import fragments
 from elastic_ps.core.partition import Layout, TensorSpec, cut_rows, partition
 from elastic_ps.core.settings import MAX_NORM, Settings
 from elastic_ps.core.sizing import LARGEST, Link, bucket_bytes
+from elastic_ps.core.stages import Course, CourseEvent, StageEvent, TellingEvent
 from elastic_ps.errors import (
     CheckpointError,
     Fenced,
@@ -97,17 +98,11 @@ class Driver:
         self._prepared: Advance | None = None  # the last order that every shard's standby can carry out
         self._checkpoints = checkpoints
         self._history = history
-        self._driving = False
         self._ordered = 0  # the version that the shards were ordered to make last, when all had voted for it
         self._norm = 0.0  # of its mean gradient, if that is to be clipped
         self._over = False  # the shards are told nothing any more
         self._pause = self._not_before = 0.0  # after an order that failed: how long, and until when
         self._fan_out = ThreadPoolExecutor(max(1, len(shards) - 1), thread_name_prefix="advance")
-
-    @property
-    def behind(self) -> bool:
-        """Whether the shards may not know the state as it is. The job's lock is held."""
-        return self._job.stale or self._driving
 
     @property
     def fenced(self) -> bool:
@@ -145,7 +140,7 @@ class Driver:
         """Give no further orders, but tell the other shards that they may end. Blocks."""
         with self._job.lock:
             self._job.changed.wait_for(
-                lambda: not self._driving, timeout=self._job.limits.patience.total_seconds()
+                lambda: not self._job.giving, timeout=self._job.limits.patience.total_seconds()
             )
             self._over = True
         self._release()
@@ -161,7 +156,7 @@ class Driver:
         deadline = job.clock() + job.limits.patience.total_seconds()
         while True:
             with job.lock:
-                job.changed.wait_for(lambda: not self._driving)
+                job.changed.wait_for(lambda: not job.giving)
                 state = job.state
                 late = job.clock() > deadline  # mutant: equal
                 if self.fenced or job.spoiled or not state.initialised or late:
@@ -204,8 +199,8 @@ class Driver:
             raise Refused(RefusalCode.INVALID, str(error)) from error
         finally:
             with job.lock:
-                job.state.model, job.configuring = model, False
-                job.state.bucket_bytes = chosen
+                job.state.note(StageEvent.LAY_OUT if model is not None else StageEvent.FAIL)
+                job.state.model, job.state.bucket_bytes = model, chosen
                 job.state.settings = Settings(settings.groups, settings.schedulers, first=settings.groups)
                 job.told()
 
@@ -276,17 +271,17 @@ class Driver:
         job = self._job
         with job.lock:
             model = job.state.model
-            if self._driving or job.closing != closing or model is None:
+            if job.giving or job.closing != closing or model is None:
                 return False
             if not closing and time.monotonic() < self._not_before:
                 return False
-            job.spoiled |= job.state.orphaned and not job.state.rounds.committing
-            spoiled = job.spoiled
-            contributions = job.state.begin_commit() if job.state.ready and not job.held else []
-            if not (spoiled or contributions or job.stale):
+            if job.state.orphaned and not job.state.rounds.committing:
+                job.turn(CourseEvent.SPOIL)
+            spoiled, held = job.spoiled, job.course is Course.HELD
+            contributions = job.state.begin_commit() if job.state.ready and not held else []
+            if not (spoiled or contributions or job.behind):
                 return False
-            self._driving = True
-            job.stale = False
+            job.tell(TellingEvent.GIVE)
             decided = time.monotonic()  # before the look at the fence
             advance = self._commit(contributions, decided) if contributions else self._current()
         try:
@@ -296,7 +291,7 @@ class Driver:
             return done
         finally:
             with job.lock:
-                self._driving = False
+                job.tell(TellingEvent.END)
                 job.changed.notify_all()
 
     def _back_off(self) -> None:
@@ -318,7 +313,7 @@ class Driver:
                 self._back_off()
                 with job.lock:
                     job.state.rounds.fail_commit()
-                    job.stale = True
+                    job.tell(TellingEvent.CHANGE)
             return False
         try:
             advance = self._prepare(advance)
@@ -331,7 +326,8 @@ class Driver:
         with job.lock:
             if contributions:
                 job.state.book(contributions, job.clock(), decided=decided)
-                job.stale |= job.state.expected != advance.expected
+                if job.state.expected != advance.expected:
+                    job.tell(TellingEvent.CHANGE)
             booked = job.state.last_round
             if advance.checkpoint:
                 state = to_checkpoint(job.state)
@@ -389,14 +385,14 @@ class Driver:
             rounds = job.state.rounds
             if rounds.committing:
                 rounds.fail_commit()
-            job.stale = True
+            job.tell(TellingEvent.CHANGE)
             if refused is RefusalCode.INVALID and self._ordered != advance.version:
                 job.state.restart_round()
             elif refused is not None and job.state.model is model:
-                job.spoiled = True
+                job.turn(CourseEvent.SPOIL)
 
     def _roll_back(self) -> bool:
-        """Take all shards back to the newest checkpoint, in a new term; see `Guarded.spoiled`."""
+        """Take all shards back to the newest checkpoint, in a new term; see `Course.ROLLING_BACK`."""
         job = self._job
         try:
             self._checkpoints.begin_term()
@@ -414,7 +410,7 @@ class Driver:
             self._checkpoints.failed(problem)
             return False
         with job.lock:
-            job.spoiled = False
+            job.turn(CourseEvent.RESTORE)
             job.told()
         return True
 
@@ -520,14 +516,14 @@ class Driver:
         """
         job = self._job
         with job.lock:
-            job.changed.wait_for(lambda: not self._driving)
+            job.changed.wait_for(lambda: not job.giving)
             if self._over:
                 raise Refused(RefusalCode.NOT_READY, "the parameter server is stopping")
-            self._driving = True
+            job.tell(TellingEvent.ENTER)
             current = self._current()
         try:
             yield current
         finally:
             with job.lock:
-                self._driving = False
+                job.tell(TellingEvent.END)
                 job.changed.notify_all()

@@ -16,6 +16,7 @@ from typing import TypeVar
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.tuning import Tuning
 from elastic_ps.core.reduced import Custody
+from elastic_ps.core.stages import COURSES, TELLING, Course, CourseEvent, Telling, TellingEvent
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.state import JobState
@@ -51,12 +52,8 @@ class Guarded:
         grace_until: by `clock`, when the open round ceases to wait for those who are late, when it was
             looked at last; None: it does not wait for them so.
         state: another one after the job has gone back to a checkpoint.
-        configuring: the model of the first worker is being laid out over the shards.
-        stale: the shards do not know yet who takes part in the open round.
-        spoiled: all shards go back to the newest checkpoint, in a new term: one has lost the model, or
-            another tuning takes effect.
-        held: no round is committed, and calls of workers wait: the version is being kept, to continue from.
-        closing: the parameter server ends, and answers no calls.
+        course: whether it makes versions and answers calls.
+        telling: whether the shards know what they have to.
     """
 
     def __init__(
@@ -76,7 +73,41 @@ class Guarded:
         self.changed, self.ticking = threading.Condition(self.lock), threading.Condition(self.lock)
         self.state = self.blank(term)
         self.grace_until: float | None = None
-        self.configuring = self.stale = self.spoiled = self.closing = self.held = False
+        self.course, self.telling = Course.RUNNING, Telling.TOLD
+
+    def turn(self, event: CourseEvent) -> None:
+        """Change the course, and tell waiting threads. The lock is held. Raises ImpossibleTransition."""
+        self.course = COURSES.after(self.course, event)
+        self.changed.notify_all()
+
+    def tell(self, event: TellingEvent) -> None:
+        """Change what the shards know. The lock is held. Raises ImpossibleTransition."""
+        self.telling = TELLING.after(self.telling, event)
+
+    @property
+    def closing(self) -> bool:
+        """Whether the parameter server ends, and answers no calls."""
+        return self.course in (Course.CLOSING, Course.CLOSING_LOST)
+
+    @property
+    def spoiled(self) -> bool:
+        """Whether the job has to go back to a checkpoint."""
+        return self.course in (Course.ROLLING_BACK, Course.CLOSING_LOST)
+
+    @property
+    def giving(self) -> bool:
+        """Whether a thread gives the shards an order."""
+        return self.telling in (Telling.GIVEN, Telling.OVERTAKEN)
+
+    @property
+    def due(self) -> bool:
+        """Whether something has changed that no order says."""
+        return self.telling in (Telling.DUE, Telling.OVERTAKEN)
+
+    @property
+    def behind(self) -> bool:
+        """Whether the shards may not know the state as it is."""
+        return self.telling is not Telling.TOLD
 
     def blank(self, term: int) -> JobState:
         """The state of a job that begins in this term."""
@@ -122,7 +153,7 @@ class Guarded:
 
     @property
     def _is_settled(self) -> bool:
-        return self.closing or not (self.state.rounds.committing or self.spoiled or self.held)
+        return self.closing or (self.course is Course.RUNNING and not self.state.rounds.committing)
 
     def standing(self, worker: int, version: int) -> tuple[int, int]:
         """See `JobState.standing`."""
@@ -143,8 +174,10 @@ class Guarded:
             if self.closing:
                 raise Refused(RefusalCode.NOT_READY, "the parameter server is stopping")
             if not settled:
-                back, kept = "going back to a checkpoint", "writing one to continue from"
-                doing = back if self.spoiled else kept if self.held else "committing a round"
+                doing = {
+                    Course.ROLLING_BACK: "going back to a checkpoint",
+                    Course.HELD: "writing one to continue from",
+                }.get(self.course, "committing a round")
                 raise Refused(RefusalCode.NOT_READY, f"the parameter server is still {doing}; ask again")
             yield self.state
 
@@ -178,7 +211,7 @@ class Guarded:
 
     def told(self) -> None:
         """Note that something has changed for shards or waiting threads. The lock is held."""
-        self.stale = True
+        self.tell(TellingEvent.CHANGE)
         self.changed.notify_all()
 
     def drop(self, worker: int, outcome: str, reason: str = "") -> None:
@@ -187,7 +220,7 @@ class Guarded:
         if state.drop(worker, outcome, reason, self.clock()) is None:
             return
         if state.model is None:  # there is nothing to go back from
-            self.spoiled = False
+            self.turn(CourseEvent.RESTORE)
         logger.info(
             "worker %d %s at version %d%s", worker, outcome, state.version, f": {reason}" if reason else ""
         )

@@ -10,6 +10,7 @@ from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.status import ServerStatus, TuningStatus
 from elastic_ps.api.tuning import Tuning, describe
 from elastic_ps.checkpoint.manifest import Manifest
+from elastic_ps.core.stages import CourseEvent, TellingEvent
 from elastic_ps.evaluation.decisions import Evaluation
 from elastic_ps.evaluation.queue import Desk
 from elastic_ps.process.telemetry import History
@@ -90,8 +91,7 @@ class Lead:
     def close(self, *, keep: bool) -> None:
         """Stop committing and end the threads; with `keep`, first write a last checkpoint. Blocks."""
         with self._job.lock:
-            self._job.closing = True
-            self._job.changed.notify_all()
+            self._job.turn(CourseEvent.CLOSE)
             self._job.ticking.notify_all()
         self._ticker.join()
         if keep and self._checkpoints.writes and self._driver.finish_round():
@@ -124,7 +124,8 @@ class Lead:
                 else:
                     job.drop_silent_and_hung(self._driver.queued)
                     job.hasten()
-                job.stale |= self._driver.asks_shards
+                if self._driver.asks_shards:
+                    job.tell(TellingEvent.CHANGE)
             self._driver.drive()
             self._checkpoints.keep_what_must_be()
             self._changes.look()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic_ps.core.reduced import Custody, Peer, Place, ReducedRounds
+from elastic_ps.core.stages import CourseEvent
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.driver import Driver
@@ -82,7 +83,7 @@ class Meeting:
             stay = state.members.check(worker, incarnation, self._job.clock())
             rounds, custody = _of(state)
             if (rounds.version, rounds.attempt) != (version, attempt):
-                return None if self._driver.behind else self._met(state, worker)
+                return None if self._job.behind else self._met(state, worker)
             if broken and not rounds.decided:
                 text = "the group of version %d, attempt %d, has lost the connection: worker %d tells it"
                 logger.info(text, version, attempt, worker)
@@ -98,11 +99,11 @@ class Meeting:
                 if place is Place.GRADIENTS:
                     custody.holders.add(stay.incarnation)
                 self._job.changed.notify_all()
-            if not rounds.together(place) or self._driver.behind:
+            if not rounds.together(place) or self._job.behind:
                 return None
             if place is Place.GRADIENTS or rounds.source is not None or state.values_are_here:
                 return self._met(state, worker, place)
-            self._job.spoiled = True  # nobody of the group has the version
+            self._job.turn(CourseEvent.SPOIL)  # nobody of the group has the version
             return Look.AGAIN
 
         return self._job.poll(decide, self._driver.drive)

@@ -40,7 +40,7 @@ from elastic_ps.core.reduced import Custody
 from elastic_ps.core.script_state import from_text
 from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints
 from elastic_ps.core.sizing import CROWDED, SMALLEST
-from elastic_ps.core.stages import Stage
+from elastic_ps.core.stages import StageEvent
 from elastic_ps.errors import CheckpointCorrupt, InvalidJob, InvalidModel, UserError
 from elastic_ps.server.state import INCARNATIONS_PER_TERM, JobState, Model
 
@@ -122,8 +122,7 @@ class JobRecord(BaseModel):
                 )
         custody = Custody(version) if all_reduce else None
         state = JobState(term, lease, consistency, data, model=model, custody=custody)
-        state.stage = Stage.TRAINING
-        state.resumed = True
+        state.note(StageEvent.RESUME)
         state.settings = Settings.from_json(self.settings)
         state.rounds.version = version
         if self.ledger is not None:

@@ -29,6 +29,7 @@ from functools import partial
 
 from elastic_ps.codec import as_bytes, name_of
 from elastic_ps.core.sequence import PushKey
+from elastic_ps.core.stages import FOLLOWING, Following, FollowingEvent
 from elastic_ps.errors import AskedToEnd, Fenced, RefusalCode, Refused, StorageUnavailable, TransportError
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.copying import Part
@@ -67,12 +68,24 @@ def for_standby(order: Advance) -> Advance:
 
 
 class _Copy:
-    """What a standby has got since it was told of the model."""
+    """What a standby has got of the model that `base` describes.
 
-    def __init__(self) -> None:
-        self.begun = False
+    Attributes:
+        state: how far it is.
+        buckets: those that it has.
+        staged: the order that was given last.
+        before: the round that the standby is to apply next.
+    """
+
+    def __init__(self, base: Configuration) -> None:
+        self.base, self.state = base, Following.AWAY
         self.buckets: set[int] = set()
-        self.whole = False
+        self.staged: Advance | None = None
+        self.before: Application | None = None
+
+    def note(self, event: FollowingEvent) -> None:
+        """Raises ImpossibleTransition."""
+        self.state = FOLLOWING.after(self.state, event)
 
 
 class Follower:
@@ -85,11 +98,8 @@ class Follower:
     def __init__(self, standby: RemoteShard, limits: ServerLimits = USUAL) -> None:
         self._standby, self._limits = standby, limits
         self._changed = threading.Condition()
-        self._base: Configuration | None = None
-        self._copy: _Copy | None = None  # None: the standby does not know the model
-        self._before: Application | None = None  # the round that the standby is to apply next
-        self._staged: Advance | None = None
-        self._giving = False
+        self._copy: _Copy | None = None  # None: the shard has no model
+        self._giving = False  # one order at a time
         self._not_before = 0.0  # time at which a standby that was left behind is tried again
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
@@ -98,15 +108,14 @@ class Follower:
     @property
     def standing(self) -> Standing:
         with self._changed:
-            if self._copy is None:
-                return Standing.AWAY
-            return Standing.FOLLOWING if self._copy.whole else Standing.CATCHING_UP
+            state = Following.AWAY if self._copy is None else self._copy.state
+            known = {Following.AWAY: Standing.AWAY, Following.WHOLE: Standing.FOLLOWING}
+            return known.get(state, Standing.CATCHING_UP)
 
     def reset(self, base: Configuration) -> None:
         """The shard has a new state. Its standby has nothing of it yet."""
         with self._changed:
-            self._before, self._staged, self._copy = None, None, None
-            self._base = replace(base, load_version=None, follows=True)
+            self._copy = _Copy(replace(base, load_version=None, follows=True))
             self._changed.notify_all()
 
     def stage(self, shard: Shard, order: Advance) -> None:
@@ -122,18 +131,20 @@ class Follower:
         with self._changed:
             # An order may be repeated while it is carried out; what is being sent must not change meanwhile.
             self._changed.wait_for(lambda: not self._giving)
-            staged, self._staged = self._staged, order
+            copy = self._copy
+            if copy is None:
+                return
+            staged, copy.staged = copy.staged, order
             if staged is not None and (staged.version, staged.apply) == (order.version, order.apply):
                 return
             if staged is not None and staged.version < order.version:  # else it was withdrawn
-                self._before = staged.apply
-            before, copy = self._before, self._copy
-            if copy is None:
+                copy.before = staged.apply
+            if copy.state is Following.AWAY:
                 return
             self._giving = True
         started = time.monotonic()
         try:
-            self._give(shard, order, before, copy)
+            self._give(shard, order, copy)
         except (TransportError, Refused) as error:
             self._leave_behind(copy, error, time.monotonic() - started)
             if isinstance(error, Refused) and error.code is RefusalCode.STALE_TERM:
@@ -155,19 +166,19 @@ class Follower:
         """`seconds`: for how long training has waited for it."""
         with self._changed:
             self._not_before = time.monotonic() + self._limits.probe.total_seconds() + seconds / COST
-            if self._copy is copy:
-                if not self._closing:
-                    logger.warning("training continues without the standby: %s", why)
-                self._copy = None
-                self._changed.notify_all()
+            if self._copy is copy and not self._closing:
+                logger.warning("training continues without the standby: %s", why)
+            copy.note(FollowingEvent.LOSE)
+            copy.buckets.clear()
+            self._changed.notify_all()
 
-    def _give(self, shard: Shard, order: Advance, before: Application | None, copy: _Copy) -> None:
+    def _give(self, shard: Shard, order: Advance, copy: _Copy) -> None:
         """Have the standby apply the round before, and send it this one. Nothing is applied meanwhile."""
         assert order.apply is not None
         version, attempt = order.version - 1, order.apply.attempt
-        behind = before if copy.begun else None
+        behind = None if copy.state is Following.READY else copy.before
         self._standby.advance(for_standby(Advance(version, attempt, {}, behind, term=order.term, next=order)))
-        copy.begun = True
+        copy.note(FollowingEvent.ROUND)
         self._send_buckets(shard, copy)
         for part in shard.sums():
             if part.bucket in copy.buckets:
@@ -179,9 +190,9 @@ class Follower:
                     version=version,
                     attempt=attempt,
                 )
-        if not copy.whole and shard.buckets <= copy.buckets:
+        if copy.state is Following.CATCHING_UP and shard.buckets <= copy.buckets:
             logger.info("the standby has every round from version %d on", version)
-            copy.whole = True
+            copy.note(FollowingEvent.COMPLETE)
 
     def _send_buckets(self, shard: Shard, copy: _Copy) -> None:
         """Send buckets that the standby lacks: one at least, and none after `ServerLimits.slice`."""
@@ -208,7 +219,8 @@ class Follower:
         """Tell a standby of the model, as soon as there is one to be told."""
 
         def busy() -> bool:
-            return self._closing or (self._copy is None and self._base is not None and not self._giving)
+            away = self._copy is not None and self._copy.state is Following.AWAY
+            return self._closing or (away and not self._giving)
 
         while True:
             with self._changed:
@@ -218,18 +230,17 @@ class Follower:
                 if (pause := self._not_before - time.monotonic()) > 0:
                     self._changed.wait(pause)
                     continue
-                base = self._base
-            assert base is not None
+                copy = self._copy
+            assert copy is not None
             try:
-                self._standby.configure(base)
+                self._standby.configure(copy.base)
             except (TransportError, Refused) as error:
                 logger.debug("no standby is there: %s", error)
                 with self._changed:
                     self._not_before = time.monotonic() + self._limits.probe.total_seconds()
             else:
                 with self._changed:
-                    if self._base is base:
-                        self._copy = _Copy()
+                    copy.note(FollowingEvent.TELL)
 
 
 GONE = timedelta(seconds=30)

@@ -33,7 +33,7 @@ from elastic_ps.core.progress import Curve, Distribution, Rate
 from elastic_ps.core.reduced import Custody, ReducedRounds
 from elastic_ps.core.script_state import EMPTY
 from elastic_ps.core.settings import Made, Position, Settings, read_settings
-from elastic_ps.core.stages import STAGES, Event, Stage
+from elastic_ps.core.stages import STAGES, Stage, StageEvent
 from elastic_ps.errors import RefusalCode, Refused
 
 INCARNATIONS_PER_TERM = 1 << 32
@@ -84,7 +84,6 @@ class JobState:
         model: None before the first worker has come.
         stage: of the model.
         initialiser: the worker that sends its first values; None but while it is loaded.
-        resumed: the job continues from a checkpoint, and nobody has taken records since.
         ledger: None before a worker has named its data set.
         fingerprint: what identifies the records, as the first worker has said that has something which does.
         stopped: why a script has ended the training; "" if none has. No more records are handed out then, and
@@ -125,7 +124,6 @@ class JobState:
     model: Model | None = None
     stage: Stage = Stage.EMPTY
     initialiser: int | None = None
-    resumed: bool = False
     settings: Settings = field(default_factory=lambda: Settings(groups=()))
     opened_with: Settings | None = None
     stopped: str = ""
@@ -244,24 +242,21 @@ class JobState:
     @property
     def may_join(self) -> bool:
         """Whether there is a model to join with, or none at all: not while its first values arrive."""
-        return self.stage in (Stage.EMPTY, Stage.TRAINING)
+        return self.initialised or self.stage in (Stage.EMPTY, Stage.LAID_OUT)
 
     @property
     def initialised(self) -> bool:
         """Whether there is a model to train."""
-        return self.stage is Stage.TRAINING
+        return self.stage in (Stage.RESUMED, Stage.TRAINING)
 
-    def bring(self, worker: int) -> None:
-        """The worker sends the first values from now on."""
-        self.stage, self.initialiser = STAGES.after(self.stage, Event.BRING), worker
+    @property
+    def resumed(self) -> bool:
+        """Whether the job continues from a checkpoint, and nobody has taken records since."""
+        return self.stage is Stage.RESUMED
 
-    def arrive(self) -> None:
-        """It has sent them all."""
-        self.stage, self.initialiser = STAGES.after(self.stage, Event.ARRIVE), None
-
-    def keep(self) -> None:
-        """They are kept, so that the model can be trained."""
-        self.stage = STAGES.after(self.stage, Event.KEEP)
+    def note(self, event: StageEvent, *, initialiser: int | None = None) -> None:
+        """Something has happened to the model. `initialiser`: see there. Raises ImpossibleTransition."""
+        self.stage, self.initialiser = STAGES.after(self.stage, event), initialiser
 
     def begin(self, stay: Stay, *, version: int, step: int) -> Entry:
         """A worker is about to push a step; LATE: its records go to others. See `SyncRounds.begin`.
@@ -383,7 +378,8 @@ class JobState:
         if (self.ledger.records, self.ledger.epochs) == (records, epochs):
             if wrong := self._match_records(data):
                 return wrong
-            self.resumed = False
+            if self.resumed:
+                self.note(StageEvent.TAKE)
             return self._match_version(batch)
         advice = ""
         if self.resumed and records != self.ledger.records:
@@ -649,7 +645,7 @@ class JobState:
         self._give_back_steps(self.rounds.lose(worker))
         self.give_back(stay.incarnation)
         if self.initialiser == worker:
-            self.stage, self.initialiser = STAGES.after(self.stage, Event.LOSE), None
+            self.note(StageEvent.LOSE)
             self.model = None
         return stay
 

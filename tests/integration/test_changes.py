@@ -16,6 +16,7 @@ from elastic_ps.api.compression import Compression
 from elastic_ps.api.job import TrainingJob, parse_job
 from elastic_ps.api.tuning import Tuning
 from elastic_ps.cli.setting import assignment, changed
+from elastic_ps.core.stages import Course
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import UserError
@@ -125,7 +126,9 @@ def test_a_parameter_server_that_dies_at_a_change(tmp_path: Path, durability: st
     def kill(job: Job, generation: int) -> None:
         before = job.coordinator.job
         if generation % 2:  # in the middle of the change
-            eventually(lambda: job.changed(generation) or before.held, "the change has begun")
+            eventually(
+                lambda: job.changed(generation) or before.course is Course.HELD, "the change has begun"
+            )
         job.restart(0)
 
     script = Changing(data, plan, kill)
@@ -169,7 +172,7 @@ def test_the_compression_changes_while_parameter_servers_die_and_workers_join(
         if generation == 2:  # it joins just then
             job.start(2, script)
         if generation == 3:  # in the middle of the change
-            eventually(lambda: job.changed(3) or before.held, "the change has begun")
+            eventually(lambda: job.changed(3) or before.course is Course.HELD, "the change has begun")
             job.restart(0)
         if generation == 4:
             job.restart(1)

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from elastic_ps.contract.env import ProcessEnvironment
+from elastic_ps.core.stages import CourseEvent
 from elastic_ps.errors import TensorLost, UsageError
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.process import ParameterServer
@@ -519,7 +520,8 @@ def test_a_tensor_outlives_terms_of_the_model(tmp_path: Any) -> None:
         session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         session.server.init("w", torch.ones(3))
         term = job.status().term
-        job.coordinator.job.spoiled = True
+        with job.coordinator.job.lock:
+            job.coordinator.job.turn(CourseEvent.SPOIL)
         job.until(lambda: job.status().term > term, "the job goes back")
         session.server.push("w", torch.ones(3)).wait()
         assert session.server.pull("w").tolist() == [2.0] * 3

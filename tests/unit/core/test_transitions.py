@@ -23,6 +23,9 @@ def test_what_cannot_happen_is_refused_with_what_can() -> None:
         consistency.PHASES.after(Phase.DECIDED, Event.RESTART)
 
 
-@pytest.mark.parametrize("table", [consistency.PHASES, stages.STAGES])
+TABLES = [consistency.PHASES, stages.STAGES, stages.COURSES, stages.TELLING, stages.FOLLOWING]
+
+
+@pytest.mark.parametrize("table", TABLES)
 def test_the_docs_show_the_table_as_it_is(table: Transitions[Any, Any]) -> None:
     assert table.picture() in DOCS.read_text(), f"docs/architecture.md needs this picture:\n{table.picture()}"

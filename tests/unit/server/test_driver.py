@@ -172,8 +172,8 @@ def test_a_driver_that_is_closed_lets_nobody_give_orders() -> None:
     driver = Driver(job, [Notes()], checkpoints=checkpoints, history=History(None, ""))
     with driver.turn() as order:
         assert order == Advance(0, 0, {}, term=1)
-        assert driver.behind, "one at a time"
-    assert not driver.behind
+        assert job.behind, "one at a time"
+    assert not job.behind
     driver.close()
     with pytest.raises(Refused, match="is stopping") as refused, driver.turn():
         pass

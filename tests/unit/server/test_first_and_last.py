@@ -21,7 +21,7 @@ from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.settings import Settings
-from elastic_ps.core.stages import Stage
+from elastic_ps.core.stages import CourseEvent, Stage
 from elastic_ps.errors import ConnectionLost, StorageUnavailable
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server import record
@@ -297,10 +297,15 @@ def test_a_thread_that_comes_while_another_one_writes_does_not_wait(rig: Rig) ->
     assert rig.written == 1
 
 
-@pytest.mark.parametrize("why", ["closing", "spoiled", "fenced"])
-def test_nothing_is_written_by_a_server_that_ends_or_whose_model_is_lost(rig: Rig, why: str) -> None:
+@pytest.mark.parametrize("why", [CourseEvent.CLOSE, CourseEvent.SPOIL, None])
+def test_nothing_is_written_by_a_server_that_ends_or_whose_model_is_lost(
+    rig: Rig, why: CourseEvent | None
+) -> None:
     rig.finish()
-    setattr(rig.checkpoints if why == "fenced" else rig.job, why, True)
+    if why is None:
+        rig.checkpoints.fenced = True
+    else:
+        rig.job.turn(why)
     rig.checkpoints.keep_what_must_be()
     assert rig.written == 0
 

@@ -21,6 +21,7 @@ from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
+from elastic_ps.core.stages import CourseEvent
 from elastic_ps.errors import ConnectionLost, Fenced, RefusalCode, Refused
 from elastic_ps.process.telemetry import History
 from elastic_ps.server import record
@@ -160,7 +161,7 @@ def test_a_model_that_goes_before_the_job_can_go_back_is_not_missed() -> None:
         joined = join(running.coordinator, 0, instance="first", call=1)
         assert isinstance(joined, Joined)
         with job.changed:
-            job.spoiled = True
+            job.turn(CourseEvent.SPOIL)
             job.drop(0, "lost")
         joined = join(running.coordinator, 0, instance="second", call=1)
         assert isinstance(joined, Joined)

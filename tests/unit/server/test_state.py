@@ -15,7 +15,7 @@ from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.settings import Position, Settings
-from elastic_ps.core.stages import Stage
+from elastic_ps.core.stages import Stage, StageEvent
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server import record, status
 from elastic_ps.server.state import JobState
@@ -113,7 +113,9 @@ def test_before_there_is_a_model_shards_are_told_who_brings_it() -> None:
     state = JobState(term=1, lease=timedelta(seconds=10))
     assert state.expected == {}
     stay = state.members.join(4, pid=1, host="here", version=0, now=0)
-    state.bring(4)
+    state.note(StageEvent.CONFIGURE)
+    state.note(StageEvent.LAY_OUT)
+    state.note(StageEvent.BRING, initialiser=4)
     assert state.expected == {4: stay.incarnation}
     state.drop(4, "lost")
     assert state.expected == {}
@@ -303,11 +305,13 @@ def test_the_settings_of_the_worker_that_has_made_most_steps_are_in_force(state:
 def test_nobody_brings_a_second_model_while_the_first_arrives() -> None:
     state = JobState(term=1, lease=timedelta(seconds=10))
     assert state.may_join
-    state.bring(0)
+    state.note(StageEvent.CONFIGURE)
+    state.note(StageEvent.LAY_OUT)
+    state.note(StageEvent.BRING, initialiser=0)
     assert not state.may_join
-    state.arrive()
+    state.note(StageEvent.ARRIVE)
     assert not state.may_join
-    state.keep()
+    state.note(StageEvent.KEEP)
     assert state.may_join
 
 

@@ -18,7 +18,7 @@ from elastic_ps.core.fingerprint import Mark, to_text
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.partition import Rule, TensorSpec, partition
-from elastic_ps.core.stages import Stage
+from elastic_ps.core.stages import Stage, StageEvent
 from elastic_ps.errors import InvalidJob
 from elastic_ps.server import record, status
 from elastic_ps.server.state import JobState, Model
@@ -129,7 +129,7 @@ def test_a_checkpoint_holds_all_that_the_job_goes_on_with(lanes: int) -> None:
     assert outcomes == ({0: "left", 1: "lost"} if lanes else {0: "left"})
     assert not again.members.live
     assert again.members.last_incarnation == 2 << 32, "no incarnation is given twice"
-    again.resumed = False
+    again.note(StageEvent.TAKE)
     assert record.to_checkpoint(again).keys() == saved.keys()
 
 
@@ -200,11 +200,13 @@ def test_progress_in_numbers(state: JobState) -> None:
 
 def test_what_a_member_is_said_to_do() -> None:
     state = JobState(term=1, lease=timedelta(seconds=10))
-    state.bring(0)
+    state.note(StageEvent.CONFIGURE)
+    state.note(StageEvent.LAY_OUT)
+    state.note(StageEvent.BRING, initialiser=0)
     stay = state.members.join(0, pid=7, host="here", version=0, now=0.0)
     assert status.member(state, stay, 1.0).state == "joining"
-    state.arrive()
-    state.keep()
+    state.note(StageEvent.ARRIVE)
+    state.note(StageEvent.KEEP)
     assert status.member(state, stay, 1.0).state == "idle"
     state.ledger = Ledger(records=100, epochs=1, shard_records=10)
     state.take(0, stay.incarnation, 10)
@@ -222,9 +224,8 @@ def test_what_a_member_is_said_to_do() -> None:
 
 
 def test_a_resumed_job_may_train_more_epochs_and_nothing_else() -> None:
-    state = JobState(1, timedelta(seconds=10), model=MODEL, stage=Stage.TRAINING)
+    state = JobState(1, timedelta(seconds=10), model=MODEL, stage=Stage.RESUMED, stopped="no improvement")
     state.open_ledger(100, 2, lanes=0)
-    state.stopped, state.resumed = "no improvement", True
     assert "may train more epochs, not fewer" in state.match_ledger(100, 1, 4)
     other = state.match_ledger(99, 2, 4)
     assert "has 99 records for 2 epochs" in other
