@@ -24,6 +24,7 @@ from elastic_ps.core.partition import Bucket
 from elastic_ps.core.settings import NOTHING, Made, Settings, read_settings
 from elastic_ps.data.batches import Batches, Slices, checked
 from elastic_ps.data.prepared import check_loop
+from elastic_ps.data.states import Loop, Part
 from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
@@ -121,9 +122,6 @@ class Engine:
         batches: what the script has in hand for the next step.
         records: asks for those of the batches to come.
         state: what scripts keep with the job.
-        generation: changes when this worker had to join again, so that all records in hand were dropped.
-        iterating: a script is in a loop over a loader.
-        left: it has left the last one, by a break or an exception, with a batch that it has computed on.
         gradients: the model's, from `session.optimizer` on.
         local: in mode `local`, from there on.
         make_step: has the script's own optimizer make a step on this worker; from there on.
@@ -149,7 +147,6 @@ class Engine:
         self.client = client
         self.member = member
         self.batches = Batches()
-        self.generation = 0
         self.gradients: LocalGradients
         self.local: LocalTraining | None = None
         self.make_step: Callable[[], object]
@@ -176,7 +173,6 @@ class Engine:
         self._steps = 0
         self.abandoned = False
         self._warned = False
-        self.iterating = self.left = False
         self._closed = False
 
     @property
@@ -298,7 +294,7 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        over = failed or self.iterating or self.stopped or self.member.draining
+        over = failed or self.records.loop is Loop.RUNS or self.stopped or self.member.draining
         if self.batches.computed and not over:
             logger.warning(_LEFT, self.batches.samples)
         for call in self.at_close:
@@ -436,7 +432,7 @@ class Engine:
         step, ending, settings = self._ended()
         if self._await(lambda: exchange.finish(ending), settings, step.number):
             self.batches.step_made()
-        if self.records.stopping:
+        if self.records.part is Part.LAST_STEP:
             self.records.stop_computing()
 
     def _ended(self) -> tuple[Step, Ending, Settings]:
@@ -624,10 +620,9 @@ class Engine:
 
         So after Ctrl-C in a notebook. The records go to others, or come again.
         """
-        if self.left and self.batches.computed:
+        if self.records.loop is Loop.BEFORE and self.batches.computed:
             self.leave_step()
             self.gradients.void()
-        self.left = False
 
     def _is_left_out(self, refusal: Refused) -> bool:
         """Whether this worker takes no part in the round any more, though it is a member: see `assign`."""
@@ -660,11 +655,11 @@ class Engine:
         self._note_skipped(self.batches.skip())
         if self.in_step:  # some of it may be in the sums: this worker leaves the round, and comes again
             self.abandoned = True
-            self.generation += 1
+            self.records.drop()
             self._steps += 1
             self._exchange().reset()
         self.gradients.void()
-        if self.records.stopping:
+        if self.records.part is Part.LAST_STEP:
             self.records.stop_computing()
 
     def gradients_zeroed(self) -> None:
@@ -672,17 +667,18 @@ class Engine:
         if not self.in_step:
             self._note_skipped(self.batches.reopen())
 
-    def settle(self) -> None:
-        """The loop is over: batches that no backward() has run for are skipped."""
-        self._settle_by_hand()
-        self._note_skipped(self.batches.decide())
-
     def _settle_by_hand(self) -> None:
         if self.batches.undecided and self.gradients.set_by_hand():
             self.batches.compute_all()
 
-    def skip_if_not_finite(self) -> bool:
-        """The loop has ended, and no step was made with what was computed; did a GradScaler leave it out?"""
+    def settle(self) -> bool:
+        """The loop is over: batches that no backward() has run for are skipped.
+
+        Returns whether a step was made with all that was computed, or none can be, as where a GradScaler has
+        left it out.
+        """
+        self._settle_by_hand()
+        self._note_skipped(self.batches.decide())
         if self.batches.computed and not self.in_step:
             what = "the end of the loop over the loader"
             if not self.world.consult(what, self.gradients.finite(), all):
@@ -696,7 +692,7 @@ class Engine:
 
     def drop_step(self) -> None:
         """The step under way and all records in hand go to others."""
-        self.generation += 1
+        self.records.drop()
         self.step_over()
         self.batches.forget(lost=True)
         self._void_steps()

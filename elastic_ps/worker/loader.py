@@ -9,24 +9,30 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from numbers import Integral
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from elastic_ps.core.ledger import Range
+from elastic_ps.core.portions import LEAST
 from elastic_ps.data.fingerprint import fingerprint
 from elastic_ps.data.source import read_source
+from elastic_ps.data.states import Loop, LoopEvent
 from elastic_ps.data.stream import Numbered, Place
+from elastic_ps.data.supply import Supply
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.engine import Engine
-from elastic_ps.worker.supply import NO_EPOCH, Supply
+from elastic_ps.worker.records import DataSet
 
 logger = logging.getLogger(__name__)
 
 MOST = 2**32 - 1
 """Epochs of a loop, and records of a batch, at most: what a call for records can say."""
+
+_NO_EPOCH = -1
+"""The script asks for epochs, and has not been given one yet."""
 
 _OVER = (
     "training is over: an earlier loop over session.loader(...) has trained all epochs. To train 5 epochs, "
@@ -74,12 +80,13 @@ class ElasticLoader:
         options: Mapping[str, Any],
     ) -> None:
         self._engine = engine
+        consistency, data = engine.spec.consistency, engine.spec.data
         source = read_source(
             given,
             batch_size=batch_size,
             records=records,
-            data=engine.spec.data,
-            late=engine.spec.consistency.may_be_late,
+            data=data,
+            late=consistency.may_be_late,
             options=options,
         )
         if source.batch_size < engine.world.size:
@@ -90,38 +97,38 @@ class ElasticLoader:
         for name, number in (("epochs", epochs), ("batch_size", source.batch_size)):
             if not (isinstance(number, Integral) and 1 <= number <= MOST):
                 raise UsageError(f"{name} is {number}; expected a whole number from 1 to {MOST}")
-        least = engine.spec.consistency.global_batch_size or source.batch_size
+        least = consistency.global_batch_size or source.batch_size
         if source.drop_last and source.records < least:
             raise UsageError(
                 f"drop_last is set, and the data set has {source.records} records, fewer than the {least} of "
                 "a batch, so there would be none. Leave drop_last out, or make batches smaller"
             )
         self._renew = not source.options.get("persistent_workers")
-        placed = isinstance(source.readable, Numbered)
-        if source.options.get("num_workers") and (placed or engine.spec.consistency.global_batch_size):
+        self._placed = isinstance(source.readable, Numbered)
+        if source.options.get("num_workers") and (self._placed or consistency.global_batch_size):
             # Within a loop new ones would read the stream from its beginning, or begin with each version.
             source.options["persistent_workers"] = True
+        engine.slices.least = LEAST if source.batch_size >= LEAST * engine.slices.processes else 1
         self.batch_size = source.batch_size
         self.epoch = 0
         self.dataset = source.dataset
-        self._source = source
-        self._epochs = epochs
+        self._source, self._epochs = source, epochs
+        self._data_set = DataSet(
+            source.records, epochs, source.batch_size, fingerprint(source.dataset, source.records)
+        )
         self._supply = Supply(
-            engine,
             records=source.records,
-            epochs=epochs,
             batch_size=source.batch_size,
             shuffle=source.shuffle,
+            seed=data.seed,
             drop_last=source.drop_last,
-            data=fingerprint(source.dataset, source.records),
+            version_records=consistency.global_batch_size,
         )
-        self._sampler = _Sampler(self._supply, placed=placed)
+        self._drops = engine.records.drops  # as of the records in hand
+        self._issued: deque[list[Range]] = deque()  # what torch's DataLoader was told to fetch, and has not
         self._fetching: DataLoader[Any] | None = None
-        self._ended_early = False
-        self._ended: int | None = None  # the last epoch whose loop came to its end
-        self._all_had = False  # a loop over all epochs came to its end, maybe before its last step
-        self._left: int | None = None  # the last epoch whose loop was left by a break
-        self._missed = False  # the epoch under way was trained by others, and this worker is its chief
+        self._only: int | None = None  # the epoch that is asked for; None: any
+        self._least = 0  # the first epoch that no loop was left by a break in
 
     def __len__(self) -> int:
         """The number of batches in an epoch for a single worker. Several workers share them."""
@@ -141,35 +148,33 @@ class ElasticLoader:
         Raises:
             UsageError: training is over, and an earlier loop has trained all epochs.
         """
-        supply = self._supply
-        if self._engine.records.over:
+        records = self._engine.records
+        if records.over:
             raise UsageError(_OVER)
         self._engine.forget_left()
-        self._left = None  # by an earlier loop over epochs
-        supply.only = NO_EPOCH
+        self._only, self._least = _NO_EPOCH, 0
         try:
-            while (epoch := self._next_epoch(supply.only)) is not None:
-                self.epoch = supply.only = epoch
-                self._ended = None
+            while (epoch := self._next_epoch(self._only)) is not None:
+                self.epoch = self._only = epoch
                 yield epoch
         finally:
-            supply.only, self._missed = None, False
-            supply.give_up()
+            self._only = None
+            records.note(LoopEvent.LEAVE_EPOCHS)
+            self._give_up()
 
     def _next_epoch(self, last: int) -> int | None:
         """The epoch to yield after the `last` one; None after all of them. Blocks."""
-        supply, engine = self._supply, self._engine
-        least = 0 if self._left is None else self._left + 1
-        none_left = least == self._epochs and not engine.stopped
-        if none_left:
+        engine, records = self._engine, self._engine.records
+        if self._least == self._epochs and not engine.stopped:
             return None
-        some = not supply.over and supply.await_some()
-        epoch = max(supply.epoch, least) if some else self._epochs
-        missed = range(last + 1, 0 if last == NO_EPOCH or engine.stopped else epoch)
-        chief_of = next((each for each in missed if engine.records.comes_to(each)), None)
-        self._missed = chief_of is not None
-        if chief_of is not None:
-            return chief_of
+        some = self._await_some()
+        epoch = max(self._supply.in_hand[0].epoch, self._least) if some else self._epochs
+        missed = range(last + 1, 0 if last == _NO_EPOCH or engine.stopped else epoch)
+        for each in missed:
+            if records.comes_to(each):
+                records.note(LoopEvent.PASS)
+                return each
+        records.note(LoopEvent.EPOCH)
         return epoch if some else None
 
     def __iter__(self) -> Iterator[Any]:
@@ -180,68 +185,153 @@ class ElasticLoader:
             UsageError: training is over, this epoch's loop has ended, another loop is running, or the data
                 set's length has changed.
         """
-        supply, engine = self._supply, self._engine
+        engine, records = self._engine, self._engine.records
         engine.check_loop()
-        if (engine.records.over and not self._missed) or (self._all_had and supply.only is None):
-            raise UsageError(_OVER)
-        if supply.only is not None and supply.only == self._ended:
-            raise UsageError(_EPOCH_OVER.format(epoch=supply.only))
-        if self._missed:
-            self._ended = supply.only
+        ended = records.loop in (Loop.ENDED, Loop.UNFINISHED)
+        if records.loop is Loop.PASSED:
+            records.note(LoopEvent.END)
             return
-        if engine.iterating:
+        if records.over or (ended and self._only is None):
+            raise UsageError(_OVER)
+        if ended:
+            raise UsageError(_EPOCH_OVER.format(epoch=self._only))
+        if records.loop is Loop.RUNS:
             raise UsageError(_TWO_LOOPS)
         self._check_length()
-        if supply.only is None:
+        if self._only is None:
             engine.forget_left()
         if self._fetching is None or self._renew:
-            self._fetching = DataLoader(
-                self._source.readable, batch_sampler=self._sampler, **self._source.options
-            )
-        engine.iterating = True
+            sampler: Any = _Sampler(self._next_batch)
+            self._fetching = DataLoader(self._source.readable, batch_sampler=sampler, **self._source.options)
+        records.note(LoopEvent.BEGIN)
+        end = LoopEvent.BREAK
         try:
-            while supply.await_some():
-                if supply.only is not None and supply.epoch > supply.only:
-                    engine.exchange_steps()
-                    if supply.outdated:
-                        continue
-                    break
-                for batch in self._fetching:
-                    if supply.outdated:
-                        break  # what was fetched ahead belongs to others now
-                    self._check_accumulation()
-                    ranges = self._sampler.issued.popleft()
-                    self.epoch = ranges[0].epoch
-                    engine.begin_batch(ranges)
-                    yield batch
-                    self._check_length()
-                    engine.leave_if_asked()
-                    if engine.stopped:
-                        break
-                else:
-                    self._check_end()
-                if engine.stopped:
-                    continue
-                if engine.spec.consistency.global_batch_size is not None:
-                    self._end_version()
-                elif not engine.batches.grouped:
-                    engine.settle()
-                if engine.batches.undecided or not engine.skip_if_not_finite():
-                    self._ended_early = True
-                    break
-            self._ended = supply.only
-            self._all_had = supply.only is None
+            end = yield from self._batches(self._fetching)
         except GeneratorExit:  # the script broke out of the loop; what it has not computed on is not its own
             engine.batches.drop()
-            engine.left = bool(engine.batches.computed)
-            self._left = supply.only
-            if supply.only is not None:
-                supply.leave_epoch()
+            if self._only is not None:
+                self._least = self._only + 1
+                self._leave()
             raise
         finally:
-            engine.iterating = False
-            if supply.only is None:
-                supply.give_up()
+            records.note(end)
+            if self._only is None:
+                self._give_up()
+
+    def _batches(self, fetching: Iterable[Any]) -> Generator[Any, None, LoopEvent]:
+        """Yield the batches of a loop over the epoch, or over all of them; returns how it ends. Blocks."""
+        engine = self._engine
+        while self._await_some():
+            if self._only is not None and self._supply.in_hand[0].epoch > self._only:
+                engine.exchange_steps()
+                if self._outdated:
+                    continue
+                break
+            self._issued.clear()
+            for batch in fetching:
+                if self._outdated:
+                    break  # what was fetched ahead belongs to others now
+                self._check_accumulation()
+                ranges = self._issued.popleft()
+                self.epoch = ranges[0].epoch
+                engine.begin_batch(ranges)
+                yield batch
+                self._check_length()
+                engine.leave_if_asked()
+                if engine.stopped:
+                    break
+            else:
+                self._check_end()
+            if engine.stopped:
+                continue
+            if engine.spec.consistency.global_batch_size is not None:
+                self._end_version()
+            if (engine.batches.grouped and engine.batches.undecided) or not engine.settle():
+                return LoopEvent.END_EARLY
+        return LoopEvent.END
+
+    @property
+    def _outdated(self) -> bool:
+        """Whether this worker had to join again, so that the records in hand are handed to others."""
+        return self._engine.records.drops != self._drops
+
+    def _await_some(self) -> bool:
+        """Block until there are records in hand; False when all records are in the model.
+
+        Raises:
+            UsageError: the script has batches that it made no step with.
+        """
+        engine = self._engine
+        if engine.records.over:
+            return False
+        if engine.stopped:
+            self._supply.in_hand.clear()
+            engine.exchange_steps()
+            engine.forget()
+        self._forget()
+        if self._supply.in_hand:
+            return True
+        if not engine.settle():
+            raise UsageError(
+                "the loop over the loader has ended, but no optimizer.step() was called for the last "
+                "batches. When you accumulate gradients, call optimizer.step() for them after the loop; to "
+                "make no step with them, call optimizer.skip()"
+            )
+        engine.exchange_steps()
+        return self._take(wait=True)
+
+    def _take(self, *, wait: bool = False) -> bool:
+        """Get more records; without `wait` only if there are any at the moment.
+
+        Without `wait`, what is in hand stays outdated if this worker had to join again meanwhile: a batch
+        that was begun and those that were fetched ahead are still to be dropped.
+        """
+        only = self._only
+        ranges = self._engine.records.take(
+            self._data_set,
+            wait=wait,
+            early=only is not None and only < self._epochs - 1,
+            epoch=None if only == _NO_EPOCH else only,
+        )
+        if wait:
+            self._forget()
+        self._supply.in_hand += ranges
+        return bool(ranges)
+
+    def _forget(self) -> None:
+        """Drop what others have been handed."""
+        if self._outdated:
+            self._drops = self._engine.records.drops
+            self._supply.in_hand.clear()
+
+    def _next_batch(self) -> list[int] | list[Place]:
+        """What torch is to fetch next; [] if there is nothing at the moment.
+
+        With a global batch size there is nothing either when all that this worker has of the open version is
+        handed to the script. After joining again there is nothing until `_await_some` has got some: only that
+        takes part in rounds again.
+        """
+        while not (self._engine.stopped or self._outdated):
+            batch = self._supply.cut(self._take, only=self._only)
+            if self._outdated or not batch:
+                break
+            if self._supply.leaves_out(batch):
+                self._engine.batches.leave_out(batch)
+                continue
+            self._issued.append(batch)
+            indices = self._engine.slices.own(self._supply.indices(batch))
+            return [Place(batch[0].epoch, index) for index in indices] if self._placed else indices
+        return []
+
+    def _leave(self, *, leaves: bool = False) -> None:
+        """The script leaves a loop: what is in hand goes to others, or to this worker's next loop."""
+        self._supply.in_hand.clear()
+        self._engine.records.stop_computing(leaves=leaves)
+
+    def _give_up(self) -> None:
+        """Nobody iterates any more: what is in hand goes to others."""
+        if not self._engine.records.over:
+            self._leave(leaves=True)
 
     def close(self) -> None:
         """End the processes that fetch. Waits a while for them; those that are late end later. Idempotent.
@@ -268,7 +358,7 @@ class ElasticLoader:
 
     def _check_end(self) -> None:
         """Raise UsageError if torch's loop over the batches has ended, though some were asked for."""
-        if self._sampler.issued and not self._supply.outdated:
+        if self._issued and not self._outdated:
             raise UsageError(
                 "reading records ended with StopIteration, which Python's loops take for their end: a "
                 f"{type(self.dataset).__name__}, a transform or collate_fn calls next() where there is "
@@ -286,7 +376,7 @@ class ElasticLoader:
         if (
             self._engine.spec.consistency.global_batch_size is None  # else each batch has its own step
             and self._engine.batches.computed
-            and self._supply.only is None
+            and self._only is None
             and self._engine.spec.consistency.may_be_late
         ):
             raise UsageError(
@@ -299,52 +389,47 @@ class ElasticLoader:
     def is_chief(self) -> bool | None:
         """Whether this worker is to evaluate and save in the epoch under way; None outside of `epochs`.
 
-        Blocks: in the last epoch, until all records are in the model.
+        Blocks: in the last epoch, and after a loop that has ended before its last step, until all records are
+        in the model.
         """
-        epoch, engine = self._supply.only, self._engine
-        if epoch is None or engine.stopped or engine.closed:
+        epoch, engine, records = self._only, self._engine, self._engine.records
+        if engine.closed:
+            return None
+        if epoch is None or engine.stopped:
+            self._await_end()
             return None
         if epoch < self._epochs - 1:
-            return engine.records.is_chief_of(epoch)
-        if engine.records.over:
+            return records.is_chief_of(epoch)
+        if records.over:
             return None
-        if self._ended != epoch or engine.batches.computed or self._supply.await_some():
-            return False  # there are records to train, in another round of the same epoch
-        return None
+        ended = records.loop in (Loop.ENDED, Loop.UNFINISHED)
+        return False if not ended or engine.batches.computed or self._await_some() else None
 
-    def await_end(self) -> None:
+    def _await_end(self) -> None:
         """Block until training is over, if the loop has ended with batches for a last step, or was stopped.
 
         Does nothing before that step, nor between epochs. What others give back meanwhile is left to others.
         """
-        engine, between = self._engine, self._supply.only is not None
-        due = engine.stopped or (self._ended_early and not (between or engine.batches.computed))
-        if not due or engine.records.over or engine.closed:
+        engine, records = self._engine, self._engine.records
+        unfinished = records.loop in (Loop.UNFINISHED, Loop.OWES)
+        if records.over or not (engine.stopped or (unfinished and not engine.batches.computed)):
             return
-        self._ended_early = False
-        if self._supply.await_some():
+        if unfinished:
+            records.note(LoopEvent.AWAIT)
+        if self._await_some():
             logger.warning(
                 "another worker gave back records after this script's loop over the loader had ended. A "
                 "script that accumulates gradients trains these, too, if it writes `for epoch in "
                 "loader.epochs()` and iterates over the loader inside"
             )
-            self._supply.give_up()
+            self._give_up()
 
 
 class _Sampler:
-    """A DataLoader's batch sampler that hands out what the ledger gave; it remembers what it handed out.
+    """A DataLoader's batch sampler: `following` says what is to be fetched next."""
 
-    Args:
-        placed: hand out each record's place in a stream instead of its index in a data set.
-    """
-
-    def __init__(self, supply: Supply, *, placed: bool) -> None:
-        self._supply, self._placed = supply, placed
-        self.issued: deque[list[Range]] = deque()
+    def __init__(self, following: Callable[[], list[int] | list[Place]]) -> None:
+        self._following = following
 
     def __iter__(self) -> Iterator[list[int] | list[Place]]:
-        self.issued.clear()
-        while ranges := self._supply.next_batch():
-            self.issued.append(ranges)
-            indices = self._supply.own(ranges)
-            yield [Place(ranges[0].epoch, index) for index in indices] if self._placed else indices
+        return iter(self._following, [])

@@ -20,6 +20,7 @@ from elastic_ps.codec.delayed import DelayedNesterov
 from elastic_ps.core.fragments import fragments, steps_before, turn
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Rule
 from elastic_ps.core.settings import KEEP_ZEROS, LIMITS
+from elastic_ps.data.states import Part
 from elastic_ps.errors import InvalidModel
 from elastic_ps.transport.memory import Allocate
 from elastic_ps.worker.engine import Engine
@@ -105,7 +106,7 @@ class LocalSteps:
         engine.keep_step()
         self.made += 1
         self._trained = [records + engine.batches.last_kept for records in self._trained]
-        if engine.records.stopping:
+        if engine.records.part is Part.LAST_STEP:
             self.exchange()
             return
         if self.made >= (self._consistency.overlap or 0) and not self._land():
@@ -182,9 +183,9 @@ class LocalSteps:
         if departs:
             engine.depart()
             return
-        generation = engine.generation
+        drops = engine.records.drops
         engine.finish_step()
-        if self._elastic and going_on and generation == engine.generation:
+        if self._elastic and going_on and drops == engine.records.drops:
             self._take_back()
 
     def void(self) -> None:

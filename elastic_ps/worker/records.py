@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from elastic_ps.core.fingerprint import differing, other_records
 from elastic_ps.core.ledger import Range
 from elastic_ps.data.batches import Batches
+from elastic_ps.data.states import LOOPS, PARTS, Loop, LoopEvent, Part, PartEvent
 from elastic_ps.errors import InvalidModel, Refused, UsageError
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
@@ -26,12 +27,11 @@ class Driven(Protocol):
     """What else a worker does, as far as its records depend on it: the engine.
 
     Attributes:
-        in_batch, abandoned, generation: see `Engine`.
+        in_batch, abandoned: see `Engine`.
     """
 
     in_batch: bool
     abandoned: bool
-    generation: int
 
     @property
     def entered(self) -> bool:
@@ -65,8 +65,8 @@ class Driven(Protocol):
         """Take the settings over that are in force."""
 
 
-class _Mine(NamedTuple):
-    """A process's data set."""
+class DataSet(NamedTuple):
+    """What a process trains: so many records, in batches; `data` identifies them (`core.fingerprint`)."""
 
     records: int
     epochs: int
@@ -74,7 +74,7 @@ class _Mine(NamedTuple):
     data: str
 
 
-def _check_same(processes: Sequence[_Mine]) -> None:
+def _check_same(processes: Sequence[DataSet]) -> None:
     """Raise InvalidModel if the processes of a worker do not have the same data set."""
     first = processes[0]
     for rank, other in enumerate(processes):
@@ -99,32 +99,49 @@ class Records:
         batches: what the script has in hand for the next step.
 
     Attributes:
-        over: all records are in the model, or the training was stopped.
+        part, loop: where this worker and its script are.
         chief: whether this worker is the one to evaluate and save, once all records are in the model.
-        computing: this worker takes part in rounds, as far as is known.
-        stopping: the script has left the loop over the loader, and makes a last step with what it has.
+        drops: how often all records in hand were dropped, as this worker had to join again, or pauses.
     """
 
     def __init__(
         self, worker: Driven, client: Client, world: LocalWorld, batches: Batches, stopped: Stopping
     ) -> None:
-        self.over = False
+        self.part, self.loop = Part.NONE, Loop.BEFORE
         self.chief = False
-        self.computing = False
-        self.stopping = False
+        self.drops = 0
         self._worker, self._client, self._world = worker, client, world
         self._batches, self._stopped = batches, stopped
         self._chief_of: dict[int, bool] = {}
-        self._said: tuple[int, str] | None = None  # of the data, and in which generation
+        self._said: tuple[int, str] | None = None  # how many drops there were before, and of the data
         self._leaves = False  # see `stop_computing`; the parameter server was not told yet
 
-    def take(
-        self, *, records: int, epochs: int, batch: int, data: str, wait: bool, early: bool, epoch: int | None
-    ) -> tuple[Range, ...]:
+    @property
+    def over(self) -> bool:
+        """Whether all records are in the model, or the training was stopped."""
+        return self.part is Part.OVER
+
+    @property
+    def computing(self) -> bool:
+        """Whether this worker takes part in rounds, as far as is known."""
+        return self.part in (Part.TAKEN, Part.LAST_STEP)
+
+    def note(self, event: LoopEvent) -> None:
+        """The script's loops have come to this."""
+        self.loop = LOOPS.after(self.loop, event)
+
+    def drop(self) -> None:
+        """All records in hand are dropped, and those that were fetched ahead."""
+        self.drops += 1
+
+    def _plays(self, event: PartEvent) -> None:
+        self.part = PARTS.after(self.part, event)
+
+    def take(self, mine: DataSet, *, wait: bool, early: bool, epoch: int | None) -> tuple[Range, ...]:
         """Get records; with `wait`, () means that all of them are in the model.
 
         Args:
-            data: what identifies them; see `core.fingerprint`.
+            mine: this process's.
             early, epoch: see `TakeRequest`.
 
         Raises:
@@ -136,14 +153,14 @@ class Records:
         while True:
             worker.leave_if_asked()
             try:
-                if wait and self.computing:
-                    self._exchange().hand_over()
-                self.computing |= wait  # the answer may be lost
-                self._leaves &= not wait
-                stay = worker.generation, data
-                mine = _Mine(records, epochs, batch, "" if self._said == stay else data)
+                if wait:
+                    if self.computing:
+                        self._exchange().hand_over()
+                    self._plays(PartEvent.ASK)
+                    self._leaves = False
+                said = self.drops, mine.data
 
-                def take(all_of_them: list[_Mine]) -> pb.TakeReply:
+                def take(all_of_them: list[DataSet]) -> pb.TakeReply:
                     _check_same(all_of_them)
                     request = pb.TakeRequest(
                         **all_of_them[0]._asdict(),
@@ -155,8 +172,9 @@ class Records:
                     )
                     return self._client.take(request)
 
-                granted = self._world.consult("the loader, where it gets records", mine, take)
-                self._said = stay
+                new = mine._replace(data="") if self._said == said else mine
+                granted = self._world.consult("the loader, where it gets records", new, take)
+                self._said = said
                 self._stopped.heed()
                 self._stopped.learn(granted.stopped)
                 if granted.pending:
@@ -178,7 +196,7 @@ class Records:
         exchange = self._exchange()
         behind = granted.version != exchange.version
         if granted.ranges:
-            self.computing, self.stopping = True, False
+            self._plays(PartEvent.GRANT)
             if behind:
                 exchange.fetch(granted.version, contributor=True)
                 self._worker.take_settings()
@@ -191,11 +209,10 @@ class Records:
                     "skipped. Check that the loss depends on the parameters of the model that was passed to "
                     "session.optimizer(...)"
                 )
-            self.computing = False
-            self.over = True
-            self.chief = granted.chief
             if not exchange.has(granted.version):
                 exchange.fetch(granted.version, contributor=False)
+            self._plays(PartEvent.FINISH)
+            self.chief = granted.chief
 
     def is_chief_of(self, epoch: int) -> bool:
         """Whether this worker is the one to evaluate and save in an epoch before the last one. Blocks."""
@@ -252,7 +269,7 @@ class Records:
                 "after optimizer.skip() if this batch makes no step, before the next batch is loaded"
             )
         if self.computing:
-            self._worker.generation += 1  # what was fetched ahead goes to others, too
+            self.drop()
             self.stop_computing()
 
     def stop_computing(self, *, leaves: bool = False) -> None:
@@ -263,11 +280,12 @@ class Records:
         """
         worker = self._worker
         worker.in_batch = False
-        self.stopping = bool(self._batches.computed)
         self._leaves |= leaves
-        if (self.computing or self._leaves) and worker.entered and not worker.closed and not self.stopping:
+        if self._batches.computed:
+            self._plays(PartEvent.BREAK_OFF)
+        elif (self.computing or self._leaves) and worker.entered and not worker.closed:
             worker.exchange_steps()
-            self.computing = False
+            self._plays(PartEvent.LEAVE)
             try:
                 abandoned = worker.in_step
                 self._exchange().hand_over()

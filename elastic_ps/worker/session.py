@@ -142,7 +142,7 @@ class Session:
     @property
     def generation(self) -> int:
         """A number that changes when this worker joins again, or pauses, and so drops the records in hand."""
-        return self._engine.generation
+        return self._engine.records.drops
 
     @property
     def started(self) -> bool:
@@ -164,7 +164,6 @@ class Session:
         for loader in self._loaders:
             if (chief := loader.is_chief()) is not None:
                 return chief and self._world.leads
-            loader.await_end()
         return self._engine.records.chief and self._world.leads
 
     def optimizer(

@@ -10,6 +10,7 @@ import pytest
 from elastic_ps.core import consistency, stages
 from elastic_ps.core.consistency import Event, Phase
 from elastic_ps.core.transitions import ImpossibleTransition, Transitions
+from elastic_ps.data import states
 
 DOCS = Path(__file__).parents[3] / "docs" / "architecture.md"
 
@@ -23,7 +24,15 @@ def test_what_cannot_happen_is_refused_with_what_can() -> None:
         consistency.PHASES.after(Phase.DECIDED, Event.RESTART)
 
 
-TABLES = [consistency.PHASES, stages.STAGES, stages.COURSES, stages.TELLING, stages.FOLLOWING]
+TABLES = [
+    consistency.PHASES,
+    stages.STAGES,
+    stages.COURSES,
+    stages.TELLING,
+    stages.FOLLOWING,
+    states.PARTS,
+    states.LOOPS,
+]
 
 
 @pytest.mark.parametrize("table", TABLES)

@@ -1,0 +1,85 @@
+"""Records in hand: ranges that a worker was given, cut into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastic_ps.core.ledger import Range
+from elastic_ps.core.portions import LEAST
+from elastic_ps.data.order import permutation
+
+
+class Supply:
+    """Cuts ranges into batches. Belongs to the training thread.
+
+    Args:
+        records: in the data set.
+        batch_size: records in a batch.
+        shuffle, seed: whether the order of records is random, and which one it is; the same on all workers.
+        drop_last: an epoch's records that do not fill a batch are left out; with `version_records`, those
+            that do not fill a version.
+        version_records: that a version is made of, if their number is fixed. A batch has records of one
+            version only.
+
+    Attributes:
+        in_hand: the ranges that are in no batch yet, in their order.
+    """
+
+    def __init__(
+        self,
+        *,
+        records: int,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        drop_last: bool,
+        version_records: int | None = None,
+    ) -> None:
+        self.in_hand: list[Range] = []
+        self._records, self._batch_size, self._version_records = records, batch_size, version_records
+        self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
+
+    def cut(self, more: Callable[[], bool], *, only: int | None = None) -> list[Range]:
+        """The positions of the next batch, all of one epoch; [] if there are none at the moment.
+
+        Args:
+            more: adds to what is in hand, without waiting; returns whether it has.
+            only: later epochs than this one stay in hand.
+        """
+        batch: list[Range] = []
+        missing = self._batch_size
+        while missing:
+            one_version = self._version_records is not None
+            if not self.in_hand and ((batch and one_version) or not more()):
+                break
+            if one_version and not batch and self._leaves_one():
+                missing -= 1
+            first = self.in_hand[0]
+            if (only is not None and first.epoch > only) or (batch and first.epoch != batch[0].epoch):
+                break
+            taken = first._replace(stop=min(first.stop, first.start + missing))
+            batch.append(taken)
+            missing -= taken.records
+            self.in_hand[:1] = [first._replace(start=taken.stop)] if taken.stop < first.stop else []
+        return batch
+
+    def _leaves_one(self) -> bool:
+        """Whether a whole batch leaves a single record of what this worker has of the version."""
+        left = sum(each.records for each in self.in_hand) - self._batch_size
+        return left == 1 and self._batch_size > LEAST
+
+    def leaves_out(self, batch: list[Range]) -> bool:
+        """Whether nobody is to train a batch: it is what is left of an epoch, without which it ends."""
+        if not (batch and self._drop_last):
+            return False
+        if self._version_records is None:
+            return sum(each.records for each in batch) < self._batch_size
+        return batch[0].start >= self._records // self._version_records * self._version_records
+
+    def indices(self, batch: list[Range]) -> list[int]:
+        """The data set's indexes of the records at these positions."""
+        result: list[int] = []
+        for each in batch:
+            order = permutation(self._records, each.epoch, shuffle=self._shuffle, seed=self._seed)
+            result.extend(order[each.start : each.stop])
+        return result
