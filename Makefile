@@ -16,7 +16,7 @@ PYTEST = -m pytest -m '$(TIER)' --durations=50 --durations-min=1 -o faulthandler
   -o faulthandler_exit_on_timeout=true
 PARALLEL := --dist=loadscope --max-worker-restart=2
 # 0 for the nightly tests, one of which brings up a cluster of its own.
-CLUSTER_PROCESSES ?= 2
+CLUSTER_PROCESSES ?= 3
 SCALE ?= --scale 100:4 --scale 1700:2
 MINUTES ?= 30
 SIMULATOR_SECONDS ?= 3600
@@ -36,8 +36,9 @@ test-all:  ## Every test, with the versions swapped: unit tests the newest, inte
 test-here:  ## The tests that need no cluster
 	$(MAKE) --jobs=2 --keep-going --output-sync=target test-unit test-integration
 
+# The other parts take longer, and wait half of the time: this one leaves them the processors.
 test-unit: $(UNIT)/ready
-	PYTHONPATH=$(CURDIR):$(CURDIR)/operator $(UNIT)/bin/python $(PYTEST) $(PARALLEL) --numprocesses=logical --maxprocesses=4 tests/unit
+	PYTHONPATH=$(CURDIR):$(CURDIR)/operator nice -n 5 $(UNIT)/bin/python $(PYTEST) $(PARALLEL) --numprocesses=logical --maxprocesses=4 tests/unit
 
 test-integration: $(INTEGRATION)/ready
 	PYTHONPATH=$(CURDIR):$(CURDIR)/operator $(INTEGRATION)/bin/python $(PYTEST) $(PARALLEL) --numprocesses=4 tests/integration

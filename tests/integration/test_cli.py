@@ -147,6 +147,7 @@ def test_run_scales_and_reports(place: Place) -> None:
     assert 0 < report["samples_per_second"] < 100_000
     assert report["duration_seconds"] > 0
     assert report["loss"][-1][0] == 500
+    assert report["diverged"] is None
     assert {"id", "pid", "joined_version", "left_version", "steps"} <= set(report["workers"][0])
     assert (place.path / "out" / "run.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((place.path / "t.json").read_text())["traceEvents"]

@@ -113,9 +113,3 @@ def test_it_fails_if_it_is_to_stop_then_and_starts_no_worker_again(
     assert "error: job 'digits' failed (Diverged): " in said
     assert "lower the learning rate" in said
     assert "is started again" not in said
-
-
-def test_a_job_that_learns_is_told_nothing(tmp_path: Path) -> None:
-    status, said, report = run_digits(tmp_path, {"onDivergence": "stop"}, lr=0.05)
-    assert (status, report["diverged"]) == (0, None), said
-    assert "diverged" not in said

@@ -260,7 +260,7 @@ def test_an_order_and_an_answer_that_are_both_large_do_not_wait_for_each_other(r
 
 
 def test_a_job_that_is_wrong_ends_all_ranks_with_a_sentence(ranks: Ranks) -> None:
-    code, _, err = ranks.run(3, ranks.job(entrypoint="nowhere:main"))
+    code, _, err = ranks.run(2, ranks.job(entrypoint="nowhere:main"))
     assert code == 2, err
     assert "nowhere" in err
     code, _, err = ranks.run(3, ranks.job(worker={"replicas": 1, "maxReplicas": 1}))

@@ -20,7 +20,6 @@ from elastic_ps.contrib.zoo.scores import evaluate
 from tests.testing import mpirun
 from tests.testing.datafiles import write_cifar10, write_mnist
 from tests.testing.launching import Here
-from tests.testing.tiers import per_change
 
 LIMIT = 300
 """Seconds that a program may take; it only ends a test that has failed."""
@@ -118,7 +117,7 @@ ON_DIGITS = {"LeNet": (15, 90), "ResNet32": (5, 90)}
 """Epochs, and the lowest prec@1; both come to 97. ResNet18 and deeper ones take minutes of processor time."""
 
 
-@pytest.mark.parametrize("network", per_change(ALONE, keep=["GPT"]))
+@pytest.mark.parametrize("network", ALONE)
 @pytest.mark.nightly
 def test_other_networks_train_on_other_data(tmp_path: Path, network: str) -> None:
     write_mnist(tmp_path / "mnist_data")
@@ -127,7 +126,8 @@ def test_other_networks_train_on_other_data(tmp_path: Path, network: str) -> Non
     assert trained_alone(tmp_path, network, arguments) >= least
 
 
-@pytest.mark.parametrize("network", per_change(ON_DIGITS, keep=["LeNet"]))
+@pytest.mark.parametrize("network", ON_DIGITS)
+@pytest.mark.nightly
 def test_the_digits_are_learned(tmp_path: Path, network: str) -> None:
     epochs, least = ON_DIGITS[network]
     arguments = {"dataset": "digits", "lr": 0.05, "momentum": 0.9, "batch_size": 32, "epochs": epochs}
