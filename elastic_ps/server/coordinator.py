@@ -433,7 +433,7 @@ class Coordinator:
         """
         with self.job.settled() as state:
             stay = self._check(worker, incarnation)
-            if not passes:
+            if not passes or state.chief == worker:
                 state.choose_chief(stay, epoch)
             elif state.chiefs.get(epoch) != worker:
                 state.loops[worker] = epoch + 1

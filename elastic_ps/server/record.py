@@ -62,6 +62,7 @@ class JobRecord(BaseModel):
     stopped: str
     assigned: int
     bucket_bytes: int
+    chief: int | None
     chiefs: list[tuple[int, int]]
     script_state: str
     tuning: str
@@ -82,6 +83,7 @@ class JobRecord(BaseModel):
             stopped=state.stopped,
             assigned=state.assigned,
             bucket_bytes=state.bucket_bytes,
+            chief=state.chief,
             chiefs=list(state.chiefs.items()),
             script_state=state.script_state,
             tuning=state.tuning.to_json() if state.tuning is not None else "",
@@ -139,7 +141,7 @@ class JobRecord(BaseModel):
         state.assigned, state.bucket_bytes = self.assigned, self.bucket_bytes
         state.chiefs, state.script_state = dict(self.chiefs), self.script_state
         state.told = dict.fromkeys(state.chiefs)
-        state.chief = state.chiefs[max(state.chiefs)] if state.chiefs else None
+        state.chief = self.chief
         state.loss, state.trend = Curve(points=self.loss), self.trend
         state.trend.begin_again()
         counts, largest = self.staleness

@@ -345,3 +345,26 @@ def test_what_the_chief_keeps_after_the_end_is_in_the_last_checkpoint(server: Se
     server.lose()
     server.start()
     assert server.coordinator.read_state() == '{"best": 1}'
+
+
+def test_a_chief_that_has_left_its_loop_is_not_chosen_again_after_a_restart(server: Server) -> None:
+    chief, other = start(server.coordinator, 0), start(server.coordinator, 1)
+    assert asks(server, chief, 0)
+    server.coordinator.release(0, chief.incarnation, call=1, leaves=True)
+    server.train(other, take(server.coordinator, other, call=1))
+    server.lose()
+    server.start()
+    chief, other = start(server.coordinator, 0), start(server.coordinator, 1)
+    assert [asks(server, other, 1), asks(server, chief, 1)] == [True, False]
+
+
+def test_the_chief_comes_to_an_epoch_that_others_have_trained_after_a_restart(server: Server) -> None:
+    """It was told of the epoch before, in a term that is over."""
+    chief, other = start(server.coordinator, 0), start(server.coordinator, 1)
+    assert asks(server, chief, 0)
+    server.train(other, take(server.coordinator, other, call=1))
+    server.lose()
+    server.start()
+    chief, other = start(server.coordinator, 0), start(server.coordinator, 1)
+    assert server.coordinator.is_chief(0, chief.incarnation, epoch=1, passes=True)
+    assert not asks(server, other, 1)
