@@ -33,9 +33,10 @@ from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.dialogue import Membership
 from elastic_ps.worker.encoder import Encoder
 from elastic_ps.worker.exchange import Exchange
+from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.group import Store
 from elastic_ps.worker.local_world import DRAIN, LocalWorld
-from elastic_ps.worker.model import Described, Flat
+from elastic_ps.worker.model import Described
 from elastic_ps.worker.receiving import Values
 from elastic_ps.worker.reduced import Reduced
 from elastic_ps.worker.replica import Replica

@@ -36,7 +36,7 @@ from elastic_ps.worker.awaited import FINISH, Asks, Awaited, Pushing, Says, When
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Answers, Ending, Stay, Step, Wanted
 from elastic_ps.worker.encoder import Encoder, Payload
-from elastic_ps.worker.model import Flat
+from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.receiving import Pull, Receiving, Values
 from elastic_ps.worker.strategy import Strategy
 

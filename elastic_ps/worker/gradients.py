@@ -20,7 +20,7 @@ import torch
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.engine import Engine
-from elastic_ps.worker.model import Flat
+from elastic_ps.worker.flat import Flat
 
 _CHANGED_LATE = (
     "the gradient of {name} was changed or replaced between backward() and optimizer.step(), after it had "

@@ -24,7 +24,7 @@ from elastic_ps.data.states import Part
 from elastic_ps.errors import InvalidModel
 from elastic_ps.transport.memory import Allocate
 from elastic_ps.worker.engine import Engine
-from elastic_ps.worker.model import Flat
+from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.summed import add_gradients
 
 _STEP = "optimizer.step()"

@@ -18,9 +18,9 @@ from elastic_ps.errors import RefusalCode, Refused, UsageError
 from elastic_ps.worker.brought import state_dict_of
 from elastic_ps.worker.client import expelled
 from elastic_ps.worker.engine import Engine
+from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.gradients import Gradients
 from elastic_ps.worker.local_steps import Averaged, LocalSteps
-from elastic_ps.worker.model import Flat
 from elastic_ps.worker.strategy import Strategy
 
 logger = logging.getLogger(__name__)

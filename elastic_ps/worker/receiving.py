@@ -31,7 +31,7 @@ from elastic_ps.transport.convert import parts_from_message
 from elastic_ps.worker.awaited import Awaited, end_of
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Answers, Stay, Wanted
-from elastic_ps.worker.model import Flat
+from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.strategy import Told
 from elastic_ps.worker.traffic import Traffic
 

@@ -30,8 +30,8 @@ from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Ending, Step
+from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.group import Broken, Group, Store
-from elastic_ps.worker.model import Flat
 from elastic_ps.worker.replica import Replica
 from elastic_ps.worker.strategy import Strategy, Told
 

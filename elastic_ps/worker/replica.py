@@ -19,8 +19,8 @@ from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, Refus
 from elastic_ps.worker.brought import Kept, state_dict_of
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Wanted
+from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.group import Group
-from elastic_ps.worker.model import Flat
 from elastic_ps.worker.receiving import Values
 
 PAUSE = 0.1

@@ -22,8 +22,8 @@ from elastic_ps.errors import UsageError
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.tensors.client import Tensors
 from elastic_ps.transport.base import Connection
-from elastic_ps.worker.averages import Averages
 from elastic_ps.worker.brought import Brought
+from elastic_ps.worker.checks import Averages, together
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.entrance import Member
@@ -35,7 +35,6 @@ from elastic_ps.worker.model import Described
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.schedule import Interval, check_interval
 from elastic_ps.worker.state import State
-from elastic_ps.worker.together import together
 
 S = TypeVar("S", bound=torch.optim.lr_scheduler.LRScheduler)
 

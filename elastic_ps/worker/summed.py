@@ -24,8 +24,8 @@ from elastic_ps.core.metrics import Metrics, reduce_all
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.worker.dialogue import Ending, Step
 from elastic_ps.worker.exchange import Exchange
+from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.local_world import LocalWorld
-from elastic_ps.worker.model import Flat
 from elastic_ps.worker.strategy import Strategy, Told
 
 _STEP = "optimizer.step()"

@@ -17,7 +17,7 @@ from elastic_ps.server.limits import ServerLimits
 from elastic_ps.standalone import connect
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker.engine import Engine
-from elastic_ps.worker.model import Flat
+from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, mse

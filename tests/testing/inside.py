@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.exchange import Exchange
-from elastic_ps.worker.model import Flat
+from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.session import Session
 

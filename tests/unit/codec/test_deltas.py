@@ -25,7 +25,7 @@ from elastic_ps.server.deltas import make_delta
 from elastic_ps.server.encoder import ValueEncoder
 from elastic_ps.server.pulls import Pulled
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.worker.model import Flat
+from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.receiving import Ahead, Values
 from elastic_ps.worker.traffic import Traffic
 from tests.testing.shard import TERM, Body, Rig, ones, tensor

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.worker.staging import CudaStreams
+from elastic_ps.worker.flat import CudaStreams
 from tests.testing import machine
 
 HOST, DEVICE = torch.device("cpu"), torch.device("cuda", 1)

@@ -1,0 +1,391 @@
+"""Notices what a script does to its model and optimizers that a job cannot follow, and says what to do.
+
+`Registered`: the model has other tensors than `session.optimizer` was given. The job trains and saves those
+that it was given. A script may have assigned a buffer anew (`self.center = ...`), pruned the model, or
+replaced a layer. What is assigned to a buffer is part of the job, as with DistributedDataParallel, which
+sends whatever buffers a model has: it is copied to the job's buffer, which then takes its place in the model
+again. All else is refused.
+
+`Seal`: values were changed that only the job can change. What a script writes into a parameter between two
+steps is overwritten by the next version, and was never part of the job. So the bits of values are summed up
+when they arrive, and again before they are replaced. Of much memory most steps do that with a part of each
+page, chosen at random: a change of 4 KiB or more is noticed at once, a smaller one when it is repeated.
+Values that a step does not replace, or that are on another device, are looked at less often, and when torch's
+counters say that they were written to. (The counters miss what is written through `.data`.)
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.swa_utils import AveragedModel
+
+from elastic_ps.codec import naming
+from elastic_ps.codec.several import Several
+from elastic_ps.core.partition import Layout, Rule, uncompiled
+from elastic_ps.errors import InvalidModel, UsageError
+
+_PARAMETER = (
+    "Prune, parametrize, load with assign=True and replace layers before session.optimizer(...). Later, "
+    "change values in place, within torch.no_grad(), and call session.assign(model); to keep pruned weights "
+    "at zero, use the option keep_zeros of a parameter group. If each worker has its own, name it in "
+    "session.optimizer(..., own=[...])"
+)
+_BUFFER = (
+    "If the first forward makes it, or gives it its shape, run the model once on a batch before "
+    "session.optimizer(...). If it need not be saved, register it with persistent=False. If each worker has "
+    "its own, name it in session.optimizer(..., own=[...])"
+)
+_HISTORY = "Assign it within torch.no_grad(), or detach() it"
+_SHARED = "Assign a copy, as clone() makes it"
+
+
+class Registered:
+    """Where a model has the job's tensors. Belongs to the training thread.
+
+    Args:
+        own: names of modules and tensors that the job leaves alone, without what `torch.compile` adds.
+    """
+
+    def __init__(self, model: torch.nn.Module, own: Sequence[str] = ()) -> None:
+        self._model, self._own = model, own
+        self._given = self._named()
+        self._note()
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        """The parameters and persistent buffers, under each of their names, but for the worker's own."""
+        saved = self._model.state_dict(keep_vars=True)
+        buffers = self._model.named_buffers(remove_duplicate=False)
+        named = chain(
+            self._model.named_parameters(remove_duplicate=False),
+            ((name, buffer) for name, buffer in buffers if name in saved),
+        )
+        return {name: tensor for name, tensor in named if not self._is_own(uncompiled(name))}
+
+    def _is_own(self, name: str) -> bool:
+        return any(name == own or name.startswith(f"{own}.") for own in self._own)
+
+    def _note(self) -> None:
+        """Note what there is, so that most calls of `settle` need not look at names."""
+        self._places: list[Mapping[str, Any]] = [
+            place
+            for module in self._model.modules()
+            for place in (module._parameters, module._buffers, module._modules)  # noqa: SLF001 (others copy)
+        ]
+        self._held = self._now()
+
+    def _now(self) -> list[Any]:
+        return [*chain.from_iterable(place.values() for place in self._places)]
+
+    def settle(self) -> None:
+        """Take over what was assigned to buffers. Raises UsageError if anything else is not as it was."""
+        now = self._now()
+        if len(now) == len(self._held) and all(map(operator.is_, now, self._held)):
+            return
+        named, given = self._named(), self._given
+        assigned = [name for name in {**given, **named} if named.get(name) is not given.get(name)]
+        for name in assigned:
+            if problem := self._problem(name, given.get(name), named):
+                raise UsageError(
+                    "the model has other tensors than session.optimizer(...) was given, which are those that "
+                    f"the job trains and saves: {uncompiled(name)} {'. '.join(problem)}"
+                )
+        with torch.no_grad():
+            values = [named[name].clone() for name in assigned]  # some may be what others were
+            for name, value in zip(assigned, values, strict=True):
+                given[name].copy_(value)
+                module, _, key = name.rpartition(".")
+                setattr(self._model.get_submodule(module), key, given[name])
+        self._note()
+
+    def _problem(
+        self, name: str, given: torch.Tensor | None, named: Mapping[str, torch.Tensor]
+    ) -> tuple[str, str] | None:
+        """Why what has this name now is no buffer whose value can be taken over, and what to do."""
+        tensor = named.get(name)
+        parameter = isinstance(given, torch.nn.Parameter) or isinstance(tensor, torch.nn.Parameter)
+        advice = _PARAMETER if parameter else _BUFFER
+        if given is None:
+            return "is new", advice
+        if tensor is None:
+            return "is not there any more", advice
+        if _kind(given) != _kind(tensor):
+            return f"was {_described(given)} and is {_described(tensor)}", advice
+        if parameter:
+            return "was replaced", advice
+        if tensor.requires_grad:
+            return "was assigned a value that has a gradient function", _HISTORY
+        for other in named:
+            if not self._goes_with(name, other, named):
+                return f"was assigned, and shares memory with {uncompiled(other)}, or does no more", _SHARED
+        return None
+
+    def _goes_with(self, name: str, other: str, named: Mapping[str, torch.Tensor]) -> bool:
+        """Whether two names still stand for one tensor, or still for two."""
+        if self._given.get(other) is self._given[name]:
+            return named[other] is named[name]
+        return not named[name].numel() or _memory(named[other]) != _memory(named[name])
+
+
+def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
+    """In what a tensor is like the one whose place it takes."""
+    return isinstance(tensor, torch.nn.Parameter), tensor.shape, tensor.dtype, tensor.device, tensor.layout
+
+
+def _memory(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def _described(tensor: torch.Tensor) -> str:
+    what = "a parameter" if isinstance(tensor, torch.nn.Parameter) else "a buffer"
+    return f"{what}, {tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+
+
+ALWAYS = 4
+"""Everything is looked at of the values that arrive first, so many times."""
+
+EVERY = 64
+"""Afterwards each so many-th time."""
+
+PAGE = 4096
+PARTS = 8
+"""Of each `PAGE` bytes, one of so many parts is looked at the other times."""
+
+MUCH = 1024 * 1024
+"""Bytes; what is smaller is looked at as a whole, which takes no time."""
+
+
+class Seal:
+    """The values of parameters as the job gave them. Belongs to the training thread.
+
+    Args:
+        trained, constant: flat memory that values are pulled into, of parameters with and without optimizer;
+            none of those that the script trains on this worker.
+        tensors: the model's, in the layout's order.
+        apart: which of these have memory of their own.
+        pulled: gives the pulled values of one of these.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        trained: Sequence[torch.Tensor],
+        constant: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        apart: Sequence[int],
+        pulled: Callable[[int], torch.Tensor],
+    ) -> None:
+        self._trained, self._constant = [_Bits(flat) for flat in trained], [_Bits(flat) for flat in constant]
+        self._tensors, self._pulled = tensors, pulled
+        rules = [spec.rule for spec in layout.tensors]
+        self._fixed = [i for i, rule in enumerate(rules) if rule is Rule.CONSTANT]
+        watched = {Rule.GRADIENT, Rule.CONSTANT} if trained else {Rule.CONSTANT}
+        self._watched = [i for i, rule in enumerate(rules) if rule in watched]
+        self._apart = [i for i in apart if i in set(self._watched)]
+        self._closed = False
+        self._written = False  # the script writes to values that only the job can change, as counters say
+        self._arrivals = 0
+        self._random = random.Random(0)  # what a script does every so many steps must not always miss it
+        self._whole = True  # all is looked at of the values that have arrived last
+        self._part: int | None = None  # what `_sums` are of
+        self._sums: list[int] = []
+        self._constant_sums: list[int] = []
+        self._counters: list[int] = []
+
+    def open(self) -> None:
+        """Values are about to arrive."""
+        self._closed = False
+
+    def close(self) -> None:
+        """The values have arrived."""
+        self._arrivals += 1
+        self._whole = self._arrivals <= ALWAYS or self._arrivals % EVERY == 0
+        self._part = None if self._whole or self._written else self._random.randrange(PARTS)
+        self._sums = [bits.sum(self._part) for bits in self._trained]
+        if not self._constant_sums:
+            self._constant_sums = [bits.sum() for bits in self._constant]
+        self._counters = self._versions()
+        self._closed = True
+
+    def changed(self, *, thorough: bool = False) -> list[int] | None:
+        """The tensors that were changed since: [] if it cannot be said which. None: none was.
+
+        Args:
+            thorough: look at all tensors.
+        """
+        if not self._closed:
+            return None
+        touched = [
+            index
+            for index, before, now in zip(self._watched, self._counters, self._versions(), strict=True)
+            if before != now
+        ]
+        self._written |= bool(touched)
+        broken = self._sums != [bits.sum(self._part) for bits in self._trained]
+        if thorough or touched or self._whole:
+            broken |= self._constant_sums != [bits.sum() for bits in self._constant]
+            different = self._different()
+            touched = [i for i in touched if i not in self._apart or i in different]
+            broken |= bool(different)
+            touched = sorted({*touched, *different})
+        return touched if broken else None
+
+    def changed_constants(self) -> list[int] | None:
+        """As `changed`, of the tensors without optimizer alone."""
+        different = [i for i in self._different() if i in self._fixed]
+        if not different and self._constant_sums == [bits.sum() for bits in self._constant]:
+            return None
+        now = dict(zip(self._watched, self._versions(), strict=True))
+        before = dict(zip(self._watched, self._counters, strict=True))
+        return sorted({*different, *(i for i in self._fixed if before[i] != now[i])})
+
+    def _different(self) -> list[int]:
+        return [i for i in self._apart if not torch.equal(self._tensors[i].cpu(), self._pulled(i))]
+
+    def _versions(self) -> list[int]:
+        return [self._tensors[index]._version for index in self._watched]
+
+
+class _Bits:
+    """The bits of flat memory."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        raw = flat.view(torch.uint8)
+        paged = len(raw) // PAGE * PAGE if len(raw) >= MUCH else 0
+        pages = raw[:paged].view(torch.int64).view(-1, PAGE // 8)
+        self._parts = pages.chunk(PARTS, dim=1)
+        tail = raw[paged:]
+        whole = len(tail) // 8 * 8
+        self._pages, self._words, self._rest = pages, tail[:whole].view(torch.int64), tail[whole:]
+
+    def sum(self, part: int | None = None) -> int:
+        """A number that is another one when a bit has changed, but for rare accidents.
+
+        Args:
+            part: look at this part of each page alone, if there are many, and at what is after the last page.
+        """
+        pages = self._pages if part is None else self._parts[part]
+        return sum(int(each.sum()) for each in (pages, self._words, self._rest) if each.numel())
+
+
+def overlaps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Pairs of tensors with common elements: each one with one before it. Views side by side have none."""
+    by_storage: dict[tuple[torch.device, int], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+            place = tensor.device, tensor.untyped_storage().data_ptr()
+            by_storage.setdefault(place, []).append(index)
+    return [
+        pair
+        for together in by_storage.values()
+        if _meet([tensors[index] for index in together])
+        for pair in _pairs(tensors, together)
+    ]
+
+
+def _meet(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one begins before another one has ended."""
+    ends = sorted((tensor.data_ptr(), tensor.data_ptr() + _span(tensor)) for tensor in tensors)
+    return any(start < end for (_, end), (start, _) in itertools.pairwise(ends))
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """The bytes from the first element to the end of the last one."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * step for size, step in steps)) * tensor.element_size()
+
+
+def _pairs(tensors: Sequence[torch.Tensor], together: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """See `overlaps`, of tensors with one storage, of each of whose elements is noted whose it is."""
+    unit = min(tensors[index].element_size() for index in together)
+    nbytes = tensors[together[0]].untyped_storage().nbytes()
+    whose = torch.full((nbytes // unit,), -1, dtype=torch.int32, device="cpu")
+    for index in together:
+        tensor = tensors[index]
+        units = tensor.element_size() // unit
+        shape = [size if step else 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
+        steps = [step * units for step in tensor.stride()]
+        place = whose.as_strided([*shape, units], [*steps, 1], tensor.storage_offset() * units)
+        if (other := int(place.max())) >= 0:
+            yield other, index
+        place.fill_(index)
+
+
+logger = logging.getLogger(__name__)
+
+_APART = (
+    "an AveragedModel was made that is no part of the job's model. It averages what this worker has, and a "
+    "worker that joins later, or has no records in an epoch, has less. To average each epoch once, save it "
+    "where session.is_chief is true, and average the files; to average each step, make it part of the model, "
+    "and name it in session.optimizer(..., averaged=[...]): Averages of the model in docs/scripts.md"
+)
+
+
+class Averages:
+    """Notes the `AveragedModel`s that the thread makes which made this.
+
+    Args:
+        over: whether all records are trained, so that each worker may average what it likes.
+    """
+
+    def __init__(self, over: Callable[[], bool]) -> None:
+        self._over, self._thread = over, threading.get_ident()
+        self._made = weakref.WeakSet[torch.nn.Module]()
+        self._begun = False
+        self.close = register_module_module_registration_hook(self._registered).remove
+
+    def _registered(self, parent: torch.nn.Module, _name: str, _child: torch.nn.Module | None) -> None:
+        if isinstance(parent, AveragedModel) and threading.get_ident() == self._thread:
+            self._made.add(parent)
+            self._look()
+
+    def begin(self, model: torch.nn.Module) -> None:
+        """The job trains this model. Those that are part of it are the job's."""
+        self._made -= {*model.modules()}
+        self._begun = True
+        self._look()
+
+    def _look(self) -> None:
+        if self._begun and self._made and not self._over():
+            logger.warning(_APART)
+            self.close()
+
+
+_EXAMPLE = 'as in {"generator": torch.optim.Adam(...), "critic": torch.optim.SGD(...)}'
+
+
+def together(optimizers: Mapping[str, torch.optim.Optimizer], model: torch.nn.Module) -> Several:
+    """These optimizers as one.
+
+    Raises:
+        InvalidModel: they have no names, one is no optimizer, or a parameter is in two of them.
+    """
+    if not optimizers:
+        raise InvalidModel(f"session.optimizer got no optimizer; expected one or several, {_EXAMPLE}")
+    names = {id(parameter): name for name, parameter in naming.parameters(model).items()}
+    owner: dict[int, str] = {}
+    for name, optimizer in optimizers.items():
+        if not isinstance(name, str) or not isinstance(optimizer, torch.optim.Optimizer):
+            raise InvalidModel(
+                f"session.optimizer got {name!r}: {type(optimizer).__name__}; expected names and torch "
+                f"optimizers, {_EXAMPLE}"
+            )
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                first = owner.setdefault(id(parameter), name)
+                if first != name:
+                    which = names.get(id(parameter), "a parameter")
+                    raise InvalidModel(
+                        f"{which} is in the optimizers {first!r} and {name!r}; give it to one of them"
+                    )
+    return Several(optimizers)

@@ -1,0 +1,569 @@
+"""The flat memory of a model, and the copies between it and the model's devices.
+
+All parameters of one dtype are laid one after the other into one flat tensor, in the order of the buckets,
+so that a bucket is a slice of it. On the CPU the model's parameters become views of that memory, and a
+pulled bucket is received straight into the model. What is on another device, or in another order in memory
+(`channels_last`), stays where it is; pulled values are copied to it.
+
+A gradient is copied on a stream of its own, after what has computed it, into memory that the device may write
+to directly (page-locked). So backward goes on meanwhile, and so does the script's thread. Who reads what was
+copied waits for it: the threads that send. Values go back likewise; what the device computes next waits for
+them, and the script's thread for nothing. `Staging` keeps the order of the copies; what a device does is
+behind `Streams`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from typing import Protocol, SupportsInt
+
+import torch
+
+from elastic_ps.codec import as_bytes, as_tensor, dtype_of
+from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule
+from elastic_ps.errors import UsageError
+from elastic_ps.transport.memory import Allocate, shared_if_possible
+from elastic_ps.worker.checks import Registered, Seal, overlaps
+from elastic_ps.worker.local_world import LocalWorld
+
+
+class Flat:
+    """The flat memory of a model: `values` that are pulled and `contributions` that are pushed.
+
+    Attributes:
+        layout: as the parameter server cut the model up.
+        tensors: the model's tensors, in the layout's order.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        tensors: Sequence[torch.Tensor],
+        *,
+        stepped_here: bool = False,
+        world: LocalWorld | None = None,
+        registered: Registered | None = None,
+    ) -> None:
+        """Allocate, copy the model's values in, and make the model use this memory where it can.
+
+        Args:
+            stepped_here: the script changes the model between two pulls. So what changes has memory of its
+                own, beside the values that were pulled.
+            registered: where the model has these tensors.
+            world: the processes of this worker. If there are several, they share values and contributions:
+                the values are those of process 0, and what scripts change in them, such as buffers, has
+                memory of its own in each.
+        """
+        world = world or LocalWorld()
+        self.layout = layout
+        self.tensors = tensors
+        self._registered = registered
+        if stepped_here:
+            self._changing = frozenset(Rule) - {Rule.CONSTANT}
+        else:
+            self._changing = frozenset(Rule) - {Rule.CONSTANT, Rule.GRADIENT}
+            if world.alone:
+                self._changing = frozenset({Rule.SUM})
+        self._own_values = world.leads
+        sizes: dict[tuple[str, Rule], int] = {}
+        self._offsets: list[int] = []
+        starts: dict[int, int] = {}
+        for bucket in layout.buckets:
+            place = sizes.get((bucket.dtype, bucket.rule), 0)
+            self._offsets.append(place)
+            for piece in bucket.pieces:
+                starts.setdefault(piece.tensor, place - piece.start)
+                place += piece.length
+            sizes[bucket.dtype, bucket.rule] = place
+        pushed = {k: n * ITEM_SIZE[k[0]] for k, n in sizes.items() if k[1] is not Rule.CONSTANT}
+        if world.alone:
+            self._values = {k: torch.zeros(n, dtype=dtype_of(k[0]), device="cpu") for k, n in sizes.items()}
+            parts = [shared_if_possible(list(pushed.values()))]
+        else:
+            whole = {k: n * ITEM_SIZE[k[0]] for k, n in sizes.items()}
+            self._values = _tensors(world.allocate(list(whole.values())), whole)
+            parts = [world.allocate(list(pushed.values())) for _ in range(world.size)]
+        self._parts = [_tensors(allocate, pushed) for allocate in parts]
+        self._contributions = self._parts[world.rank]
+        self._sent: dict[int, torch.Tensor] = {}  # what summed tensors were when their changes were put
+        self._written: set[int] = set()  # tensors whose contribution may be something else than zero
+        self._places = [
+            ((spec.dtype, spec.rule), starts.get(index, 0), spec.elements)
+            for index, spec in enumerate(layout.tensors)
+        ]
+        self._contribution = [
+            torch.empty(0, device="cpu")
+            if spec.rule is Rule.CONSTANT
+            else self._view(self._contributions, index)
+            for index, spec in enumerate(layout.tensors)
+        ]
+        self._value_of = [self._slice(self._values, bucket) for bucket in layout.buckets]
+        self._value_bytes = [as_bytes(values) for values in self._value_of]
+        self._contribution_of = {b.index: self._slice(self._contributions, b) for b in layout.pushed}
+        self._contribution_bytes = {index: as_bytes(own) for index, own in self._contribution_of.items()}
+        self.buckets_of: list[list[int]] = [[] for _ in layout.tensors]
+        for bucket in layout.buckets:
+            for piece in bucket.pieces:
+                self.buckets_of[piece.tensor].append(bucket.index)
+        # The processes of a worker tell each other when a contribution is there, not when it will be.
+        devices = {tensor.device for tensor in tensors} if world.alone else set()
+        self._staging = Staging(devices, [*self._values.values(), *self._contributions.values()])
+        self._tensors_of = [[piece.tensor for piece in bucket.pieces] for bucket in layout.buckets]
+        self._addresses: list[int] = []
+        self._apart: list[int] = []  # tensors with memory of their own
+        self._tied = {index for pair in overlaps(tensors) for index in pair}
+        self._received: list[int] = []  # tensors whose memory is that of the values, which change
+        with torch.no_grad():
+            for index, tensor in enumerate(tensors):
+                self._adopt(index, tensor)
+        self._seal = Seal(
+            layout,
+            [] if Rule.GRADIENT in self._changing else self._of_rule(Rule.GRADIENT),
+            self._of_rule(Rule.CONSTANT),
+            tensors,
+            self._apart,
+            self.value,
+        )
+
+    def _of_rule(self, rule: Rule) -> list[torch.Tensor]:
+        return [flat for (_, own), flat in self._values.items() if own is rule]
+
+    def _adopt(self, index: int, tensor: torch.Tensor) -> None:
+        view = self.value(index)
+        if self._own_values:
+            view.copy_(tensor)
+        changes = self.layout.tensors[index].rule in self._changing
+        device = tensor.device.type != "cpu" or self._staging.handles(tensor)
+        if changes or device or index in self._tied or not _one_after_the_other(tensor):
+            self._apart.append(index)
+        elif tensor.numel():
+            # The same memory, as a storage of its own: what saves a tensor saves all of its storage.
+            memory = torch.frombuffer(as_bytes(view), dtype=view.dtype)
+            strides = tensor.stride() if tensor.is_contiguous() else view.stride()
+            tensor.data = memory.as_strided(tensor.shape, strides)
+            if self.layout.tensors[index].rule is not Rule.CONSTANT:
+                self._received.append(index)
+        self._addresses.append(tensor.data_ptr())
+
+    def value(self, index: int) -> torch.Tensor:
+        """The pulled values of a tensor, in its shape."""
+        return self._view(self._values, index)
+
+    def _view(self, memory: dict[tuple[str, Rule], torch.Tensor], index: int) -> torch.Tensor:
+        key, start, elements = self._places[index]
+        if not elements:
+            return torch.empty(self.layout.tensors[index].shape, dtype=dtype_of(key[0]), device="cpu")
+        return memory[key][start : start + elements].view(self.layout.tensors[index].shape)
+
+    def contribution(self, index: int) -> torch.Tensor:
+        """Where a tensor's gradient (or buffer) is put to be pushed, in its shape.
+
+        Blocks until what was `put` there has arrived.
+        """
+        self._staging.arrived((index,))
+        self._written.add(index)
+        return self._contribution[index]
+
+    def put(self, index: int, gradient: torch.Tensor) -> None:
+        """Copy a gradient to where it is pushed from; from a device that makes copies by itself, begin to.
+
+        Of a tensor whose changes are summed, put those since the values were pulled, or since the last ones.
+        If several steps make a version, each has its own then.
+        """
+        if self.layout.tensors[index].rule is Rule.SUM:
+            now = gradient.detach().to("cpu", copy=True)
+            before = self._sent.get(index, self.value(index))
+            torch.sub(now, before, out=self.contribution(index))
+            self._sent[index] = now
+            return
+        self._written.add(index)
+        self._staging.down(index, self._contribution[index], gradient)
+
+    def give(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy to each first tensor, on whatever device, the second one. Blocks until all copies are made.
+
+        They are the values of a version that was made here.
+        """
+        self._sent.clear()
+        self._staging.up(pairs)
+        self._staging.settle()
+
+    def clear_contribution(self, index: int) -> None:
+        """Make a tensor's contribution zero, if anything was put there since it was."""
+        if index in self._written:
+            self.contribution(index).zero_()
+            self._written.discard(index)
+
+    def _slice(self, memory: dict[tuple[str, Rule], torch.Tensor], bucket: Bucket) -> torch.Tensor:
+        start = self._offsets[bucket.index]
+        return memory[bucket.dtype, bucket.rule][start : start + bucket.elements]
+
+    def value_of(self, bucket: Bucket) -> torch.Tensor:
+        """A bucket's values, flat, of its dtype."""
+        return self._value_of[bucket.index]
+
+    def value_bytes(self, bucket: Bucket) -> memoryview:
+        """A bucket's values, to receive into."""
+        return self._value_bytes[bucket.index]
+
+    def wait_for(self, bucket: Bucket) -> None:
+        """Block until what was put into a bucket's contribution has arrived."""
+        self._staging.arrived(self._tensors_of[bucket.index])
+
+    def contribution_bytes(self, bucket: Bucket) -> memoryview:
+        """A bucket's contribution, to send. Blocks as `wait_for` does."""
+        self.wait_for(bucket)
+        return self._contribution_bytes[bucket.index]
+
+    def contribution_of(self, bucket: Bucket) -> torch.Tensor:
+        """A bucket's contribution, flat, of its dtype. Blocks as `wait_for` does."""
+        self.wait_for(bucket)
+        return self._contribution_of[bucket.index]
+
+    def is_here(self, bucket: Bucket) -> bool:
+        """Whether `wait_for` would not block."""
+        return self._staging.are_here(self._tensors_of[bucket.index])
+
+    def contributions_of(self, bucket: Bucket) -> list[torch.Tensor]:
+        """As `contribution_of`, of each process of this worker, in order."""
+        return [self._slice(part, bucket) for part in self._parts]
+
+    def written(self, bucket: Bucket) -> None:
+        """Something was put into the contribution of all of a bucket."""
+        self._written |= {piece.tensor for piece in bucket.pieces}
+
+    def check(self, *, thorough: bool = False) -> None:
+        """Take over what the script has assigned to buffers.
+
+        Raises UsageError if it has changed what only the job can change.
+
+        Args:
+            thorough: look at all tensors, because the values are about to be replaced.
+        """
+        self.check_memory()
+        changed = self._seal.changed(thorough=thorough)
+        if changed is None:
+            return
+        names = [self.layout.tensors[index].name for index in changed]
+        which = (", ".join(names[:3]) + (", ..." if len(names) > 3 else "")) or "a parameter"
+        outside = [i for i in changed if not self._is_trained(i)]
+        if changed and len(outside) == len(changed):
+            raise UsageError(
+                f"the script has changed {which}, which the optimizer does not train. Checkpoints, and "
+                "workers that join, would get the first values. If it is part of the job, for example an "
+                "average of the model, name it or its module in session.optimizer(..., averaged=[...]), or "
+                "in broadcast=[...] if it cannot be averaged. If each worker has its own, name it in "
+                "own=[...]"
+            )
+        raise UsageError(
+            f"the script has changed {which} since the last optimizer.step(). Only the parameter server "
+            "changes parameters, so the change would be lost. To make it the next version of the model, call "
+            "session.assign(model). Load values before session.optimizer(...). To keep values within "
+            "limits, use the options clamp, max_norm and keep_zeros of a parameter group. If the optimizer "
+            "does not train a tensor, name it in session.optimizer(..., averaged=[...])"
+        )
+
+    def _is_trained(self, index: int) -> bool:
+        return self.layout.tensors[index].rule is Rule.GRADIENT and self.tensors[index].requires_grad
+
+    def take_values(self) -> None:
+        """Put the model's values, which the script has changed, where contributions are sent from.
+
+        Raises:
+            UsageError: what the script has changed is not to be changed, or its values are not finite.
+        """
+        self.check_memory()
+        for index, tensor in enumerate(self.tensors):
+            spec = self.layout.tensors[index]
+            if spec.rule is Rule.GRADIENT and not bool(torch.isfinite(tensor).all()):
+                raise UsageError(f"session.assign: {spec.name} has values that are NaN or infinite")
+        if (changed := self._seal.changed_constants()) is not None:
+            names = ", ".join(self.layout.tensors[index].name for index in changed[:3]) or "a parameter"
+            raise UsageError(
+                f"session.assign: {names}: changed, though no optimizer trains it, so that it keeps its "
+                "first value. Give it to the optimizer, or name it in session.optimizer(..., averaged=[...])"
+            )
+        with torch.no_grad():
+            for index, tensor in enumerate(self.tensors):
+                if self.layout.tensors[index].rule is not Rule.CONSTANT:
+                    self.contribution(index).copy_(tensor)
+        self._seal.open()
+
+    def expect(self) -> None:
+        """Values are about to be pulled. Blocks until the device has those of the last pull."""
+        self._staging.settle()
+        self._seal.open()
+
+    def check_memory(self) -> None:
+        """Take over what the script has assigned to buffers.
+
+        Raises UsageError if the model's tensors were replaced, or moved away from where they are pulled to.
+        """
+        if self._registered is not None:
+            self._registered.settle()
+        for tensor, address, spec in zip(self.tensors, self._addresses, self.layout.tensors, strict=True):
+            if tensor.data_ptr() != address:
+                if tuple(tensor.shape) != spec.shape:
+                    raise UsageError(
+                        f"{spec.name} had the shape {list(spec.shape)} in session.optimizer(...), and has "
+                        f"{list(tensor.shape)} now. If the first forward gives it its shape, run the model "
+                        "once on a batch before that call"
+                    )
+                raise UsageError(
+                    f"the memory of {spec.name} was replaced after session.optimizer(...). Move the model "
+                    "(.to, .cuda, .half) and load values before that call. If the script changes a tensor "
+                    "itself (see `averaged`), it must change it in place"
+                )
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Copy what parameters with memory of their own have become to the values. Blocks for the copies."""
+        for index in self._apart:
+            if self.layout.tensors[index].rule is Rule.GRADIENT:
+                self.value(index).copy_(self.tensors[index])
+
+    def publish(self, *, besides: Set[int] = frozenset()) -> None:
+        """The values are there: copy them to tensors that have memory of their own.
+
+        Autograd is told of the others: a backward() through the values before them raises, as in torch. What
+        is computed next is computed on the new ones. Blocks for the copies within this host's memory.
+
+        Args:
+            besides: buckets that were not pulled.
+        """
+        self._sent.clear()
+        pulled = [index for index in self._apart if besides.isdisjoint(self.buckets_of[index])]
+        with torch.no_grad():
+            self._staging.up((self.tensors[index], self.value(index)) for index in pulled)
+        if Rule.GRADIENT in self._changing:
+            self._staging.settle()  # the script's own steps may write to the values, too
+        for index in self._received:
+            if besides.isdisjoint(self.buckets_of[index]):
+                torch.autograd.graph.increment_version(self.tensors[index])
+        self._seal.close()
+
+
+def _tensors(
+    allocate: Allocate, sizes: Mapping[tuple[str, Rule], int]
+) -> dict[tuple[str, Rule], torch.Tensor]:
+    """A flat tensor of so many bytes for each dtype and rule."""
+    return {key: as_tensor(allocate(nbytes), dtype_of(key[0])) for key, nbytes in sizes.items()}
+
+
+def _one_after_the_other(tensor: torch.Tensor) -> bool:
+    """Whether a tensor may have its elements in their logical order in memory.
+
+    True of a tensor that was expanded, since elements that share memory cannot be trained; not of one that
+    was permuted on purpose.
+    """
+    shared = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.is_contiguous() or shared
+
+
+logger = logging.getLogger(__name__)
+
+
+class Event(Protocol):
+    """A copy is made."""
+
+    def synchronize(self) -> None:
+        """Block until then; other threads go on."""
+
+    def query(self) -> bool:
+        """Whether it is made by now. Does not block."""
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """What the device computes on the stream from now on begins after that. Does not block."""
+
+
+class Streams(Protocol):
+    """What devices of one type can do. Thread-safe."""
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None] | None:
+        """Let devices read and write contiguous host memory directly; returns what ends that.
+
+        None: the system does not permit it, so copies are slower.
+        """
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+        """Begin to copy, after what the device computes now, beside what it computes next. Does not block.
+
+        One of the two is on the device. Copies of one direction are made one after the other.
+        """
+
+    def compute_after(self, event: Event, device: torch.device) -> None:
+        """What this thread has the device compute from now on begins after the event. Does not block."""
+
+
+class CudaEvent:
+    """An event of CUDA."""
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event, self._device = event, device
+
+    def synchronize(self) -> None:
+        """See `Event.synchronize`."""
+        with torch.cuda.device(self._device):
+            self._event.synchronize()
+
+    def query(self) -> bool:
+        """See `Event.query`."""
+        with torch.cuda.device(self._device):
+            return bool(self._event.query())
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """See `Event.wait`."""
+        self._event.wait(stream)
+
+
+class CudaStreams:
+    """CUDA's: a stream for copies to the host and one for copies from it, on each device.
+
+    CUDA opens a context, which takes some hundred MiB, on the device that is current when it is called. In a
+    new thread that is device 0, which may belong to another worker. So the device that a call is about is
+    made the current one before.
+
+    Args:
+        device: one of the devices, which locks the host's memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._streams: dict[tuple[torch.device, bool], torch.cuda.Stream] = {}
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None] | None:
+        """See `Streams.pin`."""
+        runtime, address, size = torch.cuda.cudart(), memory.data_ptr(), memory.nbytes
+        if code := self._code_of(lambda: runtime.cudaHostRegister(address, size, 0)):
+            logger.info("CUDA cannot lock %d bytes of memory (error %d): copies are slower", size, code)
+            return None
+
+        def unpin() -> None:
+            self._code_of(lambda: runtime.cudaHostUnregister(address))
+
+        return unpin
+
+    def _code_of(self, call: Callable[[], SupportsInt]) -> int:
+        """Call CUDA's runtime; returns the code of its error, or 0.
+
+        CUDA remembers a thread's last error, and torch would raise it at the next kernel of the script.
+        """
+        with torch.cuda.device(self._device):
+            code = int(call())
+            if code:
+                with contextlib.suppress(RuntimeError):
+                    torch.ones(1, device=self._device)  # torch asks its kernel for the error: it is forgotten
+        return code
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+        """See `Streams.copy`."""
+        there = source if source.is_cuda else target
+        stream = self._stream(there.device, source.is_cuda)
+        stream.wait_stream(torch.cuda.current_stream(there.device))
+        with torch.cuda.device(there.device), torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event(blocking=True)  # else who waits for it keeps a core busy
+            event.record(stream)
+        there.record_stream(stream)  # no other tensor gets its memory before
+        return CudaEvent(event, there.device)
+
+    def compute_after(self, event: Event, device: torch.device) -> None:
+        """See `Streams.compute_after`."""
+        event.wait(torch.cuda.current_stream(device))
+
+    def _stream(self, device: torch.device, down: bool) -> torch.cuda.Stream:
+        with self._lock:
+            if (device, down) not in self._streams:
+                self._streams[device, down] = torch.cuda.Stream(device)
+            return self._streams[device, down]
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """Those of a type of devices; None where a copy is made before the next line of the script."""
+    return CudaStreams(device) if device.type == "cuda" else None
+
+
+class Staging:
+    """Copies to and from the flat memory of a model. Thread-safe, but for `up` and `settle`.
+
+    Args:
+        devices: where the model's tensors are.
+        memory: that they are copied to and from.
+    """
+
+    def __init__(self, devices: Iterable[torch.device], memory: Collection[torch.Tensor]) -> None:
+        types = {device.type: device for device in devices}
+        self._streams = {kind: of for kind, device in types.items() if (of := streams_of(device)) is not None}
+        self._lock = threading.Lock()
+        self._down: dict[int, Event] = {}
+        self._up: list[Event] = []
+        for streams in self._streams.values():
+            for each in memory:
+                if each.numel() and (unpin := streams.pin(each)) is not None:
+                    weakref.finalize(self, _end, unpin, each).atexit = False
+
+    def handles(self, tensor: torch.Tensor) -> bool:
+        """Whether a copy of this one goes on beside what its device computes."""
+        return tensor.device.type in self._streams
+
+    def down(self, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy a tensor to the host: when this returns, or when `arrived` has."""
+        streams = self._streams.get(source.device.type)
+        if streams is None:
+            target.copy_(source)
+            return
+        event = streams.copy(target, source)
+        with self._lock:
+            self._down[index] = event
+
+    def are_here(self, indexes: Iterable[int]) -> bool:
+        """Whether `arrived` would not block."""
+        with self._lock:
+            events = [self._down.get(index) for index in indexes] if self._down else []
+        return all(event is None or event.query() for event in events)
+
+    def arrived(self, indexes: Iterable[int]) -> None:
+        """Block until the last copies of these tensors to the host are made."""
+        if not self._down:
+            return
+        for index in indexes:
+            with self._lock:
+                event = self._down.get(index)
+            if event is None:
+                continue
+            event.synchronize()
+            with self._lock:
+                if self._down.get(index) is event:
+                    del self._down[index]
+
+    def up(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy to each first tensor the second one, which stays as it is until `settle` has returned.
+
+        What is computed next is computed on the copies. Blocks for those that no stream makes.
+        """
+        last: dict[torch.device, Event] = {}
+        for target, source in pairs:
+            streams = self._streams.get(target.device.type)
+            if streams is None:
+                target.copy_(source)
+            else:
+                last[target.device] = streams.copy(target, source)
+        for device, event in last.items():
+            self._streams[device.type].compute_after(event, device)
+            self._up.append(event)
+
+    def settle(self) -> None:
+        """Block until the copies of `up` are made: what was copied may be written over."""
+        for event in self._up:
+            event.synchronize()
+        self._up.clear()
+
+
+def _end(unpin: Callable[[], None], _memory: torch.Tensor) -> None:
+    """The memory is there until it has ended."""
+    unpin()
