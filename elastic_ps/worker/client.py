@@ -48,8 +48,7 @@ from elastic_ps.transport.convert import (
 from elastic_ps.worker.dialogue import Answers, Ending, Membership, Stay, Step, Wanted
 from elastic_ps.worker.encoder import Payload
 from elastic_ps.worker.limits import USUAL, WorkerLimits
-from elastic_ps.worker.probe import measure
-from elastic_ps.worker.traffic import Traffic
+from elastic_ps.worker.measuring import Traffic, measure
 
 logger = logging.getLogger(__name__)
 

@@ -38,8 +38,8 @@ from elastic_ps.core.partition import Bucket, Layout
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import run_to_message
+from elastic_ps.worker.measuring import Traffic
 from elastic_ps.worker.residual import Residual, Rest, State
-from elastic_ps.worker.traffic import Traffic
 
 _BELOW_FLOAT16 = 65280.0
 """The largest number of bfloat16 in the range of float16, whose own largest one bfloat16 rounds up."""

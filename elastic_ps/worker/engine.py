@@ -34,8 +34,8 @@ from elastic_ps.worker.dialogue import Ending, Step
 from elastic_ps.worker.entrance import Entrance, Member
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.local_world import Drained, LocalWorld
+from elastic_ps.worker.measuring import Phases
 from elastic_ps.worker.model import Described
-from elastic_ps.worker.phases import Phases
 from elastic_ps.worker.records import Records, Stopping
 from elastic_ps.worker.schedule import Interval, Schedule
 from elastic_ps.worker.state import State

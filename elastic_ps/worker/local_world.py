@@ -9,7 +9,7 @@ So at each question all processes have to arrive, and process 0 compares where t
 processes go different ways gets an error that says so, and nobody waits for ever.
 
 They speak over Unix sockets that their starter has made, and no other process can. A process whose sockets
-close has ended, and its worker ends with it (`processes`).
+close has ended, and its worker ends with it (`script`).
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class LocalWorld:
                 self.ended(rank, "the answer")
 
     def ended(self, rank: int, what: str) -> NoReturn:
-        """A process has ended while this one needs it: wait to be ended, too; see `processes`.
+        """A process has ended while this one needs it: wait to be ended, too; see `script`.
 
         Raises:
             Drained: the worker was asked to leave.

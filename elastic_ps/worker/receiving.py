@@ -32,8 +32,8 @@ from elastic_ps.worker.awaited import Awaited, end_of
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Answers, Stay, Wanted
 from elastic_ps.worker.flat import Flat
+from elastic_ps.worker.measuring import Traffic
 from elastic_ps.worker.strategy import Told
-from elastic_ps.worker.traffic import Traffic
 
 VOID_STEPS = 3
 """After so many steps in a row whose drafts did not stand, none are taken any more."""

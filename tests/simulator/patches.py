@@ -42,7 +42,7 @@ PACKAGES = (
     "elastic_ps.worker.gradients",
     "elastic_ps.worker.entrance",
     "elastic_ps.worker.local_world",
-    "elastic_ps.worker.phases",
+    "elastic_ps.worker.measuring",
     "elastic_ps.worker.receiving",
     "elastic_ps.worker.reduced",
     "elastic_ps.worker.replica",

@@ -26,8 +26,8 @@ from elastic_ps.server.encoder import ValueEncoder
 from elastic_ps.server.pulls import Pulled
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.flat import Flat
+from elastic_ps.worker.measuring import Traffic
 from elastic_ps.worker.receiving import Ahead, Values
-from elastic_ps.worker.traffic import Traffic
 from tests.testing.shard import TERM, Body, Rig, ones, tensor
 
 LAYOUT = partition([tensor("w", 60, 10)], bucket_bytes=1 << 20, shards=1)

@@ -36,7 +36,7 @@ from elastic_ps.server.lead import Lead
 from elastic_ps.server.lead_service import PROBE
 from elastic_ps.server.limits import USUAL
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.worker.probe import BODIES, BODY_CALLS, EMPTY_CALLS, LONG, measure
+from elastic_ps.worker.measuring import BODIES, BODY_CALLS, EMPTY_CALLS, LONG, measure
 from tests.testing.coordinator import SOON, Notes
 from tests.testing.service import Worker, environment, serving
 from tests.unit.server.test_lead import leading

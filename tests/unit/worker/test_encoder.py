@@ -24,7 +24,7 @@ from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server.decoder import AT_A_TIME, Decoder
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.encoder import Encoder, Payload
-from elastic_ps.worker.traffic import Traffic
+from elastic_ps.worker.measuring import Traffic
 from tests.testing.shard import Body
 from tests.unit.codec.test_codecs import Negative
 

@@ -1,0 +1,132 @@
+"""What a worker measures: the network to shard 0, what it sends and receives, what its script is doing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from elastic_ps.core.sizing import Link
+from elastic_ps.process.telemetry import Trace
+from elastic_ps.transport import messages_pb2 as pb
+
+BODIES = (256 * 1024, 1024 * 1024, 4 * 1024 * 1024)
+"""Bytes that are sent, one after the other, until a body takes `LONG`."""
+
+LONG = 0.05
+"""Seconds. What takes so long is measured well: a switch lets some packets pass at once."""
+
+BODY_CALLS = 2
+"""Calls with each body; the fastest counts. While a job begins, many processes start on a host, so that a
+call may come late. The size of buckets stays what follows from it."""
+
+EMPTY_CALLS = 3
+"""Calls without a body; the fastest counts, since the first one may open a connection."""
+
+SHORT = 1e-6
+"""Seconds that a body takes at least, whatever the clock says."""
+
+
+def measure(call: Callable[[int], float]) -> Link:
+    """The network as it is now.
+
+    Args:
+        call: makes a call with so many bytes, and returns how many seconds it took. Blocks.
+    """
+    empty = min(call(0) for _ in range(EMPTY_CALLS))
+    for nbytes in BODIES:
+        took = max(SHORT, min(call(nbytes) for _ in range(BODY_CALLS)) - empty)
+        if took >= LONG:
+            break
+    return Link(nbytes / took, empty)
+
+
+class Traffic:
+    """Of one stay, over all shards. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = pb.Traffic()
+
+    def reset(self) -> None:
+        """Another stay begins."""
+        with self._lock:
+            self._counts = pb.Traffic()
+
+    def pushed(self, nbytes: int, *, plain: int, seconds: float = 0.0) -> None:
+        """A gradient is sent. `plain`: its bytes without a codec; `seconds`: what it took to encode."""
+        with self._lock:
+            self._counts.pushed_bytes += nbytes
+            self._counts.pushed_plain_bytes += plain
+            self._counts.encode_seconds += seconds
+
+    def pulled(self, nbytes: int, *, plain: int, seconds: float = 0.0) -> None:
+        """Values have been received. `plain`: their bytes without a codec; `seconds`: to decode them."""
+        with self._lock:
+            self._counts.pulled_bytes += nbytes
+            self._counts.pulled_plain_bytes += plain
+            self._counts.decode_seconds += seconds
+
+    def busy(self, seconds: float) -> None:
+        """For so long gradients were being encoded or sent."""
+        with self._lock:
+            self._counts.push_seconds += seconds
+
+    def chose(self, codec: str) -> None:
+        """Gradients are sent with this codec from now on."""
+        with self._lock:
+            self._counts.codec = codec
+
+    def counts(self) -> pb.Traffic:
+        """A copy."""
+        with self._lock:
+            copy = pb.Traffic()
+            copy.CopyFrom(self._counts)
+            return copy
+
+
+class Phases:
+    """Notes the phases of each step. Belongs to the training thread; costs nothing without a trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._forward_at = 0
+        self._backward_at = 0
+        self._forward_end = 0
+        self._last_gradient = 0
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Note when the model's forward ends, which is about when backward begins."""
+        if self._trace.enabled:
+            model.register_forward_hook(self._forward_ended)
+
+    def _forward_ended(self, _module: torch.nn.Module, _inputs: object, _output: object) -> None:
+        self._forward_end = time.monotonic_ns()
+
+    def forward(self) -> None:
+        """A batch is handed to the script."""
+        self._forward_at = time.monotonic_ns()
+        self._forward_end = self._backward_at = self._last_gradient = 0
+
+    def backward(self) -> None:
+        """The first gradient of a step is there."""
+        if not self._trace.enabled:
+            return
+        self._backward_at = self._forward_end or time.monotonic_ns()
+        self._trace.complete("forward", self._forward_at, self._backward_at)
+
+    def gradient(self) -> None:
+        """A bucket is complete."""
+        self._last_gradient = time.monotonic_ns()
+
+    def backward_ended(self) -> None:
+        """The script calls `optimizer.step`."""
+        if self._trace.enabled and self._backward_at:
+            self._trace.complete("backward", self._backward_at, self._last_gradient or time.monotonic_ns())
+
+    def waiting(self, step: int) -> AbstractContextManager[None]:
+        """The block waits for the new version."""
+        return self._trace.span("wait", step=step)
