@@ -34,7 +34,7 @@ SHARE = 0.08
 """Of the time that a bucket's bytes take in the network."""
 
 WAITING = 2
-"""Buckets that a worker pushes to a shard while another one waits for its answer; see `worker.exchange`."""
+"""Buckets that a worker pushes to a shard while another one waits for its answer; see `worker.push_pull`."""
 
 TURN = 10.0
 """Seconds that a worker has for measuring, before another one may. With 256 kB/s it needs two."""

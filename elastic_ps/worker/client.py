@@ -270,7 +270,7 @@ class Client:
         """Raises Refused (STALE_INCARNATION) if this worker was declared gone.
 
         Args:
-            computes_on: the version that this worker has pulled; see `Exchange.computes_on`.
+            computes_on: the version that this worker has pulled; see `PushPull.computes_on`.
         """
         self.ask(calls.HEARTBEAT, pb.HeartbeatRequest(version=computes_on))
 

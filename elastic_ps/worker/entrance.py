@@ -32,17 +32,17 @@ from elastic_ps.worker.brought import Brought
 from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.dialogue import Membership
 from elastic_ps.worker.encoder import Encoder
-from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.group import Store
 from elastic_ps.worker.local_world import DRAIN, LocalWorld
 from elastic_ps.worker.model import Described
-from elastic_ps.worker.receiving import Values
+from elastic_ps.worker.push_pull import PushPull
 from elastic_ps.worker.reduced import Reduced
 from elastic_ps.worker.replica import Replica
 from elastic_ps.worker.schedule import Interval, Schedule
 from elastic_ps.worker.strategy import Strategy
 from elastic_ps.worker.summed import Following, Leading
+from elastic_ps.worker.values import Values
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class Entrance:
             traffic=traffic,
             trace=trace,
         )
-        make: Callable[..., Exchange] = Exchange
+        make: Callable[..., PushPull] = PushPull
         if not self._world.alone:
             make = partial(Leading, self._world, self._weights, same=same)
         return make(

@@ -21,7 +21,7 @@ from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Wanted
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.group import Group
-from elastic_ps.worker.receiving import Values
+from elastic_ps.worker.values import Values
 
 PAUSE = 0.1
 """Seconds between two tries to get values that are not there yet."""

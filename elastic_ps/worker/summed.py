@@ -23,9 +23,9 @@ import torch
 from elastic_ps.core.metrics import Metrics, reduce_all
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.worker.dialogue import Ending, Step
-from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.local_world import LocalWorld
+from elastic_ps.worker.push_pull import PushPull
 from elastic_ps.worker.strategy import Strategy, Told
 
 _STEP = "optimizer.step()"
@@ -51,14 +51,14 @@ class _Where(NamedTuple):
     told: Told
 
 
-class Leading(Exchange):
+class Leading(PushPull):
     """Process 0's: what it pushes is the sum over the processes.
 
     Args:
         world: of several processes.
         weights: for each process, its share of the samples of the step that begins.
         same: all processes have the same in buckets of gradients, so that one of them stands for all.
-        given: what `Exchange` takes.
+        given: what `PushPull` takes.
 
     Attributes:
         told: as all processes know it; an exchange may be under way that has been told more.
@@ -145,7 +145,7 @@ class Leading(Exchange):
         self._world.decide(_FETCH, fetch)
 
     def _where(self, made: bool) -> _Where:
-        self.told = replace(self.receiving.told)
+        self.told = replace(self._news)
         return _Where(made, self.version, self.told)
 
 

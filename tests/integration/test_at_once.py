@@ -153,8 +153,8 @@ def test_a_script_may_go_on_after_an_interrupt(
     def interrupt_once(session: Session) -> None:
         exchange = exchange_of(session)
         at_once = not (applied or shards > 1)
-        place, name = (exchange.receiving, "receive") if at_once else (exchange, "_wait")
-        usual = getattr(place, name)
+        name = "_receive" if at_once else "_wait"
+        usual = getattr(exchange, name)
 
         def wait(*given: Any) -> None:
             step = exchange.under_way
@@ -166,7 +166,7 @@ def test_a_script_may_go_on_after_an_interrupt(
             if now:
                 raise KeyboardInterrupt
 
-        setattr(place, name, wait)
+        setattr(exchange, name, wait)
 
     with running_job(
         tmp_path, consistency=consistency, worker={"replicas": 2}, parameterServer={"replicas": shards}

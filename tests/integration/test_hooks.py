@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from elastic_ps.worker.dialogue import Step
-from elastic_ps.worker.exchange import Exchange
+from elastic_ps.worker.push_pull import PushPull
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.inside import flat_of
@@ -31,13 +31,13 @@ def test_hooks_on_several_threads_make_one_step(tmp_path: Path, monkeypatch: pyt
     A step that began a second time would forget the buckets that were ready.
     """
     data, ours, copied, begun = Numbers(20), make_parts(), threading.local(), list[int]()
-    begin = Exchange.begin
+    begin = PushPull.begin
 
-    def counted(exchange: Exchange, step: Step, *arguments: Any, **named: Any) -> None:
+    def counted(exchange: PushPull, step: Step, *arguments: Any, **named: Any) -> None:
         begun.append(step.number)
         begin(exchange, step, *arguments, **named)
 
-    monkeypatch.setattr(Exchange, "begin", counted)
+    monkeypatch.setattr(PushPull, "begin", counted)
 
     def script(session: Session) -> None:
         optimizer = session.optimizer(torch.optim.SGD(ours.parameters(), lr=0.1), ours)

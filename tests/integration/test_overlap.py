@@ -12,7 +12,7 @@ import torch
 
 from elastic_ps.core.partition import Layout
 from elastic_ps.local.trace import merge_traces
-from elastic_ps.worker.exchange import SENDERS
+from elastic_ps.worker.push_pull import SENDERS
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.inside import flat_of

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from elastic_ps.worker.engine import Engine
-from elastic_ps.worker.exchange import Exchange
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.optimizer import ElasticOptimizer
+from elastic_ps.worker.push_pull import PushPull
 from elastic_ps.worker.session import Session
 
 
@@ -14,10 +14,10 @@ def engine_of(session: Session) -> Engine:
     return session._engine  # noqa: SLF001  a script that had it could break its worker
 
 
-def exchange_of(session: Session) -> Exchange:
+def exchange_of(session: Session) -> PushPull:
     """The pushes and pulls of a worker that has joined."""
     exchange = engine_of(session).exchange
-    assert isinstance(exchange, Exchange)
+    assert isinstance(exchange, PushPull)
     return exchange
 
 

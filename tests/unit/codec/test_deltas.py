@@ -27,7 +27,7 @@ from elastic_ps.server.pulls import Pulled
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.measuring import Traffic
-from elastic_ps.worker.receiving import Ahead, Values
+from elastic_ps.worker.values import Drafts, Values
 from tests.testing.shard import TERM, Body, Rig, ones, tensor
 
 LAYOUT = partition([tensor("w", 60, 10)], bucket_bytes=1 << 20, shards=1)
@@ -240,7 +240,7 @@ def test_a_job_that_sends_changed_elements_continues_from_exact_values() -> None
 def test_of_a_draft_that_changes_few_elements_only_these_are_kept(values: str, lossless: str) -> None:
     """They are made when the draft stands, though the memory that they came in has been used again."""
     server, worker = begun(plan(values, lossless=lossless))
-    ahead = Ahead()
+    ahead = Drafts()
     before, memory = worker.model.clone(), ahead.memory(BUCKET).fill_(5.0)
     gradient = torch.zeros(600)
     gradient[7] = 1.0
@@ -260,7 +260,7 @@ def test_of_a_draft_that_changes_few_elements_only_these_are_kept(values: str, l
 
 
 def test_a_draft_of_all_elements_takes_the_place_of_one_of_few() -> None:
-    ahead, values = Ahead(), torch.zeros(600)
+    ahead, values = Drafts(), torch.zeros(600)
     ahead.keep(0, FewChanges(Changed(), Sparse(torch.tensor([1]), torch.ones(1))))
     ahead.memory(BUCKET).fill_(3.0)
     ahead.keep(0, None)

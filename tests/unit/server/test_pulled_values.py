@@ -19,7 +19,7 @@ from elastic_ps.server.pulls import Pulled
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.measuring import Traffic
-from elastic_ps.worker.receiving import Values
+from elastic_ps.worker.values import Values
 from tests.testing.shard import Body, Rig
 
 KINDS = {

@@ -1,4 +1,4 @@
-"""The threads that receive the new version, one for each shard.
+"""The model's values on their way in: decoded, or changed by a delta; and drafts of the next ones.
 
 In mode `sync`, a shard on another host is asked for the new version when the step begins. It then sends
 *drafts*: the next values of those buckets that have the gradients of all workers. So values arrive while
@@ -9,12 +9,9 @@ after some steps it is sent none.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import torch
 
@@ -22,210 +19,20 @@ from elastic_ps.codec import NONE, as_bytes, dtype_of
 from elastic_ps.codec.base import Codec, Encoded, Sparse, few, unpack
 from elastic_ps.codec.changes import FewChanges, follow
 from elastic_ps.codec.plan import Plan
-from elastic_ps.core.partition import Bucket, Rule
-from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, RefusalCode, Refused
+from elastic_ps.core.partition import Bucket
+from elastic_ps.errors import Malformed
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
 from elastic_ps.transport.convert import parts_from_message
-from elastic_ps.worker.awaited import Awaited, end_of
-from elastic_ps.worker.client import Client
-from elastic_ps.worker.dialogue import Answers, Stay, Wanted
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.measuring import Traffic
-from elastic_ps.worker.strategy import Told
 
 VOID_STEPS = 3
 """After so many steps in a row whose drafts did not stand, none are taken any more."""
 
 
-class Pull(NamedTuple):
-    """Buckets to be received, begun in a generation of what is `Awaited`.
-
-    `ahead`: hyperparameters, with which drafts of them are taken; see `Wanted`.
-    """
-
-    stay: Stay
-    generation: int
-    version: int
-    contributor: bool
-    buckets: list[int]
-    held: int | None
-    ahead: str = ""
-
-
-class Receiving:
-    """Pulls buckets until all that is awaited has arrived.
-
-    Args:
-        awaited: where it is said what has arrived.
-        values: where what is pulled is received.
-        answers: makes one call to a shard for what is wanted.
-
-    Attributes:
-        ahead: the drafts of the next version.
-        told: as of the last pull.
-        standing: which of its steps are in the model, as of the last pull; None if that has not been said.
-    """
-
-    def __init__(
-        self,
-        client: Client,
-        flat: Flat,
-        awaited: Awaited,
-        values: Values,
-        answers: Callable[[Stay, int, Wanted], Answers],
-        told: Told,
-        *,
-        trace: Trace,
-    ) -> None:
-        self.ahead = Ahead()
-        self.told = told
-        self.standing: pb.Standing | None = None
-        self._client, self._flat, self._awaited, self._values = client, flat, awaited, values
-        self._answers = answers
-        self._trace = trace
-        self._heard = [0.0] * client.shards  # when the last answer to a pull came, by the monotonic clock
-        self._queues: list[queue.SimpleQueue[Pull | None]] = [
-            queue.SimpleQueue() for _ in range(client.shards)
-        ]
-        self._threads = [
-            threading.Thread(target=self._run, args=(shard,), name=f"pull-{shard}", daemon=True)
-            for shard in range(client.shards)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def close(self) -> None:
-        """End the threads; `Awaited.close` and `Client.close` were called before, so that none blocks."""
-        for each in self._queues:
-            each.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def ask_for(self, pulls: Mapping[int, Pull]) -> None:
-        """Receive these, each from the shard with its number. Does not block."""
-        for shard, pull in pulls.items():
-            self._queues[shard].put(pull)
-
-    def _run(self, shard: int) -> None:
-        while (pull := self._queues[shard].get()) is not None:
-            self.receive(shard, pull)
-
-    def receive(self, shard: int, pull: Pull) -> None:
-        """Ask until all has arrived, or something has gone wrong. Blocks."""
-        awaited = self._awaited
-        self._heard[shard] = time.monotonic()
-        while pull.generation == awaited.generation and awaited.error is None:
-            try:
-                if self._pull_once(shard, pull):
-                    break
-                self._heard[shard] = time.monotonic()
-            except (ConnectionLost, DeadlineExceeded) as error:
-                self._client.notice(self._heard[shard], error)
-                if self._client.is_lost(self._heard[shard]) or awaited.closing.wait(0.1):
-                    awaited.fail(error, pull.generation)
-            except Refused as refusal:
-                again = refusal.code in (RefusalCode.NOT_READY, RefusalCode.NOT_YOUR_TURN)
-                if not again or awaited.closing.wait(0.1):
-                    awaited.fail(refusal, pull.generation)
-            except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
-                awaited.fail(error, pull.generation)
-
-    def _pull_once(self, shard: int, pull: Pull) -> bool:
-        """One try to get what is still missing. Returns whether all of it has arrived."""
-        awaited = self._awaited
-        with awaited.lock:
-            missing = [b for b in pull.buckets if b in awaited.missing]
-            wanted = Wanted(
-                pull.version,
-                missing,
-                awaited.attempt,
-                pull.contributor,
-                pull.held,
-                pull.ahead,
-                self.ahead.numbers(missing),
-            )
-        started = time.monotonic_ns()
-        ended = complete = False
-        for reply, incoming in self._answers(pull.stay, shard, wanted):
-            # To the end of the call, so that its connection can be used again.
-            self._heard[shard] = time.monotonic()
-            kind = reply.WhichOneof("kind")
-            early = reply.draft or kind not in ("bucket", "done")
-            if not (awaited.goes_on(pull.generation) if early else self._may_take(pull)):
-                return False
-            if kind == "bucket":
-                bucket = self._flat.layout.buckets[reply.bucket]
-                if reply.draft:
-                    self._take_draft(bucket, reply, incoming, pull.generation)
-                else:
-                    self._take_values(bucket, reply, incoming, pull.generation)
-                now = time.monotonic_ns()
-                self._trace.complete(
-                    "pull",
-                    started,
-                    now,
-                    bucket=bucket.index,
-                    version=reply.version,
-                    draft=reply.draft,
-                    bytes=incoming.size,
-                )
-                started = now
-            ended |= reply.last or kind != "bucket"
-            if kind == "attempt":
-                self.ahead.forget(pull.buckets)
-                awaited.restart(reply.attempt, pull.generation)
-            elif kind == "done" or reply.last:
-                if shard == 0:
-                    told = self.told
-                    told.settings, told.stopped, told.steps = reply.settings, reply.stopped, reply.steps
-                    self.standing = reply.standing if reply.HasField("standing") else None
-                complete = True
-        if not ended:
-            raise Malformed(f"shard {shard} ended a pull without saying so")
-        if complete:
-            awaited.arrived(end_of(shard), pull.generation)
-        return complete
-
-    def _may_take(self, pull: Pull) -> bool:
-        """Whether the answer is for the step under way, or for what is fetched between two steps.
-
-        Of a step it is taken when the script has ended that. Blocks until then: the version may be made
-        before, if it is made without this worker.
-        """
-        awaited = self._awaited
-        with awaited.lock:
-            if pull.ahead:
-                awaited.changed.wait_for(
-                    lambda: awaited.ending is not None or not awaited.goes_on(pull.generation)
-                )
-            return awaited.goes_on(pull.generation)
-
-    def _take_draft(self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming, generation: int) -> None:
-        self.ahead.forget([bucket.index])
-        if not reply.unchanged:
-            memory = self.ahead.memory(bucket)
-            self.ahead.keep(bucket.index, self._values.receive(bucket, reply, incoming, into=memory))
-        with self._awaited.lock:
-            if generation == self._awaited.generation:
-                self.ahead.note(bucket.index, reply.draft)
-
-    def _take_values(self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming, generation: int) -> None:
-        """A bucket has reached the version."""
-        if reply.stands:
-            if not self._values.has(bucket, reply.version):  # else a call before this one has brought that
-                self.ahead.take(bucket, self._flat.value_of(bucket))
-            self._values.arrived(bucket, reply.version)
-        elif not reply.unchanged:
-            self._values.receive(bucket, reply, incoming)
-            if not self._awaited.attempt:  # else drafts are void because the round has started again
-                self.ahead.superseded(bucket.index, reply.version)
-        constant = bucket.rule is Rule.CONSTANT
-        self._awaited.arrived(bucket.index, generation, version=None if constant else reply.version)
-
-
-class Ahead:
+class Drafts:
     """A worker's drafts: the next values of buckets, received before their round was decided.
 
     When the version is there, the shard says whether a draft stands. Where a draft changes few elements of
@@ -240,7 +47,7 @@ class Ahead:
         self._void: set[int] = set()  # versions since the last one whose drafts stood
 
     @property
-    def pays(self) -> bool:
+    def pay(self) -> bool:
         """Whether drafts tend to stand. They do not if a script sets hyperparameters after backward."""
         return len(self._void) < VOID_STEPS
 
@@ -289,11 +96,15 @@ class Values:
 
     Args:
         traffic: counts what is received.
+
+    Attributes:
+        drafts: of the next version.
     """
 
     def __init__(
         self, flat: Flat, plan: Plan, *, traffic: Traffic | None = None, trace: Trace | None = None
     ) -> None:
+        self.drafts = Drafts()
         self._flat = flat
         self._traffic = traffic or Traffic()
         self._trace = trace or Trace(None, "")
@@ -308,6 +119,30 @@ class Values:
         self._codecs = {b.index: plan.of_values(layout, b) for b in buckets}
         self._deltas = {b.index: plan.of_deltas(layout, b) for b in buckets}
         self._versions: dict[int, int] = {}  # of the values that are there
+
+    def take_draft(self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming) -> None:
+        """Receive a draft; it is there when it is noted. Blocks. Raises as `receive`."""
+        self.drafts.forget([bucket.index])
+        if not reply.unchanged:
+            memory = self.drafts.memory(bucket)
+            self.drafts.keep(bucket.index, self.receive(bucket, reply, incoming, into=memory))
+
+    def take(self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming, *, counts: bool) -> None:
+        """A bucket has reached a version: its values come, or are those of its draft. Blocks.
+
+        Args:
+            counts: if they come, it was for nothing that a draft was sent.
+
+        Raises as `receive`.
+        """
+        if reply.stands:
+            if not self.has(bucket, reply.version):  # else a call before this one has brought that
+                self.drafts.take(bucket, self._flat.value_of(bucket))
+            self.arrived(bucket, reply.version)
+        elif not reply.unchanged:
+            self.receive(bucket, reply, incoming)
+            if counts:
+                self.drafts.superseded(bucket.index, reply.version)
 
     def receive(
         self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming, *, into: torch.Tensor | None = None

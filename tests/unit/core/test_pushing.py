@@ -1,16 +1,15 @@
-"""When a step's buckets are pushed, and what a worker's training thread waits for."""
+"""When a step's buckets are pushed, and what of its version has not arrived."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.core.partition import Bucket, partition
+from elastic_ps.core.pushing import FINISH, Asks, Progress, Pushing, Says, When
 from elastic_ps.errors import ConnectionLost
-from elastic_ps.worker.awaited import FINISH, Asks, Awaited, Pushing, Says, When
-from elastic_ps.worker.dialogue import Ending, Step
 from tests.testing.shard import tensor
 
 SYNC: dict[str, Any] = {}
@@ -19,20 +18,27 @@ ACCUMULATE = {"mode": "accumulate", "gradients": 4}
 BOUNDED = {"mode": "bounded", "maxStaleness": 2}
 ASYNC = {"mode": "async"}
 BUCKETS = partition([tensor(name, 4) for name in "abc"], bucket_bytes=16, shards=1).pushed
-STEP, ENDING = cast("Step", None), Ending(ranges=(), settings="", metrics={})
+
+
+def progress(fields: dict[str, Any], *, small: bool = False) -> Progress[str]:
+    return Progress(BUCKETS, Pushing.of(Consistency.model_validate(fields), small=small))
 
 
 def test_what_went_wrong_with_a_step_is_nothing_of_the_next_one() -> None:
-    awaited = Awaited((), lambda _: None)
-    awaited.begin(STEP)
-    awaited.expect({FINISH})
-    awaited.fail(ConnectionLost("reset"), awaited.generation)
-    with pytest.raises(ConnectionLost):
-        awaited.wait(0.0)
-    awaited.begin(STEP)
-    awaited.expect({FINISH})
-    awaited.arrived(FINISH, awaited.generation)
-    assert awaited.wait(0.0)
+    step = progress(SYNC)
+    step.begin()
+    step.missing = {FINISH}
+    step.fail(ConnectionLost("reset"), step.generation)
+    assert step.over
+    assert step.error is not None
+    before = step.generation
+    step.begin()
+    step.missing = {FINISH}
+    step.arrived(FINISH, before)
+    assert not step.over
+    step.arrived(FINISH, step.generation)
+    assert step.over
+    assert step.error is None
 
 
 @pytest.mark.parametrize(
@@ -61,16 +67,14 @@ def test_buckets_are_pushed_in_their_order_and_again_when_the_round_starts_again
 ) -> None:
     assert len(BUCKETS) == 3
     pushed: list[Bucket] = []
-    awaited = Awaited(BUCKETS, pushed.append)
-    awaited.pushing = Pushing.of(Consistency.model_validate(fields), small=small)
-    awaited.begin(STEP)
+    step = progress(fields, small=small)
+    step.begin()
     for bucket in reversed(BUCKETS):
         assert not pushed
-        awaited.ready(bucket, [True])
+        pushed += step.ready(bucket, [True])
     assert pushed == list(BUCKETS[:early])
-    with awaited.lock:
-        awaited.end(ENDING)
-    awaited.restart(1, awaited.generation)
-    again = [] if small else [*BUCKETS, *BUCKETS]
-    assert pushed == again
-    assert awaited.owing == small
+    pushed += step.end("the end")
+    pushed += step.restart(1, step.generation)
+    assert pushed == ([] if small else [*BUCKETS, *BUCKETS])
+    assert not step.restart(1, step.generation), "that attempt has begun"
+    assert step.owing == small
