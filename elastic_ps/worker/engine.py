@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -39,7 +39,7 @@ from elastic_ps.worker.model import Described
 from elastic_ps.worker.records import Records, Stopping
 from elastic_ps.worker.schedule import Interval, Schedule
 from elastic_ps.worker.state import State
-from elastic_ps.worker.strategy import Flight, Left, Strategy
+from elastic_ps.worker.strategy import Future, Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -107,6 +107,22 @@ class LocalTraining(Protocol):
         """They count for nothing."""
 
 
+class Started(NamedTuple):
+    """An exchange that goes on by itself.
+
+    Attributes:
+        settings: the hyperparameters that it ends with.
+        number: of its step.
+        version, made: what the model has meanwhile, and what that was made of.
+    """
+
+    future: Future
+    settings: Settings
+    number: int
+    version: int
+    made: Made
+
+
 class Engine:
     """Drives one worker. Belongs to the training thread, except `begin_step` and `ready`.
 
@@ -128,7 +144,7 @@ class Engine:
         make_step: has the script's own optimizer make a step on this worker; from there on.
         in_batch: the script computes on a batch, as far as is known.
         at_close: called when this worker leaves.
-        flight: in mode `local`, the exchange that goes on while the script makes its next steps.
+        started: in mode `local`, the exchange that goes on while the script makes its next steps.
         abandoned: a step that had begun was skipped, and the parameter server does not know.
     """
 
@@ -151,7 +167,7 @@ class Engine:
         self.gradients: LocalGradients
         self.local: LocalTraining | None = None
         self.make_step: Callable[[], object]
-        self.flight: Flight | None = None
+        self.started: Started | None = None
         self.in_batch = False
         self.at_close: list[Callable[[], object]] = []
         self._trace, self._history = trace, history
@@ -209,8 +225,8 @@ class Engine:
     @property
     def version(self) -> int:
         """The version of the model that this worker has; one that is under way is not taken over yet."""
-        if self.flight is not None:
-            return self.flight.left.version
+        if self.started is not None:
+            return self.started.version
         return self.exchange.version if self.exchange else 0
 
     @property
@@ -221,8 +237,8 @@ class Engine:
     @property
     def made(self) -> Made:
         """What the version that this worker has was made of."""
-        if self.flight is not None:
-            return self.flight.left.made
+        if self.started is not None:
+            return self.started.made
         text = self.exchange.told.settings if self.exchange else ""
         return read_settings(text).made if text else NOTHING
 
@@ -239,7 +255,7 @@ class Engine:
         anything else.
         """
         begun = self.exchange is not None and self.exchange.under_way is not None
-        return self.abandoned or (begun and self.flight is None)
+        return self.abandoned or (begun and self.started is None)
 
     # --- coming and going
 
@@ -306,10 +322,10 @@ class Engine:
                 self.exchange.hand_over()
             except ElasticPSError as error:
                 logger.info("this worker's values could not be handed over: %s", error)
-        self.member.leave(in_step=self.in_step or self.flight is not None)
+        self.member.leave(in_step=self.in_step or self.started is not None)
         if self.exchange is not None:
             self.exchange.close()
-        self.ground()
+        self.cancel_exchange()
         self._history.record("left", version=self.version)
         self._trace.close()
         self._history.close()
@@ -555,35 +571,34 @@ class Engine:
         self._phases.backward()
         self._begin_of(samples, besides)
 
-    def depart(self) -> None:
+    def start_exchange(self) -> None:
         """End the exchange that has begun, as `finish_step` does, but do not wait for the version.
 
-        What was exchanged stays where it is sent from until `land`.
+        What was exchanged stays where it is sent from until `finish_exchange`.
         """
         exchange = self._exchange()
         step, ending, settings = self._ended()
         self.batches.step_made()
-        left = Left(self.version, self.made)
-        self.flight = Flight(exchange.depart(ending), settings, step.number, left)
+        version, made = self.version, self.made
+        self.started = Started(exchange.start(ending), settings, step.number, version, made)
 
-    def land(self) -> bool:
-        """Wait for the version of the exchange that departed. Blocks. Raises as `finish_step`.
+    def finish_exchange(self) -> bool:
+        """Wait for the version of the exchange that was started. Blocks. Raises as `finish_step`.
 
         Returns whether its values are in flat memory. If not, its steps are void, and those made since.
         """
-        flight = self.flight
-        assert flight is not None
-        exchange = self._exchange()
+        started = self.started
+        assert started is not None
         try:
-            return self._await(lambda: exchange.land(flight.land), flight.settings, flight.number)
+            return self._await(started.future.finish, started.settings, started.number)
         finally:
-            self.ground()
+            self.cancel_exchange()
 
-    def ground(self) -> None:
-        """If an exchange is under way, block until it is over, whatever comes of it."""
-        if self.flight is not None:
-            self.flight.abandon()
-            self.flight = None
+    def cancel_exchange(self) -> None:
+        """If an exchange goes on by itself, end it. Blocks."""
+        if self.started is not None:
+            self.started.future.cancel()
+            self.started = None
 
     def exchange_steps(self) -> None:
         """If this worker has made steps by itself, see `LocalTraining.exchange`."""
@@ -610,8 +625,6 @@ class Engine:
         So if the script was interrupted while it waited, as by Ctrl-C in a notebook, and goes on: whether the
         step is in the model is not known here. If it is not, its records go to others.
         """
-        if self.flight is not None:
-            self._exchange().give_up()
         self.drop_step()
         self.abandoned = True
         self._exchange().reset()

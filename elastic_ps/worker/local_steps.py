@@ -90,7 +90,7 @@ class LocalSteps:
         self._flat = flat
         self._engine = engine
         self._own: dict[int, torch.Tensor] = {}
-        self._departed: dict[int, torch.Tensor] = {}  # the values that an exchange under way is about
+        self._started: dict[int, torch.Tensor] = {}  # the values that an exchange under way is about
         self._fragments = fragments(flat.layout, self._consistency.fragments or 1)
         self._every = frozenset().union(*self._fragments)
         self._trained = [0] * len(self._fragments)  # records since each fragment was exchanged last
@@ -109,10 +109,10 @@ class LocalSteps:
         if engine.records.part is Part.LAST_STEP:
             self.exchange()
             return
-        if self.made >= (self._consistency.overlap or 0) and not self._land():
+        if self.made >= (self._consistency.overlap or 0) and not self._finish():
             return
         # Where workers are balanced by speed, an exchange may be due after fewer steps than `overlap` says.
-        if self.made >= self._due and self._land() and (at := self._at()) is not None:
+        if self.made >= self._due and self._finish() and (at := self._at()) is not None:
             self._exchange(turn(at, len(self._fragments), scattered=self._asks), going_on=True)
 
     @property
@@ -146,7 +146,7 @@ class LocalSteps:
         Raises as `Engine.finish_step`.
         """
         self._flat.check()
-        if not self._land():
+        if not self._finish():
             return
         if any(self._trained):
             self._exchange(None, going_on=False)
@@ -161,7 +161,7 @@ class LocalSteps:
             going_on: the script makes more steps. Then an elastic worker keeps its own values.
         """
         engine = self._engine
-        if engine.batches.computed or engine.closed or not self._land():
+        if engine.batches.computed or engine.closed or not self._finish():
             return
         buckets = self._every if fragment is None else self._fragments[fragment]
         besides = self._every - buckets
@@ -170,9 +170,9 @@ class LocalSteps:
             if not engine.refresh(besides):
                 return
         samples = max(self._trained) if fragment is None else self._trained[fragment]
-        departs = going_on and bool(self._consistency.overlap)
-        if departs:
-            self._departed = self._now(besides)
+        starts = going_on and bool(self._consistency.overlap)
+        if starts:
+            self._started = self._now(besides)
         engine.begin_exchange(samples, besides)
         for bucket, present in self._contribute(besides):
             engine.ready(bucket, present)
@@ -180,8 +180,8 @@ class LocalSteps:
         self._exchanges += 1
         for number in range(len(self._fragments)) if fragment is None else (fragment,):
             self._trained[number] = 0
-        if departs:
-            engine.depart()
+        if starts:
+            engine.start_exchange()
             return
         drops = engine.records.drops
         engine.finish_step()
@@ -190,35 +190,35 @@ class LocalSteps:
 
     def void(self) -> None:
         """They count for nothing: the model has the values again that were pulled last."""
-        self._engine.ground()
+        self._engine.cancel_exchange()
         self.made = 0
         self._trained = [0] * len(self._fragments)
         self._own.clear()
-        self._departed.clear()
+        self._started.clear()
         self._flat.publish()
 
-    def _land(self) -> bool:
+    def _finish(self) -> bool:
         """Take over what the exchange under way has come to, if there is one. Blocks.
 
         Returns False if it is lost, and with it the steps that were made since.
         """
-        if self._engine.flight is None:
+        if self._engine.started is None:
             return True
         try:
-            if not self._engine.land():
+            if not self._engine.finish_exchange():
                 return False
             self._take_over()
         except BaseException:  # all of the model, or some of it, is of another version than what was pulled
             self._engine.leave_step()
             raise
-        self._departed.clear()
+        self._started.clear()
         self._flat.publish(besides={bucket.index for bucket in self._flat.layout.pushed})
         return True
 
     @torch.no_grad()
     def _take_over(self) -> None:
-        """Make the model what the exchange has come to, with what was changed since it departed."""
-        for index, before in self._departed.items():
+        """Make the model what the exchange has come to, with what was changed since it was started."""
+        for index, before in self._started.items():
             tensor, rule = self._flat.tensors[index], self._flat.layout.tensors[index].rule
             _go_on(tensor, before, self._flat.value(index).to(tensor.device), rule)
 

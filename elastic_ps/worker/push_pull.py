@@ -15,14 +15,13 @@ it pulls: it may have to compute another one on the same version.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec import checksum
@@ -37,7 +36,7 @@ from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Answers, Ending, Stay, Step, Wanted
 from elastic_ps.worker.encoder import Encoder, Payload
 from elastic_ps.worker.flat import Flat
-from elastic_ps.worker.strategy import Strategy
+from elastic_ps.worker.strategy import Future, Queue, Strategy
 from elastic_ps.worker.values import Values
 
 logger = logging.getLogger(__name__)
@@ -47,8 +46,6 @@ FETCHES = 10
 
 SENDERS = 3
 """Threads that push to a shard on another host."""
-
-W = TypeVar("W")
 
 
 class _Push(NamedTuple):
@@ -74,35 +71,6 @@ class _Pull(NamedTuple):
     buckets: list[int]
     held: int | None
     ahead: str = ""
-
-
-class _Queue(Generic[W]):
-    """What is to be done with one shard, and the threads that do it."""
-
-    def __init__(self, name: str, work: Callable[[W], object]) -> None:
-        self._name, self._work = name, work
-        self._queue: queue.SimpleQueue[W | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self.grow(1)
-
-    def grow(self, count: int) -> None:
-        """Have so many threads."""
-        while len(self._threads) < count:
-            self._threads.append(threading.Thread(target=self._run, name=self._name, daemon=True))
-            self._threads[-1].start()
-
-    def _run(self) -> None:
-        while (each := self._queue.get()) is not None:
-            self._work(each)
-
-    def put(self, each: W) -> None:
-        self._queue.put(each)
-
-    def close(self) -> None:
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
-            thread.join()
 
 
 class PushPull(Strategy):
@@ -155,8 +123,8 @@ class PushPull(Strategy):
         self._closing = threading.Event()
         self._progress = Progress[Ending](self._pushed, self._plan(consistency))
         shards = range(client.shards)
-        self._senders = [_Queue(f"send-{shard}", self._try_to_send) for shard in shards]
-        self._receivers = [_Queue(f"pull-{shard}", self._receive) for shard in shards]
+        self._senders = [Queue(f"send-{shard}", self._try_to_send) for shard in shards]
+        self._receivers = [Queue(f"pull-{shard}", self._receive) for shard in shards]
 
     def close(self) -> None:
         """See `Strategy`."""
@@ -183,10 +151,6 @@ class PushPull(Strategy):
             self._step = None
             self._progress.reset()
             self._changed.notify_all()
-
-    def give_up(self) -> None:
-        """See `Strategy`."""
-        self._fail(ConnectionLost("the script was interrupted"), self._progress.generation)
 
     # --- a step
 
@@ -271,9 +235,13 @@ class PushPull(Strategy):
         self.computes_on(step.version + 1)
         return True
 
-    def depart(self, ending: Ending) -> Callable[[], bool]:
+    def start(self, ending: Ending) -> Future:
         """See `Strategy`: `finish`, without giving the values to the model."""
-        return partial(self.finish, ending, publish=False)
+        return Future(partial(self.finish, ending, publish=False), give_up=self.give_up)
+
+    def give_up(self) -> None:
+        """Nobody waits for the step under way any more."""
+        self._fail(ConnectionLost("the script was interrupted"), self._progress.generation)
 
     def _end(self, ending: Ending) -> None:
         """The script has ended the step: push the rest. The lock is held."""

@@ -10,18 +10,20 @@ workers add up gradients among themselves. In mode `local` a step is an exchange
 
 from __future__ import annotations
 
+import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, TypeVar
 
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket
-from elastic_ps.core.settings import Made, Settings
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.dialogue import Ending, Step
+
+W = TypeVar("W")
 
 
 @dataclass
@@ -98,21 +100,13 @@ class Strategy(ABC):
             Refused, ConnectionLost: the step could not be taken; the model keeps its version.
         """
 
-    def depart(self, ending: Ending) -> Callable[[], bool]:
-        """Begin to end the step; returns what blocks until it has ended, on any thread.
+    def start(self, ending: Ending) -> Future:
+        """Begin to end the step. Meanwhile the script computes, and nothing else is called here.
 
-        Meanwhile the script computes, and nothing else is called here but `land`. A strategy that has nothing
-        to wait for elsewhere ends the step now.
+        A strategy that has nothing to wait for elsewhere ends the step now. Raises as `finish`.
         """
         made = self.finish(ending)
-        return lambda: made
-
-    def land(self, landed: Callable[[], bool]) -> bool:
-        """Wait with `landed` for what `depart` has returned. Blocks. Raises what `landed` raises.
-
-        Returns whether the version is in flat memory; the caller gives it to the model.
-        """
-        return landed()
+        return Future(lambda: made)
 
     @abstractmethod
     def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:
@@ -149,9 +143,6 @@ class Strategy(ABC):
         """Forget the step under way and what went wrong: this worker has joined again."""
         self._step = None
 
-    def give_up(self) -> None:
-        """Nobody waits for the step under way any more, so that what `depart` returned ends soon."""
-
     def hand_over(self) -> None:
         """This worker makes no more rounds: give the parameter server what nobody else has. Blocks."""
 
@@ -159,46 +150,86 @@ class Strategy(ABC):
         """Free everything. The client must be closed before, so that no thread blocks."""
 
 
-class Left(NamedTuple):
-    """What the model was when an exchange began, and is until the version of the exchange is taken over."""
+class Queue(Generic[W]):
+    """What a strategy has to do in the background, and the threads that do one thing after the other."""
 
-    version: int
-    made: Made
+    def __init__(self, name: str, work: Callable[[W], object]) -> None:
+        self._name, self._work = name, work
+        self._queue: queue.SimpleQueue[W | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self.grow(1)
+
+    def grow(self, count: int) -> None:
+        """Have so many threads, at least."""
+        while len(self._threads) < count:
+            self._threads.append(threading.Thread(target=self._run, name=self._name, daemon=True))
+            self._threads[-1].start()
+
+    def _run(self) -> None:
+        while (each := self._queue.get()) is not None:
+            self._work(each)
+
+    def put(self, each: W) -> None:
+        """Do this, too. Does not block."""
+        self._queue.put(each)
+
+    def close(self) -> None:
+        """End the threads. Blocks until they have done what they were given."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
 
 
-class Flight:
-    """The end of a step, on a thread of its own from the beginning on.
+class Future:
+    """The end of a step that goes on by itself, from the beginning on.
 
     Args:
-        finish: blocks until the version of the step is there; returns whether it is.
-        settings: the hyperparameters that the step ends with.
-        number: of the step.
-        left: the version that the model has meanwhile.
+        work: blocks until the version of the step is there, on a thread of its own; returns whether it is.
+        give_up: lets `work` end soon, with an error.
+        agree: called with what waits for `work`: other processes of this worker may have to know of its end.
     """
 
-    def __init__(self, finish: Callable[[], bool], settings: Settings, number: int, left: Left) -> None:
-        self.settings, self.number, self.left = settings, number, left
-        self._finish = finish
+    def __init__(
+        self,
+        work: Callable[[], bool],
+        *,
+        give_up: Callable[[], object] = lambda: None,
+        agree: Callable[[Callable[[], bool]], bool] = lambda wait: wait(),
+    ) -> None:
+        self._work, self._give_up, self._agree = work, give_up, agree
         self._made = False
         self._error: BaseException | None = None
         self._over = threading.Event()  # a join that Ctrl-C interrupts takes the thread for ended
-        threading.Thread(target=self._run, name="flight", daemon=True).start()
+        threading.Thread(target=self._run, name="exchange", daemon=True).start()
 
     def _run(self) -> None:
         try:
-            self._made = self._finish()
-        except BaseException as error:  # noqa: BLE001 (raised in the thread that lands)
+            self._made = self._work()
+        except BaseException as error:  # noqa: BLE001 (raised in the thread that waits)
             self._error = error
         finally:
             self._over.set()
 
-    def land(self) -> bool:
-        """What `finish` returns. Blocks. Raises what it raises."""
+    def wait(self) -> None:
+        """Block until it is over, whatever comes of it."""
         self._over.wait()
+
+    def _result(self) -> bool:
+        self.wait()
         if self._error is not None:
             raise self._error
         return self._made
 
-    def abandon(self) -> None:
-        """Block until it is over, whatever comes of it."""
-        self._over.wait()
+    def finish(self) -> bool:
+        """Whether the version is there, in flat memory; the caller gives it to the model. Blocks.
+
+        Raises as `Strategy.finish`.
+        """
+        return self._agree(self._result)
+
+    def cancel(self) -> None:
+        """Nobody wants the version any more. Blocks until nothing of it is under way."""
+        if not self._over.is_set():
+            self._give_up()
+        self.wait()

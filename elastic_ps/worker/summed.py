@@ -26,13 +26,13 @@ from elastic_ps.worker.dialogue import Ending, Step
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.push_pull import PushPull
-from elastic_ps.worker.strategy import Strategy, Told
+from elastic_ps.worker.strategy import Future, Strategy, Told
 
 _STEP = "optimizer.step()"
 _EXCHANGE = "the exchange of local steps"
-_DEPART = "where an exchange is sent off"
+_START = "where an exchange is sent off"
 _FETCH = "where a version is read"
-_LAND = "where the version of an exchange is taken over"
+_RESULT = "where the version of an exchange is taken over"
 
 _NO_STEP = -1
 
@@ -111,22 +111,20 @@ class Leading(PushPull):
 
         return self._world.consult(self._finish, _reported(ending), finish).made
 
-    def depart(self, ending: Ending) -> Callable[[], bool]:
-        """See `Strategy`. All processes have to be here."""
-        merged: list[Ending] = []
-        self._world.consult(
-            _DEPART, _reported(ending), lambda reported: merged.append(self._merged(ending, reported))
+    def start(self, ending: Ending) -> Future:
+        """See `Strategy`. All processes have to be here, and where its end is waited for."""
+        merged = self._world.consult(
+            _START, _reported(ending), lambda reported: [self._merged(ending, reported)]
         )
 
         def finish() -> bool:
             self._sums.wait()
             return super(Leading, self).finish(merged[0], publish=False)
 
-        return finish
+        def agree(wait: Callable[[], bool]) -> bool:
+            return self._world.decide(_RESULT, lambda: self._where(wait())).made
 
-    def land(self, landed: Callable[[], bool]) -> bool:
-        """See `Strategy`. All processes have to be here."""
-        return self._world.decide(_LAND, lambda: self._where(landed())).made
+        return Future(finish, give_up=self.give_up, agree=agree)
 
     def _merged(self, ending: Ending, reported: list[Metrics]) -> Ending:
         """The step's end, with what each of the processes has reported."""
@@ -181,15 +179,14 @@ class Following(Strategy):
         where: _Where = self._world.consult(self._finish, _reported(ending), _process_0_calls)
         return self._learn(where, self._besides)
 
-    def depart(self, ending: Ending) -> Callable[[], bool]:
-        """See `Leading`. Here nothing goes on meanwhile."""
-        self._world.consult(_DEPART, _reported(ending), _process_0_calls)
-        return lambda: True
+    def start(self, ending: Ending) -> Future:
+        """See `Leading`. Here nothing goes on meanwhile. The script gives the values to the model."""
+        self._world.consult(_START, _reported(ending), _process_0_calls)
 
-    def land(self, landed: Callable[[], bool]) -> bool:  # noqa: ARG002
-        """See `Leading`. The script gives the values to the model."""
-        where: _Where = self._world.consult(_LAND, None, _process_0_calls)
-        return self._learn(where)
+        def agree(_: Callable[[], bool]) -> bool:
+            return self._learn(self._world.consult(_RESULT, None, _process_0_calls))
+
+        return Future(lambda: True, agree=agree)
 
     def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
         """See `Leading`."""

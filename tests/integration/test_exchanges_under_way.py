@@ -22,7 +22,7 @@ from elastic_ps.core.fragments import turn
 from elastic_ps.core.ledger import Range
 from elastic_ps.errors import InvalidJob
 from elastic_ps.worker.session import Session
-from elastic_ps.worker.strategy import Flight
+from elastic_ps.worker.strategy import Future
 from tests.integration.test_fragments import fragments_of
 from tests.integration.test_local_steps import BATCH, Dying, adamw, check_histories, local, steps_on, train
 from tests.testing.harness import Numbers, make_mlp, make_spec, running_job
@@ -170,7 +170,7 @@ def test_a_worker_makes_its_next_steps_while_another_one_is_not_there_yet(tmp_pa
 
     def two_steps_made_meanwhile() -> bool:
         engine = engine_of(sessions[0])
-        return engine.flight is not None and engine.local_steps >= 2
+        return engine.started is not None and engine.local_steps >= 2
 
     def script(session: Session) -> None:
         model = make_mlp()
@@ -276,7 +276,7 @@ def test_a_script_that_is_interrupted_while_it_waits_for_an_exchange_goes_on(tmp
             return False
         frame, found = sys._current_frames().get(threading.main_thread().ident or 0), False  # noqa: SLF001  Python's
         while frame is not None:
-            found, frame = found or frame.f_code is Flight.land.__code__, frame.f_back
+            found, frame = found or frame.f_code is Future.finish.__code__, frame.f_back
         return found
 
     def interrupt() -> None:
@@ -296,9 +296,9 @@ def test_a_script_that_is_interrupted_while_it_waits_for_an_exchange_goes_on(tmp
         with pytest.raises(KeyboardInterrupt):
             train(session, model, optimizer, session.loader(data, BATCH))
         thread.join()
-        assert engine_of(session).flight is None
+        assert engine_of(session).started is None
         eventually(
-            lambda: not any(t.name == "flight" for t in threading.enumerate()), "nothing is left of it"
+            lambda: not any(t.name == "exchange" for t in threading.enumerate()), "nothing is left of it"
         )
         interrupted.set()
         train(session, model, optimizer, session.loader(data, BATCH))

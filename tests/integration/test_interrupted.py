@@ -155,10 +155,10 @@ def test_while_an_exchange_under_way_is_taken_over(
 ) -> None:
     """In mode `local`. None or some tensors have moved by then: the steps since it departed are void."""
     data, flats, landed, interrupted = Numbers(60), list[Flat](), list[Flat](), list[Flat]()
-    land, value, armed = Engine.land, Flat.value, False
+    finish, value, armed = Engine.finish_exchange, Flat.value, False
 
     def arm(self: Engine) -> bool:
-        there = land(self)
+        there = finish(self)
         landed.clear()
         if armed and soon and not interrupted:
             interrupted.append(flats[-1])
@@ -187,7 +187,7 @@ def test_while_an_exchange_under_way_is_taken_over(
                 (flat,) = interrupted
                 assert all(torch.equal(each, value(flat, i)) for i, each in enumerate(flat.tensors))
 
-    monkeypatch.setattr(Engine, "land", arm)
+    monkeypatch.setattr(Engine, "finish_exchange", arm)
     monkeypatch.setattr(Flat, "value", interrupt)
     commits = alone(tmp_path, script, consistency={"mode": "local", "steps": 2, "overlap": 1})
     assert interrupted

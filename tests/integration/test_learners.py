@@ -88,9 +88,9 @@ class Learners:
 
 def await_exchange(session: Session) -> None:
     """If an exchange is under way, block until it is over; it has not been taken over then."""
-    flight = engine_of(session).flight
-    if flight is not None:
-        flight.abandon()
+    started = engine_of(session).started
+    if started is not None:
+        started.future.wait()
 
 
 @pytest.mark.parametrize(
