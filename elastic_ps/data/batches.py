@@ -8,7 +8,7 @@ without one is skipped when a step is made with later ones, or when the loop end
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,16 +19,21 @@ from elastic_ps.core.portions import apportion
 from elastic_ps.errors import UsageError
 
 
-class _Kept(NamedTuple):
-    """What a step was made with that the parameter server does not know of."""
+class _Batch:
+    """Some records, and what the script has reported of them.
 
-    ranges: list[Range]
-    batches: int
-    reported: Reported
+    Attributes:
+        values: for each name, values with their weights. Tensors stay on their device: nothing waits for it
+            before the step ends.
+    """
+
+    def __init__(self, ranges: Iterable[Range]) -> None:
+        self.ranges = list(ranges)
+        self.values: dict[str, list[tuple[Any, int]]] = {}
 
     @property
     def records(self) -> int:
-        return sum(r.records for r in self.ranges)
+        return sum(each.records for each in self.ranges)
 
 
 class Batches:
@@ -43,12 +48,11 @@ class Batches:
 
     def __init__(self) -> None:
         self.lost = self.given_back = self.grouped = False
-        self._open: list[list[Range]] = []  # batches that no backward() has run for
+        self._open: list[_Batch] = []  # that no backward() has run for
         self._new = 0  # how many of the last of these were handed out since the last backward()
-        self._computed: list[list[Range]] = []
-        self._kept: list[_Kept] = []
+        self._computed: list[_Batch] = []
+        self._kept: list[list[_Batch]] = []  # of the steps that the parameter server does not know of
         self._skipped: list[Range] = []
-        self._reported = Reported()
         self._reductions: dict[str, str] = {}
 
     def __bool__(self) -> bool:
@@ -67,7 +71,7 @@ class Batches:
     @property
     def computed(self) -> tuple[Range, ...]:
         """The records that the next step is computed on, as far as it is."""
-        return tuple(r for ranges in self._computed for r in ranges)
+        return tuple(each for batch in self._computed for each in batch.ranges)
 
     @property
     def several(self) -> bool:
@@ -75,14 +79,9 @@ class Batches:
         return len(self._computed) > 1
 
     @property
-    def kept(self) -> bool:
-        """Whether this worker has made steps by itself that the parameter server does not know of."""
-        return bool(self._kept)
-
-    @property
     def last_kept(self) -> int:
         """How many records the last step was made with that is kept."""
-        return self._kept[-1].records
+        return sum(batch.records for batch in self._kept[-1])
 
     @property
     def skipped(self) -> tuple[Range, ...]:
@@ -92,11 +91,11 @@ class Batches:
     @property
     def samples(self) -> int:
         """How many records the next step is computed on."""
-        return sum(r.records for r in self.computed)
+        return sum(batch.records for batch in self._computed)
 
     def add(self, ranges: Iterable[Range]) -> None:
         """A batch of these records is handed to the script."""
-        self._open.append(list(ranges))
+        self._open.append(_Batch(ranges))
         self._new += 1
         self.lost = self.given_back = False
 
@@ -110,8 +109,8 @@ class Batches:
     def under_way(self, *, begins: bool) -> list[Range]:
         """The records that a backward() is for, if it `begins`, or has begun; [] if there are none."""
         if begins and self._open:
-            return self._open[-1 if self._new else 0]
-        return self._computed[-1] if self._computed else []
+            return self._open[-1 if self._new else 0].ranges
+        return self._computed[-1].ranges if self._computed else []
 
     def compute_all(self) -> None:
         """All batches belong to the next step."""
@@ -123,11 +122,12 @@ class Batches:
 
         With `keep_new` those are not meant that were handed out since the last backward().
         """
-        kept = self._open[len(self._open) - self._new :] if keep_new else []
-        skipped = [r for ranges in self._open[: len(self._open) - len(kept)] for r in ranges]
+        decided = len(self._open) - (self._new if keep_new else 0)
+        skipped = [each for batch in self._open[:decided] for each in batch.ranges]
         self._skipped += skipped
-        self._open, self._new = kept, len(kept)
-        return sum(r.records for r in skipped)
+        self._open = self._open[decided:]
+        self._new = len(self._open)
+        return sum(each.records for each in skipped)
 
     def reopen(self) -> int:
         """The gradients of what was computed are dropped; returns how many records are skipped by that.
@@ -138,7 +138,10 @@ class Batches:
         if self._new:
             return self.skip_computed()
         if self._computed:
-            self._open.append(list(self.computed))
+            again = _Batch(self.computed)
+            for name, value in self._values(self._computed):
+                again.values.setdefault(name, []).append(value)
+            self._open.append(again)
         self._computed, self._new = [], len(self._open)
         return 0
 
@@ -146,7 +149,7 @@ class Batches:
         """The gradients of what was computed are gone; returns how many records are skipped by that."""
         records = self.samples
         self._skipped += self.computed
-        self._computed, self._reported = [], Reported()
+        self._computed = []
         return records
 
     def skip(self) -> int:
@@ -159,17 +162,13 @@ class Batches:
 
     def keep(self) -> None:
         """This worker has made a step by itself with what was computed."""
-        self._kept.append(_Kept(list(self.computed), len(self._computed), self._reported))
-        self._computed, self._reported = [], Reported()
+        self._kept.append(self._computed)
+        self._computed = []
 
     def gather(self) -> None:
         """What was kept is what the next step is computed on."""
-        reported = Reported()
-        for kept in self._kept:
-            self._computed.append(kept.ranges)
-            reported.append(kept.reported)
-        reported.append(self._reported)
-        self._kept, self._reported = [], reported
+        self._computed += [batch for step in self._kept for batch in step]
+        self._kept = []
 
     def told(self) -> None:
         """The parameter server knows what was skipped."""
@@ -182,13 +181,13 @@ class Batches:
 
     def step_made(self) -> None:
         """A step was made of what was computed. A batch that was loaded before it is for the next one."""
-        self._computed, self._skipped, self._reported = [], [], Reported()
+        self._computed, self._skipped = [], []
+        for batch in self._open:
+            batch.values.clear()  # they were sent with this step
 
     def forget(self, *, lost: bool = False) -> None:
         """They go to others; `lost`: without the script's doing."""
-        self._open, self._computed, self._skipped, self._new = [], [], [], 0
-        self._reported = Reported()
-        self._kept = []
+        self._open, self._computed, self._skipped, self._kept, self._new = [], [], [], [], 0
         self.lost = lost
 
     def report(self, metrics: Mapping[str, Any], reduce: str = "mean") -> None:
@@ -198,17 +197,23 @@ class Batches:
         of the step become one as `reduce` says, weighted by the records of the batches.
         """
         self._reductions |= dict.fromkeys(metrics, reduce)
-        if self._kept and not (self._open or self._computed):
-            last = self._kept[-1]
-            last.reported.add(metrics, batch=last.batches, records=last.records)
-            return
-        batch = self._open[-1] if self._new else self._computed[-1] if self._computed else self._open[0]
-        records = sum(r.records for r in batch)
-        self._reported.add(metrics, batch=max(1, len(self._computed) + self.fresh), records=records)
+        if self._open or self._computed:
+            batch = self._open[-1] if self._new else (self._computed[-1:] or self._open)[0]
+            weight = batch.records
+        else:
+            batch, weight = self._kept[-1][-1], self.last_kept
+        batch.values |= {name: [(value, weight)] for name, value in metrics.items()}
 
     def metrics(self) -> dict[str, float]:
         """What was reported, one value for each name. Waits for the device that computes it."""
-        return self._reported.reduced(self._reductions)
+        given: dict[str, list[tuple[float, float]]] = {}
+        for name, (value, weight) in self._values([*self._computed, *self._open]):
+            given.setdefault(name, []).append((float(value), weight))
+        return {name: reduce_values(pairs, self._reductions[name]) for name, pairs in given.items()}
+
+    @staticmethod
+    def _values(batches: Iterable[_Batch]) -> list[tuple[str, tuple[Any, int]]]:
+        return [(name, value) for batch in batches for name, found in batch.values.items() for value in found]
 
     @property
     def reductions(self) -> dict[str, str]:
@@ -240,40 +245,6 @@ def _checked(name: str, value: Any) -> Any:
         except (TypeError, ValueError, OverflowError):
             what = repr(value)[:300]
     raise UsageError(f"the value that is reported as {name!r} has to be one number, but is {what}")
-
-
-class Reported:
-    """What a script reports of one or several steps, until the parameter server is told.
-
-    Tensors stay on their device: nothing waits for it before the step ends.
-
-    Attributes:
-        values: by name and the number of the batch, the last value and how many records the batch has.
-        batches: no number of a batch is above this.
-    """
-
-    def __init__(self) -> None:
-        self.values: dict[tuple[str, int], tuple[Any, int]] = {}
-        self.batches = 0
-
-    def add(self, values: Mapping[str, Any], *, batch: int, records: int) -> None:
-        """Keep the values of the `batch`-th batch, which has so many records."""
-        self.batches = max(self.batches, batch)
-        for name, value in values.items():
-            self.values[name, batch] = value, records
-
-    def append(self, other: Reported) -> None:
-        """Keep the values of other batches, too."""
-        for (name, batch), value in other.values.items():
-            self.values[name, self.batches + batch] = value
-        self.batches += other.batches
-
-    def reduced(self, reductions: Mapping[str, str]) -> dict[str, float]:
-        """One value for each name, by their reductions; the mean for the others. Waits for the device."""
-        given: dict[str, list[tuple[float, float]]] = {}
-        for (name, _), (value, records) in self.values.items():
-            given.setdefault(name, []).append((float(value), records))
-        return {name: reduce_values(pairs, reductions.get(name, "mean")) for name, pairs in given.items()}
 
 
 def slice_sizes(records: int, processes: int, *, least: int = 1) -> list[int]:

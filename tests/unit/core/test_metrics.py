@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ps.core.ledger import Range
 from elastic_ps.core.metrics import MOST_NAMES, REDUCTIONS, Metrics, keep, reduce_all, reduce_values
-from elastic_ps.data.batches import Reported, checked
+from elastic_ps.data.batches import Batches, checked
 from elastic_ps.errors import UsageError
 
 
@@ -48,14 +49,27 @@ def test_a_reduction_that_an_older_server_does_not_know_is_the_mean() -> None:
 
 
 def test_the_last_value_of_a_batch_counts_and_batches_become_one() -> None:
-    step, other = Reported(), Reported()
-    step.add({"loss": 9.0, "tokens": 9.0}, batch=1, records=3)
-    step.add({"loss": 1.0, "tokens": torch.tensor(2)}, batch=1, records=3)
-    step.add({"loss": 5.0, "tokens": 4.0}, batch=2, records=1)
-    assert step.reduced({"tokens": "sum"}) == {"loss": 2.0, "tokens": 6.0}
-    other.add({"loss": 2.0, "tokens": 10.0}, batch=1, records=4)
-    step.append(other)
-    assert step.reduced({"tokens": "max"}) == {"loss": 2.0, "tokens": 10.0}
+    batches = Batches()
+
+    def compute(start: int, stop: int) -> None:
+        batches.add([Range(0, start, stop)])
+        batches.compute()
+
+    compute(0, 3)
+    batches.report({"loss": 9.0, "tokens": 9.0}, "sum")
+    batches.report({"tokens": torch.tensor(2)}, "sum")
+    batches.report({"loss": 1.0})
+    compute(3, 4)
+    batches.report({"loss": 5.0})
+    batches.report({"tokens": 4.0}, "sum")
+    assert batches.metrics() == {"loss": 2.0, "tokens": 6.0}
+    batches.keep()
+    compute(4, 8)
+    batches.report({"loss": 2.0})
+    batches.report({"tokens": 10.0}, "max")
+    batches.keep()
+    batches.gather()
+    assert batches.metrics() == {"loss": 2.0, "tokens": 10.0}
 
 
 @pytest.mark.parametrize(

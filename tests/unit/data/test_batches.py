@@ -27,7 +27,9 @@ def test_the_loss_of_an_exchange_is_the_mean_over_the_records_of_its_steps() -> 
     batches.report({"loss": 5.0})  # after the step
     batches.gather()
     assert batches.metrics() == {"loss": pytest.approx((3 * 1.0 + 1 * 5.0) / 4), "other": 5.0}
-    assert (batches.samples, batches.kept) == (4, False)
+    assert batches.samples == 4
+    batches.step_made()
+    assert not batches, "nothing is kept any more"
 
 
 def test_gradients_that_are_dropped_do_not_touch_the_steps_before() -> None:
@@ -42,12 +44,32 @@ def test_gradients_that_are_dropped_do_not_touch_the_steps_before() -> None:
     assert batches.skipped == (Range(0, 3, 6),)
 
 
+def test_a_value_that_is_reported_before_old_gradients_are_dropped_is_of_its_step() -> None:
+    batches = Batches()
+    batches.add([Range(0, 0, 3)])
+    batches.report({"loss": 2.0})
+    assert batches.reopen() == 0
+    batches.compute()
+    assert batches.metrics() == {"loss": 2.0}
+
+
+def test_what_is_computed_again_keeps_what_was_reported_of_each_batch() -> None:
+    batches = Batches()
+    compute(batches, 0, loss=1.0)
+    batches.add([Range(0, 3, 4)])
+    batches.compute()
+    batches.report({"loss": 5.0})
+    batches.reopen()
+    batches.compute()
+    assert batches.metrics() == {"loss": pytest.approx((3 * 1.0 + 1 * 5.0) / 4)}
+
+
 @given(
     st.lists(st.sampled_from(["load", "backward", "step", "skip", "zero", "exchange", "lose"]), max_size=40)
 )
 def test_each_record_is_in_one_place(doings: list[str]) -> None:
     """In mode `local`: trained by an exchange, skipped, given back, or still in hand."""
-    batches, loaded, trained, lost = Batches(), 0, list[Range](), list[Range]()
+    batches, loaded, steps, trained, lost = Batches(), 0, 0, list[Range](), list[Range]()
     told = list[Range]()
     given: set[Range] = set()
     for doing in doings:
@@ -60,11 +82,13 @@ def test_each_record_is_in_one_place(doings: list[str]) -> None:
         elif doing == "step" and batches.computed:
             batches.decide(keep_new=True)
             batches.keep()
+            steps += 1
         elif doing == "skip":
             batches.skip()
         elif doing == "zero":
             batches.reopen()
-        elif doing == "exchange" and batches.kept and not batches.computed:
+        elif doing == "exchange" and steps and not batches.computed:
+            steps = 0
             batches.gather()
             batches.decide(keep_new=True)
             trained += batches.computed
@@ -74,6 +98,7 @@ def test_each_record_is_in_one_place(doings: list[str]) -> None:
             lost = sorted(given - {*trained, *told})
             given -= set(lost)
             batches.forget(lost=True)
+            steps = 0
             assert not batches
     batches.decide()
     batches.skip_computed()
