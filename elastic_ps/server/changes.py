@@ -25,7 +25,7 @@ from elastic_ps.core.progress import Distribution
 from elastic_ps.core.stages import CourseEvent
 from elastic_ps.errors import InvalidJob
 from elastic_ps.server.checkpointer import Checkpointer
-from elastic_ps.server.driver import Driver
+from elastic_ps.server.commit import CommitCoordinator
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.state import JobState
 
@@ -40,7 +40,7 @@ class Changes:
 
     Args:
         job: which is changed.
-        driver: takes the shards to the new term.
+        commit: takes the shards to the new term.
         checkpoints: writes the version that the new term continues from. If nothing is written, nothing but
             the times of checkpoints can change.
         wishes: None if nobody can change the job.
@@ -51,10 +51,10 @@ class Changes:
     """
 
     def __init__(
-        self, job: Guarded, driver: Driver, checkpoints: Checkpointer, wishes: Wishes | None
+        self, job: Guarded, commit: CommitCoordinator, checkpoints: Checkpointer, wishes: Wishes | None
     ) -> None:
         self.asked, self.problem = 0, ""
-        self._job, self._driver, self._checkpoints, self._wishes = job, driver, checkpoints, wishes
+        self._job, self._commit, self._checkpoints, self._wishes = job, commit, checkpoints, wishes
         self._objective = Objective()
         self._wanted: Tuning | None = None
         self._not_before = 0.0
@@ -103,7 +103,7 @@ class Changes:
             for what, (now, then) in wanted.news(before).items():
                 text = "from version %d on, %s is %s; before, it was %s"
                 logger.info(text, state.version, what, now, then)
-            self._driver.drive()
+            self._commit.drive()
 
     def _read(self) -> tuple[Tuning | None, str]:
         """What a person wants now, if that is news, and why it cannot be used. Imports what it names."""

@@ -1,6 +1,6 @@
 """Decides when a checkpoint is taken, and completes it when every shard has written its part.
 
-Most are ordered with a round (`driver`). The first version, which has to be on disk before training begins,
+Most are ordered with a round (`commit`). The first version, which has to be on disk before training begins,
 and the last one, before it ends, wait for nobody's step: all shards are told to write the version that they
 have, and the thread that asks waits until it is on disk.
 """
@@ -50,7 +50,7 @@ LAST = timedelta(minutes=10)
 
 
 class Orders(Protocol):
-    """How the shards get orders; see `Driver`."""
+    """How the shards get orders; see `CommitCoordinator`."""
 
     def turn(self) -> AbstractContextManager[Advance]:
         """Be the only thread that gives orders. Yields the order that describes the current state."""

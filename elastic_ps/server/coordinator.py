@@ -1,6 +1,6 @@
 """Shard 0's second part: it admits members, hands out records, and takes finished steps.
 
-The decisions are `core`'s, the state is `state.JobState`, and `driver` tells the shards; here the workers'
+The decisions are `core`'s, the state is `state.JobState`, and `commit` tells the shards; here the workers'
 calls meet them.
 """
 
@@ -27,7 +27,7 @@ from elastic_ps.core.stages import Stage, StageEvent
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.process.telemetry import History
 from elastic_ps.server.checkpointer import Checkpointer
-from elastic_ps.server.driver import Driver
+from elastic_ps.server.commit import CommitCoordinator
 from elastic_ps.server.guarded import Guarded, Look
 from elastic_ps.server.state import JobState, Model, Taken
 
@@ -84,14 +84,16 @@ class Coordinator:
 
     Args:
         job: its state.
-        driver: gives the shards the orders that a call makes necessary.
+        commit: gives the shards the orders that a call makes necessary.
         checkpoints: decides whether workers may be told that the job is finished.
         history: where joins and skipped records are recorded.
     """
 
-    def __init__(self, job: Guarded, driver: Driver, checkpoints: Checkpointer, history: History) -> None:
+    def __init__(
+        self, job: Guarded, commit: CommitCoordinator, checkpoints: Checkpointer, history: History
+    ) -> None:
         self.job = job
-        self._driver, self._checkpoints, self._history = driver, checkpoints, history
+        self._commit, self._checkpoints, self._history = commit, checkpoints, history
         self._turn = Turn()
 
     # --- members
@@ -157,7 +159,7 @@ class Coordinator:
             if configure := self.job.state.stage is Stage.EMPTY:
                 self.job.state.note(StageEvent.CONFIGURE)
         if configure:
-            self._driver.configure(tensors, optimizer, settings, link)
+            self._commit.configure(tensors, optimizer, settings, link)
         with self.job.settled() as state:
             if known := state.members.known(worker, instance, call):
                 return self._joined(known)
@@ -188,7 +190,7 @@ class Coordinator:
         )
         text = "worker %d (pid %d on %s) joined at version %d; its calls come over %s"
         logger.info(text, worker, pid, host, joined.version, transport)
-        self._driver.drive()
+        self._commit.drive()
         return joined
 
     @property
@@ -227,7 +229,7 @@ class Coordinator:
             elif state.stage not in (Stage.ARRIVED, Stage.TRAINING):
                 text = f"worker {worker} with incarnation {incarnation} is not the one that brings the model"
                 raise Refused(RefusalCode.STALE_INCARNATION, text)
-        self._driver.drive()
+        self._commit.drive()
         self._checkpoints.keep_what_must_be(patience=self.job.limits.answer)
         with self.job.settled() as now:
             if now is not state:
@@ -247,7 +249,7 @@ class Coordinator:
             self._check(worker, incarnation)
             if state.rounds.computes_on(worker, version):
                 self.job.told()
-        self._driver.drive()
+        self._commit.drive()
 
     def leave(self, worker: int, incarnation: int, *, call: int) -> None:
         """A worker says goodbye, between two steps; what it holds goes to others."""
@@ -256,7 +258,7 @@ class Coordinator:
             state.calls.begin(incarnation, call)
             state.stop_computing(stay, abandoned=False)
             self.job.drop(worker, "left")
-        self._driver.drive()
+        self._commit.drive()
 
     def gone(self, worker: int, instance: str) -> None:
         """A worker's process has ended; nothing happens if a newer one has taken its place."""
@@ -264,7 +266,7 @@ class Coordinator:
             stay = state.members.live.get(worker)
             if stay is not None and stay.instance == instance:
                 self.job.drop(worker, "lost")
-        self._driver.drive()
+        self._commit.drive()
 
     # --- records and steps
 
@@ -341,7 +343,7 @@ class Coordinator:
         return self.job.poll(decide, self._drive_and_keep) or Taken(pending=True)
 
     def _drive_and_keep(self) -> None:
-        self._driver.drive()
+        self._commit.drive()
         self._checkpoints.keep_what_must_be()
 
     def _skip(self, state: JobState, stay: Stay, skipped: Sequence[Range]) -> None:
@@ -423,7 +425,7 @@ class Coordinator:
             if leaves:
                 state.resign(stay)
             self.job.told()
-        self._driver.drive()
+        self._commit.drive()
 
     def is_chief(self, worker: int, incarnation: int, *, epoch: int, passes: bool = False) -> bool:
         """Whether the worker is the one to evaluate and save in this epoch; see `JobState.chiefs`.
@@ -469,7 +471,7 @@ class Coordinator:
                 state.stopped = reason
                 logger.info("worker %d stops the training at version %d: %s", worker, state.version, reason)
                 self.job.told()
-        self._driver.drive()
+        self._commit.drive()
 
     def begin(self, worker: int, incarnation: int, *, version: int, step: int) -> Begun | None:
         """Where rounds are not made of everybody's steps, before the first push of one. Blocks.
@@ -506,9 +508,9 @@ class Coordinator:
                     return Begun(round_, state.rounds.attempt)
             return None
 
-        begun = self.job.poll(decide, self._driver.drive)
+        begun = self.job.poll(decide, self._commit.drive)
         if late is not None:
-            self._driver.drive()
+            self._commit.drive()
             raise late
         return begun
 
@@ -534,7 +536,7 @@ class Coordinator:
                 return None
             return after, state.rounds.attempt
 
-        return self.job.poll(decide, self._driver.drive)
+        return self.job.poll(decide, self._commit.drive)
 
     def assign(self, worker: int, incarnation: int, *, version: int) -> Assigning | None:
         """A worker's values are to become the next version. Blocks.
@@ -608,7 +610,7 @@ class Coordinator:
                 records = sum(r.records for r in contribution.records)
                 state.pace.finished(contribution.incarnation, attempt, self.job.clock(), records=records)
                 self.job.hasten()
-        self._driver.drive()
+        self._commit.drive()
         return new
 
     def is_applied(self, worker: int, incarnation: int, step: int) -> bool:

@@ -17,8 +17,8 @@ from elastic_ps.process.telemetry import History
 from elastic_ps.server import status
 from elastic_ps.server.changes import Changes, Wishes
 from elastic_ps.server.checkpointer import Checkpointer
+from elastic_ps.server.commit import CommitCoordinator
 from elastic_ps.server.coordinator import Coordinator
-from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.limits import USUAL, Patience, ServerLimits
 from elastic_ps.server.meeting import Meeting
@@ -65,13 +65,13 @@ class Lead:
     ) -> None:
         self._name, self._shards, self._checkpoints, self._desk = name, len(shards), checkpoints, desk
         self._job = Guarded(spec, term, clock=clock, tuning=tuning, limits=limits)
-        self._driver = driver = Driver(
+        self._commit = commit = CommitCoordinator(
             self._job, shards, standbys=standbys, checkpoints=checkpoints, history=history, crowded=crowded
         )
-        checkpoints.serve(self._job, driver)
-        self._changes = Changes(self._job, driver, checkpoints, wishes)
-        self.coordinator = Coordinator(self._job, driver, checkpoints, history)
-        self.meeting = Meeting(self._job, driver, checkpoints) if spec.all_reduce else None
+        checkpoints.serve(self._job, commit)
+        self._changes = Changes(self._job, commit, checkpoints, wishes)
+        self.coordinator = Coordinator(self._job, commit, checkpoints, history)
+        self.meeting = Meeting(self._job, commit, checkpoints) if spec.all_reduce else None
         self._ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
 
     def start(self, found: Manifest | None, patience: Patience | None = None) -> None:
@@ -81,9 +81,9 @@ class Lead:
         everything is closed.
         """
         try:
-            self._driver.start(found, patience or Patience())
+            self._commit.start(found, patience or Patience())
         except BaseException:
-            self._driver.abandon()
+            self._commit.abandon()
             self._checkpoints.close()
             raise
         self._ticker.start()
@@ -94,15 +94,15 @@ class Lead:
             self._job.turn(CourseEvent.CLOSE)
             self._job.ticking.notify_all()
         self._ticker.join()
-        if keep and self._checkpoints.writes and self._driver.finish_round():
+        if keep and self._checkpoints.writes and self._commit.finish_round():
             self._checkpoints.write()
-        self._driver.close()
+        self._commit.close()
         self._checkpoints.close()
 
     @property
     def fenced(self) -> bool:
         """Whether another parameter server has taken over, so that this one has to end."""
-        return self._driver.fenced
+        return self._commit.fenced
 
     def _tick(self) -> None:
         """Every tick: declare silent members gone, collect checkpoint parts, repeat what failed.
@@ -122,11 +122,11 @@ class Lead:
                 if job.state.rounds.committing:
                     job.grace_until = None
                 else:
-                    job.drop_silent_and_hung(self._driver.queued)
+                    job.drop_silent_and_hung(self._commit.queued)
                     job.hasten()
-                if self._driver.asks_shards:
+                if self._commit.asks_shards:
                     job.tell(TellingEvent.CHANGE)
-            self._driver.drive()
+            self._commit.drive()
             self._checkpoints.keep_what_must_be()
             self._changes.look()
 
@@ -160,7 +160,7 @@ class Lead:
                     problem=self._changes.problem,
                 ),
                 bucket_bytes=state.bucket_bytes,
-                standbys=[standing is Standing.FOLLOWING for standing in self._driver.standings],
+                standbys=[standing is Standing.FOLLOWING for standing in self._commit.standings],
                 members=[status.member(state, stay, now) for stay in state.members.stays()],
             )
 

@@ -14,7 +14,7 @@ from elastic_ps.core.reduced import Custody, Peer, Place, ReducedRounds
 from elastic_ps.core.stages import CourseEvent
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server.checkpointer import Checkpointer
-from elastic_ps.server.driver import Driver
+from elastic_ps.server.commit import CommitCoordinator
 from elastic_ps.server.guarded import Guarded, Look
 from elastic_ps.server.state import JobState
 
@@ -51,8 +51,8 @@ class Met:
 class Meeting:
     """Answers the calls of the workers that make the steps themselves. Thread-safe; methods may block."""
 
-    def __init__(self, job: Guarded, driver: Driver, checkpoints: Checkpointer) -> None:
-        self._job, self._driver, self._checkpoints = job, driver, checkpoints
+    def __init__(self, job: Guarded, commit: CommitCoordinator, checkpoints: Checkpointer) -> None:
+        self._job, self._commit, self._checkpoints = job, commit, checkpoints
 
     def meet(
         self,
@@ -106,7 +106,7 @@ class Meeting:
             self._job.turn(CourseEvent.SPOIL)  # nobody of the group has the version
             return Look.AGAIN
 
-        return self._job.poll(decide, self._driver.drive)
+        return self._job.poll(decide, self._commit.drive)
 
     def _met(self, state: JobState, worker: int, place: Place | None = None) -> Met:
         rounds, custody = _of(state)

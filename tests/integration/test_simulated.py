@@ -1,4 +1,4 @@
-"""A few schedules of the simulator: how coordinator, driver, shards, standbys and checkpointer act together.
+"""A few schedules of the simulator: how coordinator, shards, standbys and checkpointer act together.
 
 `tests/integration/test_simulated_schedules.py` runs many more of them.
 """

@@ -25,7 +25,7 @@ MODULES = {
 
 PACKAGES = (
     "elastic_ps.process.telemetry",
-    "elastic_ps.server.driver",
+    "elastic_ps.server.commit",
     "elastic_ps.server.guarded",
     "elastic_ps.server.checkpointer",
     "elastic_ps.server.lead",
@@ -58,7 +58,7 @@ def simulated(disk: Disk) -> Iterator[None]:
             for attribute, replacement in MODULES.items():
                 if hasattr(module, attribute):
                     patch(module, attribute, replacement)
-        patch(importlib.import_module("elastic_ps.server.driver"), "ThreadPoolExecutor", Executor)
+        patch(importlib.import_module("elastic_ps.server.commit"), "ThreadPoolExecutor", Executor)
         client = importlib.import_module("elastic_ps.worker.client")
         patch(client, "random", SimpleNamespace(random=lambda: world().random.random()))
         local_world = importlib.import_module("elastic_ps.worker.local_world")

@@ -15,8 +15,8 @@ from elastic_ps.core.ledger import Range
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
+from elastic_ps.server.commit import CommitCoordinator
 from elastic_ps.server.coordinator import Begun, Coordinator, Joined, NotYet
-from elastic_ps.server.driver import Driver
 from elastic_ps.server.limits import ServerLimits
 from elastic_ps.server.orders import Advance, Report
 from elastic_ps.server.state import Taken
@@ -44,14 +44,14 @@ def test_one_worker_initialises_the_model_also_when_two_come_at_once(
     """Else the second one's values overwrite the first one's when training has begun."""
     joined: dict[int, Joined | NotYet] = {}
     configured, second_has_joined = threading.Event(), threading.Event()
-    configure = Driver.configure
+    configure = CommitCoordinator.configure
 
     def slowly(*arguments: Any) -> None:
         configure(*arguments)
         configured.set()
         assert second_has_joined.wait(10)
 
-    monkeypatch.setattr(Driver, "configure", slowly)
+    monkeypatch.setattr(CommitCoordinator, "configure", slowly)
     first = threading.Thread(target=lambda: joined.update({0: join(coordinator, 0)}))
     first.start()
     assert configured.wait(10)
@@ -399,14 +399,14 @@ def test_a_join_whose_model_has_gone_meanwhile_is_asked_for_again(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shard has lost it while it was laid out: the job goes back, to a state without a model."""
-    configure = Driver.configure
+    configure = CommitCoordinator.configure
 
     def lost(*arguments: Any) -> None:
         configure(*arguments)
         with coordinator.job.changed:
             coordinator.job.state = coordinator.job.blank(2)
 
-    monkeypatch.setattr(Driver, "configure", lost)
+    monkeypatch.setattr(CommitCoordinator, "configure", lost)
     with pytest.raises(Refused, match="join again") as refused:
         join(coordinator, 0)
     assert refused.value.code is RefusalCode.NOT_READY
@@ -421,14 +421,14 @@ def test_the_model_that_was_brought_to_a_term_that_is_over_is_not_the_jobs(
 ) -> None:
     joined = join(coordinator, 0)
     assert isinstance(joined, Joined)
-    drive = Driver.drive
+    drive = CommitCoordinator.drive
 
-    def lose(driver: Driver) -> None:
-        monkeypatch.setattr(Driver, "drive", drive)
+    def lose(commit: CommitCoordinator) -> None:
+        monkeypatch.setattr(CommitCoordinator, "drive", drive)
         with coordinator.job.changed:
             coordinator.job.state = coordinator.job.blank(2)
 
-    monkeypatch.setattr(Driver, "drive", lose)
+    monkeypatch.setattr(CommitCoordinator, "drive", lose)
     with pytest.raises(Refused, match="term 1 is over") as refused:
         coordinator.initialised(0, joined.stay.incarnation)
     assert refused.value.code is RefusalCode.STALE_TERM

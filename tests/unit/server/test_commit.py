@@ -16,8 +16,8 @@ from elastic_ps.checkpoint.tensors import Stored
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import History
 from elastic_ps.server.checkpointer import Checkpointer
+from elastic_ps.server.commit import CommitCoordinator
 from elastic_ps.server.coordinator import Joined
-from elastic_ps.server.driver import Driver
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.limits import USUAL, ServerLimits
@@ -166,16 +166,16 @@ def test_going_back_to_a_checkpoint_is_tried_until_it_works_and_the_status_says_
     assert not joined.initialise
 
 
-def test_a_driver_that_is_closed_lets_nobody_give_orders() -> None:
+def test_a_commit_coordinator_that_is_closed_lets_nobody_give_orders() -> None:
     job = Guarded(TrainingJobSpec.model_validate({"entrypoint": "train:main"}), 1)
     checkpoints = unwritten()
-    driver = Driver(job, [Notes()], checkpoints=checkpoints, history=History(None, ""))
-    with driver.turn() as order:
+    commit = CommitCoordinator(job, [Notes()], checkpoints=checkpoints, history=History(None, ""))
+    with commit.turn() as order:
         assert order == Advance(0, 0, {}, term=1)
         assert job.behind, "one at a time"
     assert not job.behind
-    driver.close()
-    with pytest.raises(Refused, match="is stopping") as refused, driver.turn():
+    commit.close()
+    with pytest.raises(Refused, match="is stopping") as refused, commit.turn():
         pass
     assert refused.value.code is RefusalCode.NOT_READY
     checkpoints.close()

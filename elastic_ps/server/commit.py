@@ -65,7 +65,7 @@ GOODBYE = timedelta(seconds=2)
 """For how long a parameter server that ends tries to tell the other shards."""
 
 
-class Driver:
+class CommitCoordinator:
     """Gives the orders. Thread-safe.
 
     Args:
@@ -264,7 +264,7 @@ class Driver:
         """Give the shards one order that is due, if there is one and no other thread is doing it.
 
         Args:
-            closing: the caller closes the driver; from then on no other thread gives orders.
+            closing: the caller closes it; from then on no other thread gives orders.
 
         Returns whether the order was carried out, so that there may be more to do.
         """
@@ -512,7 +512,7 @@ class Driver:
         Blocks until it is this thread's turn.
 
         Raises:
-            Refused: NOT_READY; the driver is closed.
+            Refused: NOT_READY; it is closed.
         """
         job = self._job
         with job.lock:
