@@ -104,9 +104,11 @@ COURSES = Transitions(
         (Course.CLOSING, CourseEvent.RELEASE): Course.CLOSING,
         (Course.CLOSING, CourseEvent.SPOIL): Course.CLOSING_LOST,
         (Course.CLOSING, CourseEvent.RESTORE): Course.CLOSING,
+        (Course.CLOSING, CourseEvent.CLOSE): Course.CLOSING,
         (Course.CLOSING_LOST, CourseEvent.RELEASE): Course.CLOSING_LOST,
         (Course.CLOSING_LOST, CourseEvent.SPOIL): Course.CLOSING_LOST,
         (Course.CLOSING_LOST, CourseEvent.RESTORE): Course.CLOSING,
+        (Course.CLOSING_LOST, CourseEvent.CLOSE): Course.CLOSING_LOST,
     },
 )
 
