@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.worker import staging
+from elastic_ps.worker import flat
 from elastic_ps.worker.encoder import Tuner
 from elastic_ps.worker.session import Session
 from tests.testing.devices import LateDevice, Said
@@ -29,7 +29,7 @@ BUCKETS = {"bucketBytes": 1024}
 def late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
     """The CPU is a device whose copies are late."""
     late = LateDevice()
-    monkeypatch.setattr(staging, "streams_of", lambda device: late.streams())
+    monkeypatch.setattr(flat, "streams_of", lambda device: late.streams())
     return late
 
 
