@@ -19,6 +19,8 @@ PARALLEL := --dist=loadscope --max-worker-restart=2
 CLUSTER_PROCESSES ?= 3
 SCALE ?= --scale 100:4 --scale 1700:2
 MINUTES ?= 30
+# The tests start hundreds of processes, which are not to compile the project again each.
+unexport PYTHONDONTWRITEBYTECODE
 SIMULATOR_SECONDS ?= 3600
 
 .PHONY: run test test-all test-here test-unit test-integration test-docs test-cluster check mutants bench soak proto manifests format cluster cluster-down install uninstall clean

@@ -11,10 +11,13 @@ import pytest
 
 from elastic_ps.cli import main
 from elastic_ps.local import Programs
+from elastic_ps.process import compiler
 from tests.testing.certificates import remove_pair
 from tests.testing.launching import PROGRAMS, Here
 from tests.testing.polling import eventually
 from tests.testing.transports import TRANSPORTS, World
+
+compiler.defer()
 
 
 @pytest.fixture(scope="session")

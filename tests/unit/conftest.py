@@ -7,7 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from elastic_ps.process import compiler
 from elastic_ps.server.limits import USUAL, ServerLimits
+
+compiler.defer()
 
 
 @pytest.fixture
