@@ -22,6 +22,7 @@ from elastic_ps.core import damping
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Bucket
 from elastic_ps.core.settings import NOTHING, Made, Settings, read_settings
+from elastic_ps.core.working import Event, State
 from elastic_ps.data.batches import Batches, Slices, checked
 from elastic_ps.data.prepared import check_loop
 from elastic_ps.data.states import Loop, Part
@@ -38,7 +39,7 @@ from elastic_ps.worker.measuring import Phases
 from elastic_ps.worker.model import Described
 from elastic_ps.worker.records import Records, Stopping
 from elastic_ps.worker.schedule import Interval, Schedule
-from elastic_ps.worker.state import State
+from elastic_ps.worker.state import State as ScriptState
 from elastic_ps.worker.strategy import Future, Strategy
 
 logger = logging.getLogger(__name__)
@@ -145,7 +146,7 @@ class Engine:
         in_batch: the script computes on a batch, as far as is known.
         at_close: called when this worker leaves.
         started: in mode `local`, the exchange that goes on while the script makes its next steps.
-        abandoned: a step that had begun was skipped, and the parameter server does not know.
+        working: what this worker is doing.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class Engine:
         self.world = world or LocalWorld()
         self.slices = Slices(self.world.rank, self.world.size)
         self.client = client
-        self.member = member
+        self.member, self.working = member, member.working
         self.batches = Batches()
         self.gradients: LocalGradients
         self.local: LocalTraining | None = None
@@ -173,7 +174,7 @@ class Engine:
         self._trace, self._history = trace, history
         self._stopped = Stopping(client, self.world)
         self.records = Records(self, client, self.world, self.batches, self._stopped)
-        self.state = State(self, client, self.world)
+        self.state = ScriptState(self, client, self.world)
         self._entrance = Entrance(
             spec,
             client,
@@ -188,14 +189,12 @@ class Engine:
         self._phases = Phases(trace)
         self._model: torch.nn.Module | None = None
         self._steps = 0
-        self.abandoned = False
         self._warned = False
-        self._closed = False
 
     @property
     def closed(self) -> bool:
         """Whether this worker has left for good."""
-        return self._closed
+        return self.working.state is State.LEFT
 
     @property
     def spec(self) -> TrainingJobSpec:
@@ -205,7 +204,7 @@ class Engine:
     @property
     def entered(self) -> bool:
         """Whether the model has been given to the job, or has got the job's values."""
-        return self._entrance.done
+        return self.exchange is not None and self.working.state is not State.JOINING
 
     @property
     def exchange(self) -> Strategy | None:
@@ -249,13 +248,8 @@ class Engine:
 
     @property
     def in_step(self) -> bool:
-        """Whether a step has begun that has not ended, as far as the parameter server knows.
-
-        But not an exchange that goes on by itself: it comes to its end before the parameter server is told
-        anything else.
-        """
-        begun = self.exchange is not None and self.exchange.under_way is not None
-        return self.abandoned or (begun and self.started is None)
+        """Whether a step has begun that has not ended, as far as the parameter server knows."""
+        return self.working.in_step
 
     # --- coming and going
 
@@ -271,6 +265,7 @@ class Engine:
         See `Entrance.enter`.
         """
         flat = self._entrance.enter(described, model, optimizer, brought)
+        self.working.note(Event.ENTER)
         self._model = model
         self._phases.watch(model)
         return flat
@@ -308,9 +303,10 @@ class Engine:
         Args:
             failed: the script has; it is not told then what it has left undone.
         """
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        in_step = self.in_step or self.started is not None
+        self.working.note(Event.LEAVE)
         over = failed or self.records.loop is Loop.RUNS or self.stopped or self.member.draining
         if self.batches.computed and not over:
             logger.warning(_LEFT, self.batches.samples)
@@ -322,7 +318,7 @@ class Engine:
                 self.exchange.hand_over()
             except ElasticPSError as error:
                 logger.info("this worker's values could not be handed over: %s", error)
-        self.member.leave(in_step=self.in_step or self.started is not None)
+        self.member.leave(in_step=in_step)
         if self.exchange is not None:
             self.exchange.close()
         self.cancel_exchange()
@@ -413,15 +409,16 @@ class Engine:
             current = damping.warmed(current, self.spec.consistency, exchange.version)
         step = self.new_step(exchange.version, samples)
         exchange.begin(step, current.to_json() if current else "", besides=besides)
+        self.working.note(Event.BEGIN)
 
     def new_step(self, base: int, samples: int = 1) -> Step:
         """The step that this worker makes next, on version `base`."""
         return Step(stay=self.client.stay, number=self._steps, base=base, version=base, samples=samples)
 
-    def step_over(self) -> None:
-        """The step that has begun, if any, is over: made, or known to be void."""
+    def assigned(self) -> None:
+        """The step in which values were assigned is over: made, or known to be void."""
         self._steps += 1
-        self.abandoned = False
+        self.working.note(Event.TELL)
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """A bucket's contribution is complete. Does not block."""
@@ -473,6 +470,7 @@ class Engine:
     def _await(self, finish: Callable[[], bool], settings: Settings, number: int) -> bool:
         """Wait for a step's version with `finish`. Returns whether the step counts. See `finish_step`."""
         exchange = self._exchange()
+        self.working.note(Event.END)
         try:
             with self._phases.waiting(number):
                 made = finish()
@@ -496,6 +494,7 @@ class Engine:
             raise
         else:
             self._steps += 1
+            self.working.note(Event.GET)
             self._stopped.learn(exchange.told.stopped)
             self._stopped.heed()
             if made:
@@ -581,6 +580,7 @@ class Engine:
         self.batches.step_made()
         version, made = self.version, self.made
         self.started = Started(exchange.start(ending), settings, step.number, version, made)
+        self.working.note(Event.START)
 
     def finish_exchange(self) -> bool:
         """Wait for the version of the exchange that was started. Blocks. Raises as `finish_step`.
@@ -626,7 +626,7 @@ class Engine:
         step is in the model is not known here. If it is not, its records go to others.
         """
         self.drop_step()
-        self.abandoned = True
+        self.working.note(Event.GIVE_UP)
         self._exchange().reset()
 
     def forget_left(self) -> None:
@@ -668,7 +668,7 @@ class Engine:
         """No step is made with the batches in hand; their records are not trained by anybody."""
         self._note_skipped(self.batches.skip())
         if self.in_step:  # some of it may be in the sums: this worker leaves the round, and comes again
-            self.abandoned = True
+            self.working.note(Event.GIVE_UP)
             self.records.drop()
             self._steps += 1
             self._exchange().reset()
@@ -707,7 +707,8 @@ class Engine:
     def drop_step(self) -> None:
         """The step under way and all records in hand go to others."""
         self.records.drop()
-        self.step_over()
+        self._steps += 1
+        self.working.note(Event.DROP)
         self.batches.forget(lost=True)
         self._void_steps()
 

@@ -18,6 +18,7 @@ from elastic_ps.codec.optimizers import second_momentum
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Layout, TensorSpec
 from elastic_ps.core.settings import Settings
+from elastic_ps.core.working import Event, Working
 from elastic_ps.errors import (
     ConnectionLost,
     ElasticPSError,
@@ -59,7 +60,6 @@ class Entrance:
     Attributes:
         spec: how to train the job, as of the last time that this worker has joined.
         exchange, schedule: of the model; `exchange` is None before `enter`, which sets both.
-        done: whether the model has been given to the job, or has got the job's values.
     """
 
     def __init__(
@@ -78,7 +78,6 @@ class Entrance:
         self.spec = spec
         self.exchange: Strategy | None = None
         self.schedule: Schedule
-        self.done = False
         self._client, self._member, self._world, self._weights = client, member, world, weights
         self._make_step, self._host = make_step, host
         self._layout: Layout | None = None  # of the memory that the model has; None before `enter`
@@ -126,7 +125,6 @@ class Entrance:
         membership = self._initialise(exchange, membership, flat, brought)
         if not membership.initialise:
             self.schedule.joined(Settings.from_json(exchange.told.settings))
-        self.done = True
         self._member.note_join(membership.version)
         return flat
 
@@ -293,7 +291,7 @@ class Member:
         world: the processes of this worker; process 0 alone is heard of.
 
     Attributes:
-        joined: this worker has become a member.
+        working: what this worker is doing.
     """
 
     def __init__(
@@ -305,7 +303,7 @@ class Member:
         on_joined: Callable[[], None] = lambda: None,
         world: LocalWorld | None = None,
     ) -> None:
-        self.joined = False
+        self.working = Working()
         self._world = world or LocalWorld()
         self._client = client
         self._history = history
@@ -338,7 +336,7 @@ class Member:
 
         mine: tuple[Sequence[TensorSpec], str] = described.specs, described.optimizer
         membership = self._world.consult("session.optimizer(...)", mine, join)
-        self.joined = True
+        self.working.note(Event.JOIN)
         if self._world.leads:
             self._heart = Heart(self._client, membership.lease / 3, self._on_hung)
             self._on_joined()

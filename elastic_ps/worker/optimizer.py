@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic_ps.codec.several import Several, parameters_of, parts_of
+from elastic_ps.core.working import Event, State
 from elastic_ps.errors import RefusalCode, Refused, UsageError
 from elastic_ps.worker.brought import state_dict_of
 from elastic_ps.worker.client import expelled
@@ -425,19 +426,19 @@ def _assign_since(engine: Engine, exchange: Strategy, base: int) -> bool:
     Returns whether this worker takes part in the open round.
     """
     while not (reply := engine.client.assign(base)).done:
-        if reply.version > base and not engine.abandoned:
+        if reply.version > base and engine.working.state is not State.VOID:
             logger.warning(
                 "session.assign replaces version %d. This script has changed the values of version %d, "
                 "so the model loses the steps in between",
                 reply.version,
                 base,
             )
-        engine.abandoned = True  # until it is done
+        engine.working.note(Event.GIVE_UP)  # until it is done
         try:
             exchange.assign(engine.new_step(reply.version), reply.attempt)
         except Refused as refusal:
             if refusal.code not in (RefusalCode.STALE_ATTEMPT, RefusalCode.LATE):
                 raise
-    engine.step_over()
+    engine.assigned()
     exchange.fetch(reply.version, contributor=reply.takes_part)
     return reply.takes_part

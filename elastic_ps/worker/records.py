@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from elastic_ps.core.fingerprint import differing, other_records
 from elastic_ps.core.ledger import Range
+from elastic_ps.core.working import Event, State, Working
 from elastic_ps.data.batches import Batches
 from elastic_ps.data.states import LOOPS, PARTS, Loop, LoopEvent, Part, PartEvent
 from elastic_ps.errors import InvalidModel, Refused, UsageError
@@ -27,11 +28,11 @@ class Driven(Protocol):
     """What else a worker does, as far as its records depend on it: the engine.
 
     Attributes:
-        in_batch, abandoned: see `Engine`.
+        in_batch, working: see `Engine`.
     """
 
     in_batch: bool
-    abandoned: bool
+    working: Working
 
     @property
     def entered(self) -> bool:
@@ -44,10 +45,6 @@ class Driven(Protocol):
     @property
     def exchange(self) -> Strategy | None:
         """Of the model, from the time that it has `entered`."""
-
-    @property
-    def in_step(self) -> bool:
-        """Whether a step has begun that has not ended, as far as the parameter server knows."""
 
     def leave_if_asked(self) -> None:
         """Between two batches: where a worker that was asked to leave does so. Raises Drained."""
@@ -165,7 +162,7 @@ class Records:
                     request = pb.TakeRequest(
                         **all_of_them[0]._asdict(),
                         wait=wait,
-                        abandoned=worker.in_step,
+                        abandoned=worker.working.in_step,
                         skipped=ranges_to_message(self._batches.skipped if wait else ()),
                         early=early,
                         epoch=epoch,
@@ -180,7 +177,7 @@ class Records:
                 if granted.pending:
                     continue
                 if wait:
-                    worker.abandoned = False
+                    worker.working.note(Event.TELL)
                     self._batches.told()
                     self._accept(granted)
                 return ranges_from_message(granted.ranges)
@@ -262,7 +259,7 @@ class Records:
         """
         if not self._worker.entered:
             raise UsageError("call session.optimizer(...) before session.pause()")
-        in_step = self._worker.in_step and not self._worker.abandoned
+        in_step = self._worker.working.state in (State.PUSHING, State.AWAITING)
         if in_step or self._batches.computed or self._batches.undecided:
             raise UsageError(
                 "session.pause() was called in the middle of a step. Call it after optimizer.step(), or "
@@ -287,7 +284,7 @@ class Records:
             worker.exchange_steps()
             self._plays(PartEvent.LEAVE)
             try:
-                abandoned = worker.in_step
+                abandoned = worker.working.in_step
                 self._exchange().hand_over()
                 self._world.decide(
                     "the end of its loop over the loader",
@@ -301,7 +298,8 @@ class Records:
                     ),
                 )
                 self._stopped.heed()
-                self._leaves = worker.abandoned = False
+                self._leaves = False
+                worker.working.note(Event.TELL)
                 worker.forget()
             except Refused as refusal:
                 if not expelled(refusal):

@@ -16,6 +16,7 @@ from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.several import parts_of
 from elastic_ps.core.metrics import Reduction
 from elastic_ps.core.settings import CLAMP, MAX_GRAD_NORM
+from elastic_ps.core.working import State
 from elastic_ps.data.prepared import check_model, check_wrapper
 from elastic_ps.data.seed import seed_everything
 from elastic_ps.errors import UsageError
@@ -34,7 +35,7 @@ from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.model import Described
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.schedule import Interval, check_interval
-from elastic_ps.worker.state import State
+from elastic_ps.worker.state import State as ScriptState
 
 S = TypeVar("S", bound=torch.optim.lr_scheduler.LRScheduler)
 
@@ -146,7 +147,7 @@ class Session:
     @property
     def started(self) -> bool:
         """Whether this worker is a member of the job."""
-        return self._member.joined
+        return self._member.working.state is not State.OUT
 
     @property
     def is_chief(self) -> bool:
@@ -403,7 +404,7 @@ class Session:
         return loader
 
     @property
-    def state(self) -> State:
+    def state(self) -> ScriptState:
         """What the scripts keep with the job: a mapping of names to small plain data, such as a best score.
 
         All workers read the same, which is asked of the parameter server at each use. The chief writes it
