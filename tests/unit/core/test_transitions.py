@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ps.core import consistency, stages
+from elastic_ps.core import consistency, stages, working
 from elastic_ps.core.consistency import Event, Phase
 from elastic_ps.core.transitions import ImpossibleTransition, Transitions
 from elastic_ps.data import states
@@ -30,6 +30,7 @@ TABLES = [
     stages.COURSES,
     stages.TELLING,
     stages.FOLLOWING,
+    working.WORKER,
     states.PARTS,
     states.LOOPS,
 ]
