@@ -12,7 +12,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -40,7 +40,7 @@ from elastic_ps.worker.model import Described
 from elastic_ps.worker.records import Records, Stopping
 from elastic_ps.worker.schedule import Interval, Schedule
 from elastic_ps.worker.state import State as ScriptState
-from elastic_ps.worker.strategy import Future, Strategy
+from elastic_ps.worker.strategy import Started, Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -70,58 +70,39 @@ _FROM_ELSEWHERE = (
 
 
 class LocalGradients(Protocol):
-    """The gradients that the model's parameters have on this worker."""
+    """The gradients that the model's parameters have on this worker; see `gradients.Gradients`."""
 
     def void(self) -> None:
-        """They belong to no step: the records were skipped, or handed to others."""
+        """See there."""
 
     def finite(self) -> bool:
-        """Whether there is no infinity or NaN among them. Waits for the device."""
+        """See there."""
 
     def present(self) -> bool:
-        """Whether there are some."""
+        """See there."""
 
     @property
     def trains_buffers(self) -> bool:
-        """Whether steps are about the model's buffers: there are some, and backward() has never run."""
+        """See there."""
 
     def set_by_hand(self) -> bool:
-        """Whether there are some, though backward() never made any: the script assigns them."""
+        """See there."""
 
 
 class LocalTraining(Protocol):
-    """The steps that this worker makes by itself.
-
-    Attributes:
-        made: how many since the last exchange.
-    """
+    """The steps that this worker makes by itself; see `local_steps.LocalSteps`."""
 
     made: int
+    started: Started | None
 
     def exchange(self) -> None:
-        """Push what they have changed, and pull the version that it becomes part of. Blocks.
-
-        If an exchange is under way, that comes to its end first.
-        """
+        """See there."""
 
     def void(self) -> None:
-        """They count for nothing."""
+        """See there."""
 
-
-class Started(NamedTuple):
-    """An exchange that goes on by itself.
-
-    Attributes:
-        settings: the hyperparameters that it ends with.
-        number: of its step.
-        version, made: what the model has meanwhile, and what that was made of.
-    """
-
-    future: Future
-    settings: Settings
-    number: int
-    version: int
-    made: Made
+    def cancel(self) -> None:
+        """See there."""
 
 
 class Engine:
@@ -145,7 +126,6 @@ class Engine:
         make_step: has the script's own optimizer make a step on this worker; from there on.
         in_batch: the script computes on a batch, as far as is known.
         at_close: called when this worker leaves.
-        started: in mode `local`, the exchange that goes on while the script makes its next steps.
         working: what this worker is doing.
     """
 
@@ -168,7 +148,6 @@ class Engine:
         self.gradients: LocalGradients
         self.local: LocalTraining | None = None
         self.make_step: Callable[[], object]
-        self.started: Started | None = None
         self.in_batch = False
         self.at_close: list[Callable[[], object]] = []
         self._trace, self._history = trace, history
@@ -180,7 +159,7 @@ class Engine:
             client,
             member,
             self.world,
-            self._weights,
+            self.weights,
             lambda: self.make_step(),
             host=host,
             trace=trace,
@@ -204,12 +183,13 @@ class Engine:
     @property
     def entered(self) -> bool:
         """Whether the model has been given to the job, or has got the job's values."""
-        return self.exchange is not None and self.working.state is not State.JOINING
+        return self._entrance.strategy is not None and self.working.state is not State.JOINING
 
     @property
-    def exchange(self) -> Strategy | None:
+    def strategy(self) -> Strategy:
         """Of the model, from `enter` on."""
-        return self._entrance.exchange
+        assert self._entrance.strategy is not None, "the model has been given to session.optimizer"
+        return self._entrance.strategy
 
     @property
     def schedule(self) -> Schedule:
@@ -224,9 +204,9 @@ class Engine:
     @property
     def version(self) -> int:
         """The version of the model that this worker has; one that is under way is not taken over yet."""
-        if self.started is not None:
-            return self.started.version
-        return self.exchange.version if self.exchange else 0
+        if self.local is not None and self.local.started is not None:
+            return self.local.started.version
+        return self._entrance.strategy.version if self._entrance.strategy else 0
 
     @property
     def has_been_chief(self) -> bool:
@@ -236,9 +216,10 @@ class Engine:
     @property
     def made(self) -> Made:
         """What the version that this worker has was made of."""
-        if self.started is not None:
-            return self.started.made
-        text = self.exchange.told.settings if self.exchange else ""
+        if self.local is not None and self.local.started is not None:
+            return self.local.started.made
+        strategy = self._entrance.strategy
+        text = strategy.told.settings if strategy else ""
         return read_settings(text).made if text else NOTHING
 
     @property
@@ -271,16 +252,26 @@ class Engine:
         return flat
 
     def _join_again(self, reason: Refused) -> None:
-        """Continue as a new member, because the parameter server does not know this worker (any more).
+        """Continue as a new member, because the parameter server does not know this worker any more. Blocks.
 
-        The unfinished step and all records in hand are dropped. The records are handed out again.
+        The unfinished step and all records in hand are dropped. The records are handed out again. What the
+        parameter server may have forgotten is said again.
         """
-        self._entrance.again(self._exchange(), reason, drop=self.drop_step, repeat=self._repeat)
-
-    def _repeat(self) -> None:
-        """Say again what the parameter server may have forgotten. Blocks. Raises Refused."""
-        self._stopped.repeat()
-        self.state.repeat()
+        logger.warning("joining again: %s", reason)
+        while True:
+            self.drop_step()
+            version = self._entrance.join_again()
+            try:
+                self.strategy.fetch(version, contributor=False)
+                self._stopped.repeat()
+                self.state.repeat()
+                break
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
+        self.take_settings()
+        self.member.note_join(version, again=True)
+        logger.info("joined again at version %d", version)
 
     def come_back(self, refusal: Refused) -> None:
         """Join again between two steps. Blocks."""
@@ -305,23 +296,25 @@ class Engine:
         """
         if self.closed:
             return
-        in_step = self.in_step or self.started is not None
+        in_step = self.in_step or self.working.state is State.IN_FLIGHT
         self.working.note(Event.LEAVE)
         over = failed or self.records.loop is Loop.RUNS or self.stopped or self.member.draining
         if self.batches.computed and not over:
             logger.warning(_LEFT, self.batches.samples)
         for call in self.at_close:
             call()
-        if self.exchange is not None:
+        strategy = self._entrance.strategy
+        if strategy is not None:
             self.client.hasten()
             try:
-                self.exchange.hand_over()
+                strategy.hand_over()
             except ElasticPSError as error:
                 logger.info("this worker's values could not be handed over: %s", error)
         self.member.leave(in_step=in_step)
-        if self.exchange is not None:
-            self.exchange.close()
-        self.cancel_exchange()
+        if strategy is not None:
+            strategy.close()
+        if self.local is not None:
+            self.local.cancel()
         self._history.record("left", version=self.version)
         self._trace.close()
         self._history.close()
@@ -358,8 +351,8 @@ class Engine:
 
     def begin_step(self) -> None:
         """The first gradient of a step is there. Raises UsageError if it belongs to no batch."""
-        self._require_batch()
-        self._begin()
+        self.require_batch()
+        self.begin(self.batches.samples)
 
     @property
     def has_no_step(self) -> bool:
@@ -375,7 +368,8 @@ class Engine:
             and not (self.gradients.present() or self.gradients.trains_buffers)
         )
 
-    def _require_batch(self) -> None:
+    def require_batch(self) -> None:
+        """Raise UsageError if the step that is to be made belongs to no batch, or to too many."""
         if self.batches.undecided and not self.batches.computed:
             self.batches.compute_all()  # gradients that no backward() made
         if not self.batches.computed and self.batches.given_back:
@@ -395,20 +389,17 @@ class Engine:
             )
         self.schedule.check()
 
-    def _begin(self) -> None:
+    def begin(self, samples: int, besides: Set[int] = frozenset()) -> None:
+        """Begin a step of so many records; see `Strategy.begin`."""
         self._phases.backward()
-        self._begin_of(self.batches.samples)
-
-    def _begin_of(self, samples: int, besides: Set[int] = frozenset()) -> None:
-        """See `Strategy.begin`."""
-        exchange = self._exchange()
-        current = self.schedule.current() if exchange.asks_ahead else None
+        strategy = self.strategy
+        current = self.schedule.current() if strategy.asks_ahead else None
         if current is not None and current.max_grad_norm is not None:
             current = None  # no drafts: the norm is not known before all gradients are there
         if current is not None:
-            current = damping.warmed(current, self.spec.consistency, exchange.version)
-        step = self.new_step(exchange.version, samples)
-        exchange.begin(step, current.to_json() if current else "", besides=besides)
+            current = damping.warmed(current, self.spec.consistency, strategy.version)
+        step = self.new_step(strategy.version, samples)
+        strategy.begin(step, current.to_json() if current else "", besides=besides)
         self.working.note(Event.BEGIN)
 
     def new_step(self, base: int, samples: int = 1) -> Step:
@@ -423,7 +414,7 @@ class Engine:
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """A bucket's contribution is complete. Does not block."""
         self._phases.gradient()
-        self._exchange().ready(bucket, present)
+        self.strategy.ready(bucket, present)
 
     def backward_ended(self) -> None:
         """The script calls `optimizer.step`."""
@@ -442,20 +433,19 @@ class Engine:
             InvalidModel: the optimizer has got a second momentum.
             Refused, ConnectionLost: the parameter server did not take the step.
         """
-        exchange = self._exchange()
-        step, ending, settings = self._ended()
-        if self._await(lambda: exchange.finish(ending), settings, step.number):
+        step, ending, settings = self.ending()
+        if self.await_version(lambda: self.strategy.finish(ending), settings, step.number):
             self.batches.step_made()
         if self.records.part is Part.LAST_STEP:
             self.records.stop_computing()
 
-    def _ended(self) -> tuple[Step, Ending, Settings]:
+    def ending(self) -> tuple[Step, Ending, Settings]:
         """The step that has begun, and what it ends with. Raises UsageError, InvalidModel."""
-        step, batches = self._exchange().under_way, self.batches
+        step, batches = self.strategy.under_way, self.batches
         assert step is not None
         if self.local is None and step.samples != batches.samples:
             raise UsageError("backward() ran for two batches before optimizer.step(); call step() first")
-        self._note_skipped(batches.decide(keep_new=True))
+        self.note_skipped(batches.decide(keep_new=True))
         settings = self.schedule.current()
         self._entrance.check(settings)
         ending = Ending(
@@ -467,9 +457,8 @@ class Engine:
         )
         return step, ending, settings
 
-    def _await(self, finish: Callable[[], bool], settings: Settings, number: int) -> bool:
+    def await_version(self, finish: Callable[[], bool], settings: Settings, number: int) -> bool:
         """Wait for a step's version with `finish`. Returns whether the step counts. See `finish_step`."""
-        exchange = self._exchange()
         self.working.note(Event.END)
         try:
             with self._phases.waiting(number):
@@ -478,7 +467,7 @@ class Engine:
             late = refusal.code is RefusalCode.LATE
             if late and not self.spec.consistency.waits_for_all:
                 self.drop_step()
-                exchange.reset()
+                self.strategy.reset()
             elif late or self._is_left_out(refusal):
                 self._give_up_step()
             elif expelled(refusal):
@@ -495,7 +484,7 @@ class Engine:
         else:
             self._steps += 1
             self.working.note(Event.GET)
-            self._stopped.learn(exchange.told.stopped)
+            self._stopped.learn(self.strategy.told.stopped)
             self._stopped.heed()
             if made:
                 self.schedule.step_made(settings, self._in_force())
@@ -507,98 +496,9 @@ class Engine:
         with contextlib.suppress(ElasticPSError):
             self.client.report({"loss": math.nan})
 
-    # --- steps that this worker makes by itself, in mode `local`
-
     def weights(self) -> list[float]:
-        """For each process of this worker, its share of the records of the local step that is to be made.
-
-        Raises UsageError if it belongs to no batch.
-        """
-        self._require_batch()
-        return self._weights()
-
-    def _weights(self) -> list[float]:
+        """For each process of this worker, its share of the records that the next step is computed on."""
         return self.slices.weights(self.batches.computed)
-
-    def keep_step(self) -> None:
-        """The script's own optimizer has made a step. Raises UsageError if it belongs to no batch."""
-        self._require_batch()
-        self._note_skipped(self.batches.decide(keep_new=True))
-        self.batches.keep()
-
-    def refresh(self, besides: Set[int]) -> bool:
-        """Pull the newest version, but for the buckets `besides`. Blocks.
-
-        Returns False if this worker had to join again.
-        """
-        exchange = self._exchange()
-        try:
-            exchange.fetch(exchange.version, contributor=False, besides=besides)
-        except Refused as refusal:
-            if not expelled(refusal):
-                raise
-            self.come_back(refusal)
-            return False
-        return True
-
-    def open_round(self) -> int | None:
-        """The version of the round that an exchange will be part of, which waits for it from now on. Blocks.
-
-        Returns None if this worker had to join again.
-        """
-        base = self.version
-        try:
-            return self.world.decide(
-                "where an exchange begins", lambda: self.client.begin(self.new_step(base))[0]
-            )
-        except Refused as refusal:
-            if refusal.code is RefusalCode.LATE:
-                return base  # so is the exchange
-            if not expelled(refusal):
-                raise
-            self.come_back(refusal)
-            return None
-
-    def begin_exchange(self, samples: int, besides: Set[int]) -> None:
-        """All steps since the last exchange are one for the parameter server.
-
-        Args:
-            samples: how many records what is exchanged has been trained on: the weight in the mean.
-            besides: buckets that are not exchanged.
-        """
-        self.batches.gather()
-        self._phases.backward()
-        self._begin_of(samples, besides)
-
-    def start_exchange(self) -> None:
-        """End the exchange that has begun, as `finish_step` does, but do not wait for the version.
-
-        What was exchanged stays where it is sent from until `finish_exchange`.
-        """
-        exchange = self._exchange()
-        step, ending, settings = self._ended()
-        self.batches.step_made()
-        version, made = self.version, self.made
-        self.started = Started(exchange.start(ending), settings, step.number, version, made)
-        self.working.note(Event.START)
-
-    def finish_exchange(self) -> bool:
-        """Wait for the version of the exchange that was started. Blocks. Raises as `finish_step`.
-
-        Returns whether its values are in flat memory. If not, its steps are void, and those made since.
-        """
-        started = self.started
-        assert started is not None
-        try:
-            return self._await(started.future.finish, started.settings, started.number)
-        finally:
-            self.cancel_exchange()
-
-    def cancel_exchange(self) -> None:
-        """If an exchange goes on by itself, end it. Blocks."""
-        if self.started is not None:
-            self.started.future.cancel()
-            self.started = None
 
     def exchange_steps(self) -> None:
         """If this worker has made steps by itself, see `LocalTraining.exchange`."""
@@ -627,7 +527,7 @@ class Engine:
         """
         self.drop_step()
         self.working.note(Event.GIVE_UP)
-        self._exchange().reset()
+        self.strategy.reset()
 
     def forget_left(self) -> None:
         """Another loop begins: if the last one was left between backward() and step(), that step is void.
@@ -652,11 +552,10 @@ class Engine:
 
     def _give_up_step(self) -> None:
         """The round is made without this worker: pull what there is, since some of it may have arrived."""
-        exchange = self._exchange()
         logger.info("the step is dropped: the round is made without this worker")
         self.leave_step()
         try:
-            exchange.fetch(exchange.version, contributor=False)
+            self.strategy.fetch(self.version, contributor=False)
         except Refused as refusal:
             if not expelled(refusal):
                 raise
@@ -666,12 +565,12 @@ class Engine:
 
     def skip(self) -> None:
         """No step is made with the batches in hand; their records are not trained by anybody."""
-        self._note_skipped(self.batches.skip())
+        self.note_skipped(self.batches.skip())
         if self.in_step:  # some of it may be in the sums: this worker leaves the round, and comes again
             self.working.note(Event.GIVE_UP)
             self.records.drop()
             self._steps += 1
-            self._exchange().reset()
+            self.strategy.reset()
         self.gradients.void()
         if self.records.part is Part.LAST_STEP:
             self.records.stop_computing()
@@ -679,7 +578,7 @@ class Engine:
     def gradients_zeroed(self) -> None:
         """The script drops the gradients that it has; it makes no step with what it has computed."""
         if not self.in_step:
-            self._note_skipped(self.batches.reopen())
+            self.note_skipped(self.batches.reopen())
 
     def _settle_by_hand(self) -> None:
         if self.batches.undecided and self.gradients.set_by_hand():
@@ -692,14 +591,15 @@ class Engine:
         left it out.
         """
         self._settle_by_hand()
-        self._note_skipped(self.batches.decide())
+        self.note_skipped(self.batches.decide())
         if self.batches.computed and not self.in_step:
             what = "the end of the loop over the loader"
             if not self.world.consult(what, self.gradients.finite(), all):
                 self.skip()
         return not self.batches.computed
 
-    def _note_skipped(self, records: int) -> None:
+    def note_skipped(self, records: int) -> None:
+        """So many records are skipped; the script may not know."""
         if records:
             logger.log(logging.DEBUG if self._warned else logging.WARNING, _SKIPPED, records)
             self._warned = True
@@ -746,11 +646,7 @@ class Engine:
 
     def _in_force(self) -> Settings:
         """As of the last pull."""
-        return Settings.from_json(self._exchange().told.settings)
-
-    def _exchange(self) -> Strategy:
-        assert self.exchange is not None, "the model has been given to session.optimizer"
-        return self.exchange
+        return Settings.from_json(self.strategy.told.settings)
 
 
 def _nothing() -> None:

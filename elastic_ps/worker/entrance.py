@@ -59,7 +59,7 @@ class Entrance:
 
     Attributes:
         spec: how to train the job, as of the last time that this worker has joined.
-        exchange, schedule: of the model; `exchange` is None before `enter`, which sets both.
+        strategy, schedule: of the model; `strategy` is None before `enter`, which sets both.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Entrance:
         history: History,
     ) -> None:
         self.spec = spec
-        self.exchange: Strategy | None = None
+        self.strategy: Strategy | None = None
         self.schedule: Schedule
         self._client, self._member, self._world, self._weights = client, member, world, weights
         self._make_step, self._host = make_step, host
@@ -121,10 +121,11 @@ class Entrance:
             world=self._world,
             registered=described.registered,
         )
-        self.exchange = exchange = self._make_exchange(flat, optimizer)
-        membership = self._initialise(exchange, membership, flat, brought)
+        self.strategy = strategy = self._make_strategy(flat, optimizer)
+        strategy.steps_here = local or self.spec.all_reduce
+        membership = self._initialise(strategy, membership, flat, brought)
         if not membership.initialise:
-            self.schedule.joined(Settings.from_json(exchange.told.settings))
+            self.schedule.joined(Settings.from_json(strategy.told.settings))
         self._member.note_join(membership.version)
         return flat
 
@@ -145,7 +146,7 @@ class Entrance:
         if problem := second_momentum(settings.groups, sent):
             raise InvalidModel(problem)
 
-    def _make_exchange(self, flat: Flat, optimizer: torch.optim.Optimizer) -> Strategy:
+    def _make_strategy(self, flat: Flat, optimizer: torch.optim.Optimizer) -> Strategy:
         same = self.spec.consistency.mode == "local"
         if not self._world.leads:
             return Following(self._world, flat, same=same)
@@ -185,7 +186,7 @@ class Entrance:
         )
 
     def _initialise(
-        self, exchange: Strategy, membership: Membership, flat: Flat, brought: Brought | None
+        self, strategy: Strategy, membership: Membership, flat: Flat, brought: Brought | None
     ) -> Membership:
         """Give the job this model's values, or get the job's. Blocks.
 
@@ -200,13 +201,13 @@ class Entrance:
                     flat.publish()
                 if not membership.initialise or self._codecs.encodes_values:
                     own = False
-                    exchange.fetch(membership.version, contributor=False)  # the same values as others get
+                    strategy.fetch(membership.version, contributor=False)  # the same values as others get
                 return membership
             except Refused as refusal:
                 if not expelled(refusal):
                     raise
                 logger.warning("joining again: %s", refusal)
-            exchange.reset()
+            strategy.reset()
             membership = self._member.join_again(self.schedule.current(), trained=not own)
             self._adopt(membership)
 
@@ -235,8 +236,8 @@ class Entrance:
         self._require_same_codecs(membership)
         said = self.spec.compression.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         self._history.record("coding", term=membership.stay.term, compression=said)
-        if self.exchange is not None:
-            self.exchange.adopt(self.spec.consistency, self._codecs if "compression" in news else None)
+        if self.strategy is not None:
+            self.strategy.adopt(self.spec.consistency, self._codecs if "compression" in news else None)
 
     def _require_same_codecs(self, membership: Membership) -> None:
         ours, theirs = self._codecs.names, list(membership.codecs)
@@ -254,32 +255,13 @@ class Entrance:
                 self._client.initialise_state(bucket.index, bucket.shard, *piece)
         self._client.initialised()
 
-    def again(
-        self, exchange: Strategy, reason: Refused, *, drop: Callable[[], None], repeat: Callable[[], None]
-    ) -> None:
-        """Continue as a new member, because the parameter server does not know this worker any more. Blocks.
-
-        Args:
-            drop: forgets the unfinished step and all records in hand. The records are handed out again.
-            repeat: says again what the parameter server may have forgotten.
-        """
-        logger.warning("joining again: %s", reason)
-        while True:
-            drop()
-            membership = self._member.join_again(self.schedule.current(), trained=True)
-            exchange.reset()
-            self._adopt(membership)
-            try:
-                exchange.fetch(membership.version, contributor=False)
-                repeat()
-            except Refused as refusal:
-                if not expelled(refusal):
-                    raise
-                continue
-            break
-        self.schedule.take_over(Settings.from_json(exchange.told.settings))
-        self._member.note_join(membership.version, again=True)
-        logger.info("joined again at version %d", membership.version)
+    def join_again(self) -> int:
+        """Become a member again; returns the version that is to be fetched. Blocks."""
+        assert self.strategy is not None, "enter was called"
+        membership = self._member.join_again(self.schedule.current(), trained=True)
+        self.strategy.reset()
+        self._adopt(membership)
+        return membership.version
 
 
 class Member:

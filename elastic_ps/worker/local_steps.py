@@ -10,24 +10,24 @@ modes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from elastic_ps.api.consistency import OuterRule
-from elastic_ps.codec import as_tensor, dtype_of
 from elastic_ps.codec.delayed import DelayedNesterov
 from elastic_ps.core.fragments import fragments, steps_before, turn
-from elastic_ps.core.partition import ITEM_SIZE, Bucket, Rule
+from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.settings import KEEP_ZEROS, LIMITS
+from elastic_ps.core.working import Event
 from elastic_ps.data.states import Part
-from elastic_ps.errors import InvalidModel
-from elastic_ps.transport.memory import Allocate
+from elastic_ps.errors import InvalidModel, RefusalCode, Refused
+from elastic_ps.worker.client import expelled
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.flat import Flat
-from elastic_ps.worker.summed import add_gradients
-
-_STEP = "optimizer.step()"
+from elastic_ps.worker.gradients import Gradients
+from elastic_ps.worker.strategy import Started
+from elastic_ps.worker.summed import Averaged
 
 
 def outer_optimizer(inner: torch.optim.Optimizer, rule: OuterRule, *, workers: int) -> torch.optim.Optimizer:
@@ -77,12 +77,22 @@ class LocalSteps:
     Args:
         flat: of a model whose trained tensors have memory of their own.
         engine: of a job in mode `local`.
+        make_step: has the script's own optimizer, or the given one of several, make a step.
 
     Attributes:
         made: how many there are.
+        started: the exchange that goes on while the script makes its next steps.
     """
 
-    def __init__(self, flat: Flat, engine: Engine) -> None:
+    def __init__(
+        self,
+        flat: Flat,
+        engine: Engine,
+        gradients: Gradients,
+        make_step: Callable[[Callable[[], Any] | None, torch.optim.Optimizer | None], Any],
+    ) -> None:
+        self._gradients, self._make_step = gradients, make_step
+        self._averaged = None if engine.world.alone else Averaged(flat, engine.world, self._weights)
         self._consistency = engine.spec.consistency
         self.made = 0
         rule = self._consistency.outer_rule
@@ -90,20 +100,45 @@ class LocalSteps:
         self._flat = flat
         self._engine = engine
         self._own: dict[int, torch.Tensor] = {}
-        self._started: dict[int, torch.Tensor] = {}  # the values that an exchange under way is about
+        self.started: Started | None = None
+        self._before: dict[int, torch.Tensor] = {}  # the values that an exchange under way is about
         self._fragments = fragments(flat.layout, self._consistency.fragments or 1)
         self._every = frozenset().union(*self._fragments)
         self._trained = [0] * len(self._fragments)  # records since each fragment was exchanged last
         self._exchanges = 0
         engine.local = self
 
-    def step_made(self) -> None:
+    def step(self, closure: Callable[[], Any] | None, part: torch.optim.Optimizer | None) -> Any:
+        """The script's own optimizer makes a step; see `ElasticOptimizer.step_of`."""
+        if self._averaged is not None and closure is not None:
+            closure = self._averaged.of(closure)
+        elif self._averaged is not None:
+            self._averaged.take()
+        before = closure is None and self._engine.has_no_step
+        loss = self._make_step(closure, part)
+        self._flat.check()  # not before: a closure computes on the model, and may assign buffers
+        if not (before or (closure is not None and self._engine.has_no_step)):
+            self._gradients.reset()
+            self._step_made()
+        return loss
+
+    def _weights(self) -> list[float]:
+        """For each process, its share of the records of the step that is to be made.
+
+        Raises UsageError if it belongs to no batch.
+        """
+        self._engine.require_batch()
+        return self._engine.weights()
+
+    def _step_made(self) -> None:
         """The script's own optimizer has made a step. Blocks if it is time for an exchange.
 
         Raises as `Engine.finish_step`.
         """
         engine = self._engine
-        engine.keep_step()
+        engine.require_batch()
+        engine.note_skipped(engine.batches.decide(keep_new=True))
+        engine.batches.keep()
         self.made += 1
         self._trained = [records + engine.batches.last_kept for records in self._trained]
         if engine.records.part is Part.LAST_STEP:
@@ -118,8 +153,7 @@ class LocalSteps:
     @property
     def _due(self) -> int:
         """How many steps there are between the last exchange and the next one."""
-        exchange = self._engine.exchange
-        steps = exchange.told.steps if exchange is not None else 0
+        steps = self._engine.strategy.told.steps
         said = self._engine.spec.consistency.steps  # it may change while the job runs
         return steps_before(self._exchanges, steps or said or 1, len(self._fragments))
 
@@ -134,8 +168,40 @@ class LocalSteps:
         Returns None if this worker had to join again.
         """
         if self._asks:
-            return self._engine.open_round()
+            return self._open_round()
         return self._engine.version if self._consistency.waits_for_all else self._exchanges
+
+    def _open_round(self) -> int | None:
+        """The version of the round that an exchange will be part of, which waits for it from now on. Blocks.
+
+        Returns None if this worker had to join again.
+        """
+        engine = self._engine
+        step = engine.new_step(engine.version)
+        try:
+            return engine.world.decide("where an exchange begins", lambda: engine.client.begin(step)[0])
+        except Refused as refusal:
+            if refusal.code is RefusalCode.LATE:
+                return step.base  # so is the exchange
+            if not expelled(refusal):
+                raise
+            engine.come_back(refusal)
+            return None
+
+    def _refresh(self, besides: Set[int]) -> bool:
+        """Pull the newest version, but for the buckets `besides`. Blocks.
+
+        Returns False if this worker had to join again.
+        """
+        strategy = self._engine.strategy
+        try:
+            strategy.fetch(strategy.version, contributor=False, besides=besides)
+        except Refused as refusal:
+            if not expelled(refusal):
+                raise
+            self._engine.come_back(refusal)
+            return False
+        return True
 
     def exchange(self) -> None:
         """Push what the steps since the last exchanges have changed, and wait for the version. Blocks.
@@ -167,13 +233,14 @@ class LocalSteps:
         besides = self._every - buckets
         if self._elastic:
             self._set_aside(besides)
-            if not engine.refresh(besides):
+            if not self._refresh(besides):
                 return
         samples = max(self._trained) if fragment is None else self._trained[fragment]
         starts = going_on and bool(self._consistency.overlap)
         if starts:
-            self._started = self._now(besides)
-        engine.begin_exchange(samples, besides)
+            self._before = self._now(besides)
+        engine.batches.gather()  # all steps since the last exchange are one for the parameter server
+        engine.begin(samples, besides)
         for bucket, present in self._contribute(besides):
             engine.ready(bucket, present)
         self.made = 0
@@ -181,7 +248,7 @@ class LocalSteps:
         for number in range(len(self._fragments)) if fragment is None else (fragment,):
             self._trained[number] = 0
         if starts:
-            engine.start_exchange()
+            self._start()
             return
         drops = engine.records.drops
         engine.finish_step()
@@ -190,11 +257,11 @@ class LocalSteps:
 
     def void(self) -> None:
         """They count for nothing: the model has the values again that were pulled last."""
-        self._engine.cancel_exchange()
+        self.cancel()
         self.made = 0
         self._trained = [0] * len(self._fragments)
         self._own.clear()
-        self._started.clear()
+        self._before.clear()
         self._flat.publish()
 
     def _finish(self) -> bool:
@@ -202,23 +269,45 @@ class LocalSteps:
 
         Returns False if it is lost, and with it the steps that were made since.
         """
-        if self._engine.started is None:
+        if self.started is None:
             return True
         try:
-            if not self._engine.finish_exchange():
+            if not self._await_started(self.started):
                 return False
             self._take_over()
         except BaseException:  # all of the model, or some of it, is of another version than what was pulled
             self._engine.leave_step()
             raise
-        self._started.clear()
+        self._before.clear()
         self._flat.publish(besides={bucket.index for bucket in self._flat.layout.pushed})
         return True
+
+    def _start(self) -> None:
+        """End the exchange that has begun, but do not wait for the version."""
+        engine = self._engine
+        step, ending, settings = engine.ending()
+        engine.batches.step_made()
+        version, made = engine.version, engine.made
+        self.started = Started(engine.strategy.start(ending), settings, step.number, version, made)
+        engine.working.note(Event.START)
+
+    def _await_started(self, started: Started) -> bool:
+        """Whether the version of the exchange is in flat memory. Else its steps are void, and those since."""
+        try:
+            return self._engine.await_version(started.future.finish, started.settings, started.number)
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """If an exchange goes on by itself, end it. Blocks."""
+        if self.started is not None:
+            self.started.future.cancel()
+            self.started = None
 
     @torch.no_grad()
     def _take_over(self) -> None:
         """Make the model what the exchange has come to, with what was changed since it was started."""
-        for index, before in self._started.items():
+        for index, before in self._before.items():
             tensor, rule = self._flat.tensors[index], self._flat.layout.tensors[index].rule
             _go_on(tensor, before, self._flat.value(index).to(tensor.device), rule)
 
@@ -295,171 +384,3 @@ def _go_on(tensor: torch.Tensor, before: torch.Tensor, value: torch.Tensor, rule
         moved = tensor - before + value
         changed = torch.where(moved.isnan(), tensor, moved)
     tensor.copy_(torch.where(tensor == before, value, changed))
-
-
-class _Mine(NamedTuple):
-    """What a process tells process 0: which parameters have a gradient, and the loss, if it is a number."""
-
-    present: Sequence[bool]
-    loss: float | None
-
-
-class _Mean(NamedTuple):
-    """What process 0 answers; the gradients are in its part of the memory."""
-
-    present: Sequence[bool]
-    loss: float | None
-
-
-class _Part:
-    """One process's gradients.
-
-    Attributes:
-        flat: those of one dtype, one after the other.
-        views: by the numbers of the parameters, in their shapes.
-    """
-
-    def __init__(self, allocate: Allocate, parameters: Sequence[torch.Tensor], dtypes: Sequence[str]) -> None:
-        sizes = _sizes(parameters, dtypes)
-        self.flat = {dtype: as_tensor(allocate(nbytes), dtype_of(dtype)) for dtype, nbytes in sizes.items()}
-        self.views: list[torch.Tensor] = []
-        used = dict.fromkeys(sizes, 0)
-        for parameter, dtype in zip(parameters, dtypes, strict=True):
-            start = used[dtype]
-            used[dtype] += parameter.numel()
-            self.views.append(self.flat[dtype][start : used[dtype]].view(parameter.shape))
-
-
-class Averaged:
-    """With several processes in a worker, each local step is one step of all of them. All make it together.
-
-    Before the script's optimizer makes a step, every process gets the mean of their gradients, weighted by
-    the records of their slices. All processes get the same bytes. So optimizers that begin with the same
-    values and the same state have the same afterwards, and nothing else has to be sent from process to
-    process until the next exchange. Belongs to the training thread.
-
-    Gradients are added up in shared memory of their own. The memory that exchanges are pushed from may be
-    under way while the next local steps are made.
-
-    Args:
-        flat: of the model; every parameter that is trained is in it.
-        engine: of a worker with several processes.
-
-    Raises:
-        UsageError: the system has no shared memory for the gradients.
-    """
-
-    def __init__(self, flat: Flat, engine: Engine) -> None:
-        self._engine, self._world = engine, engine.world
-        specs = flat.layout.tensors
-        trained = [i for i, spec in enumerate(specs) if spec.rule is Rule.GRADIENT and spec.elements]
-        self._parameters = [flat.tensors[index] for index in trained]
-        self._names = [specs[index].name for index in trained]
-        dtypes = [specs[index].dtype for index in trained]
-        sizes = list(_sizes(self._parameters, dtypes).values())
-        self._parts = [
-            _Part(self._world.allocate(sizes), self._parameters, dtypes) for _ in range(self._world.size)
-        ]
-
-    def of(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure of an optimizer that evaluates the loss itself, so that all processes evaluate it.
-
-        Gradients are the mean, and so is the loss that it returns: all processes come to the same decisions.
-        """
-
-        def averaged() -> Any:
-            loss = closure()
-            number = _number(loss)
-            mean = self.take(number)
-            if mean is None:
-                return loss
-            return torch.full_like(loss.detach(), mean) if isinstance(loss, torch.Tensor) else mean
-
-        return averaged
-
-    @torch.no_grad()
-    def take(self, loss: float | None = None) -> float | None:
-        """Replace the gradients by their mean over the processes. Blocks until all processes are here.
-
-        A gradient that a process does not have counts as zero, unless no process has it. A process whose
-        slice has no records does not count.
-
-        Args:
-            loss: of this process's slice, as a number.
-
-        Returns the mean of the losses; None if a process has none.
-
-        Raises:
-            UsageError: the step has no batch; or the processes are at different places of the script.
-            InvalidModel: a gradient is sparse.
-        """
-        weights = self._engine.weights()
-        mine = _Mine([parameter.grad is not None for parameter in self._parameters], loss)
-        self._require_dense()
-        if not self._world.leads:
-            self._put()
-        mean = self._world.consult(_STEP, mine, lambda every: self._add_up(every, weights))
-        for parameter, there, view in zip(self._parameters, mean.present, self._parts[0].views, strict=True):
-            if not there:
-                parameter.grad = None
-            elif parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter).copy_(view)
-            else:
-                parameter.grad.copy_(view)
-        return mean.loss
-
-    def _put(self) -> None:
-        """Copy this process's gradients into its part."""
-        views = self._parts[self._world.rank].views
-        for parameter, view in zip(self._parameters, views, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                view.copy_(parameter.grad)
-
-    def _add_up(self, every: Sequence[_Mine], weights: Sequence[float]) -> _Mean:
-        """In process 0, when all are here: so nobody reads the last step's mean any more, which lies here."""
-        self._put()
-        own, *others = self._parts
-        for name, total in own.flat.items():
-            add_gradients(
-                total,
-                weights[0],
-                [(part.flat[name], share) for part, share in zip(others, weights[1:], strict=True)],
-            )
-        counted = [mine.present for mine, share in zip(every, weights, strict=True) if share]
-        return _Mean([any(each) for each in zip(*counted, strict=True)], _mean_of(every, weights))
-
-    def _require_dense(self) -> None:
-        for parameter, name in zip(self._parameters, self._names, strict=True):
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise InvalidModel(
-                    f"the gradient of {name} is sparse, and worker.processes above 1 adds up dense gradients "
-                    "only. Use nn.Embedding(..., sparse=False), or processes: 1"
-                )
-
-
-def _sizes(parameters: Sequence[torch.Tensor], dtypes: Sequence[str]) -> dict[str, int]:
-    """How many bytes the gradients of each dtype have."""
-    sizes: dict[str, int] = {}
-    for parameter, dtype in zip(parameters, dtypes, strict=True):
-        sizes[dtype] = sizes.get(dtype, 0) + parameter.numel() * ITEM_SIZE[dtype]
-    return sizes
-
-
-def _mean_of(every: Sequence[_Mine], weights: Sequence[float]) -> float | None:
-    """The mean of the losses. What has no weight is not looked at."""
-    total = 0.0
-    for mine, share in zip(every, weights, strict=True):
-        if mine.loss is None:
-            return None
-        if share:
-            total += mine.loss * share
-    return total
-
-
-def _number(loss: object) -> float | None:
-    """A loss as a number; None if it is something else. Waits for the device that computes it."""
-    if isinstance(loss, torch.Tensor):
-        return float(loss.detach()) if loss.numel() == 1 else None
-    return float(loss) if isinstance(loss, int | float) else None

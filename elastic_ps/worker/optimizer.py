@@ -21,7 +21,7 @@ from elastic_ps.worker.client import expelled
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.gradients import Gradients
-from elastic_ps.worker.local_steps import Averaged, LocalSteps
+from elastic_ps.worker.local_steps import LocalSteps
 from elastic_ps.worker.strategy import Strategy
 
 logger = logging.getLogger(__name__)
@@ -74,20 +74,17 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._wrapped = wrapped
         self._engine = engine
         self._flat = flat
-        self._local = LocalSteps(flat, engine) if engine.spec.consistency.mode == "local" else None
-        together = self._local is not None and not engine.world.alone
-        self._averaged = Averaged(flat, engine) if together else None
         self._stepping = False
-        self._steps_here = self._local is not None or engine.spec.all_reduce
         # Which of several optimizers makes a step is known in `step` only.
         parts = wrapped.parts if isinstance(wrapped, Several) else {}
-        overlap = overlap and self._local is None and not parts
-        self._gradients = Gradients(flat, engine, overlap=overlap, check=check)
+        local = engine.spec.consistency.mode == "local"
+        self._gradients = Gradients(flat, engine, overlap=overlap and not (parts or local), check=check)
+        self._local = LocalSteps(flat, engine, self._gradients, self._make_step) if local else None
         self._parts = {name: Part(self, name, part) for name, part in parts.items()}
         self._trained = {id(part): _ids(part) for part in parts.values()}
         super().__init__(parameters_of(wrapped.param_groups), wrapped.defaults)
         self.param_groups = wrapped.param_groups
-        if not self._steps_here:  # else the wrapped one's step calls its hooks
+        if not engine.strategy.steps_here:  # else the wrapped one's step calls its hooks
             for name, part in parts.items():
                 _call_hooks_of(part, self._parts[name])
             for part in parts_of(wrapped):
@@ -167,7 +164,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         if self._parts:
             self._require_batch()
         if self._local is not None and not self._engine.batches.lost:
-            return self._step_here(self._local, closure, part)
+            return self._local.step(closure, part)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -200,22 +197,6 @@ class ElasticOptimizer(torch.optim.Optimizer):
             if self._local is not None:  # the version changes only when values are exchanged
                 choose = "the number of the batch, as enumerate counts it"
             raise UsageError(_ONE_STEP.format(first=first, second=second, choose=choose))
-
-    def _step_here(
-        self, local: LocalSteps, closure: Callable[[], Any] | None, part: torch.optim.Optimizer | None
-    ) -> Any:
-        if self._averaged is not None and closure is not None:
-            closure = self._averaged.of(closure)
-        elif self._averaged is not None:
-            self._averaged.take()
-        before = closure is None and self._engine.has_no_step
-        loss = self._make_step(closure, part)
-        self._flat.check()  # not before: a closure computes on the model, and may assign buffers
-        if before or (closure is not None and self._engine.has_no_step):
-            return loss
-        self._gradients.reset()
-        local.step_made()
-        return loss
 
     def _make_step(
         self, closure: Callable[[], Any] | None = None, part: torch.optim.Optimizer | None = None
@@ -282,7 +263,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         return self._wrapped.split(state) if isinstance(self._wrapped, Several) else state
 
     def _state(self) -> dict[str, Any]:
-        if self._steps_here:
+        if self._engine.strategy.steps_here:
             return self._wrapped.state_dict()
         if not self._engine.world.leads:
             raise UsageError(
@@ -383,31 +364,30 @@ def assign(engine: Engine, flat: Flat) -> None:
         UsageError: the values cannot be assigned, or not here.
         Refused, ConnectionLost: the parameter server did not take them.
     """
-    exchange = engine.exchange
-    assert exchange is not None, "the model has been given to session.optimizer"
-    _require_allowed(engine, exchange)
+    strategy = engine.strategy
+    _require_allowed(engine, strategy)
     flat.take_values()
-    base = exchange.version
+    base = strategy.version
     while True:
         try:
-            takes_part = _assign_since(engine, exchange, base)
+            takes_part = _assign_since(engine, strategy, base)
             break
         except Refused as refusal:
             if not expelled(refusal):
                 raise
             engine.come_back(refusal)
-            base = min(base, exchange.version)
-    if exchange.version != base + 1:
+            base = min(base, strategy.version)
+    if strategy.version != base + 1:
         engine.take_settings()
     if engine.records.computing and not takes_part:
         engine.drop_step()
 
 
-def _require_allowed(engine: Engine, exchange: Strategy) -> None:
+def _require_allowed(engine: Engine, strategy: Strategy) -> None:
     """Raises UsageError."""
-    if exchange.cannot_assign:
-        raise UsageError(exchange.cannot_assign)
-    if exchange.under_way is not None or engine.batches.computed:
+    if strategy.cannot_assign:
+        raise UsageError(strategy.cannot_assign)
+    if strategy.under_way is not None or engine.batches.computed:
         raise UsageError(
             "session.assign was called in the middle of a step. Call it between optimizer.step() and the "
             "next backward()"
@@ -420,7 +400,7 @@ def _require_allowed(engine: Engine, exchange: Strategy) -> None:
         )
 
 
-def _assign_since(engine: Engine, exchange: Strategy, base: int) -> bool:
+def _assign_since(engine: Engine, strategy: Strategy, base: int) -> bool:
     """Assign what the contributions hold, until some values were assigned since `base`, and pull them.
 
     Returns whether this worker takes part in the open round.
@@ -435,10 +415,10 @@ def _assign_since(engine: Engine, exchange: Strategy, base: int) -> bool:
             )
         engine.working.note(Event.GIVE_UP)  # until it is done
         try:
-            exchange.assign(engine.new_step(reply.version), reply.attempt)
+            strategy.assign(engine.new_step(reply.version), reply.attempt)
         except Refused as refusal:
             if refusal.code not in (RefusalCode.STALE_ATTEMPT, RefusalCode.LATE):
                 raise
     engine.assigned()
-    exchange.fetch(reply.version, contributor=reply.takes_part)
+    strategy.fetch(reply.version, contributor=reply.takes_part)
     return reply.takes_part

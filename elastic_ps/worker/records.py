@@ -43,7 +43,7 @@ class Driven(Protocol):
         """Whether this worker has left for good."""
 
     @property
-    def exchange(self) -> Strategy | None:
+    def strategy(self) -> Strategy:
         """Of the model, from the time that it has `entered`."""
 
     def leave_if_asked(self) -> None:
@@ -152,7 +152,7 @@ class Records:
             try:
                 if wait:
                     if self.computing:
-                        self._exchange().hand_over()
+                        self._worker.strategy.hand_over()
                     self._plays(PartEvent.ASK)
                     self._leaves = False
                 said = self.drops, mine.data
@@ -190,15 +190,15 @@ class Records:
 
     def _accept(self, granted: pb.TakeReply) -> None:
         """Get the version to compute on, or the last one."""
-        exchange = self._exchange()
-        behind = granted.version != exchange.version
+        strategy = self._worker.strategy
+        behind = granted.version != strategy.version
         if granted.ranges:
             self._plays(PartEvent.GRANT)
             if behind:
-                exchange.fetch(granted.version, contributor=True)
+                strategy.fetch(granted.version, contributor=True)
                 self._worker.take_settings()
             else:
-                exchange.computes_on(granted.version)
+                strategy.computes_on(granted.version)
         elif granted.finished:
             if not granted.version and not self._stopped.reason:
                 raise UsageError(
@@ -206,8 +206,8 @@ class Records:
                     "skipped. Check that the loss depends on the parameters of the model that was passed to "
                     "session.optimizer(...)"
                 )
-            if not exchange.has(granted.version):
-                exchange.fetch(granted.version, contributor=False)
+            if not strategy.has(granted.version):
+                strategy.fetch(granted.version, contributor=False)
             self._plays(PartEvent.FINISH)
             self.chief = granted.chief
 
@@ -285,7 +285,7 @@ class Records:
             self._plays(PartEvent.LEAVE)
             try:
                 abandoned = worker.working.in_step
-                self._exchange().hand_over()
+                self._worker.strategy.hand_over()
                 self._world.decide(
                     "the end of its loop over the loader",
                     lambda: self._client.ask(
@@ -304,11 +304,6 @@ class Records:
             except Refused as refusal:
                 if not expelled(refusal):
                     raise
-
-    def _exchange(self) -> Strategy:
-        exchange = self._worker.exchange
-        assert exchange is not None, "the model has been given to session.optimizer"
-        return exchange
 
 
 _STOP = "stop"

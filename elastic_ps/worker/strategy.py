@@ -15,11 +15,12 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket
+from elastic_ps.core.settings import Made, Settings
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.dialogue import Ending, Step
 
@@ -50,9 +51,11 @@ class Strategy(ABC):
     Attributes:
         version: of the values that the model has; with bounded staleness, some may be newer.
         told: with the last of them.
+        steps_here: the script's own optimizer makes the steps, and its state is on this worker.
         cannot_assign: why scripts cannot assign values; "" if they can.
     """
 
+    steps_here = False
     cannot_assign = ""
 
     def __init__(self) -> None:
@@ -233,3 +236,19 @@ class Future:
         if not self._over.is_set():
             self._give_up()
         self.wait()
+
+
+class Started(NamedTuple):
+    """An exchange that goes on by itself.
+
+    Attributes:
+        settings: the hyperparameters that it ends with.
+        number: of its step.
+        version, made: what the model has meanwhile, and what that was made of.
+    """
+
+    future: Future
+    settings: Settings
+    number: int
+    version: int
+    made: Made

@@ -170,7 +170,7 @@ def test_a_worker_makes_its_next_steps_while_another_one_is_not_there_yet(tmp_pa
 
     def two_steps_made_meanwhile() -> bool:
         engine = engine_of(sessions[0])
-        return engine.started is not None and engine.local_steps >= 2
+        return engine.local is not None and engine.local.started is not None and engine.local_steps >= 2
 
     def script(session: Session) -> None:
         model = make_mlp()
@@ -271,8 +271,8 @@ def test_a_script_that_is_interrupted_while_it_waits_for_an_exchange_goes_on(tmp
             optimizer.step()
 
     def waits() -> bool:
-        exchange = engine_of(session).exchange
-        if exchange is None or exchange.under_way is None or session.version != job.version:
+        strategy = engine_of(session).strategy
+        if strategy.under_way is None or session.version != job.version:
             return False
         frame, found = sys._current_frames().get(threading.main_thread().ident or 0), False  # noqa: SLF001  Python's
         while frame is not None:
@@ -296,7 +296,9 @@ def test_a_script_that_is_interrupted_while_it_waits_for_an_exchange_goes_on(tmp
         with pytest.raises(KeyboardInterrupt):
             train(session, model, optimizer, session.loader(data, BATCH))
         thread.join()
-        assert engine_of(session).started is None
+        steps = engine_of(session).local
+        assert steps is not None
+        assert steps.started is None
         eventually(
             lambda: not any(t.name == "exchange" for t in threading.enumerate()), "nothing is left of it"
         )

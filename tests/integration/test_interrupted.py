@@ -16,9 +16,9 @@ import torch
 from elastic_ps.server.limits import ServerLimits
 from elastic_ps.standalone import connect
 from elastic_ps.transport.base import Connection, Frame, Incoming
-from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.session import Session
+from elastic_ps.worker.strategy import Future
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, mse
 from tests.testing.polling import eventually
@@ -155,9 +155,9 @@ def test_while_an_exchange_under_way_is_taken_over(
 ) -> None:
     """In mode `local`. None or some tensors have moved by then: the steps since it departed are void."""
     data, flats, landed, interrupted = Numbers(60), list[Flat](), list[Flat](), list[Flat]()
-    finish, value, armed = Engine.finish_exchange, Flat.value, False
+    finish, value, armed = Future.finish, Flat.value, False
 
-    def arm(self: Engine) -> bool:
+    def arm(self: Future) -> bool:
         there = finish(self)
         landed.clear()
         if armed and soon and not interrupted:
@@ -187,7 +187,7 @@ def test_while_an_exchange_under_way_is_taken_over(
                 (flat,) = interrupted
                 assert all(torch.equal(each, value(flat, i)) for i, each in enumerate(flat.tensors))
 
-    monkeypatch.setattr(Engine, "finish_exchange", arm)
+    monkeypatch.setattr(Future, "finish", arm)
     monkeypatch.setattr(Flat, "value", interrupt)
     commits = alone(tmp_path, script, consistency={"mode": "local", "steps": 2, "overlap": 1})
     assert interrupted

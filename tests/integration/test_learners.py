@@ -88,9 +88,9 @@ class Learners:
 
 def await_exchange(session: Session) -> None:
     """If an exchange is under way, block until it is over; it has not been taken over then."""
-    started = engine_of(session).started
-    if started is not None:
-        started.future.wait()
+    local = engine_of(session).local
+    if local is not None and local.started is not None:
+        local.started.future.wait()
 
 
 @pytest.mark.parametrize(

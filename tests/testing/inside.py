@@ -16,7 +16,7 @@ def engine_of(session: Session) -> Engine:
 
 def exchange_of(session: Session) -> PushPull:
     """The pushes and pulls of a worker that has joined."""
-    exchange = engine_of(session).exchange
+    exchange = engine_of(session).strategy
     assert isinstance(exchange, PushPull)
     return exchange
 
