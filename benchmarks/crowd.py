@@ -30,6 +30,7 @@ import torch
 
 from benchmarks.figures import Figure, write
 from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.codec.base import Payload
 from elastic_ps.contract.env import ProcessEnvironment
 from elastic_ps.core.partition import Layout, Rule
 from elastic_ps.transport import messages_pb2 as pb
@@ -37,7 +38,6 @@ from elastic_ps.transport.convert import ranges_from_message
 from elastic_ps.transport.ways import connect
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Ending, Step, Wanted
-from elastic_ps.worker.encoder import Payload
 from elastic_ps.worker.model import Described
 
 LEASE = 10.0

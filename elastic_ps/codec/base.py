@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elastic_ps.codec import NONE
 from elastic_ps.codec.memory import as_bytes, as_tensor, dtype_of, name_of
 from elastic_ps.errors import Malformed
 
@@ -52,12 +53,15 @@ class Sparse(NamedTuple):
             0, where, self.values
         )
 
-
-def outside(places: torch.Tensor, elements: int) -> str:
-    """Why whole numbers are not all places of a tensor of so many elements; "" if they are."""
-    if places.numel() and not (int(places.min()) >= 0 and int(places.max()) < elements):
-        return f"places from {int(places.min())} to {int(places.max())} of {elements}"
-    return ""
+    def within(self, elements: int) -> Sparse:
+        """The same. Raises ValueError unless each place is one of so many elements, and has a value."""
+        places = self.places
+        if places.dtype is not torch.int64 or places.dim() != 1 or places.shape != self.values.shape:
+            said = f"{tuple(places.shape)} places of {places.dtype} for {tuple(self.values.shape)} values"
+            raise ValueError(f"{said}; expected as many of {torch.int64}, flat")
+        if places.numel() and not (int(places.min()) >= 0 and int(places.max()) < elements):
+            raise ValueError(f"places from {int(places.min())} to {int(places.max())} of {elements}")
+        return self
 
 
 FEW = 8
@@ -144,11 +148,7 @@ def few(codec: Codec, encoded: Encoded, elements: int) -> Sparse | None:
     """
     codec, encoded = codec.within(encoded, elements)
     found = codec.sparse(encoded, elements)
-    if found is None or found.values.numel() * FEW > elements:
-        return None
-    if problem := outside(found.places, elements):
-        raise ValueError(problem)
-    return found
+    return None if found is None or found.values.numel() * FEW > elements else found.within(elements)
 
 
 class Part(NamedTuple):
@@ -160,19 +160,42 @@ class Part(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """An encoded gradient as it travels: what it is made of, its values as JSON, and its bytes."""
+    """What a codec has made, as it travels: what it is made of, its values as JSON, and its bytes.
+
+    `codec` is the name that the other side expects.
+    """
 
     parts: tuple[Part, ...]
     values: str
-    body: list[memoryview]
+    body: Sequence[memoryview] = ()
+    codec: str = ""
 
     @property
     def nbytes(self) -> int:
         return sum(len(part) for part in self.body)
 
     def copied(self) -> Packed:
-        """The same, in memory of its own."""
-        return self._replace(body=[memoryview(bytes(part)) for part in self.body])
+        """The same, in one piece of memory of its own."""
+        return self._replace(body=[memoryview(b"".join(self.body))])
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What is sent of a bucket's gradient.
+
+    Attributes:
+        body: the bytes.
+        codec: the name of the job's codec; `none` if the bucket is sent as it is.
+        runs: how it is encoded, without the bytes.
+        present: for each piece, whether it has a gradient; empty: all have.
+        plain: it is sent as it is, also if the job has a codec for the bucket.
+    """
+
+    body: memoryview
+    codec: str = NONE
+    runs: Sequence[Packed] = ()
+    present: Sequence[bool] = ()
+    plain: bool = False
 
 
 def pack(encoded: Encoded) -> Packed:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_ps.codec.base import Codec, Encoded, Sparse, outside
+from elastic_ps.codec.base import Codec, Encoded, Sparse
 from elastic_ps.codec.places import LOW, of_large, packed, unpacked
 
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
@@ -269,9 +269,7 @@ class TopK(Codec):
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
         """See `Codec.decode`."""
-        places, values = self.sparse(encoded, out.numel())
-        if problem := outside(places, out.numel()):
-            raise ValueError(problem)
+        places, values = self.sparse(encoded, out.numel()).within(out.numel())
         out.zero_()
         out.index_add_(0, places, values)
 

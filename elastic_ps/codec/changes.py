@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elastic_ps.codec.base import Codec, Encoded, Sparse, outside
+from elastic_ps.codec.base import Codec, Encoded, Sparse
 from elastic_ps.codec.places import LOW, of_nonzero, packed, unpacked
 
 
@@ -72,9 +72,8 @@ class Changed(Codec):
         if found is None:
             _bits(out).copy_(encoded.tensors["bits"])
             return
-        if problem := outside(found.places, out.numel()):
-            raise ValueError(problem)
-        out.zero_()[found.places] = found.values
+        places, values = found.within(out.numel())
+        out.zero_()[places] = values
 
     def sparse(self, encoded: Encoded, elements: int) -> Sparse | None:
         """See `Codec.sparse`."""

@@ -1,11 +1,40 @@
-"""The memory of tensors as bytes, and back."""
+"""The memory of tensors as bytes, and back; and bytes that come in."""
 
 from __future__ import annotations
 
 import warnings
 import zlib
+from typing import Protocol
 
 import torch
+
+
+class Body(Protocol):
+    """Bytes that are being received; see `transport.base.Incoming`."""
+
+    @property
+    def size(self) -> int: ...
+
+    def view(self) -> memoryview | None: ...
+
+    def read_into(self, target: memoryview) -> None: ...
+
+
+class Scratch:
+    """Memory that is used again and again: what has been written to is had faster than new one."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray()
+
+    def bytes(self, nbytes: int) -> memoryview:
+        """That many bytes."""
+        if len(self._memory) < nbytes:
+            self._memory = bytearray(nbytes)
+        return memoryview(self._memory)[:nbytes]
+
+    def tensor(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """That many elements, flat."""
+        return as_tensor(self.bytes(elements * dtype.itemsize), dtype)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

@@ -56,7 +56,8 @@ class ValueEncoder:
         """What to send of a bucket that `shard` has handed out."""
         if pulled.delta is not None:  # it was encoded when the version was made
             (body,) = pulled.delta.packed.body
-            return Sent(run_to_message(self._plan.deltas, pulled.delta.packed), body, pulled.delta.version)
+            packed = pulled.delta.packed._replace(codec=self._plan.deltas)
+            return Sent(run_to_message(packed), body, pulled.delta.version)
         without_body = pulled.unchanged or pulled.stands
         place = None if without_body or not self._plan.encodes_values else self._place(shard, pulled)
         if place is None:
@@ -86,4 +87,4 @@ class ValueEncoder:
         values = as_tensor(pulled.data, dtype_of(shard.bucket(pulled.bucket).dtype))
         packed = pack(codec.encode(values, {}, torch.Generator()))
         body = packed.body[0] if len(packed.body) == 1 else memoryview(b"".join(packed.body))
-        return Sent(run_to_message(self._plan.values, packed), body)
+        return Sent(run_to_message(packed._replace(codec=self._plan.values)), body)

@@ -24,7 +24,8 @@ from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.checkpoint.tensors import Source, Stored
 from elastic_ps.codec import as_bytes
-from elastic_ps.codec.base import Sparse
+from elastic_ps.codec.base import Payload, Sparse
+from elastic_ps.codec.decoder import Decoder
 from elastic_ps.codec.finite import WHAT_TO_DO, require_finite
 from elastic_ps.codec.optimizers import Entry, Optimizers
 from elastic_ps.codec.plan import Plan
@@ -35,7 +36,6 @@ from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server import copying
 from elastic_ps.server.copying import Catching, Part
-from elastic_ps.server.decoder import Decoded
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Application
 from elastic_ps.server.pulls import NO_DRAFTS, Basis, Drafts, Pulled, RestartedAs
@@ -91,6 +91,7 @@ class Shard:
         self.layout = layout
         self._optimizers = optimizers or Optimizers()
         self.codecs = codecs or Plan(Compression())
+        self._decoder = Decoder(self.codecs, layout)
         self.index = index
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # a version is there, or another round is open
@@ -224,21 +225,33 @@ class Shard:
             self._check_sender(worker, incarnation, version)
             self._buckets[index].take_state(piece, state)
 
-    def push(self, key: PushKey, samples: int, present: Sequence[bool], incoming: Incoming) -> bool:
+    def push(
+        self,
+        key: PushKey,
+        samples: int,
+        present: Sequence[bool],
+        incoming: Incoming,
+        sent: Payload | None = None,
+    ) -> bool:
         """Add a worker's bucket to the open round. Returns False if it had been added before.
 
         A bucket that has no gradient at all need not have a body.
 
         Blocks while the values are received, and in deterministic mode until it is the worker's turn.
 
+        Args:
+            sent: how they are encoded, as the worker says; None: not at all.
+
         Raises:
-            Refused: see `PushLog.decide`; MALFORMED; NOT_FINITE; NOT_READY, NOT_YOUR_TURN: push it again. The
-                sums are as before.
+            Refused: see `PushLog.decide` and `Decoder.open`; MALFORMED; NOT_FINITE; NOT_READY, NOT_YOUR_TURN:
+                push it again. The sums are as before.
         """
         bucket = self.bucket(key.bucket)
         absent = bucket.rule is Rule.GRADIENT and bool(present) and not any(present)
         empty = absent and not incoming.size
-        if not (empty or incoming.size == bucket.nbytes) or (present and len(present) != len(bucket.pieces)):
+        encoded = self._decoder.open(bucket, sent, incoming, worker=key.worker) if sent is not None else None
+        fits = empty or encoded is not None or incoming.size == bucket.nbytes
+        if not fits or (present and len(present) != len(bucket.pieces)):
             raise Refused(
                 RefusalCode.MALFORMED,
                 f"push of {incoming.size} bytes and {len(present)} flags for bucket {key.bucket}, "
@@ -272,10 +285,8 @@ class Shard:
                     values.add_nothing(samples, first=first)
 
                 return self._add_by(key, samples, add_nothing)
-            sparse = incoming.sparse() if isinstance(incoming, Decoded) else None
-            if sparse is not None:
-                return self._add(key, samples, present, sparse)
-            with self._buffers.receive(bucket, incoming, timeout=self._limits.shard_answer) as contribution:
+            plain = self._buffers.receive(bucket, incoming, timeout=self._limits.shard_answer)
+            with encoded or plain as contribution:
                 return self._add(key, samples, present, contribution)
         finally:
             with self._lock:

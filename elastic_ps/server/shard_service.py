@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from elastic_ps import codec
+from elastic_ps.codec.base import Payload
 from elastic_ps.codec.optimizers import Entry
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import CheckpointError, InvalidJob, RefusalCode, Refused
 from elastic_ps.server.copying import Part
-from elastic_ps.server.decoder import Decoder
 from elastic_ps.server.dispatch import Callers
 from elastic_ps.server.encoder import ValueEncoder
 from elastic_ps.server.lead_service import LeadService
@@ -28,16 +28,15 @@ from elastic_ps.server.pulls import Pulled, RestartedAs
 from elastic_ps.server.shard import Shard
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.transport.base import Frame, Incoming
+from elastic_ps.transport.base import EMPTY, Frame, Incoming
 from elastic_ps.transport.calls import answers
-from elastic_ps.transport.convert import fields, from_message, to_message
+from elastic_ps.transport.convert import fields, from_message, run_from_message, to_message
 
 
 class _Coding(NamedTuple):
-    """What gradients and values are on the wire with these codecs."""
+    """What values are on the wire with these codecs."""
 
     codecs: Plan
-    decoder: Decoder
     encoder: ValueEncoder
 
 
@@ -53,11 +52,11 @@ class ShardService:
         self._coding: _Coding | None = None
 
     def _coding_of(self, shard: Shard) -> _Coding:
-        """What a shard's gradients and values are on the wire; it may be something else in another term."""
+        """What a shard's values are on the wire; it may be something else in another term."""
         coding = self._coding
         if coding is None or coding.codecs is not shard.codecs:
             codecs = shard.codecs
-            self._coding = coding = _Coding(codecs, Decoder(codecs), ValueEncoder(codecs))
+            self._coding = coding = _Coding(codecs, ValueEncoder(codecs))
         return coding
 
     # --- to workers
@@ -108,10 +107,9 @@ class ShardService:
         shard = self._node.shard
         if shard.term != key.term:  # a new term may have begun, in which gradients look different
             raise Refused(RefusalCode.STALE_TERM, f"push of term {key.term}; this is term {shard.term}")
-        with self._coding_of(shard).decoder.open(
-            request, shard.layout, shard.bucket(key.bucket), incoming
-        ) as body:
-            return shard.push(key, request.samples, request.present, body)
+        runs = [run_from_message(run) for run in request.runs]
+        sent = from_message(Payload, request, body=EMPTY, runs=runs)
+        return shard.push(key, request.samples, request.present, incoming, sent)
 
     @answers(calls.PULL)
     def _pull(self, request: pb.PullRequest, _: Incoming) -> Iterator[Frame]:

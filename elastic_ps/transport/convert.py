@@ -109,11 +109,9 @@ def _rule(number: int) -> Rule:
         raise Malformed(f"unknown rule {number}") from error
 
 
-def run_to_message(codec: str, packed: Packed) -> pb.Run:
-    """How a run is encoded, without its bytes. `codec`: its name."""
-    parts = [pb.Part(name=p.name, dtype=p.dtype, elements=p.elements) for p in packed.parts]
-    return pb.Run(codec=codec, parts=parts, values=packed.values)
+def run_to_message(packed: Packed) -> pb.Run:
+    return to_message(pb.Run, packed, parts=[to_message(pb.Part, part) for part in packed.parts])
 
 
-def parts_from_message(messages: Iterable[pb.Part]) -> list[Part]:
-    return [Part(m.name, m.dtype, m.elements) for m in messages]
+def run_from_message(message: pb.Run) -> Packed:
+    return from_message(Packed, message, parts=tuple(from_message(Part, part) for part in message.parts))

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from elastic_ps.api.tuning import read_tuning
+from elastic_ps.codec.base import Payload
 from elastic_ps.codec.optimizers import Entry
 from elastic_ps.core.partition import TensorSpec
 from elastic_ps.core.reduced import Place
@@ -42,11 +43,11 @@ from elastic_ps.transport.convert import (
     from_message,
     layout_from_message,
     ranges_to_message,
+    run_to_message,
     tensors_to_message,
     to_message,
 )
 from elastic_ps.worker.dialogue import Answers, Ending, Membership, Stay, Step, Wanted
-from elastic_ps.worker.encoder import Payload
 from elastic_ps.worker.limits import USUAL, WorkerLimits
 from elastic_ps.worker.measuring import Traffic, measure
 
@@ -388,6 +389,7 @@ class Client:
         return to_message(
             pb.PushRequest,
             payload,
+            runs=[run_to_message(run) for run in payload.runs],
             caller=step.stay.caller(),
             step=step.number,
             bucket=bucket,

@@ -23,21 +23,17 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
-from elastic_ps.codec import NONE
 from elastic_ps.codec.auto import CANDIDATES, Auto
-from elastic_ps.codec.base import MOMENTUM, Packed, Part, few, pack
+from elastic_ps.codec.base import MOMENTUM, Packed, Part, Payload, few, pack
 from elastic_ps.codec.finite import is_finite
 from elastic_ps.codec.memory import as_bytes, name_of
 from elastic_ps.codec.plan import Plan, Run
 from elastic_ps.core.choice import Choice
 from elastic_ps.core.partition import Bucket, Layout
 from elastic_ps.process.telemetry import Trace
-from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.transport.convert import run_to_message
 from elastic_ps.worker.measuring import Traffic
 from elastic_ps.worker.residual import Residual, Rest, State
 
@@ -45,25 +41,6 @@ _BELOW_FLOAT16 = 65280.0
 """The largest number of bfloat16 in the range of float16, whose own largest one bfloat16 rounds up."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Payload:
-    """What is sent of a bucket.
-
-    Attributes:
-        body: the bytes.
-        codec: the name of the job's codec; `none` if the bucket is sent as it is.
-        runs: how it is encoded.
-        present: for each piece, whether it has a gradient; empty: all have.
-        plain: it is sent as it is, also if the job has a codec for the bucket.
-    """
-
-    body: memoryview
-    codec: str = NONE
-    runs: Sequence[pb.Run] = ()
-    present: Sequence[bool] = ()
-    plain: bool = False
 
 
 class Encoder:
@@ -248,7 +225,7 @@ class Encoder:
         packed: Sequence[Packed],
         present: Sequence[bool],
     ) -> Payload:
-        messages = [run_to_message(run.name, made) for run, made in zip(runs, packed, strict=True)]
+        described = [made._replace(codec=run.name, body=()) for run, made in zip(runs, packed, strict=True)]
         size = sum(made.nbytes for made in packed)
         memory = self._bodies.setdefault(bucket.index, bytearray())
         if len(memory) < size:
@@ -257,7 +234,7 @@ class Encoder:
         for part in (part for made in packed for part in made.body):
             body[place : place + len(part)] = part
             place += len(part)
-        return Payload(body, name, messages, present)
+        return Payload(body, name, described, present)
 
 
 def _is_encodable(gradient: torch.Tensor) -> bool:

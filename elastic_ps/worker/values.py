@@ -24,7 +24,7 @@ from elastic_ps.errors import Malformed
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
-from elastic_ps.transport.convert import parts_from_message
+from elastic_ps.transport.convert import run_from_message
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.measuring import Traffic
 
@@ -248,7 +248,8 @@ class Values:
 
 def _unpacked(run: pb.Run, body: memoryview) -> Encoded:
     """Raises Malformed: the parts do not fit the body."""
-    encoded, used = unpack(parts_from_message(run.parts), run.values, body)
+    packed = run_from_message(run)
+    encoded, used = unpack(packed.parts, packed.values, body)
     if used != len(body):
         raise Malformed(f"{len(body) - used} bytes more than the parts have")
     return encoded

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ps.codec.base import Payload
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker.dialogue import Answers, Step
-from elastic_ps.worker.encoder import Payload
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, events, make_mlp, running_job
 from tests.testing.inside import engine_of, exchange_of

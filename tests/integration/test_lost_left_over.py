@@ -7,13 +7,12 @@ import torch
 
 from elastic_ps.api.compression import Compression
 from elastic_ps.codec import as_bytes
+from elastic_ps.codec.decoder import Decoder
 from elastic_ps.codec.plan import Plan
 from elastic_ps.contrib.datasets import digits
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
-from elastic_ps.server.decoder import Decoder
-from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.encoder import Encoder
-from tests.testing.shard import Body
+from tests.testing.shard import arrived as arrived_of
 
 ELEMENTS = 65 * 10
 SPEC = TensorSpec("weight", (ELEMENTS,), "float32", Rule.GRADIENT, 0)
@@ -34,7 +33,7 @@ def trained(*, lost: bool = False, undone: bool = False) -> tuple[float, torch.T
     training, test = digits()
     images, labels = training.tensors
     weight = torch.zeros(65, 10, requires_grad=True)
-    encoder, decoder = Encoder(LAYOUT, PLAN, worker=0, seed=0), Decoder(PLAN)
+    encoder, decoder = Encoder(LAYOUT, PLAN, worker=0, seed=0), Decoder(PLAN, LAYOUT)
     given, arrived = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
     random = torch.Generator().manual_seed(0)
     kept = (weight.detach().clone(), given, arrived)
@@ -53,12 +52,7 @@ def trained(*, lost: bool = False, undone: bool = False) -> tuple[float, torch.T
         encoder.begin(step)
         payload = encoder.encode(BUCKET, gradient, as_bytes(gradient), (), step=step, version=step)
         encoder.applied()
-        request = pb.PushRequest(codec=payload.codec, runs=payload.runs)
-        body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
-        with decoder.open(request, LAYOUT, BUCKET, body) as incoming:
-            view = incoming.view()
-            assert view is not None
-            decoded = torch.frombuffer(bytearray(view), dtype=torch.float32)
+        decoded = arrived_of(decoder, BUCKET, payload)
         given, arrived = given + gradient, arrived + decoded
         with torch.no_grad():
             weight -= 0.5 * decoded.view(65, 10)

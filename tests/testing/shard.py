@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from elastic_ps.api.consistency import Consistency
-from elastic_ps.codec import as_bytes
+from elastic_ps.codec import as_bytes, dtype_of
+from elastic_ps.codec.base import Payload, Sparse
+from elastic_ps.codec.decoder import Decoder
 from elastic_ps.codec.plan import Plan
 from elastic_ps.contract.identity import Identity
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
@@ -58,6 +60,24 @@ class Body:
         if self._cut_off:
             raise ConnectionLost("cut off")
         target[half:] = self._data[half:]
+
+
+def body_of(payload: Payload) -> Body:
+    return Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
+
+
+def arrived(decoder: Decoder, bucket: Bucket, payload: Payload, *, worker: int = 3) -> torch.Tensor:
+    """What a shard gets of a gradient: all of its elements."""
+    body = body_of(payload)
+    opened = decoder.open(bucket, payload, body, worker=worker)
+    result = torch.zeros(bucket.elements, dtype=dtype_of(bucket.dtype))
+    if opened is None:
+        body.read_into(as_bytes(result))
+        return result
+    with opened as made:
+        if isinstance(made, Sparse):
+            return result.index_add_(0, made.places, made.values)
+        return made.clone()
 
 
 def tensor(name: str, *shape: int, dtype: str = "float32", rule: Rule = Rule.GRADIENT) -> TensorSpec:

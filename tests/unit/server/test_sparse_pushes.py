@@ -9,16 +9,14 @@ import pytest
 import torch
 
 from elastic_ps.api.compression import Compression
-from elastic_ps.codec.base import Codec, Encoded, Sparse
+from elastic_ps.codec import decoder
+from elastic_ps.codec.base import Codec, Encoded, Payload, Sparse
 from elastic_ps.codec.memory import as_bytes, dtype_of
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server import decoder
-from elastic_ps.server.decoder import Decoder
-from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.worker.encoder import Encoder, Payload
-from tests.testing.shard import Body, Rig
+from elastic_ps.worker.encoder import Encoder
+from tests.testing.shard import Rig, arrived, body_of
 
 WEIGHT, BIAS = 2000, 20
 BY_NAME = {"rules": [{"match": "bias", "codec": "none"}]}
@@ -26,15 +24,6 @@ BY_NAME = {"rules": [{"match": "bias", "codec": "none"}]}
 
 def plan(**compression: Any) -> Plan:
     return Plan(Compression.model_validate(compression))
-
-
-def request_of(payload: Payload, worker: int = 0) -> pb.PushRequest:
-    return pb.PushRequest(
-        codec=payload.codec,
-        runs=payload.runs,
-        present=payload.present,
-        caller=pb.Caller(worker=worker),
-    )
 
 
 class Pushing:
@@ -49,7 +38,7 @@ class Pushing:
         self.bucket = Bucket(0, 0, dtype, Rule.GRADIENT, pieces)
         self.layout = Layout(tuple(tensors), (self.bucket,), 1)
         self.rig = Rig(self.layout, workers=range(workers), codecs=codecs)
-        self.decoder = Decoder(codecs)
+        self.decoder = decoder.Decoder(codecs, self.layout)
         self.encoders = [Encoder(self.layout, codecs, worker=w, seed=0) for w in range(workers)]
 
     def payload(self, worker: int, gradient: torch.Tensor, present: Sequence[bool] = ()) -> Payload:
@@ -60,11 +49,8 @@ class Pushing:
         return encoder.encode(self.bucket, gradient, raw, present, step=version, version=version)
 
     def push(self, worker: int, payload: Payload, samples: int = 1) -> bool:
-        request = request_of(payload, worker)
-        body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
-        shard = self.rig.shard
-        with self.decoder.open(request, self.layout, self.bucket, body) as incoming:
-            return shard.push(self.rig.key(worker), samples, payload.present, incoming)
+        key = self.rig.key(worker)
+        return self.rig.shard.push(key, samples, payload.present, body_of(payload), payload)
 
     def refused(self, worker: int, payload: Payload) -> Refused:
         """Refuses, and leaves the sum as it is."""
@@ -90,14 +76,14 @@ def gradients(count: int, seed: int = 0, dtype: str = "float32") -> list[torch.T
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of the gradients that were decoded as a whole."""
     lengths: list[int] = []
-    usual = decoder.Decoded._decode  # noqa: SLF001  nobody sees but by the time that it takes
+    usual = decoder._whole  # noqa: SLF001  nobody sees but by the time that it takes
 
-    def decode(self: decoder.Decoded, arrived: Any) -> torch.Tensor:
-        result = usual(self, arrived)
+    def decode(*given: Any) -> torch.Tensor:
+        result = usual(*given)
         lengths.append(len(result))
         return result
 
-    monkeypatch.setattr(decoder.Decoded, "_decode", decode)
+    monkeypatch.setattr(decoder, "_whole", decode)
     return lengths
 
 
@@ -141,12 +127,10 @@ def test_the_sum_is_that_of_the_decoded_gradients(
 
 
 def whole_of(pushing: Pushing, payload: Payload) -> torch.Tensor:
-    request = request_of(payload)
-    body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
-    with pushing.decoder.open(request, pushing.layout, pushing.bucket, body) as incoming:
-        view = incoming.view()
-        assert view is not None
-        return torch.frombuffer(bytearray(view), dtype=dtype_of(pushing.bucket.dtype))
+    """It is decoded, however few elements are sent."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "FEW", 1 << 40)
+        return arrived(pushing.decoder, pushing.bucket, payload)
 
 
 @pytest.mark.parametrize(

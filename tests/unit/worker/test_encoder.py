@@ -15,17 +15,17 @@ import pytest
 import torch
 
 from elastic_ps.api.compression import Compression
-from elastic_ps.codec.base import Codec, Encoded, Sparse
+from elastic_ps.codec.base import Codec, Encoded, Payload, Sparse
 from elastic_ps.codec.builtin import SignSGD
-from elastic_ps.codec.memory import as_bytes, as_tensor, dtype_of
+from elastic_ps.codec.decoder import AT_A_TIME, Decoder
+from elastic_ps.codec.memory import as_bytes, dtype_of
 from elastic_ps.codec.plan import BUILT_IN, Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server.decoder import AT_A_TIME, Decoder
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.worker.encoder import Encoder, Payload
+from elastic_ps.worker.encoder import Encoder
 from elastic_ps.worker.measuring import Traffic
-from tests.testing.shard import Body
+from tests.testing.shard import arrived, body_of
 from tests.unit.codec.test_codecs import Negative
 
 TENSORS = tuple(TensorSpec(name, (4,), "float32", Rule.GRADIENT, 0) for name in ("weight", "bias"))
@@ -45,7 +45,7 @@ class Worker:
         used = used or plan()
         self.traffic = Traffic()
         self.encoder = Encoder(LAYOUT, used, worker=3, seed=0, traffic=self.traffic)
-        self.decoder = Decoder(server or used)
+        self.decoder = Decoder(server or used, LAYOUT)
 
     def push(
         self, values: Sequence[float], step: int, present: Sequence[bool] = (), version: int = 0
@@ -58,18 +58,7 @@ class Worker:
         return self.decoded(payload), payload
 
     def decoded(self, payload: Payload) -> list[float]:
-        request = pb.PushRequest(
-            codec=payload.codec,
-            runs=payload.runs,
-            caller=pb.Caller(worker=3),
-            plain=payload.plain,
-        )
-        body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
-        with self.decoder.open(request, LAYOUT, BUCKET, body) as incoming:
-            assert incoming.size == BUCKET.nbytes
-            target = memoryview(bytearray(BUCKET.nbytes))
-            incoming.read_into(target)
-        return torch.frombuffer(target, dtype=torch.float32).tolist()
+        return arrived(self.decoder, BUCKET, payload).tolist()
 
 
 class FirstHalf(Codec):
@@ -464,8 +453,8 @@ def test_what_does_not_fit_is_refused_with_the_workers_name() -> None:
         Payload(memoryview(body + b"1234"), payload.codec, [run]),
         Payload(memoryview(body[:-1]), payload.codec, [run]),
         Payload(memoryview(body[:4] + b"\xff" * 4), payload.codec, [run]),
-        Payload(memoryview(body), payload.codec, [pb.Run(codec=run.codec, parts=run.parts, values="{")]),
-        Payload(memoryview(body), payload.codec, [pb.Run(codec=run.codec, parts=run.parts[:1])]),
+        Payload(memoryview(body), payload.codec, [run._replace(values="{")]),
+        Payload(memoryview(body), payload.codec, [run._replace(parts=run.parts[:1])]),
         Payload(memoryview(body), payload.codec, [run, run]),
         Payload(memoryview(bytes(1 << 16)), payload.codec, [run]),
     ):
@@ -517,9 +506,7 @@ def test_a_number_that_is_too_large_is_refused_with_the_workers_name() -> None:
     _, payload = worker.push([1.0] * 8, 0)
     [run] = payload.runs
     values = f'{{"scale": 1{"0" * 400}}}'
-    refused(
-        worker, Payload(payload.body, payload.codec, [pb.Run(codec="fp16", parts=run.parts, values=values)])
-    )
+    refused(worker, Payload(payload.body, payload.codec, [run._replace(values=values)]))
 
 
 @pytest.mark.parametrize("codec", sorted(BUILT_IN))
@@ -546,18 +533,13 @@ def test_what_a_half_precision_model_rounds_away_waits_too() -> None:
     """The mean magnitude of each step lies between two numbers of bfloat16."""
     bucket = replace(BUCKET, dtype="bfloat16")
     layout, used = replace(LAYOUT, buckets=(bucket,)), plan(codec="signsgd")
-    encoder, decoder = Encoder(layout, used, worker=3, seed=0), Decoder(used)
+    encoder, decoder = Encoder(layout, used, worker=3, seed=0), Decoder(used, layout)
     gradient = torch.tensor([1.0, 1.0 + 2.0**-7] * 4, dtype=torch.bfloat16)
     sent, steps = torch.zeros(8, dtype=torch.float64), 800
     for step in range(steps):
         encoder.begin(step)
         payload = encoder.encode(bucket, gradient, as_bytes(gradient), (), step=step, version=step)
-        request = pb.PushRequest(codec=payload.codec, runs=payload.runs)
-        body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
-        with decoder.open(request, layout, bucket, body) as incoming:
-            view = incoming.view()
-            assert view is not None
-            sent += as_tensor(view, torch.bfloat16)
+        sent += arrived(decoder, bucket, payload)
         encoder.applied()
     assert torch.allclose(sent, gradient.double() * steps, rtol=0, atol=2)
 
@@ -567,19 +549,14 @@ def test_a_half_precision_script_may_set_that_dtype_as_default(codec: str) -> No
     """Also in the parameter server's process, which imports the module of a codec of the user's own."""
     bucket, used = replace(BUCKET, dtype="bfloat16"), plan(codec=codec)
     layout = replace(LAYOUT, buckets=(bucket,))
-    encoder, decoder = Encoder(layout, used, worker=3, seed=0), Decoder(used)
+    encoder, decoder = Encoder(layout, used, worker=3, seed=0), Decoder(used, layout)
     gradient = torch.ones(8, dtype=torch.bfloat16)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         encoder.begin(0)
         payload = encoder.encode(bucket, gradient, as_bytes(gradient), (), step=0, version=0)
-        request = pb.PushRequest(codec=payload.codec, runs=payload.runs)
-        body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
-        with decoder.open(request, layout, bucket, body) as incoming:
-            view = incoming.view()
-            assert view is not None
-            sent = as_tensor(view, torch.bfloat16).clone()
+        sent = arrived(decoder, bucket, payload)
         encoder.applied()
     finally:
         torch.set_default_dtype(before)
@@ -612,12 +589,7 @@ def test_what_a_codec_makes_is_never_too_long(dtype: str, codec: str, options: d
         signs.decode(signs.encode(torch.ones(elements), {}, torch.Generator()), gradient)
     encoder = Encoder(layout, used, worker=3, seed=0)
     payload = encoder.encode(bucket, gradient, as_bytes(gradient), (), step=0, version=0)
-    request = pb.PushRequest(codec=payload.codec, runs=payload.runs)
-    body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
-    with Decoder(used).open(request, layout, bucket, body) as incoming:
-        view = incoming.view()
-        assert view is not None
-        assert torch.allclose(as_tensor(view, gradient.dtype), gradient)
+    assert torch.allclose(arrived(Decoder(used, layout), bucket, payload), gradient)
 
 
 def test_pushes_that_wait_for_their_turn_keep_no_place_from_others() -> None:
@@ -625,25 +597,23 @@ def test_pushes_that_wait_for_their_turn_keep_no_place_from_others() -> None:
     worker = Worker()
     worker.encoder.begin(0)
     expected, payload = worker.push([float(n) for n in range(8)], 0)
-    request = pb.PushRequest(codec=payload.codec, runs=payload.runs, caller=pb.Caller(worker=3))
-    body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
-    with ExitStack() as waiting, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("elastic_ps.server.decoder.PATIENCE", timedelta(0))
-        for _ in range(AT_A_TIME):
-            waiting.enter_context(worker.decoder.open(request, LAYOUT, BUCKET, body))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("elastic_ps.codec.decoder.PATIENCE", timedelta(0))
+        waiting = [worker.decoder.open(BUCKET, payload, body_of(payload), worker=3) for _ in range(AT_A_TIME)]
         assert worker.decoded(payload) == expected
+        assert None not in waiting
 
 
 def test_no_more_than_some_are_decoded_at_a_time() -> None:
     worker = Worker()
     worker.encoder.begin(0)
     expected, payload = worker.push([float(n) for n in range(8)], 0)
-    request = pb.PushRequest(codec=payload.codec, runs=payload.runs, caller=pb.Caller(worker=3))
-    body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
     with ExitStack() as decoding, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("elastic_ps.server.decoder.PATIENCE", timedelta(0))
+        patch.setattr("elastic_ps.codec.decoder.PATIENCE", timedelta(0))
         for _ in range(AT_A_TIME):
-            decoding.enter_context(worker.decoder.open(request, LAYOUT, BUCKET, body)).view()
+            opened = worker.decoder.open(BUCKET, payload, body_of(payload), worker=3)
+            assert opened is not None
+            decoding.enter_context(opened)
         with pytest.raises(Refused) as refusal:
             worker.decoded(payload)
         assert refusal.value.code is RefusalCode.NOT_READY
@@ -700,7 +670,7 @@ def test_what_is_left_over_is_sent_with_another_codec() -> None:
     worker.push([5, 1, 2, 3, 0, 4, 0, 0], 0)
     worker.encoder.applied()
     worker.encoder.adopt(plan(codec="none"))
-    worker.decoder = Decoder(plan(codec="none"))
+    worker.decoder = Decoder(plan(codec="none"), LAYOUT)
     worker.encoder.begin(1)
     values, payload = worker.push([1.0] * 8, 1, [True, False], version=1)
     assert (payload.codec, values[:4]) == ("none", [1, 2, 3, 4])
@@ -726,7 +696,7 @@ def test_each_codec_sends_what_another_one_has_left_over(codec: str) -> None:
     worker.encoder.applied()
     used = plan(codec=codec, **({"options": {"ratio": 1.0}} if codec == "topk" else {}))
     worker.encoder.adopt(used)
-    worker.decoder = Decoder(used)
+    worker.decoder = Decoder(used, LAYOUT)
     worker.encoder.begin(1)
     values, _ = worker.push([0.0] * 8, 1, version=1)
     worker.encoder.applied()
@@ -758,14 +728,9 @@ def test_what_float16_cannot_hold_goes_on_waiting_with_another_codec(later: dict
         gradient = torch.full((8,), 60_000.0 if step < 3 else 0.0, dtype=torch.float16)
         encoder.begin(step)
         payload = encoder.encode(bucket, gradient, as_bytes(gradient), (), step=step, version=step)
-        request = pb.PushRequest(codec=payload.codec, runs=payload.runs)
-        body = Body(torch.frombuffer(bytearray(payload.body), dtype=torch.uint8))
-        with Decoder(used).open(request, layout, bucket, body) as incoming:
-            target = memoryview(bytearray(bucket.nbytes))
-            incoming.read_into(target)
-        arrived = as_tensor(target, torch.float16)
-        assert bool(arrived.isfinite().all())
-        got += arrived
+        there = arrived(Decoder(used, layout), bucket, payload)
+        assert bool(there.isfinite().all())
+        got += there
         encoder.applied()
     torch.testing.assert_close(got, torch.full_like(got, 180_000.0), rtol=0.01, atol=0)
     assert not encoder.left_over.get(0, torch.zeros(8)).any()
@@ -778,7 +743,7 @@ def test_rules_that_change_move_nothing_of_what_is_left_over() -> None:
     worker.encoder.applied()
     other = plan(codec="topk", options={"ratio": 0.25}, rules=[{"match": "bias", "codec": "none"}])
     worker.encoder.adopt(other)
-    worker.decoder = Decoder(other)
+    worker.decoder = Decoder(other, LAYOUT)
     worker.encoder.begin(1)
     assert worker.push([0.0] * 8, 1)[0] == [0, 0, 0, 3, 5, 6, 7, 8]
 

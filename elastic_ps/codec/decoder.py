@@ -1,0 +1,163 @@
+"""Unpacks pushed gradients, so that a shard gets them as if they had been sent as they are."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+
+from elastic_ps.codec import NONE
+from elastic_ps.codec.base import FEW, Codec, Encoded, Payload, Sparse, unpack
+from elastic_ps.codec.memory import Body, Scratch, dtype_of
+from elastic_ps.codec.plan import Plan, Run
+from elastic_ps.core.partition import Bucket, Layout
+from elastic_ps.errors import Malformed, RefusalCode, Refused
+
+AT_A_TIME = 4
+"""Gradients that are decoded at the same time; the others wait, so memory does not grow with the workers."""
+
+PATIENCE = timedelta(seconds=10)
+"""How long one waits for its turn before the worker is asked to push again."""
+
+MORE = 4096
+"""An encoded bucket has at most so many bytes more than twice those of its elements, in float32 or wider."""
+
+
+class Decoder:
+    """Decodes the buckets of a layout as `spec.compression` says. Thread-safe."""
+
+    def __init__(self, plan: Plan, layout: Layout) -> None:
+        self._name = plan.name
+        self._runs = {bucket.index: plan.runs(layout, bucket) for bucket in layout.pushed}
+        self._places: queue.SimpleQueue[tuple[Scratch, Scratch]] = queue.SimpleQueue()
+        for _ in range(AT_A_TIME):
+            self._places.put((Scratch(), Scratch()))
+
+    def open(
+        self, bucket: Bucket, sent: Payload, incoming: Body, *, worker: int
+    ) -> AbstractContextManager[torch.Tensor | Sparse] | None:
+        """What gives the elements that come in: flat, of the bucket's dtype; or few, if all others are zero.
+
+        None: they are sent as they are. So are values that a script assigns, whatever the job's codec is, and
+        a gradient that is not finite. A push that does not say so comes from a worker that has no codec where
+        the job has one.
+
+        Entering it blocks until all has arrived, and takes one of the places till its end. So a push that
+        waits for its turn keeps none from others. Of a piece without a gradient nothing is left, whatever a
+        codec makes of its zeros: `signsgd` gives each element a sign, and a magnitude that others of its
+        block have, too.
+
+        Args:
+            sent: what the worker says of it; without a body.
+
+        Raises (here or when it is entered):
+            Refused: MALFORMED: another codec than the job's, or what was sent does not fit it. NOT_READY: all
+                places are taken.
+        """
+        who, runs = f"push of worker {worker} for bucket {bucket.index}", self._runs.get(bucket.index, [])
+        as_it_is = sent.plain or not runs or not incoming.size
+        if sent.codec == NONE and not sent.runs and as_it_is:
+            return None
+        theirs, ours = [run.codec for run in sent.runs], [run.name for run in runs]
+        if sent.codec != self._name or theirs != ours:
+            raise Refused(
+                RefusalCode.MALFORMED,
+                f"{who}: codec {sent.codec!r} ({', '.join(theirs) or NONE}); this job uses {self._name!r} "
+                f"({', '.join(ours) or NONE}) here. All processes of a job need the same spec.compression",
+            )
+        if incoming.size > 2 * max(bucket.nbytes, 4 * bucket.elements) + MORE:
+            text = f"{who}: {incoming.size} bytes; the plain gradient has {bucket.nbytes}"
+            raise Refused(RefusalCode.MALFORMED, text)
+        return self._decoded(bucket, sent, runs, incoming, who) if incoming.size else None
+
+    @contextmanager
+    def _decoded(
+        self, bucket: Bucket, sent: Payload, runs: list[Run], incoming: Body, who: str
+    ) -> Iterator[torch.Tensor | Sparse]:
+        body = incoming.view()
+        try:
+            place = encoded, decoded = self._places.get(timeout=PATIENCE.total_seconds())
+        except queue.Empty:
+            text = "too many gradients are being decoded; push again"
+            raise Refused(RefusalCode.NOT_READY, text) from None
+        try:
+            if body is None:
+                incoming.read_into(body := encoded.bytes(incoming.size))
+            try:
+                arrived, absent = _unpacked(runs, sent, body), bucket.absent(sent.present)
+                made = _few(bucket, arrived, absent) or _whole(bucket, arrived, absent, decoded)
+            except Exception as error:
+                text = f"{who}: cannot be decoded: {type(error).__name__}: {error}"
+                raise Refused(RefusalCode.MALFORMED, text) from error
+            yield made
+        finally:
+            self._places.put(place)
+
+
+class _Arrived(NamedTuple):
+    """A run of a gradient, and the innermost codec that has made it; None: it is sent as it is."""
+
+    run: Run
+    codec: Codec | None
+    encoded: Encoded
+
+    def decode(self, own: torch.Tensor) -> None:
+        """Write it there. Raises whatever the codec does."""
+        if self.codec is None:
+            (plain,) = self.encoded.tensors.values()
+            if plain.numel() != self.run.length:
+                raise Malformed(f"{plain.numel()} elements; expected {self.run.length}")
+            own.copy_(plain)
+            return
+        out = own if own.dtype is torch.float32 else torch.empty(self.run.length, dtype=torch.float32)
+        self.codec.decode(self.encoded, out)
+        if out is not own:
+            own.copy_(out)
+
+
+def _unpacked(runs: list[Run], sent: Payload, body: memoryview) -> list[_Arrived]:
+    arrived = []
+    for run, packed in zip(runs, sent.runs, strict=True):
+        encoded, used = unpack(packed.parts, packed.values, body)
+        body, codec = body[used:], run.codec
+        if codec is not None:
+            codec, encoded = codec.within(encoded, run.length)
+        arrived.append(_Arrived(run, codec, encoded))
+    if len(body):
+        raise Malformed(f"{len(body)} bytes more than the parts have")
+    return arrived
+
+
+def _few(bucket: Bucket, arrived: list[_Arrived], absent: list[slice]) -> Sparse | None:
+    """The elements that are not zero; None if there are many. Raises whatever codecs do."""
+    parts: list[Sparse] = []
+    left, dtype = bucket.elements // FEW, dtype_of(bucket.dtype)
+    for each in arrived:
+        run, codec = each.run, each.codec
+        part = codec.sparse(each.encoded, run.length) if codec is not None else None
+        if part is None and run.length <= left:
+            part = Sparse(torch.arange(run.length), torch.empty(run.length, dtype=dtype))
+            each.decode(part.values)
+        left -= 0 if part is None else part.values.numel()
+        if part is None or left < 0:
+            return None
+        places, values = part.within(run.length)
+        parts.append(Sparse(places + run.elements.start, values.to(dtype)))
+    found = Sparse(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    for piece in absent:
+        kept = (found.places < piece.start) | (found.places >= piece.stop)
+        found = Sparse(found.places[kept], found.values[kept])
+    return found
+
+
+def _whole(bucket: Bucket, arrived: list[_Arrived], absent: list[slice], memory: Scratch) -> torch.Tensor:
+    result = memory.tensor(bucket.elements, dtype_of(bucket.dtype))
+    for each in arrived:
+        each.decode(result[each.run.elements])
+    for piece in absent:
+        result[piece] = 0
+    return result
