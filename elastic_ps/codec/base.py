@@ -12,6 +12,7 @@ parameter server, so it has to be in the images of both.
 from __future__ import annotations
 
 import abc
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -53,6 +54,14 @@ class Sparse(NamedTuple):
             0, where, self.values
         )
 
+    def without(self, absent: Sequence[slice]) -> Sparse:
+        """But for the elements in these slices."""
+        found = self
+        for piece in absent:
+            kept = (found.places < piece.start) | (found.places >= piece.stop)
+            found = Sparse(found.places[kept], found.values[kept])
+        return found
+
     def within(self, elements: int) -> Sparse:
         """The same. Raises ValueError unless each place is one of so many elements, and has a value."""
         places = self.places
@@ -62,6 +71,12 @@ class Sparse(NamedTuple):
         if places.numel() and not (int(places.min()) >= 0 and int(places.max()) < elements):
             raise ValueError(f"places from {int(places.min())} to {int(places.max())} of {elements}")
         return self
+
+
+def random_of(what: str) -> torch.Generator:
+    """The random numbers for what has this name: the same whenever and wherever it is encoded."""
+    digest = hashlib.blake2b(what.encode(), digest_size=8).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little"))
 
 
 FEW = 8
@@ -174,6 +189,10 @@ class Packed(NamedTuple):
     def nbytes(self) -> int:
         return sum(len(part) for part in self.body)
 
+    def joined(self) -> Packed:
+        """The same, in one piece."""
+        return self if len(self.body) == 1 else self.copied()
+
     def copied(self) -> Packed:
         """The same, in one piece of memory of its own."""
         return self._replace(body=[memoryview(b"".join(self.body))])
@@ -198,12 +217,12 @@ class Payload:
     plain: bool = False
 
 
-def pack(encoded: Encoded) -> Packed:
+def pack(encoded: Encoded, codec: str = "") -> Packed:
     """Raises TypeError if the values are not plain ones."""
     flat = {name: tensor.detach().cpu().contiguous().view(-1) for name, tensor in encoded.tensors.items()}
     parts = tuple(Part(name, name_of(tensor.dtype), tensor.numel()) for name, tensor in flat.items())
     values = json.dumps(dict(encoded.values), sort_keys=True) if encoded.values else ""
-    return Packed(parts, values, [as_bytes(tensor) for tensor in flat.values()])
+    return Packed(parts, values, [as_bytes(tensor) for tensor in flat.values()], codec)
 
 
 DTYPES = (

@@ -1,12 +1,20 @@
-"""What makes a version's values of those before: numbers that are added to them, or the bits that differ."""
+"""What makes a version's values of those before: numbers that are added to them, or the bits that differ.
+
+A shard knows what all workers have, and encodes how its own values differ from that. So what a delta has lost
+is in the next one's difference: error feedback, on the way down (Tang et al. 2019, "DoubleSqueeze";
+Richtárik et al. 2021, "EF21"). Nothing of it depends on who pulls, or when: the same sums give the same
+deltas, also on a standby, and when a round is made again from a checkpoint.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from elastic_ps.codec.base import Codec, Encoded, Sparse
+from elastic_ps.codec.base import Codec, Encoded, Packed, Sparse, few, pack, random_of
+from elastic_ps.codec.finite import is_finite
 from elastic_ps.codec.places import LOW, of_nonzero, packed, unpacked
 
 
@@ -44,6 +52,50 @@ class FewChanges(NamedTuple):
             bits[places] = bits[places] ^ _bits(by)
         else:
             values.index_add_(0, places, by)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What changes the values of a bucket.
+
+    Attributes:
+        since: the first version that has the values it changes; all up to `version` have them.
+        version: the one that it makes.
+        packed: what it is made of, and its bytes, in one piece. They never change.
+    """
+
+    since: int
+    version: int
+    packed: Packed
+
+
+def make_delta(
+    codec: Codec, held: torch.Tensor, exact: torch.Tensor, *, bucket: int, since: int, version: int
+) -> Delta | None:
+    """Change `held`, what workers have, to what they have with the delta. Returns that.
+
+    None: `held` is `exact` now, and workers need all of it. So it is if the difference is not finite, unless
+    the codec encodes its bits, or if the codec would save nothing.
+
+    Args:
+        held, exact: flat, float32, of the same length.
+        bucket, since, version: see `Delta`. With `bucket` and `version` come the same random numbers.
+    """
+    change = difference(codec, held, exact)
+    if change.numel() and (codec.bits or is_finite(change)):
+        encoded = codec.encode(change, {"version": version}, random_of(f"{bucket}/{version}"))
+        made = pack(encoded).copied()
+        if made.nbytes < exact.nbytes:
+            if codec.bits:  # nothing is lost, so that need not be decoded
+                held.copy_(exact)
+            elif (sent := few(codec, encoded, change.numel())) is not None:
+                FewChanges(codec, sent).make(held)
+            else:
+                codec.decode(encoded, change)
+                follow(codec, held, change, held)
+            return Delta(since, version, made)
+    held.copy_(exact)
+    return None
 
 
 class Changed(Codec):

@@ -147,11 +147,7 @@ def _few(bucket: Bucket, arrived: list[_Arrived], absent: list[slice]) -> Sparse
             return None
         places, values = part.within(run.length)
         parts.append(Sparse(places + run.elements.start, values.to(dtype)))
-    found = Sparse(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
-    for piece in absent:
-        kept = (found.places < piece.start) | (found.places >= piece.stop)
-        found = Sparse(found.places[kept], found.values[kept])
-    return found
+    return Sparse(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))).without(absent)
 
 
 def _whole(bucket: Bucket, arrived: list[_Arrived], absent: list[slice], memory: Scratch) -> torch.Tensor:

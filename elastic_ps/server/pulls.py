@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from elastic_ps.server.deltas import Delta
+from elastic_ps.codec.changes import Delta
 from elastic_ps.server.values import BucketValues
 
 

@@ -29,6 +29,7 @@ from elastic_ps.codec.decoder import Decoder
 from elastic_ps.codec.finite import WHAT_TO_DO, require_finite
 from elastic_ps.codec.optimizers import Entry, Optimizers
 from elastic_ps.codec.plan import Plan
+from elastic_ps.codec.values import ValueEncoder
 from elastic_ps.core.partition import Bucket, Layout, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
 from elastic_ps.core.settings import Settings, clip_divisor
@@ -71,6 +72,7 @@ class Shard:
 
     Attributes:
         codecs: see above.
+        encoder: of the values that workers pull.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Shard:
         self.layout = layout
         self._optimizers = optimizers or Optimizers()
         self.codecs = codecs or Plan(Compression())
-        self._decoder = Decoder(self.codecs, layout)
+        self._decoder, self.encoder = Decoder(self.codecs, layout), ValueEncoder(self.codecs, layout)
         self.index = index
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # a version is there, or another round is open

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from elastic_ps import codec
 from elastic_ps.codec.base import Payload
 from elastic_ps.codec.optimizers import Entry
-from elastic_ps.codec.plan import Plan
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import CheckpointError, InvalidJob, RefusalCode, Refused
 from elastic_ps.server.copying import Part
 from elastic_ps.server.dispatch import Callers
-from elastic_ps.server.encoder import ValueEncoder
 from elastic_ps.server.lead_service import LeadService
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import (
@@ -30,14 +27,7 @@ from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import EMPTY, Frame, Incoming
 from elastic_ps.transport.calls import answers
-from elastic_ps.transport.convert import fields, from_message, run_from_message, to_message
-
-
-class _Coding(NamedTuple):
-    """What values are on the wire with these codecs."""
-
-    codecs: Plan
-    encoder: ValueEncoder
+from elastic_ps.transport.convert import fields, from_message, run_from_message, run_to_message, to_message
 
 
 class ShardService:
@@ -49,15 +39,6 @@ class ShardService:
 
     def __init__(self, callers: Callers, node: Node, lead: LeadService | None) -> None:
         self._callers, self._node, self._lead = callers, node, lead
-        self._coding: _Coding | None = None
-
-    def _coding_of(self, shard: Shard) -> _Coding:
-        """What a shard's values are on the wire; it may be something else in another term."""
-        coding = self._coding
-        if coding is None or coding.codecs is not shard.codecs:
-            codecs = shard.codecs
-            self._coding = coding = _Coding(codecs, ValueEncoder(codecs))
-        return coding
 
     # --- to workers
 
@@ -122,7 +103,6 @@ class ShardService:
             self._callers.require_member(caller)
             attempt = request.attempt
         version, shard = request.version, self._node.shard
-        encoder = self._coding_of(shard).encoder
         for item in self._items(shard, request, caller, attempt):
             if item is None:
                 self._callers.require_member(caller)
@@ -133,12 +113,11 @@ class ShardService:
                 return
             assert isinstance(item, Pulled)
             version = item.version
-            sent = encoder.encode(shard, item)
-            last = request.brief and item.last
-            reply = to_message(pb.PullReply, item, encoded=sent.run, delta=sent.delta, last=last)
+            reply, body = answer_of(shard, item)
+            reply.last = request.brief and item.last
             if reply.last:
                 self._end_pull(reply, request, caller)
-            yield Frame(reply.SerializeToString(), sent.body, last=reply.last)
+            yield Frame(reply.SerializeToString(), body, last=reply.last)
             if reply.last:
                 return
         end = pb.PullReply(done=True, version=version)
@@ -210,6 +189,19 @@ class ShardService:
     def _held(self, request: pb.HeldRequest, _: Incoming) -> pb.HeldReply:
         orders = self._node.held(request.term)
         return pb.HeldReply(orders=[advance_to_message(self._callers.job, order) for order in orders])
+
+
+def answer_of(shard: Shard, pulled: Pulled) -> tuple[pb.PullReply, memoryview]:
+    """The answer with a bucket that `shard` has handed out, and its body."""
+    packed = pulled.delta.packed._replace(codec=shard.codecs.deltas) if pulled.delta is not None else None
+    if not (packed or pulled.unchanged or pulled.stands):
+        version = pulled.version, pulled.draft
+        bucket = shard.bucket(pulled.bucket)
+        packed = shard.encoder.encode(bucket, pulled.data, version, copied=pulled.copied)
+    run = None if packed is None else run_to_message(packed)
+    delta = None if pulled.delta is None else pulled.delta.version
+    reply = to_message(pb.PullReply, pulled, encoded=run, delta=delta)
+    return reply, pulled.data if packed is None else packed.body[0]
 
 
 def _frame(message: pb.PullReply | pb.OptimizerStateReply) -> Frame:

@@ -12,6 +12,7 @@ import torch
 from elastic_ps.checkpoint.tensors import MASTER, PULLED, Source
 from elastic_ps.codec import as_tensor, dtype_of
 from elastic_ps.codec.base import Codec, Sparse
+from elastic_ps.codec.changes import Delta, make_delta
 from elastic_ps.codec.finite import require_finite
 from elastic_ps.codec.optimizers import (
     WIDE,
@@ -27,7 +28,6 @@ from elastic_ps.codec.several import Kind
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Rule, TensorSpec
 from elastic_ps.core.settings import CLAMP, CONSTRUCTED, KEEP_ZEROS, LIMITS, MAX_NORM
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
-from elastic_ps.server.deltas import Delta, make_delta
 from elastic_ps.transport.base import Incoming
 from elastic_ps.transport.memory import Allocate, plain
 

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.tuning import Tuning
+from elastic_ps.codec.encoder import Encoder
 from elastic_ps.codec.optimizers import second_momentum
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Layout, TensorSpec
@@ -32,7 +33,6 @@ from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.worker.brought import Brought
 from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.dialogue import Membership
-from elastic_ps.worker.encoder import Encoder
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.group import Store
 from elastic_ps.worker.local_world import DRAIN, LocalWorld

@@ -26,6 +26,7 @@ from typing import NamedTuple
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec import checksum
 from elastic_ps.codec.base import Payload
+from elastic_ps.codec.encoder import Encoder
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.pushing import FINISH, Asks, Progress, Pushing, Says, When, end_of
@@ -35,7 +36,6 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import EMPTY, Incoming
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Answers, Ending, Stay, Step, Wanted
-from elastic_ps.worker.encoder import Encoder
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.strategy import Future, Queue, Strategy
 from elastic_ps.worker.values import Values

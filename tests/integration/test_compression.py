@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import elastic_ps
+from elastic_ps.codec.changes import make_delta
 from elastic_ps.codec.plan import make
 from elastic_ps.contrib.datasets import digits
 from elastic_ps.contrib.models import accuracy
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob
-from elastic_ps.server.deltas import make_delta
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.inside import vanish

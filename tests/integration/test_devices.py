@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ps.codec.encoder import Tuner
 from elastic_ps.worker import flat
-from elastic_ps.worker.encoder import Tuner
 from elastic_ps.worker.session import Session
 from tests.testing.devices import LateDevice, Said
 from tests.testing.harness import Numbers, make_mlp, running_job

@@ -8,10 +8,11 @@ import torch
 from elastic_ps.api.compression import Compression
 from elastic_ps.codec import as_bytes
 from elastic_ps.codec.decoder import Decoder
+from elastic_ps.codec.encoder import Encoder
 from elastic_ps.codec.plan import Plan
 from elastic_ps.contrib.datasets import digits
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
-from elastic_ps.worker.encoder import Encoder
+from elastic_ps.worker.measuring import Traffic
 from tests.testing.shard import arrived as arrived_of
 
 ELEMENTS = 65 * 10
@@ -33,7 +34,7 @@ def trained(*, lost: bool = False, undone: bool = False) -> tuple[float, torch.T
     training, test = digits()
     images, labels = training.tensors
     weight = torch.zeros(65, 10, requires_grad=True)
-    encoder, decoder = Encoder(LAYOUT, PLAN, worker=0, seed=0), Decoder(PLAN, LAYOUT)
+    encoder, decoder = Encoder(LAYOUT, PLAN, worker=0, seed=0, traffic=Traffic()), Decoder(PLAN, LAYOUT)
     given, arrived = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
     random = torch.Generator().manual_seed(0)
     kept = (weight.detach().clone(), given, arrived)
@@ -45,7 +46,7 @@ def trained(*, lost: bool = False, undone: bool = False) -> tuple[float, torch.T
                 weight.copy_(kept[0])
             _, given, arrived = kept
         if lost and step and step % STEPS_OF_A_WORKER == 0:
-            encoder = Encoder(LAYOUT, PLAN, worker=0, seed=0)
+            encoder = Encoder(LAYOUT, PLAN, worker=0, seed=0, traffic=Traffic())
         chosen = torch.randint(len(labels), (32,), generator=random)
         loss = torch.nn.functional.cross_entropy(scores(weight, images[chosen]), labels[chosen])
         gradient = torch.autograd.grad(loss, weight)[0].flatten()

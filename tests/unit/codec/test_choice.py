@@ -17,7 +17,7 @@ from elastic_ps.codec.auto import CANDIDATES, Auto
 from elastic_ps.codec.base import Encoded
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.choice import AGAIN, MARGIN, SETTLED, TRIES, Choice, Tried, choose
-from tests.unit.worker.test_encoder import Worker, plan
+from tests.unit.codec.test_encoder import Worker, plan
 
 ERRORS = {"none": 0.0, "bf16": 0.002, "int8": 0.01, "int4": 0.2, "signsgd": 0.6, "topk": 0.95}
 SHARES = {"none": 1.0, "bf16": 0.5, "int8": 0.26, "int4": 0.13, "signsgd": 0.05, "topk": 0.02}

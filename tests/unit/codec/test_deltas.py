@@ -17,13 +17,12 @@ from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.checkpoint.tensors import PULLED, VALUE
 from elastic_ps.codec.base import Encoded, Sparse
-from elastic_ps.codec.changes import Changed, FewChanges, difference, follow
+from elastic_ps.codec.changes import Changed, FewChanges, difference, follow, make_delta
 from elastic_ps.codec.plan import DELTAS, Plan, make
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.errors import InvalidJob, Malformed
-from elastic_ps.server.deltas import make_delta
-from elastic_ps.server.encoder import ValueEncoder
 from elastic_ps.server.pulls import Pulled
+from elastic_ps.server.shard_service import answer_of
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.measuring import Traffic
@@ -48,7 +47,6 @@ class Server:
 
     def __init__(self, used: Plan, **more: Any) -> None:
         self.rig = Rig(LAYOUT, workers=(0,), codecs=used, **more)
-        self.encoder = ValueEncoder(used)
 
     def step(self, gradient: torch.Tensor) -> None:
         self.rig.push(0, gradient)
@@ -68,10 +66,8 @@ class Server:
         return item
 
     def reply(self, item: Pulled) -> tuple[pb.PullReply, Body]:
-        sent = self.encoder.encode(self.rig.shard, item)
-        reply = pb.PullReply(bucket=0, version=item.version, encoded=sent.run, delta=sent.delta)
-        reply.unchanged, reply.stands, reply.draft = item.unchanged, item.stands, item.draft
-        return reply, Body(torch.frombuffer(bytearray(sent.body) or bytearray(1), dtype=torch.uint8))
+        reply, body = answer_of(self.rig.shard, item)
+        return reply, Body(torch.frombuffer(bytearray(body) or bytearray(1), dtype=torch.uint8))
 
 
 class Worker:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ps.worker.residual import Residual, Rest
+from elastic_ps.codec.feedback import Feedback, Update
 
 TERM, VERSION = 1, 7
 
@@ -20,7 +20,7 @@ class Steps:
     """A worker that sends nothing of a step, or all that waits: what each step leaves over is known."""
 
     def __init__(self) -> None:
-        self.residual = Residual()
+        self.feedback = Feedback()
         self.number = -1
 
     def push(
@@ -34,27 +34,27 @@ class Steps:
     ) -> None:
         """The next step is encoded and pushed."""
         self.number += 1
-        self.residual.begin(self.number)
-        self.residual.pushed((term, version, attempt))
-        waiting = self.residual.of(0)
+        self.feedback.begin(self.number)
+        self.feedback.pushed((term, version, attempt))
+        waiting = self.feedback.of(0)
         total = tensor(gradient) + (0.0 if waiting is None else waiting)
-        self.residual.note(0, Rest(waiting, total - sends), {0: {"step": self.number}})
+        self.feedback.note(0, Update(waiting, total - sends), {0: {"step": self.number}})
 
     def again(self, attempt: int) -> None:
-        self.residual.pushed((TERM, VERSION, attempt))
+        self.feedback.pushed((TERM, VERSION, attempt))
 
     def in_sums(self) -> None:
-        self.residual.applied(in_sums=True)
+        self.feedback.applied(in_sums=True)
 
     def in_model(self) -> None:
-        self.residual.applied(in_sums=False)
+        self.feedback.applied(in_sums=False)
 
     def settle(self, made: int, *, version: int = VERSION, term: int = TERM) -> None:
-        self.residual.settle(made=made, term=term, version=version)
+        self.feedback.settle(made=made, term=term, version=version)
 
     @property
     def left(self) -> float:
-        waiting = self.residual.of(0)
+        waiting = self.feedback.of(0)
         return 0.0 if waiting is None else float(waiting[0])
 
 
@@ -148,11 +148,11 @@ def test_a_step_that_is_given_up_leaves_nothing_over() -> None:
 
 def test_what_codecs_keep_goes_back_too() -> None:
     steps = begun()
-    assert steps.residual.state(0, 0) == {"step": 2}
+    assert steps.feedback.state(0, 0) == {"step": 2}
     steps.settle(1, version=VERSION + 1)
-    assert steps.residual.state(0, 0) == {"step": 0}
-    steps.residual.forget_states()
-    assert steps.residual.state(0, 0) == {}
+    assert steps.feedback.state(0, 0) == {"step": 0}
+    steps.feedback.forget_states()
+    assert steps.feedback.state(0, 0) == {}
     assert steps.left == 100, "what is left over is not a codec's own"
 
 
@@ -169,7 +169,7 @@ def test_what_is_in_the_model_and_what_waits_are_the_gradients_of_its_steps(data
             case "restart":  # it is pushed again, and in the sums
                 attempt += 1
                 open_ = [(gradient, sends)]
-                steps.residual.pushed((TERM, version, attempt))
+                steps.feedback.pushed((TERM, version, attempt))
                 steps.in_sums()
             case "sums":
                 open_.append((gradient, sends))

@@ -18,12 +18,12 @@ from elastic_ps.api.compression import Compression
 from elastic_ps.codec.base import Codec, Encoded, Payload, Sparse
 from elastic_ps.codec.builtin import SignSGD
 from elastic_ps.codec.decoder import AT_A_TIME, Decoder
+from elastic_ps.codec.encoder import Encoder
 from elastic_ps.codec.memory import as_bytes, dtype_of
 from elastic_ps.codec.plan import BUILT_IN, Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.worker.encoder import Encoder
 from elastic_ps.worker.measuring import Traffic
 from tests.testing.shard import arrived, body_of
 from tests.unit.codec.test_codecs import Negative
@@ -75,7 +75,7 @@ class FirstHalf(Codec):
 
 
 def test_a_codec_may_send_the_memory_that_it_gets() -> None:
-    worker = Worker(plan(codec="tests.unit.worker.test_encoder:FirstHalf"))
+    worker = Worker(plan(codec="tests.unit.codec.test_encoder:FirstHalf"))
     for step in range(2):
         worker.encoder.begin(step)
         assert worker.push([1, 2, 3, 4, 5, 6, 7, 8], step)[0] == [1, 2, 3, 4, 0, 0, 0, 0]
@@ -110,7 +110,10 @@ def test_a_codec_of_few_elements_may_send_the_memory_that_it_gets(dtype: str, le
     """What the model's dtype rounds away of them is left over."""
     bucket = replace(BUCKET, dtype=dtype)
     layout, used = replace(LAYOUT, buckets=(bucket,)), plan(codec=f"{__name__}:OneElement")
-    encoder, gradient = Encoder(layout, used, worker=3, seed=0), torch.ones(8, dtype=dtype_of(dtype))
+    encoder, gradient = (
+        Encoder(layout, used, worker=3, seed=0, traffic=Traffic()),
+        torch.ones(8, dtype=dtype_of(dtype)),
+    )
     for step, (first, arrives) in enumerate([(1.0, 1.0), (1.0, 1.0), (0.0, ALMOST_ONE)]):
         encoder.begin(step)
         gradient[0] = first
@@ -218,7 +221,7 @@ class Counted(Negative):
 
 
 def test_a_step_that_is_not_made_changes_no_state() -> None:
-    worker = Worker(plan(codec="tests.unit.worker.test_encoder:Counted"))
+    worker = Worker(plan(codec="tests.unit.codec.test_encoder:Counted"))
     Counted.calls.clear()
     for step, counts in enumerate([True, False, False, True, True]):
         worker.encoder.begin(step)
@@ -430,7 +433,7 @@ class Renewed(Codec):
 
 
 def test_another_version_of_the_users_codec_is_refused() -> None:
-    name = "tests.unit.worker.test_encoder:Renewed"
+    name = "tests.unit.codec.test_encoder:Renewed"
     Renewed.version = "1"
     older = plan(codec=name)
     Renewed.version = "2"
@@ -476,7 +479,7 @@ class Failing(Codec):
         out.copy_([encoded.tensors["all"]][self._fails == "decode"])
 
 
-FAILING = "tests.unit.worker.test_encoder:Failing"
+FAILING = "tests.unit.codec.test_encoder:Failing"
 
 
 def failing(where: str) -> Plan:
@@ -523,7 +526,9 @@ def test_a_gradient_that_is_not_finite_arrives_as_it_is(codec: str, bad: float) 
 @pytest.mark.parametrize("codec", sorted(BUILT_IN))
 def test_what_float32_cannot_hold_arrives_as_it_is(codec: str) -> None:
     bucket = replace(BUCKET, dtype="float64")
-    encoder = Encoder(replace(LAYOUT, buckets=(bucket,)), plan(codec=codec), worker=3, seed=0)
+    encoder = Encoder(
+        replace(LAYOUT, buckets=(bucket,)), plan(codec=codec), worker=3, seed=0, traffic=Traffic()
+    )
     gradient = torch.full((8,), 1e300, dtype=torch.float64)
     payload = encoder.encode(bucket, gradient, as_bytes(gradient), (), step=0, version=0)
     assert (payload.codec, bytes(payload.body)) == ("none", bytes(as_bytes(gradient)))
@@ -533,7 +538,7 @@ def test_what_a_half_precision_model_rounds_away_waits_too() -> None:
     """The mean magnitude of each step lies between two numbers of bfloat16."""
     bucket = replace(BUCKET, dtype="bfloat16")
     layout, used = replace(LAYOUT, buckets=(bucket,)), plan(codec="signsgd")
-    encoder, decoder = Encoder(layout, used, worker=3, seed=0), Decoder(used, layout)
+    encoder, decoder = Encoder(layout, used, worker=3, seed=0, traffic=Traffic()), Decoder(used, layout)
     gradient = torch.tensor([1.0, 1.0 + 2.0**-7] * 4, dtype=torch.bfloat16)
     sent, steps = torch.zeros(8, dtype=torch.float64), 800
     for step in range(steps):
@@ -549,7 +554,7 @@ def test_a_half_precision_script_may_set_that_dtype_as_default(codec: str) -> No
     """Also in the parameter server's process, which imports the module of a codec of the user's own."""
     bucket, used = replace(BUCKET, dtype="bfloat16"), plan(codec=codec)
     layout = replace(LAYOUT, buckets=(bucket,))
-    encoder, decoder = Encoder(layout, used, worker=3, seed=0), Decoder(used, layout)
+    encoder, decoder = Encoder(layout, used, worker=3, seed=0, traffic=Traffic()), Decoder(used, layout)
     gradient = torch.ones(8, dtype=torch.bfloat16)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -587,7 +592,7 @@ def test_what_a_codec_makes_is_never_too_long(dtype: str, codec: str, options: d
     ):  # a sum or difference of all, and no other one: its sign and magnitude is all of it
         signs = SignSGD(**options)
         signs.decode(signs.encode(torch.ones(elements), {}, torch.Generator()), gradient)
-    encoder = Encoder(layout, used, worker=3, seed=0)
+    encoder = Encoder(layout, used, worker=3, seed=0, traffic=Traffic())
     payload = encoder.encode(bucket, gradient, as_bytes(gradient), (), step=0, version=0)
     assert torch.allclose(arrived(Decoder(used, layout), bucket, payload), gradient)
 
@@ -646,7 +651,7 @@ class Slow(Codec):
 
 def test_two_threads_that_push_a_bucket_of_a_step_encode_it_once(threads: ThreadPoolExecutor) -> None:
     """The round starts again while the first is at it."""
-    used = plan(codec="tests.unit.worker.test_encoder:Slow")
+    used = plan(codec="tests.unit.codec.test_encoder:Slow")
     (run,) = used.runs(LAYOUT, BUCKET)
     assert isinstance(run.codec, Slow)
     worker = Worker(used)
@@ -719,7 +724,7 @@ def test_what_float16_cannot_hold_goes_on_waiting_with_another_codec(later: dict
     """All of it arrives in the end, but for what the codec rounds away."""
     bucket = replace(BUCKET, dtype="float16")
     layout, used = replace(LAYOUT, buckets=(bucket,)), plan()
-    encoder = Encoder(layout, used, worker=3, seed=0)
+    encoder = Encoder(layout, used, worker=3, seed=0, traffic=Traffic())
     got = torch.zeros(8, dtype=torch.float64)
     for step in range(10):
         if step == 2:

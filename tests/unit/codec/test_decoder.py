@@ -11,11 +11,12 @@ import torch
 from elastic_ps.api.compression import Compression
 from elastic_ps.codec import decoder
 from elastic_ps.codec.base import Codec, Encoded, Payload, Sparse
+from elastic_ps.codec.encoder import Encoder
 from elastic_ps.codec.memory import as_bytes, dtype_of
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.worker.encoder import Encoder
+from elastic_ps.worker.measuring import Traffic
 from tests.testing.shard import Rig, arrived, body_of
 
 WEIGHT, BIAS = 2000, 20
@@ -39,7 +40,9 @@ class Pushing:
         self.layout = Layout(tuple(tensors), (self.bucket,), 1)
         self.rig = Rig(self.layout, workers=range(workers), codecs=codecs)
         self.decoder = decoder.Decoder(codecs, self.layout)
-        self.encoders = [Encoder(self.layout, codecs, worker=w, seed=0) for w in range(workers)]
+        self.encoders = [
+            Encoder(self.layout, codecs, worker=w, seed=0, traffic=Traffic()) for w in range(workers)
+        ]
 
     def payload(self, worker: int, gradient: torch.Tensor, present: Sequence[bool] = ()) -> Payload:
         encoder = self.encoders[worker]
@@ -181,7 +184,7 @@ def said(places: Any, values: Any, dtype: torch.dtype = torch.int64) -> Sparse:
 )
 def test_places_that_are_not_there_are_refused(sparse: Sparse, words: str) -> None:
     Own.said = sparse
-    pushing = Pushing(plan(codec="tests.unit.server.test_sparse_pushes:Own"), workers=2)
+    pushing = Pushing(plan(codec="tests.unit.codec.test_decoder:Own"), workers=2)
     Own.said = said([5], [2.0])
     pushing.push(0, pushing.payload(0, torch.ones(WEIGHT + BIAS)))
     Own.said = sparse
@@ -194,7 +197,7 @@ def test_places_that_are_not_there_are_refused(sparse: Sparse, words: str) -> No
     ("places", "values"), [([3], [float("nan")]), ([3, 4], [1.0, float("inf")]), ([3, 3], [3e38, 3e38])]
 )
 def test_what_is_not_finite_or_overflows_is_refused(places: list[int], values: list[float]) -> None:
-    pushing = Pushing(plan(codec="tests.unit.server.test_sparse_pushes:Own"), workers=2)
+    pushing = Pushing(plan(codec="tests.unit.codec.test_decoder:Own"), workers=2)
     Own.said = said([3], [1.0])
     pushing.push(0, pushing.payload(0, torch.ones(WEIGHT + BIAS)))
     Own.said = said(places, values)
@@ -203,7 +206,7 @@ def test_what_is_not_finite_or_overflows_is_refused(places: list[int], values: l
 
 
 def test_a_place_that_is_there_twice_has_the_sum() -> None:
-    pushing = Pushing(plan(codec="tests.unit.server.test_sparse_pushes:Own"), workers=1)
+    pushing = Pushing(plan(codec="tests.unit.codec.test_decoder:Own"), workers=1)
     Own.said = said([7, 7, 9], [1.0, 2.0, 4.0])
     pushing.push(0, pushing.payload(0, torch.ones(WEIGHT + BIAS)), samples=2)
     expected = torch.zeros(WEIGHT + BIAS)
@@ -243,7 +246,7 @@ def test_a_parameter_without_a_gradient_has_what_others_have_sent(
 @pytest.mark.parametrize("absent", [0, 1])
 def test_elements_of_a_parameter_without_a_gradient_are_not_added(absent: int) -> None:
     """Whatever a codec of the user's says of them."""
-    pushing = Pushing(plan(codec="tests.unit.server.test_sparse_pushes:Own"), workers=1)
+    pushing = Pushing(plan(codec="tests.unit.codec.test_decoder:Own"), workers=1)
     elements = said([0, WEIGHT - 1, WEIGHT, WEIGHT + BIAS - 1], [1.0, 2.0, 4.0, 8.0])
     Own.said = elements
     present = [index != absent for index in range(2)]

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from elastic_ps.api.compression import Compression
-from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec import as_bytes
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import ConnectionLost, Malformed
-from elastic_ps.server.encoder import Sent, ValueEncoder
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.pulls import Pulled
+from elastic_ps.server.shard_service import answer_of
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.measuring import Traffic
@@ -43,8 +42,8 @@ BF16 = Plan(Compression(values="bf16"))
 THIRDS = torch.tensor([1, 2, 4, 5]) / 3
 
 
-def shard_of(consistency: Consistency | None = None, limits: ServerLimits = USUAL) -> Rig:
-    rig = Rig(LAYOUT, workers=(0,), consistency=consistency or Consistency(), limits=limits)
+def shard_of(codecs: Plan = BF16, limits: ServerLimits = USUAL) -> Rig:
+    rig = Rig(LAYOUT, workers=(0,), codecs=codecs, limits=limits)
     for bucket in LAYOUT.buckets:
         rig.fill(bucket.index, THIRDS.to(getattr(torch, bucket.dtype)))
     return rig
@@ -66,29 +65,29 @@ class Model:
         self.traffic = Traffic()
         self._values = Values(Flat(LAYOUT, self.tensors), plan, traffic=self.traffic)
 
-    def receive(self, bucket: int, run: pb.Run | None, body: Body) -> torch.Tensor:
-        self._values.receive(LAYOUT.buckets[bucket], pb.PullReply(bucket=bucket, encoded=run), body)
-        return self.tensors[bucket]
+    def receive(self, reply: pb.PullReply, body: Body) -> torch.Tensor:
+        self._values.receive(LAYOUT.buckets[reply.bucket], reply, body)
+        return self.tensors[reply.bucket]
 
 
-def body_of(sent: Sent, **more: Any) -> Body:
-    return Body(torch.frombuffer(bytearray(sent.body), dtype=torch.uint8), **more)
+def body_of(data: memoryview, **more: Any) -> Body:
+    return Body(torch.frombuffer(bytearray(data), dtype=torch.uint8), **more)
 
 
 def test_float32_values_that_are_trained_take_half_the_bytes() -> None:
     """All else arrives as it is; the parameter server's own values are not rounded."""
-    rig, encoder, model = shard_of(), ValueEncoder(BF16), Model()
+    rig, model = shard_of(), Model()
     for index, (name, (dtype, _, _)) in enumerate(KINDS.items()):
-        sent = encoder.encode(rig.shard, pulled(rig, index))
+        reply, body = answer_of(rig.shard, pulled(rig, index))
         exact = THIRDS.to(getattr(torch, dtype))
-        received = model.receive(index, sent.run, body_of(sent))
+        received = model.receive(reply, body_of(body))
         assert torch.equal(rig.values(index), exact)
         assert torch.equal(BF16.as_pulled(LAYOUT, LAYOUT.buckets[index], exact), received)
         if name == "weight":
-            assert len(sent.body) == exact.nbytes / 2
+            assert len(body) == exact.nbytes / 2
             assert torch.equal(received, exact.bfloat16().float())
         else:
-            assert sent.run is None
+            assert not reply.HasField("encoded")
             assert torch.equal(received, exact)
     counts = model.traffic.counts()
     assert counts.pulled_plain_bytes - counts.pulled_bytes == THIRDS.nbytes / 2
@@ -97,50 +96,40 @@ def test_float32_values_that_are_trained_take_half_the_bytes() -> None:
 
 @pytest.mark.parametrize("contributor", [True, False])
 def test_all_workers_get_what_was_encoded_once(contributor: bool) -> None:
-    rig, encoder = shard_of(), ValueEncoder(BF16)
-    sent = [encoder.encode(rig.shard, pulled(rig, contributor=contributor)) for _ in range(3)]
+    rig = shard_of()
+    sent = [answer_of(rig.shard, pulled(rig, contributor=contributor))[1] for _ in range(3)]
     assert sent[0] is sent[1] is sent[2]
-    before = bytes(sent[0].body)
+    before = bytes(sent[0])
     rig.push(0, torch.ones(4))
     for index in (1, 2, 3, 4):
         rig.push(0, torch.ones(4, dtype=getattr(torch, TENSORS[index].dtype)), bucket=index)
     rig.commit(0, samples=1)
-    after = encoder.encode(rig.shard, pulled(rig, contributor=contributor))
-    assert bytes(sent[0].body) == before  # a worker that is slow to read still gets its version
-    assert torch.equal(Model().receive(0, after.run, body_of(after)), (THIRDS - 1).bfloat16().float())
-    same = encoder.encode(rig.shard, pulled(rig, contributor=contributor, held=1))
-    assert (same.run, len(same.body)) == (None, 0)
+    after, body = answer_of(rig.shard, pulled(rig, contributor=contributor))
+    assert bytes(sent[0]) == before  # a worker that is slow to read still gets its version
+    assert torch.equal(Model().receive(after, body_of(body)), (THIRDS - 1).bfloat16().float())
+    same, body = answer_of(rig.shard, pulled(rig, contributor=contributor, held=1))
+    assert (same.HasField("encoded"), len(body)) == (False, 0)
 
 
 def test_what_is_made_while_the_values_may_change_is_for_nobody_else() -> None:
     """A worker that has lost its part may read values of two versions; it is refused at the end."""
-    rig, encoder = shard_of(limits=ServerLimits(small_pull=0)), ValueEncoder(BF16)
+    rig = shard_of(limits=ServerLimits(small_pull=0))
     torn = pulled(rig)
     copy = pulled(rig, contributor=False)
     as_of_now = torch.frombuffer(torn.data, dtype=torch.float32)
     as_of_now.fill_(7.0)
-    encoder.encode(rig.shard, torn)
-    sent = encoder.encode(rig.shard, copy)
-    assert torch.equal(Model().receive(0, sent.run, body_of(sent)), THIRDS.bfloat16().float())
-
-
-def test_another_shard_begins_anew() -> None:
-    """The term is another, so version 0 may be, too."""
-    encoder = ValueEncoder(BF16)
-    first, second = shard_of(), shard_of()
-    second.fill(0, torch.ones(4))
-    encoder.encode(first.shard, pulled(first))
-    sent = encoder.encode(second.shard, pulled(second))
-    assert Model().receive(0, sent.run, body_of(sent)).tolist() == [1.0] * 4
+    answer_of(rig.shard, torn)
+    reply, body = answer_of(rig.shard, copy)
+    assert torch.equal(Model().receive(reply, body_of(body)), THIRDS.bfloat16().float())
 
 
 @pytest.mark.parametrize(("server", "worker"), [("none", "bf16"), ("bf16", "none")])
 def test_mixed_codecs_are_refused(server: Any, worker: Any) -> None:
-    rig = shard_of()
-    sent = ValueEncoder(Plan(Compression(values=server))).encode(rig.shard, pulled(rig))
+    rig = shard_of(Plan(Compression(values=server)))
+    reply, body = answer_of(rig.shard, pulled(rig))
     model = Model(Plan(Compression(values=worker)))
     with pytest.raises(Malformed, match=f"shard 0 .* as '{server}'; .* '{worker}'.*spec.compression"):
-        model.receive(0, sent.run, body_of(sent))
+        model.receive(reply, body_of(body))
     assert not model.tensors[0].any()
 
 
@@ -155,18 +144,18 @@ def test_mixed_codecs_are_refused(server: Any, worker: Any) -> None:
     ],
 )
 def test_values_that_do_not_fit_are_refused(part: pb.Part) -> None:
-    run = pb.Run(codec="bf16", parts=[part])
+    reply = pb.PullReply(bucket=0, encoded=pb.Run(codec="bf16", parts=[part]))
     with pytest.raises(Malformed, match="values of bucket 0 from shard 0 cannot be decoded"):
-        Model().receive(0, run, Body(torch.zeros(4, dtype=torch.bfloat16)))
+        Model().receive(reply, Body(torch.zeros(4, dtype=torch.bfloat16)))
 
 
 def test_a_body_that_is_cut_off_is_asked_for_again() -> None:
     rig, model = shard_of(), Model()
-    sent = ValueEncoder(BF16).encode(rig.shard, pulled(rig))
+    reply, body = answer_of(rig.shard, pulled(rig))
     with pytest.raises(ConnectionLost):
-        model.receive(0, sent.run, body_of(sent, cut_off=True))
+        model.receive(reply, body_of(body, cut_off=True))
     assert not model.tensors[0].any()
-    assert torch.equal(model.receive(0, sent.run, body_of(sent)), THIRDS.bfloat16().float())
+    assert torch.equal(model.receive(reply, body_of(body)), THIRDS.bfloat16().float())
 
 
 def test_values_in_shared_memory_are_decoded_where_they_are() -> None:
@@ -178,6 +167,6 @@ def test_values_in_shared_memory_are_decoded_where_they_are() -> None:
             raise AssertionError("copied")
 
     rig, model = shard_of(), Model()
-    sent = ValueEncoder(BF16).encode(rig.shard, pulled(rig))
-    received = model.receive(0, sent.run, Shared(THIRDS.bfloat16()))
+    reply, _ = answer_of(rig.shard, pulled(rig))
+    received = model.receive(reply, Shared(THIRDS.bfloat16()))
     assert torch.equal(received, THIRDS.bfloat16().float())
