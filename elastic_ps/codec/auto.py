@@ -58,7 +58,6 @@ class Auto(Codec):
         return math.sqrt(lost / whole) if whole else 0.0
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:  # noqa: ARG002
-        """See `Codec.encode`."""
         whole = _square(tensor)
         for name in self._names[self._first :: -1]:
             encoded = self._codecs[name].encode(tensor, {}, random)
@@ -75,7 +74,6 @@ class Auto(Codec):
         return Encoded(encoded.tensors, {**encoded.values, NAME: name})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
-        """See `Codec.decode`."""
         codec, _ = self.within(encoded, out.numel())
         codec.decode(encoded, out)
 

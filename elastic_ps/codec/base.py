@@ -14,8 +14,7 @@ from __future__ import annotations
 import abc
 import hashlib
 import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -151,10 +150,6 @@ class Codec(abc.ABC):
         """Of a codec around another one: that one, and what it has made of so many elements."""
         return self, encoded
 
-    def error_bound(self, tensor: torch.Tensor) -> float:  # noqa: ARG002
-        """No element of `tensor` changes by more than this."""
-        return 0.0 if self.lossless else math.inf
-
 
 def few(codec: Codec, encoded: Encoded, elements: int) -> Sparse | None:
     """What a codec has made of so many elements, if few of them are not zero. Its places are in the tensor.
@@ -231,28 +226,42 @@ DTYPES = (
 """Of the parts of an encoded gradient."""
 
 
-def unpack(parts: Sequence[Part], values: str, body: memoryview) -> tuple[Encoded, int]:
-    """What was packed, and how many bytes of `body` it takes. The tensors are views of `body`, if aligned.
+def unpack(runs: Iterable[Packed], body: memoryview) -> list[Encoded]:
+    """What was packed, one after the other. The tensors are views of `body`, if they are aligned.
 
     Raises:
         Malformed: the bytes do not fit the parts.
     """
-    tensors, start = {}, 0
-    for part in parts:
-        if part.dtype not in DTYPES:
-            raise Malformed(f"part {part.name!r} has dtype {part.dtype!r}; known: {', '.join(DTYPES)}")
-        dtype = dtype_of(part.dtype)
-        stop = start + part.elements * dtype.itemsize
-        if stop > len(body):
-            raise Malformed(f"part {part.name!r} ends at byte {stop} of {len(body)}")
-        piece = body[start:stop]
-        if start % dtype.itemsize:
-            piece = memoryview(bytearray(piece))
-        tensors[part.name], start = as_tensor(piece, dtype), stop
-    try:
-        plain = json.loads(values) if values else {}
-    except (ValueError, RecursionError) as error:
-        raise Malformed(f"the values of an encoded gradient are no JSON: {error}") from error
-    if not isinstance(plain, dict):
-        raise Malformed("the values of an encoded gradient have no names")
-    return Encoded(tensors, plain), start
+    found, start = [], 0
+    for packed in runs:
+        tensors = {}
+        for part in packed.parts:
+            if part.dtype not in DTYPES:
+                raise Malformed(f"part {part.name!r} has dtype {part.dtype!r}; known: {', '.join(DTYPES)}")
+            dtype = dtype_of(part.dtype)
+            stop = start + part.elements * dtype.itemsize
+            if stop > len(body):
+                raise Malformed(f"part {part.name!r} ends at byte {stop} of {len(body)}")
+            piece = body[start:stop]
+            if start % dtype.itemsize:
+                piece = memoryview(bytearray(piece))
+            tensors[part.name], start = as_tensor(piece, dtype), stop
+        try:
+            plain = json.loads(packed.values) if packed.values else {}
+        except (ValueError, RecursionError) as error:
+            raise Malformed(f"the values of what a codec has made are no JSON: {error}") from error
+        if not isinstance(plain, dict):
+            raise Malformed("the values of what a codec has made have no names")
+        found.append(Encoded(tensors, plain))
+    if start != len(body):
+        raise Malformed(f"{len(body) - start} bytes more than the parts have")
+    return found
+
+
+def require(name: str, tensor: torch.Tensor, dtype: torch.dtype, elements: int) -> torch.Tensor:
+    """The same. Raises ValueError unless it has so many elements of this dtype."""
+    if tensor.dtype is not dtype or tensor.numel() != elements:
+        raise ValueError(
+            f"{name!r} has {tensor.numel()} elements of {tensor.dtype}; expected {elements} of {dtype}"
+        )
+    return tensor

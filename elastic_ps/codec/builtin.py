@@ -10,36 +10,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_ps.codec.base import Codec, Encoded, Sparse
+from elastic_ps.codec.base import Codec, Encoded, Sparse, require
 from elastic_ps.codec.places import LOW, of_large, packed, unpacked
 
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 """What codecs compute in, whatever defaults a script has set for its model."""
 
 
-def _require(name: str, tensor: torch.Tensor, dtype: torch.dtype, elements: int) -> torch.Tensor:
-    """Raises ValueError unless the tensor is one of these."""
-    if tensor.dtype is not dtype or tensor.numel() != elements:
-        raise ValueError(
-            f"{name!r} has {tensor.numel()} elements of {tensor.dtype}; expected {elements} of {dtype}"
-        )
-    return tensor
-
-
 class Bf16(Codec):
     """bfloat16, rounded to nearest: half the bytes, float32's range, a relative error of at most 2^-8."""
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:  # noqa: ARG002
-        """See `Codec.encode`."""
         return Encoded({"values": tensor.to(torch.bfloat16)})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
-        """See `Codec.decode`."""
-        out.copy_(_require("values", encoded.tensors["values"], torch.bfloat16, out.numel()))
-
-    def error_bound(self, tensor: torch.Tensor) -> float:
-        """See `Codec.error_bound`."""
-        return float(tensor.abs().max()) * 2.0**-8 if tensor.numel() else 0.0
+        out.copy_(require("values", encoded.tensors["values"], torch.bfloat16, out.numel()))
 
 
 _SMALLEST = -126
@@ -54,15 +39,13 @@ class Fp16(Codec):
     """
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:  # noqa: ARG002
-        """See `Codec.encode`."""
         scale = self._scale(tensor)
         if scale == 1.0:
             return Encoded({"values": tensor.to(torch.float16)})
         return Encoded({"values": (tensor / scale).to(torch.float16)}, {"scale": scale})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
-        """See `Codec.decode`."""
-        out.copy_(_require("values", encoded.tensors["values"], torch.float16, out.numel()))
+        out.copy_(require("values", encoded.tensors["values"], torch.float16, out.numel()))
         out.mul_(float(encoded.values.get("scale", 1.0)))
 
     @staticmethod
@@ -72,10 +55,6 @@ class Fp16(Codec):
             return 1.0
         exponent = math.ceil(math.log2(largest / torch.finfo(torch.float16).max))
         return 2.0 ** max(exponent, _SMALLEST)
-
-    def error_bound(self, tensor: torch.Tensor) -> float:
-        """See `Codec.error_bound`."""
-        return float(tensor.abs().max()) * 2.0**-10 if tensor.numel() else 0.0
 
 
 _NOISE = 1 << 16
@@ -145,13 +124,9 @@ class _Integers(Codec):
 
     def _restore(self, integers: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
         """Write whole blocks of integers, times their scales, into `out`, which may end before them."""
-        scale = _require("scale", scale, torch.float32, -(-out.numel() // self._block))
+        scale = require("scale", scale, torch.float32, -(-out.numel() // self._block))
         values = integers.view(-1, self._block) * (scale / self._most).unsqueeze(1)
         out.copy_(values.view(-1)[: out.numel()])
-
-    def error_bound(self, tensor: torch.Tensor) -> float:
-        """See `Codec.error_bound`."""
-        return float(tensor.abs().max()) / self._most * (1 + 1e-5) if tensor.numel() else 0.0
 
 
 class Int8(_Integers):
@@ -160,13 +135,11 @@ class Int8(_Integers):
     _most = 127
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:  # noqa: ARG002
-        """See `Codec.encode`."""
         integers, scale = self._round(tensor, random, torch.int8)
         return Encoded({"scale": scale, "integers": integers.view(-1)[: tensor.numel()]})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
-        """See `Codec.decode`."""
-        integers = _require("integers", encoded.tensors["integers"], torch.int8, out.numel())
+        integers = require("integers", encoded.tensors["integers"], torch.int8, out.numel())
         missing = -out.numel() % self._block
         padded = torch.nn.functional.pad(integers, (0, missing)) if missing else integers
         self._restore(padded, encoded.tensors["scale"], out)
@@ -178,16 +151,14 @@ class Int4(_Integers):
     _most = 7
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:  # noqa: ARG002
-        """See `Codec.encode`."""
         integers, scale = self._round(tensor, random, torch.uint8, above=self._most)
         pairs = integers.view(-1, 2)
         pairs = pairs[: -(-tensor.numel() // 2)]
         return Encoded({"scale": scale, "pairs": pairs[:, 0] | (pairs[:, 1] << 4)})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
-        """See `Codec.decode`."""
         whole = -(-out.numel() // self._block) * self._block
-        pairs = _require("pairs", encoded.tensors["pairs"], torch.uint8, -(-out.numel() // 2))
+        pairs = require("pairs", encoded.tensors["pairs"], torch.uint8, -(-out.numel() // 2))
         if missing := whole // 2 - pairs.numel():
             pairs = torch.nn.functional.pad(pairs, (0, missing))
         integers = torch.stack((pairs & 15, pairs >> 4), dim=1).view(-1).to(torch.float32) - self._most
@@ -252,7 +223,6 @@ class TopK(Codec):
         return float(_AT_FIRST * (self._ratio / _AT_FIRST) ** (version / self._warmup))
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
-        """See `Codec.encode`."""
         ratio = self.share(state.get("version", self._warmup))
         count = math.ceil(ratio * tensor.numel())
         if tensor.numel() < 16 * _SAMPLE or ratio * _SAMPLE < 16:
@@ -268,13 +238,11 @@ class TopK(Codec):
         return Encoded({"values": values, **packed(places, tensor.numel())})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
-        """See `Codec.decode`."""
         places, values = self.sparse(encoded, out.numel()).within(out.numel())
         out.zero_()
         out.index_add_(0, places, values)
 
     def sparse(self, encoded: Encoded, elements: int) -> Sparse:
-        """See `Codec.sparse`."""
         values, low = encoded.tensors["values"], encoded.tensors[LOW]
         most = math.ceil(self.share(0) * elements)
         if values.dtype is not self._dtype or not low.numel() == values.numel() <= most:
@@ -310,7 +278,6 @@ class SignSGD(Codec):
         self._block = block
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:  # noqa: ARG002
-        """See `Codec.encode`."""
         mixing = self._mixing(tensor.numel())
         flat = (_padded(tensor, len(mixing)).view(-1, len(mixing)) @ mixing).view(-1)
         blocks = _padded(flat, self._block).view(-1, self._block)
@@ -320,11 +287,10 @@ class SignSGD(Codec):
         return Encoded({"scale": scale, "signs": torch.from_numpy(np.packbits(flat.numpy() >= 0))})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
-        """See `Codec.decode`."""
         elements = out.numel()
         mixing = self._mixing(elements)
-        signs = _require("signs", encoded.tensors["signs"], torch.uint8, _whole(elements, len(mixing)) // 8)
-        scale = _require("scale", encoded.tensors["scale"], torch.float32, -(-elements // self._block))
+        signs = require("signs", encoded.tensors["signs"], torch.uint8, _whole(elements, len(mixing)) // 8)
+        scale = require("scale", encoded.tensors["scale"], torch.float32, -(-elements // self._block))
         bits = torch.from_numpy(np.unpackbits(signs.numpy())).to(torch.float32).mul_(2).sub_(1)
         # Sums of ones are exact, in whatever order they are added: all get the same values, bit for bit.
         counts = (bits.view(-1, len(mixing)) @ mixing.T).view(-1)[:elements]

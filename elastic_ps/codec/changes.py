@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from elastic_ps.codec.base import Codec, Encoded, Packed, Sparse, few, pack, random_of
+from elastic_ps.codec.base import Codec, Encoded, Packed, Sparse, few, pack, random_of, require
 from elastic_ps.codec.finite import is_finite
 from elastic_ps.codec.places import LOW, of_nonzero, packed, unpacked
 
@@ -109,7 +109,6 @@ class Changed(Codec):
     version = "2"
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:  # noqa: ARG002
-        """See `Codec.encode`."""
         bits = _bits(tensor)
         places = of_nonzero(bits)
         if places is None:
@@ -119,7 +118,6 @@ class Changed(Codec):
         return Encoded({"bits": bits[places], **packed(places, tensor.numel())})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
-        """See `Codec.decode`."""
         found = self.sparse(encoded, out.numel())
         if found is None:
             _bits(out).copy_(encoded.tensors["bits"])
@@ -128,11 +126,9 @@ class Changed(Codec):
         out.zero_()[places] = values
 
     def sparse(self, encoded: Encoded, elements: int) -> Sparse | None:
-        """See `Codec.sparse`."""
-        bits, low = encoded.tensors["bits"], encoded.tensors.get(LOW)
+        low = encoded.tensors.get(LOW)
         expected = elements if low is None else low.numel()
-        if bits.dtype is not torch.int32 or bits.numel() != expected:
-            raise ValueError(f"{bits.numel()} bits of {bits.dtype}; expected {expected} of {torch.int32}")
+        bits = require("bits", encoded.tensors["bits"], torch.int32, expected)
         if low is None:
             return None
         return Sparse(unpacked(encoded.tensors, elements), bits.view(torch.float32))

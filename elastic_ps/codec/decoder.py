@@ -12,6 +12,7 @@ import torch
 
 from elastic_ps.codec import NONE
 from elastic_ps.codec.base import FEW, Codec, Encoded, Payload, Sparse, unpack
+from elastic_ps.codec.lossless import MORE
 from elastic_ps.codec.memory import Body, Scratch, dtype_of
 from elastic_ps.codec.plan import Plan, Run
 from elastic_ps.core.partition import Bucket, Layout
@@ -22,9 +23,6 @@ AT_A_TIME = 4
 
 PATIENCE = timedelta(seconds=10)
 """How long one waits for its turn before the worker is asked to push again."""
-
-MORE = 4096
-"""An encoded bucket has at most so many bytes more than twice those of its elements, in float32 or wider."""
 
 
 class Decoder:
@@ -121,14 +119,9 @@ class _Arrived(NamedTuple):
 
 def _unpacked(runs: list[Run], sent: Payload, body: memoryview) -> list[_Arrived]:
     arrived = []
-    for run, packed in zip(runs, sent.runs, strict=True):
-        encoded, used = unpack(packed.parts, packed.values, body)
-        body, codec = body[used:], run.codec
-        if codec is not None:
-            codec, encoded = codec.within(encoded, run.length)
-        arrived.append(_Arrived(run, codec, encoded))
-    if len(body):
-        raise Malformed(f"{len(body)} bytes more than the parts have")
+    for run, encoded in zip(runs, unpack(sent.runs, body), strict=True):
+        inner = (None, encoded) if run.codec is None else run.codec.within(encoded, run.length)
+        arrived.append(_Arrived(run, *inner))
     return arrived
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from elastic_ps.codec.base import DTYPES, Codec, Encoded, Part, pack, unpack
+from elastic_ps.codec.base import DTYPES, Codec, Encoded, Packed, Part, pack, require, unpack
 from elastic_ps.codec.memory import as_bytes, as_tensor, dtype_of
 from elastic_ps.errors import InvalidJob
 
@@ -17,7 +17,7 @@ LEVEL = 1
 """Zstandard's fastest of the usual ones. Higher levels find next to nothing more in a gradient."""
 
 MORE = 4096
-"""What a codec makes has at most so many bytes more than twice those of the elements in float32."""
+"""What a codec makes has at most so many bytes more than twice those of the elements, in float32 or wider."""
 
 HEADER = 16
 """Bytes of the header of what Blosc has made."""
@@ -29,15 +29,10 @@ class Plain(Codec):
     lossless = unbiased = True
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:  # noqa: ARG002
-        """See `Codec.encode`."""
         return Encoded({"values": tensor})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
-        """See `Codec.decode`."""
-        values = encoded.tensors["values"]
-        if values.dtype is not torch.float32:
-            raise ValueError(f"the elements are {values.dtype}; expected {torch.float32}")
-        out.copy_(values)
+        out.copy_(require("values", encoded.tensors["values"], torch.float32, out.numel()))
 
 
 class Compressed(Codec):
@@ -76,14 +71,12 @@ class Compressed(Codec):
         """What was compressed. Raises before memory is taken for what is not as long as `parts`."""
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
-        """See `Codec.encode`."""
         packed = pack(self._inner.encode(tensor, state, random))
         compressed = self._compress(list(zip(packed.parts, packed.body, strict=True)))
         values = {"parts": packed.parts, "values": packed.values}
         return Encoded({self.name: torch.frombuffer(bytearray(compressed), dtype=torch.uint8)}, values)
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
-        """See `Codec.decode`."""
         codec, inner = self.within(encoded, out.numel())
         codec.decode(inner, out)
 
@@ -92,12 +85,8 @@ class Compressed(Codec):
         parts = [Part(str(name), str(dtype), int(count)) for name, dtype, count in encoded.values["parts"]]
         _require_sensible(parts, most=8 * elements + MORE)
         body = self._decompress(as_bytes(encoded.tensors[self.name]), parts)
-        inner, _ = unpack(parts, str(encoded.values["values"]), body)
+        (inner,) = unpack([Packed(tuple(parts), str(encoded.values["values"]))], body)
         return self._inner.within(inner, elements)
-
-    def error_bound(self, tensor: torch.Tensor) -> float:
-        """See `Codec.error_bound`."""
-        return self._inner.error_bound(tensor)
 
 
 class Zstd(Compressed):

@@ -56,13 +56,11 @@ class Run(NamedTuple):
     Attributes:
         name: of the codec.
         codec: None: the elements are sent as they are.
-        pieces: the first one's index in the bucket, and the index after the last one's.
-        elements: likewise.
+        elements: where they are in the bucket.
     """
 
     name: str
     codec: Codec | None
-    pieces: slice
     elements: slice
 
     @property
@@ -88,11 +86,12 @@ class Plan:
         self._lossless = compression.lossless
         allowed = MAX_ERROR if compression.max_error is None else compression.max_error
         self.auto = Auto(allowed) if compression.codec == AUTO else None
-        self._default = _named(compression.codec, self.auto or make(compression.codec, compression.options))
-        self._rules = [
+        default = _named(compression.codec, self.auto or make(compression.codec, compression.options))
+        named = [
             (rule.match, *_named(rule.codec, make(rule.codec, rule.options))) for rule in compression.rules
         ]
-        self.name, _ = self._followed(*self._default)
+        self._rules = [*named, ("*", *default)]
+        self.name, _ = self._followed(*default)
         chosen = compression.values
         changes = chosen in DELTAS
         values = VALUES[chosen]() if chosen in VALUES else None
@@ -121,20 +120,19 @@ class Plan:
     @property
     def names(self) -> list[str]:
         """Of all codecs, sorted, with their versions if they have some. `none` if there are no others."""
-        names = {self.name, self.values, self.deltas, *(name for _, name, _ in self._rules)}
+        names = {self.name, self.values, self.deltas, *(name for _, name, _ in self._rules[:-1])}
         return sorted(names - {NONE}) or [NONE]
 
     @cached_property
     def momentum(self) -> float:
         """What workers make of their gradients, of the first codec that has any; 0 if none has."""
-        codecs = [self._default[1], *(codec for _, _, codec in self._rules)]
+        codecs = (codec for _, _, codec in [self._rules[-1], *self._rules])
         return next((codec.momentum for codec in codecs if codec is not None and codec.momentum), 0.0)
 
     @property
     def encodes(self) -> bool:
         """Whether any gradient is encoded."""
-        codecs = [self._default[1], *(codec for _, _, codec in self._rules)]
-        return self._lossless != NONE or any(codec is not None for codec in codecs)
+        return self._lossless != NONE or any(codec is not None for _, _, codec in self._rules)
 
     @property
     def sent(self) -> float:
@@ -143,7 +141,7 @@ class Plan:
         It is that of random numbers, with the codec that no rule replaces. What workers choose, and what a
         codec of the user's own makes, is not known: 1. With `changed`, as many values are sent as gradients.
         """
-        name, codec = self._default
+        _, name, codec = self._rules[-1]
         known = codec is None or type(codec) in BUILT_IN.values()
         gradients = _share(self._followed(name, _of_sample(codec))[1]) if known else 1.0
         if self._deltas is not None and self._deltas.bits:
@@ -152,10 +150,7 @@ class Plan:
 
     def of(self, tensor: str) -> tuple[str, Codec | None]:
         """The codec of a tensor with this name: the one of the first rule that matches."""
-        for match, name, codec in self._rules:
-            if fnmatchcase(tensor, match):
-                return name, codec
-        return self._default
+        return next((name, codec) for match, name, codec in self._rules if fnmatchcase(tensor, match))
 
     @property
     def encodes_values(self) -> bool:
@@ -192,19 +187,17 @@ class Plan:
         ):
             return []
         runs: list[Run] = []
-        place = 0
-        for index, piece in enumerate(bucket.pieces):
-            name, codec = self._of_piece(layout.tensors[piece.tensor], piece, bucket)
-            first, start, stop = index, place, place + piece.length
-            if runs and (runs[-1].name, runs[-1].codec) == (name, codec):
-                before = runs.pop()
-                first, start = before.pieces.start, before.elements.start
-            runs.append(Run(name, codec, slice(first, index + 1), slice(start, stop)))
-            place = stop
+        stop = 0
+        for piece in bucket.pieces:
+            coded = self._of_piece(layout.tensors[piece.tensor], piece, bucket)
+            start, stop = stop, stop + piece.length
+            if runs and runs[-1][:2] == coded:
+                start = runs.pop().elements.start
+            runs.append(Run(*coded, slice(start, stop)))
         # Codecs get float32, so float64 that no other codec has rounded stays as it is.
         exact = bucket.dtype == "float64"
         runs = [
-            run if exact and run.codec is None else Run(*self._followed(run.name, run.codec), *run[2:])
+            run if exact and run.codec is None else Run(*self._followed(run.name, run.codec), run.elements)
             for run in runs
         ]
         return runs if any(run.codec is not None for run in runs) else []

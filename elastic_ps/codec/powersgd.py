@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from elastic_ps.codec.base import Codec, Encoded
+from elastic_ps.codec.base import Codec, Encoded, require
 from elastic_ps.codec.builtin import FLOATS
 
 FACTORS = ("p", "q")
@@ -43,7 +43,6 @@ class PowerSGD(Codec):
         return own
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
-        """See `Codec.encode`."""
         matrix = tensor.view(self._rows, self._columns)
         scale = float(tensor.abs().max())
         if not scale:  # what was found before stays
@@ -59,19 +58,9 @@ class PowerSGD(Codec):
         return Encoded({"p": p.reshape(-1), "q": (q * scale).reshape(-1)})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
-        """See `Codec.decode`."""
         factors = []
         for name, length in zip(FACTORS, (self._rows, self._columns), strict=True):
-            factor = encoded.tensors[name]
-            if factor.dtype is not torch.float32 or factor.numel() != length * self._rank:
-                raise ValueError(
-                    f"{name!r} has {factor.numel()} elements of {factor.dtype}; expected "
-                    f"{length * self._rank} of {torch.float32}"
-                )
+            factor = require(name, encoded.tensors[name], torch.float32, length * self._rank)
             factors.append(factor.view(length, self._rank))
         p, q = factors
         torch.mm(p, q.T, out=out.view(self._rows, self._columns))
-
-    def error_bound(self, tensor: torch.Tensor) -> float:
-        """See `Codec.error_bound`. What is lost is the part that is orthogonal to `p`."""
-        return float(tensor.double().norm()) * (1 + 1e-5)

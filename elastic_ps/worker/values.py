@@ -16,8 +16,9 @@ from contextlib import contextmanager
 import torch
 
 from elastic_ps.codec import NONE, as_bytes, dtype_of
-from elastic_ps.codec.base import Codec, Encoded, Sparse, few, unpack
+from elastic_ps.codec.base import Codec, Sparse, few, unpack
 from elastic_ps.codec.changes import FewChanges, follow
+from elastic_ps.codec.memory import Scratch
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket
 from elastic_ps.errors import Malformed
@@ -108,8 +109,8 @@ class Values:
         self._flat = flat
         self._traffic = traffic or Traffic()
         self._trace = trace or Trace(None, "")
-        self._memory: dict[int, bytearray] = {}  # of each shard, for what is encoded
-        self._changes: dict[int, torch.Tensor] = {}  # of each shard, for a delta
+        shards = range(flat.layout.shards)
+        self._encoded, self._decoded = ([Scratch() for _ in shards] for _ in range(2))
         self.adopt(plan)
 
     def adopt(self, plan: Plan) -> None:
@@ -173,14 +174,14 @@ class Values:
         else:
             body = incoming.view()
             if body is None:
-                body = self._place(bucket.shard, incoming.size)
-                incoming.read_into(body)
+                incoming.read_into(body := self._encoded[bucket.shard].bytes(incoming.size))
             started = time.monotonic_ns()
             if delta:
                 changes = self._change(codec, bucket, reply, body, into)
             else:
                 with self._decoding(bucket):
-                    codec.decode(_unpacked(reply.encoded, body), target)
+                    (encoded,) = unpack([run_from_message(reply.encoded)], body)
+                    codec.decode(encoded, target)
             ended = time.monotonic_ns()
             self._trace.complete("decode", started, ended, bucket=bucket.index, bytes=len(body))
             seconds = (ended - started) / 1e9
@@ -213,10 +214,11 @@ class Values:
                 into.copy_(values)
             return None
         with self._decoding(bucket):
-            encoded = _unpacked(reply.encoded, body)
+            (encoded,) = unpack([run_from_message(reply.encoded)], body)
             sent = few(codec, encoded, bucket.elements)
             if sent is None:
-                codec.decode(encoded, decoded := self._decoded(bucket))
+                decoded = self._decoded[bucket.shard].tensor(bucket.elements, torch.float32)
+                codec.decode(encoded, decoded)
         if sent is None:
             follow(codec, values, decoded, values if into is None else into)
         elif into is None:
@@ -224,12 +226,6 @@ class Values:
         else:  # `body` is memory for what comes next, too
             return FewChanges(codec, Sparse(sent.places.clone(), sent.values.clone()))
         return None
-
-    def _decoded(self, bucket: Bucket) -> torch.Tensor:
-        """Memory to decode a delta in."""
-        if bucket.elements > len(self._changes.get(bucket.shard, ())):
-            self._changes[bucket.shard] = torch.empty(bucket.elements, dtype=torch.float32, device="cpu")
-        return self._changes[bucket.shard][: bucket.elements]
 
     @contextmanager
     def _decoding(self, bucket: Bucket) -> Iterator[None]:
@@ -239,17 +235,3 @@ class Values:
         except Exception as error:
             what = f"the values of bucket {bucket.index} from shard {bucket.shard} cannot be decoded"
             raise Malformed(f"{what}: {type(error).__name__}: {error}") from error
-
-    def _place(self, shard: int, nbytes: int) -> memoryview:
-        if len(self._memory.get(shard, b"")) < nbytes:
-            self._memory[shard] = bytearray(nbytes)
-        return memoryview(self._memory[shard])[:nbytes]
-
-
-def _unpacked(run: pb.Run, body: memoryview) -> Encoded:
-    """Raises Malformed: the parts do not fit the body."""
-    packed = run_from_message(run)
-    encoded, used = unpack(packed.parts, packed.values, body)
-    if used != len(body):
-        raise Malformed(f"{len(body) - used} bytes more than the parts have")
-    return encoded

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastic_ps.api.compression import CODECS, Compression
-from elastic_ps.codec.base import Codec, Encoded, Part, pack, unpack
+from elastic_ps.codec.base import Codec, Encoded, Packed, Part, pack, unpack
 from elastic_ps.codec.builtin import TopK
 from elastic_ps.codec.lossless import LOSSLESS, Compressed, Plain, Zstd
 from elastic_ps.codec.plan import BUILT_IN, Plan, make
@@ -55,11 +55,18 @@ def through(codec: Codec, tensor: torch.Tensor, seed: int = 0) -> torch.Tensor:
     assert torch.equal(tensor, before)
     body = memoryview(b"".join(packed.body))
     assert packed.nbytes == len(body)
-    encoded, used = unpack(packed.parts, packed.values, body)
-    assert used == len(body)
+    (encoded,) = unpack([packed], body)
     out = torch.full_like(tensor, math.nan)
     codec.decode(encoded, out)
     return out
+
+
+def error_bound(name: str, tensor: torch.Tensor) -> float:
+    """No element changes by more than this. What `topk` and `signsgd` leave out is left over."""
+    relative = {"bf16": 2.0**-8, "fp16": 2.0**-10, "int8": (1 + 1e-5) / 127, "int4": (1 + 1e-5) / 7}
+    if name in ("topk", "signsgd"):
+        return math.inf
+    return float(tensor.abs().max()) * relative.get(name, 0.0)
 
 
 def gradient(elements: int, seed: int, scale: float = 1.0) -> torch.Tensor:
@@ -131,7 +138,7 @@ def test_fp16_keeps_the_digits_of_small_gradients(
     lost, before = (result - tensor.double()).abs(), tensor.double().abs()
     counts = before >= before.max() * 2.0**-29
     assert bool((lost[counts] <= before[counts] * 2.0**-10).all())
-    assert bool((lost <= codec.error_bound(tensor)).all())
+    assert bool((lost <= error_bound("fp16", tensor)).all())
 
 
 def test_all_names_are_known() -> None:
@@ -152,7 +159,7 @@ def test_no_element_changes_by_more_than_the_bound(name: str, elements: int, see
     result = through(codec, tensor)
     assert torch.isfinite(result).all()
     difference = float((result.double() - tensor.double()).abs().max())
-    assert difference <= codec.error_bound(tensor) * (1 + 1e-6)
+    assert difference <= error_bound(name, tensor) * (1 + 1e-6)
     if codec.lossless:
         assert torch.equal(result, tensor)
     assert codec.unbiased or codec.lossless or codec.feedback or name in ("bf16", "fp16")
@@ -166,7 +173,7 @@ def test_an_unbiased_codec_is_right_on_average(name: str) -> None:
     tensor = gradient(200, 1)
     times = 4000
     mean = sum(through(codec, tensor, seed).double() for seed in range(times)) / times
-    step = codec.error_bound(tensor)
+    step = error_bound(name, tensor)
     assert float((mean - tensor.double()).abs().max()) < 5 * step / 2 / math.sqrt(times)
 
 
@@ -366,12 +373,12 @@ def test_what_does_not_fit_is_not_decoded(name: str, change: dict[str, torch.Ten
 )
 def test_bytes_that_do_not_fit_are_refused(parts: list[Part], values: str) -> None:
     with pytest.raises(Malformed):
-        unpack(parts, values, memoryview(bytes(8)))
+        unpack([Packed(tuple(parts), values)], memoryview(bytes(8)))
 
 
 def test_parts_need_not_be_aligned() -> None:
-    encoded, used = unpack([Part("a", "uint8", 1), Part("b", "float32", 1)], "", memoryview(bytes(5)))
-    assert used == 5
+    parts = (Part("a", "uint8", 1), Part("b", "float32", 1))
+    (encoded,) = unpack([Packed(parts, "")], memoryview(bytes(5)))
     assert encoded.tensors["b"].tolist() == [0.0]
 
 
@@ -400,7 +407,7 @@ def test_a_matrix_of_low_rank_arrives_as_it_is(rows: int, columns: int, seed: in
         result = through(codec, tensor, seed)
         lost = float((result.double() - tensor.double()).norm() / tensor.double().norm())
         assert lost < (nothing if exact else 1 + 1e-3)
-        assert float((result - tensor).abs().max()) <= codec.error_bound(tensor) * (1 + 1e-3)
+        assert float((result - tensor).abs().max()) <= float(tensor.double().norm()) * (1 + 1e-3)
     assert not through(codec, torch.zeros(rows * columns), seed).any()
 
 
@@ -459,8 +466,8 @@ def test_a_lossless_codec_changes_nothing(
     if zeros:
         tensor = tensor.relu()
     assert torch.equal(through(codec, tensor, seed), through(inner, tensor, seed))
-    kinds = (codec.lossless, codec.unbiased, codec.feedback, codec.momentum, codec.error_bound(tensor))
-    expected = (inner.lossless, inner.unbiased, inner.feedback, inner.momentum, inner.error_bound(tensor))
+    kinds = (codec.lossless, codec.unbiased, codec.feedback, codec.momentum)
+    expected = (inner.lossless, inner.unbiased, inner.feedback, inner.momentum)
     assert kinds == expected
 
 
