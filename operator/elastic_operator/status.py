@@ -228,7 +228,8 @@ def model_lost(old: TrainingJobStatus, new: TrainingJobStatus, observed: Observe
     was, now = old.parameter_server, new.parameter_server
     version, new_term = old.progress.version, (now.term or 0) > (was.term or 0)
     to_nothing = new.progress.version == 0 and (old.progress.durable_version or 0) > 0
-    said = [pod.problem for pod in observed.of("worker") if pod.uid not in old.worker.counted_pods]
+    counted = old.worker.counted_pods
+    said = [pod.problem for pod in observed.of("worker") if pod.over and pod.uid not in counted]
     lost = [problem.message for problem in said if problem is not None and problem.reason == LOST]
     if new.progress.version < version and (to_nothing or not new_term):  # else they went back to a checkpoint
         lost = [f"version {version} is gone: {MODEL_LOST}"]

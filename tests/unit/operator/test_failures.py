@@ -412,6 +412,17 @@ def test_a_model_that_is_lost_with_its_server_ends_no_job_and_the_job_says_so() 
     assert list(simulation.notes.values()).count("ModelLost") == 2, "it has been lost again"
 
 
+def test_a_loss_is_told_once_while_a_worker_that_has_ended_over_it_is_on_its_way_out() -> None:
+    """Its node does not answer, say, so its pod stays for minutes. It was deleted before it ended."""
+    simulation = trained()
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True)
+    assert simulation.end("digits-worker-0", exits.LOST)
+    simulation.pods["digits-worker-0"]["metadata"]["deletionTimestamp"] = stamp(simulation.now)
+    simulation.pods["digits-worker-0"]["metadata"]["finalizers"] = ["example.com/held"]
+    told = [note for _ in range(3) for note in simulation.step().notes if note.reason == "ModelLost"]
+    assert len(told) == 1
+
+
 def test_a_parameter_server_that_is_evicted_for_its_own_limit_is_not_made_again_for_ever() -> None:
     simulation = trained(runPolicy={"backoffLimit": 2})
     message = "Pod ephemeral local storage usage exceeds the total limit of containers 1Gi."
