@@ -169,7 +169,13 @@ HUNG_GRACE = timedelta(seconds=15)
 """How long a worker that was declared hung has time to end by itself."""
 
 FINISHED_GRACE = timedelta(minutes=1)
-"""How long a worker that does not answer may keep a job open whose training is done."""
+"""How long a worker that does not answer, or has not joined, may keep a job open whose training is done."""
+
+STAYED_OUT = (
+    f"it has not joined in the {FINISHED_GRACE.total_seconds():g} s since another worker was done: its "
+    "script has not come to elastic_ps.connect(), and nothing is left for it to train"
+)
+"""Why it is ended then, in words."""
 
 
 class Traffic(CamelModel):

@@ -13,7 +13,7 @@ from datetime import timedelta
 from itertools import takewhile
 from typing import Literal, TypeAlias
 
-from elastic_ps.api.status import LEFT_EARLY, Phase, Progress
+from elastic_ps.api.status import FINISHED_GRACE, LEFT_EARLY, STAYED_OUT, Phase, Progress
 from elastic_ps.contract import deaths, exits
 from elastic_ps.contract.deaths import Death, Kind, describe_exit, kind_of
 from elastic_ps.contract.env import Role
@@ -45,6 +45,7 @@ class Process:
         exit: its exit status; negative: the signal that killed it. None while it is alive.
         output: the last lines it wrote, of a process that failed.
         useful: whether it has done anything for the job: a step that is in the model, or an answer.
+        joined: whether it is or was a member of the job (workers only).
         stuck: why it has to be killed, of a worker that the parameter server has given up and that lives on.
         overstays: why it has to be killed, of a worker that keeps a job open whose training is done.
         stopped: since when a signal (SIGSTOP) has kept it from running, of a job whose training is done.
@@ -61,6 +62,7 @@ class Process:
     exit: int | None = None
     output: str = ""
     useful: bool = False
+    joined: bool = False
     stuck: str = ""
     overstays: str = ""
     stopped: float | None = None
@@ -474,6 +476,17 @@ def _workers(desired: Desired, observed: Observed, now: float) -> Iterator[Actio
             yield Kill(process.pid, process.stuck or process.overstays)
         elif process.alive and (process.index >= desired.workers or process.asked is not None):
             yield from _end(process, desired.leave_grace, f"the job asks for {desired.workers} workers", now)
+        elif process.alive and finished and _stays_out(process, observed, now):
+            reason = f"the training is finished, and {STAYED_OUT}"
+            yield from _end(process, desired.leave_grace, reason, now)
+
+
+def _stays_out(process: Process, observed: Observed, now: float) -> bool:
+    """Whether a worker computes something else, and has not joined the job since the first one was done."""
+    done = [each.ended or now for each in observed.of("worker") if each.ending == "done"]
+    if process.joined or not done:
+        return False
+    return now - max(process.started, min(done)) > FINISHED_GRACE.total_seconds()
 
 
 def _grace(desired: Desired) -> timedelta:

@@ -96,6 +96,11 @@ def useful(process: Process, server: ServerStatus | None, ready: Container[int])
     return process.alive and (process.role == "standby" or process.index in ready)
 
 
+def has_joined(process: Process, server: ServerStatus | None) -> bool:
+    """Whether a process is, or was, a member of the job."""
+    return process.role == "worker" and member_of(process.index, process.pid, server) is not None
+
+
 def was_finished(status: ServerStatus, last: ServerStatus | None, was: bool, *, resumed: int | None) -> bool:
     """Whether a job that continues from a checkpoint had been finished there, and has trained nothing since.
 

@@ -49,6 +49,7 @@ from elastic_ps.local.processes import (
 from elastic_ps.local.record import Record
 from elastic_ps.local.snapshot import (
     at_the_end,
+    has_joined,
     overstays,
     phase_of,
     process_statuses,
@@ -376,6 +377,7 @@ class Launcher:
                 process,
                 ready=process.role == "ps" and process.index in polled.ready,
                 useful=process.useful or useful(process, polled.status, polled.ready),
+                joined=process.joined or has_joined(process, polled.status),
                 stopped=self._stopped(process, now),
                 stuck=process.stuck or stuck(process, polled.status, limit),
                 overstays=process.overstays or overstays(process, polled.status, limit, now=now),

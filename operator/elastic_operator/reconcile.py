@@ -63,7 +63,7 @@ from elastic_operator.status import (
 from elastic_operator.timing import ZERO, asked_restart, next_look, pause, restart_in
 from elastic_operator.verdict import Verdict, health, verdict
 from elastic_ps.api.fields import MOST_SECONDS
-from elastic_ps.api.status import TrainingJobStatus
+from elastic_ps.api.status import FINISHED_GRACE, STAYED_OUT, TrainingJobStatus
 from elastic_ps.contract.env import Role
 from elastic_ps.errors import InvalidJob
 
@@ -401,10 +401,20 @@ def _workers(
             yield DeletePod.of(pod, f"scaled down to {desired.replicas} workers")
         elif pod.active and finished and pod.unbegun:
             yield DeletePod.of(pod, "the training is finished, and it has not begun")
+        elif pod.active and finished and _stays_out(pod, observed, now):
+            yield DeletePod.of(pod, f"the training is finished, and {STAYED_OUT}")
         elif pod.stuck and desired.outdated(pod):
             yield DeletePod.of(pod, MENDED)
     yield from workers_to_renew(desired, status, observed, now)
     yield from _lingering(observed, now, options)
+
+
+def _stays_out(pod: Pod, observed: Observed, now: datetime) -> bool:
+    """Whether a process computes something else, and has not joined the job since the first one was done."""
+    if observed.server is None or pod.ready or pod.started is None or stays(pod, observed, now):
+        return False
+    done = min((each.ended for each in observed.of("worker") if each.ended), default=now)
+    return now - max(pod.started, done) > FINISHED_GRACE
 
 
 def _given_up(

@@ -197,6 +197,34 @@ def test_a_worker_that_keeps_a_finished_job_open_is_killed_and_replaced_and_coun
     assert isinstance(action, Start)
 
 
+@pytest.mark.parametrize(
+    ("joined", "done", "started", "ends"),
+    [
+        (False, 61, 300, True),
+        (False, 59, 300, False),
+        (False, 300, 59, False),
+        (True, 300, 300, False),
+        (False, None, 300, False),
+    ],
+)
+def test_a_worker_that_never_joins_keeps_a_finished_job_open_for_a_minute(
+    joined: bool, done: int | None, started: int, ends: bool
+) -> None:
+    """Its script computes something else. One that has joined may evaluate and save as long as it likes."""
+    late = worker(1, joined=joined, started=NOW - started)
+    first = worker(0, joined=True) if done is None else ended(0, 0, ended=NOW - done)
+    actions = plan(DESIRED, observed(first, late, progress=FINISHED), NOW)
+    assert [(type(a), a.pid) for a in actions if isinstance(a, Terminate | Kill)] == (
+        [(Terminate, 101)] if ends else []
+    )
+    assert plan(DESIRED, observed(first, late, progress=HALF), NOW) == []
+    if ends:
+        assert isinstance(actions[0], Terminate)
+        assert "has not come to elastic_ps.connect()" in actions[0].reason
+        gone = ended(1, -15, asked=NOW)
+        assert verdict(first, gone, progress=FINISHED, asked_at=NOW + 1).phase == "Succeeded"
+
+
 def test_a_worker_that_someone_else_asked_to_leave_is_not_done_and_is_replaced() -> None:
     left = ended(1, exits.LEFT)
     [action] = plan(DESIRED, observed(worker(0), left, progress=HALF), NOW)

@@ -174,6 +174,32 @@ def test_a_worker_that_has_not_begun_keeps_no_job_open_that_is_finished(status: 
     assert simulation.workers() == ["digits-worker-0", "digits-worker-1"]
 
 
+def test_a_worker_that_never_joins_keeps_no_job_open_that_is_finished() -> None:
+    """Its script computes something else. One that has joined may evaluate and save as long as it likes."""
+    simulation = running(worker={"replicas": 3})
+    for index in (1, 2):
+        ready = simulation.pods[f"digits-worker-{index}"]["status"]["conditions"][0]
+        ready["status"] = "False"
+    finish(simulation)
+    assert simulation.server is not None
+    saves = Member(worker=1, incarnation=1, pid=1, host="digits-worker-1", state="left", joined_version=0)
+    saves = saves.model_copy(update={"gone_seconds": 30.0})
+    simulation.server = simulation.server.model_copy(update={"members": [saves]})
+    simulation.end("digits-worker-0", 0)
+    simulation.now += timedelta(seconds=59)
+    assert named(simulation.step()) == []
+    simulation.now += timedelta(seconds=2)
+    server, simulation.server = simulation.server, None
+    assert named(simulation.step()) == [], "nobody says whether it has joined"
+    simulation.server = server
+    plan = simulation.step()
+    assert named(plan) == ["digits-worker-2"]
+    assert "has not come to elastic_ps.connect()" in plan.actions[0].reason
+    simulation.end("digits-worker-1", 0)
+    simulation.settle()
+    assert simulation.status["phase"] == "Succeeded"
+
+
 def test_a_worker_that_has_not_begun_and_that_a_finalizer_holds_keeps_no_finished_job_open() -> None:
     simulation = running(worker={"replicas": 1})
     simulation.scale(2)
