@@ -61,7 +61,7 @@ from elastic_operator.status import (
     with_counts,
 )
 from elastic_operator.timing import ZERO, asked_restart, next_look, pause, restart_in
-from elastic_operator.verdict import Verdict, health, verdict
+from elastic_operator.verdict import Verdict, checkpoints_gone, health, verdict
 from elastic_ps.api.fields import MOST_SECONDS
 from elastic_ps.api.status import FINISHED_GRACE, STAYED_OUT, TrainingJobStatus
 from elastic_ps.contract.env import Role
@@ -120,9 +120,10 @@ def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Op
     certify = certificates.due(desired, status, observed, now, options)
     status = certificates.renewed(status, certify, observed, now)
     actions += [certify] if certify is not None else []
-    actions += _servers(job, desired, old, status, observed, now, options)
-    actions += _workers(job, desired, old, status, observed, now, options)
-    actions += _evaluator(job, desired, status, observed, now, options)
+    if checkpoints_gone(status, desired, observed) is None:
+        actions += _servers(job, desired, old, status, observed, now, options)
+        actions += _workers(job, desired, old, status, observed, now, options)
+        actions += _evaluator(job, desired, status, observed, now, options)
     status = health(status, desired, observed, now=now, options=options)
     return Plan(
         actions=tuple(actions),

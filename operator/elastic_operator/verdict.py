@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal
 
-from elastic_operator import builders
+from elastic_operator import builders, names
 from elastic_operator.desired import Desired
 from elastic_operator.failures import fatal
 from elastic_operator.plan import Observed, Options
@@ -173,7 +173,9 @@ def health(
     running = servers >= shards and present >= needed
     # Workers that are done are not ready any more, some time before their node says how they ended.
     running = running or (status.progress.finished and holds(status, "Running"))
-    problems = _problems(desired, observed, now, options)
+    gone = checkpoints_gone(status, desired, observed)
+    problems = [gone] if gone is not None else []
+    problems += _problems(desired, observed, now, options)
     problems += _silence(status, desired, observed, now, options)
     created = not observed.refusals
     made = Problem("Created", "the operator has created the job's pods, Services and volume claims")
@@ -251,6 +253,24 @@ def _problems(desired: Desired, observed: Observed, now: datetime, options: Opti
     if observed.server is not None and observed.server.tuning.problem:
         problems.append(Problem("ChangeRefused", observed.server.tuning.problem))
     return problems
+
+
+def checkpoints_gone(status: TrainingJobStatus, desired: Desired, observed: Observed) -> Problem | None:
+    """The job's own claim is gone, with checkpoints that the job is to continue from.
+
+    Nothing of the job is created meanwhile. A parameter server on an empty claim of the same name would wait
+    for the checkpoints for ever.
+    """
+    durable, claim = status.progress.durable_version, names.claim(desired.name)
+    own = desired.spec.parameter_server.checkpoint.volume_claim is not None
+    if not own or durable is None or claim in observed.claims:
+        return None
+    return Problem(
+        "CheckpointsGone",
+        f"the volume claim {claim} is gone, and the checkpoint of version {durable} was on it. Restore the "
+        "claim under this name, as from a snapshot, and the job continues. To train from scratch, delete the "
+        "job and create it again",
+    )
 
 
 def _with_class(problem: Problem, desired: Desired) -> Problem:

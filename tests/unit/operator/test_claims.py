@@ -11,9 +11,10 @@ import pytest
 from elastic_operator import builders, names
 from elastic_operator.manifests import owner
 from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.api.status import Progress, ServerStatus
 from elastic_ps.contract import env
 from tests.testing.api_server import JOBS, ApiServer
-from tests.testing.simulation import Simulation, job_document
+from tests.testing.simulation import Simulation, job_document, running
 from tests.unit.operator.test_cluster import Operator
 
 RETAINED: dict[str, Any] = {"checkpoint": {"volumeClaim": {"storage": "1Gi", "retain": True}}}
@@ -114,3 +115,45 @@ def test_a_job_has_one_volume(checkpoint: dict[str, Any], words: str) -> None:
     simulation = Simulation(job_document(parameterServer={"checkpoint": checkpoint}))
     simulation.settle()
     assert words in simulation.condition("Failed")["message"]
+
+
+def durable(version: int) -> ServerStatus:
+    progress = Progress(version=version, durable_version=version, records_expected=10, records_applied=4)
+    return ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, progress=progress)
+
+
+@pytest.mark.parametrize("suspended", [True, False])
+def test_a_job_whose_claim_is_gone_says_so_and_goes_on_when_it_is_restored(suspended: bool) -> None:
+    """On a new and empty claim of the same name the parameter server would wait for ever."""
+    simulation = running(parameterServer={"checkpoint": {"volumeClaim": {}}})
+    simulation.server = durable(5)
+    simulation.settle()
+    if suspended:
+        simulation.edit(runPolicy={"suspend": True})
+        simulation.settle()
+        assert simulation.pods == {}
+    simulation.server = None
+    simulation.claims.clear()
+    simulation.pods.pop("digits-ps-0", None)
+    simulation.edit(runPolicy={"suspend": False})
+    simulation.settle()
+    assert simulation.claims == set()
+    assert "digits-ps-0" not in simulation.pods
+    degraded = simulation.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "CheckpointsGone")
+    assert "digits-ps-0 is gone, and the checkpoint of version 5" in degraded["message"]
+    assert "delete the job and create it again" in degraded["message"]
+    assert simulation.status["summary"]["reason"] == "CheckpointsGone"
+    assert list(simulation.notes.values()).count("DegradedCheckpointsGone") == 1
+    simulation.claims.add("digits-ps-0")
+    simulation.settle()
+    told = simulation.pods["digits-ps-0"]["metadata"]["annotations"]
+    assert told.items() >= builders.durable_annotation(5).items(), "it begins only with that version"
+    assert simulation.status["phase"] == "Running"
+
+
+def test_a_claim_that_has_no_checkpoint_yet_is_created_again() -> None:
+    simulation = running(parameterServer={"checkpoint": {"volumeClaim": {}}})
+    simulation.claims.clear()
+    simulation.settle()
+    assert simulation.claims == {"digits-ps-0"}
