@@ -86,7 +86,7 @@ def renewed(
     """
     if certify is None:
         return status
-    if observed.refusals and observed.certified is None:
+    if observed.keeping_back and observed.certified is None:
         return status.model_copy(update={"certificates": status.certificates or CertificatesStatus()})
     until = observed.certified or now + certify.lifetime
     workers = certify.processes["worker"]

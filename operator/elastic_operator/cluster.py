@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from itertools import groupby
 from typing import Any
 
@@ -15,6 +16,7 @@ from elastic_operator.authority import Authority
 from elastic_operator.certificates import REFUSED, secrets
 from elastic_operator.documents import over
 from elastic_operator.plan import (
+    ROLE_TOO_OLD,
     Action,
     Certify,
     Create,
@@ -51,6 +53,12 @@ _OF_THE_SPEC: frozenset[Kind] = frozenset({"Pod", "PersistentVolumeClaim"})
 _OF_A_POLICY = ('admission webhook "', "ValidatingAdmissionPolicy")
 """In the messages of those who refuse what may be valid; their statuses are as they like, 400 and 422 too."""
 
+_OF_A_ROLE = ' cannot patch resource "'
+"""In the message of a refusal by RBAC."""
+
+_SAME_ROLE = timedelta(minutes=10)
+"""For how long a Role is taken to be what it was."""
+
 _BROKEN_LIMIT = 3
 """So many actions of a pass may end in an error of a server, as of a webhook that each of them waits for."""
 
@@ -58,9 +66,18 @@ _BROKEN_LIMIT = 3
 class Cluster:
     """What the operator does in the cluster. Blocking; thread-safe. What it has written is in the store."""
 
-    def __init__(self, api: Api, store: Store, authority: Authority | None = None) -> None:
+    def __init__(
+        self,
+        api: Api,
+        store: Store,
+        authority: Authority | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._api, self._store = api, store
         self._authority = authority
+        self._clock = clock
+        self._missing: dict[tuple[str, Resource], tuple[float, Problem]] = {}  # of the Role in a namespace
 
     def execute(self, job: Mapping[str, Any], actions: Sequence[Action]) -> Outcome:
         """Carry out a plan; what the API server refuses comes back in words.
@@ -76,6 +93,7 @@ class Cluster:
         done: list[Action] = []
         missing: set[Kind] = set()
         broken = 0
+        known = {problem for _, problem in self._missing.copy().values()}
         for action in actions:
             if isinstance(action, Create | Certify) and action.needs in missing:
                 continue
@@ -105,7 +123,8 @@ class Cluster:
         for action in done:
             logger.info("%s: %s: %s", identity, _words(action, metadata["name"]), action.reason)
         for problem in refused:
-            logger.warning("%s: refused: %s", identity, problem.message)
+            level = logging.DEBUG if problem in known else logging.WARNING
+            logger.log(level, "%s: refused: %s", identity, problem.message)
         return Outcome(refusals=tuple(refused), certified=certified)
 
     def _carry_out(self, job: Mapping[str, Any], action: Action) -> Problem | datetime | None:
@@ -115,11 +134,10 @@ class Cluster:
         if isinstance(action, Certify):
             return self._certify(job, action)
         if isinstance(action, TellPod):
-            self._annotate(job, "pods", action.name, action.annotations, uid=action.uid)
-        elif isinstance(action, Remember):
-            self._annotate(job, "services", action.name, {names.VALID_ANNOTATION: action.spec})
-        else:
-            self._delete(job, action)
+            return self._annotate(job, "pods", action.name, action.annotations, uid=action.uid)
+        if isinstance(action, Remember):
+            return self._annotate(job, "services", action.name, {names.VALID_ANNOTATION: action.spec})
+        self._delete(job, action)
         return None
 
     def _annotate(
@@ -130,18 +148,35 @@ class Cluster:
         annotations: Mapping[str, str],
         *,
         uid: str = "",
-    ) -> None:
-        """An object that has gone since gets its annotations when it is made again."""
-        path = f"{path_of(resource, job['metadata']['namespace'])}/{name}"
+    ) -> Problem | None:
+        """An object that has gone since gets its annotations when it is made again.
+
+        If the operator's Role does not permit it, that is not asked again for a while.
+        """
+        namespace = job["metadata"]["namespace"]
+        since, missing = self._missing.get((namespace, resource), (0.0, None))
+        if missing is not None and self._clock() - since < _SAME_ROLE.total_seconds():
+            return missing
+        path = f"{path_of(resource, namespace)}/{name}"
         named = {"uid": uid} if uid else {}  # that of another one is refused (422)
         body = {"metadata": {**named, "annotations": annotations}}
         try:
             written = self._api.request("patch", resource, path, body=body)
         except ApiError as error:
+            if error.status == 403 and _OF_A_ROLE in error.message:
+                text = (
+                    f"the operator's Role does not let it patch {resource} in the namespace {namespace}, as "
+                )
+                text += "when its image was upgraded and its chart was not: upgrade the chart, too"
+                missing = Problem(ROLE_TOO_OLD, f"{text} ({error.message})")
+                self._missing[namespace, resource] = self._clock(), missing
+                return missing
             if error.status not in (404, 409, 422):
                 raise
-            return
+            return None
         self._store.put(resource, written, ours=True)
+        self._missing.pop((namespace, resource), None)
+        return None
 
     def _create(self, job: Mapping[str, Any], action: Create) -> Problem | None:
         resource = _RESOURCES[action.kind]

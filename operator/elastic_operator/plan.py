@@ -12,6 +12,9 @@ from elastic_operator.pods import Pod, Problem
 from elastic_ps.api.status import ServerStatus, TrainingJobStatus
 from elastic_ps.contract.env import Role
 
+ROLE_TOO_OLD = "RoleTooOld"
+"""The reason of a refusal that holds until the operator's Role is another one. It keeps back nothing else."""
+
 Kind: TypeAlias = Literal["Pod", "Service", "PersistentVolumeClaim", "NetworkPolicy"]
 
 
@@ -87,6 +90,11 @@ class Observed:
         if self.server is not None:
             return self.server
         return next((pod.last_words for pod in self.of("ps") if pod.index == 0 and pod.last_words), None)
+
+    @property
+    def keeping_back(self) -> tuple[Problem, ...]:
+        """The refusals over which the job lacks something, and which may be over soon."""
+        return tuple(each for each in self.refusals if each.reason != ROLE_TOO_OLD)
 
     def with_outcome(self, outcome: Outcome) -> Observed:
         """The same, once the actions of a pass have been carried out."""

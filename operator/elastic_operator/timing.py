@@ -51,7 +51,7 @@ def next_look(
 ) -> timedelta:
     """When time alone may ask for something. What changes, asks for a pass by itself."""
     times = [options.look]
-    if observed.refusals:
+    if observed.keeping_back:
         times = [options.retry]
     workers = observed.of("worker")
     times += [restart_in(pod, status, desired, now, options) for pod in workers if pod.over]

@@ -177,9 +177,9 @@ def health(
     problems = [gone] if gone is not None else []
     problems += _problems(desired, observed, now, options)
     problems += _silence(status, desired, observed, now, options)
-    created = not observed.refusals
     made = Problem("Created", "the operator has created the job's pods, Services and volume claims")
-    status = with_condition(status, "Created", created, made if created else observed.refusals[0], now=now)
+    refusal = next(iter(observed.keeping_back), None)
+    status = with_condition(status, "Created", refusal is None, refusal or made, now=now)
     counts = f"{present} of {desired.replicas} workers and {servers} of {shards} parameter servers are ready"
     if running:
         why = Problem("Running", counts)

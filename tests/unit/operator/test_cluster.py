@@ -49,7 +49,9 @@ class Operator:
         self.api = Api(self.settings, self.metrics)
         self.store = Store()
         secret = self.settings.tls_secret
-        self.cluster = Cluster(self.api, self.store, Authority(self.api, secret) if secret else None)
+        self.now = 0.0
+        authority = Authority(self.api, secret) if secret else None
+        self.cluster = Cluster(self.api, self.store, authority, clock=lambda: self.now)
         listings = Listings(self.api, self.store, self.settings)
         self.monitors = listings.monitors
         self.controller = Controller(self.cluster, self.store, listings, self.settings, self.metrics)
@@ -756,3 +758,32 @@ def test_an_operator_that_is_to_die_after_a_write_dies_right_after_it(
     with pytest.raises(Ended):
         operator.turns()
     assert len(server.asked("POST", "default")) == 2, "it reads, and writes nothing more"
+
+
+def test_a_role_that_is_too_old_is_asked_once_and_said(server: ApiServer, operator: Operator) -> None:
+    """The operator's image was upgraded, and its chart was not. It may not write the spec down."""
+    server.add_job(worker={"replicas": 1})
+    operator.turns(2)
+    for name in server.names("pods"):
+        server.put("pods", {**server.get("pods", name), "status": {"phase": "Running"}})
+    cannot = 'services "digits-servers" is forbidden: User "operator" cannot patch resource "services"'
+    server.refuse = refusing("PATCH", "digits-servers", Refusal(403, "Forbidden", f"{cannot} in API group"))
+    job = server.get(JOBS, "digits")
+    for replicas in (2, 3):
+        wanted = {**job["spec"], "worker": {"replicas": replicas}}
+        server.put(JOBS, {**server.get(JOBS, "digits"), "spec": wanted})
+        again = operator.turns(3)
+    assert len(server.asked("PATCH", "digits-servers")) == 1
+    assert "digits-worker-2" in server.names("pods"), "it keeps nothing else back"
+    found = {c.type: c for c in operator.status.conditions}
+    assert (found["Degraded"].status, found["Degraded"].reason) == ("True", "RoleTooOld")
+    assert "upgrade the chart, too" in found["Degraded"].message
+    assert found["Created"].status == "True"
+    assert sum("upgrade the chart, too" in message for message in operator.messages()) == 1
+    assert again is not None
+    assert again > operator.settings.options.retry
+    operator.now += 601
+    server.refuse = lambda _: None
+    operator.turns()
+    assert len(server.asked("PATCH", "digits-servers")) == 2
+    assert next(c for c in operator.status.conditions if c.type == "Degraded").reason != "RoleTooOld"
