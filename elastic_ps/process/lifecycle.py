@@ -215,10 +215,15 @@ def end_if_a_thread_fails() -> None:
 
 
 def tell_joined(file: Path | None) -> None:
-    """Make the file by which the starter of this worker sees that it has joined."""
+    """Write into the file by which the starter of this worker sees that it has joined.
+
+    It holds this process's number, and when it began in ticks since the system did: the file may outlive it,
+    as when a container is started again in its pod.
+    """
     try:
         if file is not None:
-            file.touch()
+            began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+            file.write_text(f"{os.getpid()} {began}")
     except OSError as error:
         logger.warning("nobody sees by %s that this worker has joined: %s", file, error)
 

@@ -5,8 +5,9 @@ and workers bring the model; so the startup probe of a server is a command that 
 leaves no Warning. It fails if nobody answers for `_LIMIT` seconds, and says so; the second time, the kubelet
 starts the container again. It ends well, too, if the server has answered and only the workers do not come.
 
-A worker is ready when it has joined the job. Its readiness probe waits for the file that it makes then. A
-script may take as long as it likes before that.
+A worker is ready when it has joined the job. Its readiness probe waits for the file that it makes then, which
+names its process: one of before may have left such a file in the pod. A script may take as long as it likes
+before that.
 """
 
 from __future__ import annotations
@@ -44,6 +45,21 @@ while not ask(b"/readyz"):
 """
 """It imports nothing of the library, so that it is quick."""
 
+_WAIT_FOR_WORKER = f"""
+import time
+
+def joined():
+    try:
+        pid, began = open({names.JOINED!r}).read().split()
+        return open("/proc/" + pid + "/stat").read().rpartition(")")[2].split()[19] == began
+    except (OSError, ValueError):
+        return False
+
+while not joined():
+    time.sleep(0.5)
+"""
+"""What the file holds, see `elastic_ps.process.lifecycle.tell_joined`."""
+
 
 def of_server() -> Manifest:
     """The probes of a server's container."""
@@ -62,6 +78,5 @@ def of_server() -> Manifest:
 
 def of_worker() -> Manifest:
     """The probe of a worker's container."""
-    wait = f"import os, time\nwhile not os.path.exists({names.JOINED!r}): time.sleep(0.5)"
-    command = {"exec": {"command": ["python", "-Sc", wait]}}
+    command = {"exec": {"command": ["python", "-Sc", _WAIT_FOR_WORKER]}}
     return {"readinessProbe": command | {"periodSeconds": 60, "timeoutSeconds": _DAY}}

@@ -13,6 +13,7 @@ import pytest
 from elastic_operator import names, probes
 from elastic_ps.api.status import ServerStatus
 from elastic_ps.contract.env import DEFAULT_HTTP_PORT
+from elastic_ps.process import lifecycle
 from elastic_ps.server.status import StatusServer
 from tests.testing.polling import eventually
 
@@ -72,11 +73,16 @@ def test_a_server_for_which_no_workers_come_has_started_all_the_same(port: int) 
 
 
 def test_a_worker_is_waited_for_until_it_makes_its_file(tmp_path: Path) -> None:
+    """A process that has ended since may have left one, as when its container is started again."""
     python, option, script = probes.of_worker()["readinessProbe"]["exec"]["command"]
     assert (python, option) == ("python", "-Sc")
     joined = tmp_path / "joined"
+    tell = "import pathlib, sys; from elastic_ps.process import lifecycle; "
+    tell += "lifecycle.tell_joined(pathlib.Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", tell, str(joined)], check=True)
+    assert joined.exists()
     with subprocess.Popen([sys.executable, option, script.replace(names.JOINED, str(joined))]) as probe:
         with pytest.raises(subprocess.TimeoutExpired):
-            probe.wait(0.1)
-        joined.touch()
+            probe.wait(1)
+        lifecycle.tell_joined(joined)
         assert probe.wait(30) == 0
