@@ -272,8 +272,10 @@ class Session:
             brought = Brought(optimizer, state)
         if summed and self.spec.consistency.mode == "local" and self.spec.consistency.outer_rule.elastic:
             raise UsageError(
-                "summed needs the values that a change began with, and with consistency.outer easgd a worker "
-                "keeps its own. Use another outer rule"
+                f"summed={[*summed]} does not work with consistency.outer easgd: a worker keeps its own "
+                "values there, and each exchange moves them and the job's by a share of their distance, so "
+                "no change would be counted once and in full. Use another outer rule, such as average; or "
+                "name the tensors in averaged (exchanges draw them together) or own (each worker has its own)"
             )
         if any(group.get(MAX_GRAD_NORM) is not None for group in optimizer.param_groups):
             self._require_whole_gradient()

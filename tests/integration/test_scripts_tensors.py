@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -315,3 +316,21 @@ def test_an_average_beside_the_model_is_warned_of(
     assert "AveragedModel" not in caplog.text
     alone(tmp_path / "b", lambda session: script(session, within=False))
     assert "AveragedModel was made that is no part of the job's model" in caplog.text
+
+
+EASGD: dict[str, Any] = {"consistency": {"mode": "local", "steps": 2, "outer": "easgd"}}
+
+
+def test_with_easgd_no_change_is_summed_and_the_other_kinds_work(tmp_path: Path) -> None:
+    def script(session: Session, kinds: dict[str, Any]) -> None:
+        model = make_mlp((6, 6))
+        model.register_buffer("rows", torch.zeros(4))
+        optimizer = session.optimizer(sgd(model), model, **kinds)
+        for x in session.loader(Numbers(16).x, batch_size=4):
+            model.get_buffer("rows").add_(1)
+            step(model, optimizer, x)
+
+    match = r"summed=\['rows'\] does not work with consistency.outer easgd.* averaged .* or own "
+    failing(tmp_path / "summed", lambda s: script(s, {"summed": ["rows"]}), UsageError, match, **EASGD)
+    for kind in ("averaged", "own"):
+        assert alone(tmp_path / kind, partial(script, kinds={kind: ["rows"]}), **EASGD)
