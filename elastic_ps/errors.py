@@ -22,6 +22,7 @@
     │   ├── Fenced                another parameter server has taken over
     │   ├── StorageUnavailable    the directory cannot be read or written at the moment. May be retried
     │   └── CheckpointCorrupt     a file's digest or content does not match its manifest
+    │       └── CheckpointUnreadable  it is whole, but has not the fields that this version reads
     └── AskedToEnd                the process was asked to end while it waited for something
 
 For a `UserError` the command line prints the message without a traceback and exits with 2. A worker process
@@ -165,6 +166,17 @@ class StorageUnavailable(CheckpointError):
 
 class CheckpointCorrupt(CheckpointError):
     """A checkpoint's content does not match its manifest."""
+
+
+class CheckpointUnreadable(CheckpointCorrupt):
+    """A checkpoint is whole, but its fields are not those that this version of elastic-ps reads."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what}. The checkpoint is whole, so another version of elastic-ps has written it, or a person; "
+            "it is left where it is. Continue with the version that has written it, or move it out of its "
+            "directory to continue from the checkpoint before it"
+        )
 
 
 class AskedToEnd(ElasticPSError):

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from elastic_ps.core.partition import ITEM_SIZE, Rule, TensorSpec
-from elastic_ps.errors import CheckpointCorrupt
+from elastic_ps.errors import CheckpointCorrupt, CheckpointUnreadable
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -100,6 +100,7 @@ def parse(text: str, *, where: str) -> Manifest:
 
     Raises:
         CheckpointCorrupt: it is damaged, or says what cannot be.
+        CheckpointUnreadable: it has another format.
     """
     try:
         data = json.loads(text)
@@ -107,7 +108,7 @@ def parse(text: str, *, where: str) -> Manifest:
         if _sealed(data) != text:
             raise CheckpointCorrupt(f"{where} has been changed since it was written (its SHA-256 differs)")
         if data["format"] != FORMAT:
-            raise CheckpointCorrupt(
+            raise CheckpointUnreadable(
                 f"{where} has format {data['format']}, but this version of elastic-ps reads format {FORMAT}"
             )
         manifest = Manifest(**{**data, "files": [ShardFile(**f) for f in data["files"]]})

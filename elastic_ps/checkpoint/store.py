@@ -26,6 +26,7 @@ from elastic_ps.checkpoint.tensors import Reader, Stored, write
 from elastic_ps.errors import (
     CheckpointCorrupt,
     CheckpointError,
+    CheckpointUnreadable,
     Fenced,
     NoCheckpoint,
     StorageUnavailable,
@@ -36,7 +37,7 @@ _PARTIAL = re.compile(r"partial-(\d+)-(\d+)-(\d{10})")
 _CORRUPT = re.compile(r"corrupt-(\d{10})-\d+")
 
 Check = Callable[[Reader], None]
-"""Raises CheckpointCorrupt if a checkpoint, whole as it is, holds what its reader cannot use."""
+"""Raises CheckpointCorrupt, or CheckpointUnreadable, if a checkpoint holds what its reader cannot use."""
 
 
 class Store:
@@ -277,6 +278,7 @@ class Store:
         Raises:
             NoCheckpoint: there is none, and there has been none.
             CheckpointCorrupt: there are broken ones, which it names, and no whole one.
+            CheckpointUnreadable: the newest whole one. It is left where it is.
             StorageUnavailable: one cannot be read, or a broken one not be renamed, at the moment.
         """
         problems: list[str] = []
@@ -284,6 +286,8 @@ class Store:
             try:
                 with self.open_whole(version, check) as reader:
                     return reader.manifest, [*problems, *_warnings(reader)]
+            except CheckpointUnreadable:
+                raise
             except CheckpointCorrupt as error:
                 aside = self._set_aside(version)
                 problems.append(f"{self.path(version)} is broken and was set aside as {aside.name}: {error}")

@@ -41,7 +41,7 @@ from elastic_ps.core.script_state import from_text
 from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints
 from elastic_ps.core.sizing import CROWDED, SMALLEST
 from elastic_ps.core.stages import StageEvent
-from elastic_ps.errors import CheckpointCorrupt, InvalidJob, InvalidModel, UserError
+from elastic_ps.errors import CheckpointCorrupt, CheckpointUnreadable, InvalidJob, InvalidModel, UserError
 from elastic_ps.server.state import INCARNATIONS_PER_TERM, JobState, Model
 
 
@@ -213,6 +213,7 @@ def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
     """Raise CheckpointCorrupt unless a job of this spec can continue from the checkpoint.
 
     Raises:
+        CheckpointUnreadable: a field of the job's record is missing or of another type.
         InvalidJob: the checkpoint may be whole, but optimizers of the user's own that it was made with are
             not named in the spec, cannot be imported, or do not go on from it.
     """
@@ -224,9 +225,17 @@ def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
             optimizers.class_of(each)
         except InvalidModel as error:
             raise InvalidJob(f"the checkpoint of version {version} was made with it: {error}") from error
+    try:
+        saved = JobRecord.read(reader.manifest.state)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())[:500]
+        raise CheckpointUnreadable(
+            f"no job can continue from the checkpoint of version {version}, whose record of the job has "
+            f"fields that this version of elastic-ps does not read: {wrong}"
+        ) from error
     changed = ""  # what may be wrong instead of the checkpoint
     try:
-        settings, kinds = _try(reader, spec, optimizers)
+        settings, kinds = _try(reader.manifest, saved, spec, optimizers)
         changed = " or ".join(sorted({*own}))
         _try_optimizer(reader, settings, kinds)
     except (
@@ -239,7 +248,7 @@ def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
         UserError,
         ValueError,
     ) as error:
-        text = f"no job can continue from the checkpoint of version {version}: {_words(error)}"
+        text = f"no job can continue from the checkpoint of version {version}: {repr(error)[:500]}"
         if not changed:
             raise CheckpointCorrupt(text) from error
         raise InvalidJob(
@@ -247,16 +256,10 @@ def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
         ) from error
 
 
-def _words(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        return "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())[:500]
-    return repr(error)[:500]
-
-
-def _try(reader: Reader, spec: TrainingJobSpec, optimizers: Optimizers) -> tuple[Settings, Sequence[Kind]]:
+def _try(
+    manifest: Manifest, saved: JobRecord, spec: TrainingJobSpec, optimizers: Optimizers
+) -> tuple[Settings, Sequence[Kind]]:
     """The settings, and the class of each parameter group."""
-    manifest = reader.manifest
-    saved = JobRecord.read(manifest.state)
     settings = Settings.from_json(saved.settings)
     kinds = optimizers.classes_of(manifest.optimizer, len(settings.groups))
     for stay in saved.members:

@@ -14,7 +14,7 @@ import torch
 
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.errors import CheckpointCorrupt
+from elastic_ps.errors import CheckpointCorrupt, CheckpointUnreadable
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import mse
@@ -71,21 +71,14 @@ def ledger(**entries: Any) -> Callable[[Manifest], Manifest]:
 
 
 CHANGES: dict[str, Callable[[Manifest], Manifest]] = {
-    "nothing": lambda found: replace(found, state={}),
-    "ledger of another kind": state(ledger=[1, 2]),
     "ledger without entries": state(ledger={}),
     "more records than there are": ledger(applied=10**12),
     "records that nobody has had": ledger(returned=[[0, 39, 41]]),
     "records that are in the model already": ledger(returned=[[0, 3, 5]]),
     "records in words": ledger(records="forty"),
     "lanes of other records": ledger(lanes=[]),
-    "member in words": state(members=["one"]),
-    "member with a worker in words": member(worker="zero"),
     "member of the far future": member(incarnation=1 << 62),
     "member with less than no steps": member(steps=-1),
-    "metrics in words": state(metrics={"accuracy": "good"}),
-    "a loss curve of words": state(loss=[["a", "b"]]),
-    "losses in words": state(trend={"best": "low"}),
     "settings that are no JSON": state(settings="{"),
     "settings of another kind": state(settings="[]"),
     "no parameter groups": settings(groups=[]),
@@ -99,6 +92,41 @@ CHANGES: dict[str, Callable[[Manifest], Manifest]] = {
         found, tensors=[{**tensor, "group": 5} for tensor in found.tensors]
     ),
 }
+
+
+OF_OTHER_VERSIONS: dict[str, tuple[Callable[[Manifest], Manifest], str]] = {
+    "nothing": (lambda found: replace(found, state={}), "settings: Field required"),
+    "ledger of another kind": (state(ledger=[1, 2]), r"ledger: Input should be an object"),
+    "member in words": (state(members=["one"]), r"members\.0: Input should be an object"),
+    "member with a worker in words": (
+        member(worker="zero"),
+        r"members\.0\.worker: Input should be a valid int",
+    ),
+    "metrics in words": (
+        state(metrics={"accuracy": "good"}),
+        r"metrics\.accuracy: Input should be a valid num",
+    ),
+    "a loss curve of words": (state(loss=[["a", "b"]]), r"loss\.0\.0: Input should be a valid int"),
+    "losses in words": (state(trend={"best": "low"}), r"trend\.best: Input should be a valid num"),
+}
+
+
+@pytest.mark.parametrize("what", OF_OTHER_VERSIONS)
+def test_what_another_version_has_written_is_refused_and_left(
+    trained: Path, tmp_path: Path, what: str
+) -> None:
+    """To train on from the one before would throw away what it holds, and that version can read it."""
+    store = Store(tmp_path / "checkpoints")
+    shutil.copytree(trained, store.directory)
+    before, newest = store.versions()
+    change, message = OF_OTHER_VERSIONS[what]
+    rewrite(store, newest, change)
+    with (
+        pytest.raises(CheckpointUnreadable, match=f"version {newest}.*{message}.*it is left where it is"),
+        running_job(tmp_path, checkpoints=store.directory, resume="auto", parameterServer=SERVER),
+    ):
+        pass
+    assert store.versions() == [before, newest]
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -118,7 +146,7 @@ def test_where_a_checkpoint_was_nothing_begins_anew(trained: Path, tmp_path: Pat
     store = Store(tmp_path / "checkpoints")
     shutil.copytree(trained, store.directory)
     for version in store.versions():
-        rewrite(store, version, CHANGES["nothing"])
+        rewrite(store, version, CHANGES["settings that are no JSON"])
     for _ in range(2):
         with (
             pytest.raises(CheckpointCorrupt, match=r"(?s)all checkpoints.*name an empty directory"),

@@ -13,11 +13,12 @@ import pytest
 
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.errors import CheckpointError
+from elastic_ps.errors import CheckpointError, CheckpointUnreadable
 from tests.testing.store import (
     TENSORS,
     TERM,
     broken_is_refused_and_the_one_before_is_used,
+    names,
     same,
     write,
 )
@@ -78,7 +79,6 @@ def plant(store: Store, version: int, header: dict[str, Any], data: bytes = b"",
         {"state": []},
         {"state": {"ledger": {"applied": 1 << 63}}},
         {"job": 5},
-        {"format": 3},
     ],
 )
 def test_a_manifest_that_says_what_cannot_be_is_set_aside(store: Store, change: dict[str, Any]) -> None:
@@ -86,6 +86,18 @@ def test_a_manifest_that_says_what_cannot_be_is_set_aside(store: Store, change: 
     write(store, 2)
     rewrite(store, 2, change)
     broken_is_refused_and_the_one_before_is_used(store, str(change))
+
+
+def test_a_manifest_of_another_format_is_refused_and_left_where_it_is(store: Store) -> None:
+    """Another version of elastic-ps can read it."""
+    write(store, 1)
+    write(store, 2)
+    rewrite(store, 2, {"format": 3})
+    with pytest.raises(
+        CheckpointUnreadable, match=r"has format 3, but .* reads format 2\. .*left where it is"
+    ):
+        store.newest()
+    assert names(store) == ["version-0000000001", "version-0000000002"]
 
 
 @pytest.mark.parametrize(

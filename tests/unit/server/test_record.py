@@ -18,7 +18,7 @@ from elastic_ps.codec import dtype_of
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.portions import PortionedLedger
-from elastic_ps.errors import CheckpointCorrupt, InvalidJob
+from elastic_ps.errors import CheckpointCorrupt, CheckpointUnreadable, InvalidJob
 from elastic_ps.server import record
 from elastic_ps.server.record import require_usable
 from elastic_ps.server.state import Model
@@ -109,7 +109,6 @@ def test_a_job_that_shares_records_in_another_way_leaves_the_checkpoint_as_it_is
         (fields(bucket_bytes=1), "buckets of 1 bytes are never chosen"),
         (fields(bucket_bytes=1 << 40), "buckets of 1099511627776 bytes are never chosen"),
         (fields(assigned=-1), "cannot have been assigned in version -1"),
-        (fields(loss="none"), "loss: Input should be a valid"),
         (fields(settings="{"), "Expecting"),
         (fields(ledger={"records": 20}), "KeyError"),
         (settings(fused=True), "not hyperparameters: \\['fused'\\]"),
@@ -126,7 +125,15 @@ def test_a_state_that_is_impossible_is_refused(
     reader.manifest = replace(reader.manifest, state=state)
     with pytest.raises(CheckpointCorrupt, match=message) as refused:
         require_usable(reader, spec=SPEC)
+    assert not isinstance(refused.value, CheckpointUnreadable)
     assert str(refused.value).startswith("no job can continue from the checkpoint of version 1: ")
+
+
+def test_a_field_of_another_type_is_of_another_version(reader: Reader) -> None:
+    state = {**json.loads(json.dumps(reader.manifest.state)), "loss": "none"}
+    reader.manifest = replace(reader.manifest, state=state)
+    with pytest.raises(CheckpointUnreadable, match="loss: Input should be a valid"):
+        require_usable(reader, spec=SPEC)
 
 
 @pytest.mark.parametrize(
