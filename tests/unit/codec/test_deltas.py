@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import Consistency
-from elastic_ps.checkpoint.tensors import PULLED, VALUE
 from elastic_ps.codec.base import Encoded, Sparse
 from elastic_ps.codec.changes import Changed, FewChanges, difference, follow, make_delta
+from elastic_ps.codec.optimizers import PULLED, VALUE
 from elastic_ps.codec.plan import DELTAS, Plan, make
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.errors import InvalidJob, Malformed
@@ -200,9 +200,13 @@ def test_any_bits_become_any_others(bits: list[int], changes: dict[int, int]) ->
 @pytest.mark.parametrize(
     ("bits", "places", "words"),
     [
-        (torch.zeros(3, dtype=torch.int32), None, "3 bits of torch.int32; expected 4"),
-        (torch.zeros(4), None, "4 bits of torch.float32"),
-        (torch.zeros(2, dtype=torch.int32), torch.tensor([1], dtype=torch.int16), "2 bits .* expected 1"),
+        (torch.zeros(3, dtype=torch.int32), None, "'bits' has 3 elements of torch.int32; expected 4"),
+        (torch.zeros(4), None, "'bits' has 4 elements of torch.float32"),
+        (
+            torch.zeros(2, dtype=torch.int32),
+            torch.tensor([1], dtype=torch.int16),
+            "'bits' has 2 .* expected 1",
+        ),
         (torch.zeros(1, dtype=torch.int32), torch.tensor([4], dtype=torch.int16), "places from 4 to 4 of 4"),
         (torch.zeros(1, dtype=torch.int32), torch.tensor([-1], dtype=torch.int16), "places from 65535"),
         (torch.zeros(1, dtype=torch.int32), torch.tensor([1]), "places of torch.int64"),
