@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import MANIFEST
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.checkpoint.tensors import MASTER, PULLED, Reader
+from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec import naming
-from elastic_ps.codec.optimizers import usual_numbers, with_numbers
+from elastic_ps.codec.optimizers import MASTER, PULLED, usual_numbers, with_numbers
 from elastic_ps.codec.several import SEPARATOR, name_of_all
 from elastic_ps.core.partition import Rule, uncompiled, within
 from elastic_ps.core.settings import Settings

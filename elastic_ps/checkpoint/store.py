@@ -22,7 +22,8 @@ from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import LIMIT as MANIFEST_LIMIT
 from elastic_ps.checkpoint.manifest import MANIFEST, MOST_TERMS, Manifest, ShardFile, is_count, parse
 from elastic_ps.checkpoint.owner import Claim
-from elastic_ps.checkpoint.tensors import Reader, Stored, write
+from elastic_ps.checkpoint.tensors import Reader, write
+from elastic_ps.codec.state import Stored
 from elastic_ps.errors import (
     CheckpointCorrupt,
     CheckpointError,

@@ -18,13 +18,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 
 from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import Manifest, ShardFile, is_count
 from elastic_ps.codec import as_bytes, dtype_of, name_of
+from elastic_ps.codec.optimizers import VALUE
+from elastic_ps.codec.state import Stored
 from elastic_ps.core.partition import ITEM_SIZE, Rule
 from elastic_ps.errors import CheckpointCorrupt
 
@@ -50,43 +52,6 @@ DTYPES = {
 
 _CODES = {name: code for code, name in DTYPES.items()}
 _NAME = re.compile(r"(\d{1,9})/(\d{1,15})/(\w{1,100})/(elements|scalar)", re.ASCII)
-
-VALUE = "value"
-"""The key of a tensor's own elements; other keys are of the optimizer's state, but for the two below."""
-
-MASTER = "master"
-"""The key of what the optimizer steps, in single precision, where `VALUE` is rounded from it."""
-
-PULLED = "pulled"
-"""The key of what workers have, where that follows `VALUE` in encoded deltas."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor in a checkpoint: elements from `start` on of the model's tensor number `tensor`.
-
-    `key` is `VALUE` or the name of an entry of the optimizer's state; a `scalar` counts for all elements.
-    """
-
-    tensor: int
-    start: int
-    key: str
-    value: torch.Tensor
-    scalar: bool = False
-
-    @property
-    def name(self) -> str:
-        return f"{self.tensor}/{self.start}/{self.key}/{'scalar' if self.scalar else 'elements'}"
-
-
-class Source(Protocol):
-    """Where a shard takes the state of its buckets from."""
-
-    def value(self, tensor: int, start: int, length: int) -> torch.Tensor:
-        """`length` elements from `start` on of a flattened tensor of the model; memory of their own."""
-
-    def state(self, tensor: int, start: int, length: int) -> dict[str, torch.Tensor]:
-        """The optimizer's state of that piece, its `MASTER` and `PULLED`, by key; {} if there is none."""
 
 
 def write(path: Path, tensors: Sequence[Stored]) -> ShardFile:
@@ -231,13 +196,13 @@ class Reader:
         return found
 
     def value(self, tensor: int, start: int, length: int) -> torch.Tensor:
-        """See Source."""
+        """See `Source`."""
         if not length:  # no file has anything of an empty tensor
             return torch.empty(0, dtype=dtype_of(self.manifest.specs[tensor].dtype))
         return self._elements(self._places[tensor, VALUE], start, length)
 
     def state(self, tensor: int, start: int, length: int) -> dict[str, torch.Tensor]:
-        """See Source."""
+        """See `Source`."""
         state: dict[str, torch.Tensor] = {}
         for key, (_, scalar) in self.keys(tensor).items():
             entries = self._places[tensor, key]

@@ -247,8 +247,16 @@ def with_numbers(state: Mapping[str, Any], numbers: Mapping[str, type]) -> dict[
     return {key: numbers[key](value.item()) if key in numbers else value for key, value in state.items()}
 
 
-RESERVED = ("value", "master", "pulled")
-"""Keys that a checkpoint has for other things than the optimizer's state."""
+VALUE = "value"
+"""The key of a tensor's own elements; other keys are of the optimizer's state, but for the next two."""
+
+MASTER = "master"
+"""The key of what the optimizer steps, in single precision, where `VALUE` is rounded from it."""
+
+PULLED = "pulled"
+"""The key of what workers have, where that follows `VALUE` in encoded deltas."""
+
+RESERVED = (VALUE, MASTER, PULLED)
 
 
 def try_out(name: str, kind: Kind, group: Mapping[str, Any]) -> None:

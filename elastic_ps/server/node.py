@@ -17,14 +17,13 @@ from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.checkpoint.tensors import Stored
 from elastic_ps.codec import as_bytes, checksum
 from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.plan import Plan
+from elastic_ps.codec.state import Part, Stored
 from elastic_ps.core.partition import Rule
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
 from elastic_ps.process.telemetry import History, Trace
-from elastic_ps.server.copying import Part
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import (
     Advance,

@@ -15,10 +15,10 @@ from typing import Protocol
 
 from elastic_ps.api.tuning import Tuning, read_tuning
 from elastic_ps.checkpoint.manifest import ShardFile
+from elastic_ps.codec.state import Part
 from elastic_ps.core.partition import Layout
 from elastic_ps.core.settings import Settings, read_settings
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, InvalidJob, Malformed
-from elastic_ps.server.copying import Part
 from elastic_ps.server.limits import retry
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb

@@ -22,9 +22,9 @@ from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import BUCKET_BYTES, Data, TrainingJobSpec
 from elastic_ps.api.tuning import Tuning, read_tuning
 from elastic_ps.checkpoint.manifest import Manifest
-from elastic_ps.checkpoint.tensors import MASTER, PULLED, Reader
+from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec import dtype_of, name_of
-from elastic_ps.codec.optimizers import WIDE, Optimizers, usual_state
+from elastic_ps.codec.optimizers import MASTER, PULLED, WIDE, Optimizers, usual_state
 from elastic_ps.codec.several import SEPARATOR, Kind
 from elastic_ps.core.balance import Balance
 from elastic_ps.core.consistency import Contribution

@@ -16,31 +16,30 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import Consistency
-from elastic_ps.checkpoint.tensors import Source, Stored
 from elastic_ps.codec import as_bytes
 from elastic_ps.codec.base import Payload, Sparse
 from elastic_ps.codec.decoder import Decoder
 from elastic_ps.codec.finite import WHAT_TO_DO, require_finite
 from elastic_ps.codec.optimizers import Entry, Optimizers
 from elastic_ps.codec.plan import Plan
+from elastic_ps.codec.state import Catching, Part, Source, Stored, read_state
 from elastic_ps.codec.values import ValueEncoder
 from elastic_ps.core.partition import Bucket, Layout, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
 from elastic_ps.core.settings import Settings, clip_divisor
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
-from elastic_ps.server import copying
-from elastic_ps.server.copying import Catching, Part
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Application
 from elastic_ps.server.pulls import NO_DRAFTS, Basis, Drafts, Pulled, RestartedAs
-from elastic_ps.server.values import BucketValues, StateEntry, read_state
+from elastic_ps.server.values import BucketValues
 from elastic_ps.transport.base import EMPTY, Incoming
 from elastic_ps.transport.buffers import Buffers
 from elastic_ps.transport.memory import shared_if_possible
@@ -714,7 +713,7 @@ class Shard:
 
     def stored(self, bucket: int) -> Iterator[Stored]:
         """The state of a bucket, live: nothing may be applied meanwhile."""
-        return copying.stored(self._buckets[bucket])
+        return self._buckets[bucket].stored()
 
     def take_state(self, part: Part, incoming: Incoming) -> None:
         """As a standby: take one tensor of a bucket over, as it is at the version of the open round.
@@ -742,14 +741,14 @@ class Shard:
             self._log.open(version=version, attempt=0, expected={})
             self._wake_all()
 
-    def state(self) -> Iterator[StateEntry]:
+    def state(self) -> Iterator[Stored]:
         """Copies of the optimizer's state, of one version. Blocks while a version is being made."""
-        entries: list[StateEntry] = []
+        entries: list[Stored] = []
         with self._advancing:
             for index in self._buckets:
                 with self._stepping[index]:
                     state = self._buckets[index].state()
-                    entries += [entry._replace(value=entry.value.clone()) for entry in state]
+                    entries += [replace(entry, value=entry.value.clone()) for entry in state]
         yield from entries
 
     def values(self) -> Iterator[tuple[Bucket, torch.Tensor]]:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from elastic_ps import codec
 from elastic_ps.codec.base import Payload
 from elastic_ps.codec.optimizers import Entry
+from elastic_ps.codec.state import Part
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import CheckpointError, InvalidJob, RefusalCode, Refused
-from elastic_ps.server.copying import Part
 from elastic_ps.server.dispatch import Callers
 from elastic_ps.server.lead_service import LeadService
 from elastic_ps.server.node import Node
@@ -154,8 +154,7 @@ class ShardService:
     @answers(calls.OPTIMIZER_STATE)
     def _optimizer_state(self, _: pb.OptimizerStateRequest, __: Incoming) -> Iterator[Frame]:
         for entry in self._node.shard.state():
-            dtype = codec.name_of(entry.value.dtype)
-            header = to_message(pb.OptimizerStateReply, entry, dtype=dtype)
+            header = to_message(pb.OptimizerStateReply, entry, dtype=entry.dtype)
             yield Frame(header.SerializeToString(), codec.as_bytes(entry.value))
         yield _frame(pb.OptimizerStateReply(done=True))
 

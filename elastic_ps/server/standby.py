@@ -27,12 +27,12 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
-from elastic_ps.codec import as_bytes, name_of
+from elastic_ps.codec import as_bytes
+from elastic_ps.codec.state import Part
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.stages import FOLLOWING, Following, FollowingEvent
 from elastic_ps.errors import AskedToEnd, Fenced, RefusalCode, Refused, StorageUnavailable, TransportError
 from elastic_ps.server.checkpointer import Checkpointer
-from elastic_ps.server.copying import Part
 from elastic_ps.server.limits import USUAL, ServerLimits, retry
 from elastic_ps.server.orders import Advance, Application, Configuration, RemoteShard, ShardControl, Standing
 from elastic_ps.server.shard import Shard
@@ -200,15 +200,8 @@ class Follower:
         for bucket in sorted(shard.buckets - copy.buckets):
             tensors = list(shard.stored(bucket))
             for stored in tensors:
-                part = Part(
-                    bucket=bucket,
-                    tensor=stored.tensor,
-                    start=stored.start,
-                    key=stored.key,
-                    dtype=name_of(stored.value.dtype),
-                    scalar=stored.scalar,
-                    last=stored is tensors[-1],
-                )
+                where = bucket, stored.tensor, stored.start
+                part = Part(*where, stored.key, stored.dtype, stored.scalar, stored is tensors[-1])
                 self._standby.state(part, as_bytes(stored.value), term=shard.term)
             copy.buckets.add(bucket)
             late = time.monotonic() > end  # mutant: equal

@@ -5,18 +5,18 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from elastic_ps.checkpoint.tensors import MASTER, PULLED, Source
 from elastic_ps.codec import as_tensor, dtype_of
 from elastic_ps.codec.base import Codec, Sparse
 from elastic_ps.codec.changes import Delta, make_delta
-from elastic_ps.codec.finite import require_finite
 from elastic_ps.codec.optimizers import (
+    MASTER,
+    PULLED,
+    VALUE,
     WIDE,
-    Entry,
     constructor_arguments,
     is_of_torch,
     unseen_step,
@@ -25,21 +25,11 @@ from elastic_ps.codec.optimizers import (
     with_numbers,
 )
 from elastic_ps.codec.several import Kind
-from elastic_ps.core.partition import ITEM_SIZE, Bucket, Rule, TensorSpec
+from elastic_ps.codec.state import Source, Stored
+from elastic_ps.core.partition import Bucket, Rule, TensorSpec
 from elastic_ps.core.settings import CLAMP, CONSTRUCTED, KEEP_ZEROS, LIMITS, MAX_NORM
-from elastic_ps.errors import InvalidModel, RefusalCode, Refused
-from elastic_ps.transport.base import Incoming
+from elastic_ps.errors import InvalidModel
 from elastic_ps.transport.memory import Allocate, plain
-
-
-class StateEntry(NamedTuple):
-    """One tensor of the optimizer's state, for one piece of a parameter."""
-
-    tensor: int
-    start: int
-    key: str
-    value: torch.Tensor
-    scalar: bool
 
 
 class BucketValues:
@@ -341,7 +331,7 @@ class BucketValues:
                 if group.get(MAX_NORM) is not None:
                     parameter.data.view(-1, rows[id(parameter)]).renorm_(2, 0, group[MAX_NORM])
 
-    def state(self) -> Iterator[StateEntry]:
+    def state(self) -> Iterator[Stored]:
         """The optimizer's state. The tensors are live: copy them before the next `apply`."""
         if self._stepper is None:
             return
@@ -351,7 +341,19 @@ class BucketValues:
                     value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
                 )
                 scalar = tensor.dim() == 0
-                yield StateEntry(piece.tensor, piece.start, key, tensor.reshape(-1), scalar)
+                yield Stored(piece.tensor, piece.start, key, tensor.reshape(-1), scalar)
+
+    def stored(self) -> Iterator[Stored]:
+        """All tensors of the bucket. They are live: the next `apply` changes them."""
+        kept = {VALUE: self.values}
+        if self.lags:
+            kept = {VALUE: self.master, PULLED: self.values}
+        elif self.master.dtype is not self.values.dtype:
+            kept[MASTER] = self.master
+        for key, flat in kept.items():
+            for index, piece in enumerate(self.bucket.pieces):
+                yield Stored(piece.tensor, piece.start, key, self._piece(flat, index))
+        yield from self.state()
 
     def take_state(self, index: int, state: dict[str, torch.Tensor]) -> None:
         """Take the optimizer's state of a piece; see `usual_state`."""
@@ -511,39 +513,3 @@ class _One:
             return [frozenset(present)] if present else []
         new = frozenset(index for index in present if not state.get(self.pieces[index]))
         return [part for part in (new, frozenset(present) - new) if part]
-
-
-def read_state(
-    bucket: Bucket,
-    piece: int,
-    entries: Sequence[Entry],
-    incoming: Incoming,
-    *,
-    usual: Mapping[str, tuple[str, bool]],
-) -> dict[str, torch.Tensor]:
-    """Read the optimizer's state of a piece of a bucket. Blocks.
-
-    Args:
-        entries: what the body holds, one after the other.
-        usual: what the optimizer keeps; dtype and whether it is one number, by key.
-
-    Raises:
-        Refused: MALFORMED: it is not all of that. NOT_FINITE.
-    """
-    length = bucket.pieces[piece].length if usual else 0
-    sizes = [(1 if entry.scalar else length) * ITEM_SIZE.get(entry.dtype, 0) for entry in entries]
-    given = {key: (dtype, scalar) for key, dtype, scalar in entries}
-    if not given or given != usual or len(given) != len(entries) or incoming.size != sum(sizes):
-        raise Refused(
-            RefusalCode.MALFORMED,
-            f"{incoming.size} bytes as the state {given} of piece {piece} of bucket {bucket.index}, whose "
-            f"optimizer keeps {usual} for {length} elements",
-        )
-    body = memoryview(bytearray(incoming.size))
-    incoming.read_into(body)
-    state, at = {}, 0
-    for entry, size in zip(entries, sizes, strict=True):
-        value = as_tensor(body[at : at + size], dtype_of(entry.dtype)).clone()
-        require_finite(value, f"{entry.key} of bucket {bucket.index}")
-        state[entry.key], at = value.reshape(()) if entry.scalar else value, at + size
-    return state

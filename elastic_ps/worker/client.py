@@ -21,8 +21,10 @@ from typing import Any, TypeVar
 import torch
 
 from elastic_ps.api.tuning import read_tuning
+from elastic_ps.codec import as_tensor, dtype_of
 from elastic_ps.codec.base import Payload
 from elastic_ps.codec.optimizers import Entry
+from elastic_ps.codec.state import Stored
 from elastic_ps.core.partition import TensorSpec
 from elastic_ps.core.reduced import Place
 from elastic_ps.core.settings import Settings
@@ -463,16 +465,17 @@ class Client:
         for incoming in self._call(shard, method, frame):
             yield pb.PullReply.FromString(incoming.header), incoming
 
-    def optimizer_state(self, shard: int) -> list[tuple[pb.OptimizerStateReply, bytes]]:
-        """The entries of the optimizer's state on a shard, with their bytes. Blocks."""
+    def optimizer_state(self, shard: int) -> list[Stored]:
+        """The optimizer's state on a shard. Blocks."""
 
-        def read(reply: pb.OptimizerStateReply, incoming: Incoming) -> tuple[pb.OptimizerStateReply, bytes]:
-            body = bytearray(incoming.size)
-            incoming.read_into(memoryview(body))
-            return reply, bytes(body)
+        def read(reply: pb.OptimizerStateReply, incoming: Incoming) -> list[Stored]:
+            if reply.done:
+                return []
+            incoming.read_into(body := memoryview(bytearray(incoming.size)))
+            return [from_message(Stored, reply, value=as_tensor(body, dtype_of(reply.dtype)))]
 
         found = self.ask_all(calls.OPTIMIZER_STATE, pb.OptimizerStateRequest(), read, shard=shard)
-        return [(reply, body) for reply, body in found if not reply.done]
+        return [each for some in found for each in some]
 
     # --- how
 

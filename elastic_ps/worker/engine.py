@@ -18,6 +18,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.codec.state import ImportedState, Stored
 from elastic_ps.core import damping
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Bucket
@@ -28,8 +29,6 @@ from elastic_ps.data.prepared import check_loop
 from elastic_ps.data.states import Loop, Part
 from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.process.telemetry import History, Trace
-from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.worker.brought import Brought
 from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.dialogue import Ending, Step
 from elastic_ps.worker.entrance import Entrance, Member
@@ -239,13 +238,13 @@ class Engine:
         described: Described,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        brought: Brought | None = None,
+        imported: ImportedState | None = None,
     ) -> Flat:
         """Join the job with this model; returns the memory that it has from now on. Blocks.
 
         See `Entrance.enter`.
         """
-        flat = self._entrance.enter(described, model, optimizer, brought)
+        flat = self._entrance.enter(described, model, optimizer, imported)
         self.working.note(Event.ENTER)
         self._model = model
         self._phases.watch(model)
@@ -338,7 +337,7 @@ class Engine:
         elif self.world.leads:
             self.client.report({name: float(value) for name, value in values.items()})
 
-    def optimizer_state(self) -> Iterator[tuple[pb.OptimizerStateReply, bytes]]:
+    def optimizer_state(self) -> Iterator[Stored]:
         """The entries of the optimizer's state on all shards, with their bytes. Blocks."""
         for shard in range(self.client.shards):
             yield from self.client.optimizer_state(shard)

@@ -17,6 +17,7 @@ from elastic_ps.api.tuning import Tuning
 from elastic_ps.codec.encoder import Encoder
 from elastic_ps.codec.optimizers import second_momentum
 from elastic_ps.codec.plan import Plan
+from elastic_ps.codec.state import ImportedState
 from elastic_ps.core.partition import Layout, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.core.working import Event, Working
@@ -30,7 +31,6 @@ from elastic_ps.errors import (
     Refused,
 )
 from elastic_ps.process.telemetry import History, Trace
-from elastic_ps.worker.brought import Brought
 from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.dialogue import Membership
 from elastic_ps.worker.flat import Flat
@@ -90,11 +90,11 @@ class Entrance:
         described: Described,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        brought: Brought | None = None,
+        imported: ImportedState | None = None,
     ) -> Flat:
         """Join the job with this model; returns the memory that it has from now on. Blocks.
 
-        `brought` is the state with which the optimizer begins, if this worker brings the model.
+        `imported` is the state with which the optimizer begins, if this worker brings the model.
 
         Raises:
             InvalidModel, ModelMismatch: the model or optimizer cannot be trained in this job.
@@ -108,7 +108,7 @@ class Entrance:
             self._store = Store(self._host)
             self._client.address = self._store.address
         self.schedule = Schedule(optimizer, own=local)
-        if brought is not None:
+        if imported is not None:
             self.schedule.has_state()
         membership = self._member.join(described, self.schedule.current())
         self._adopt(membership)
@@ -123,7 +123,7 @@ class Entrance:
         )
         self.strategy = strategy = self._make_strategy(flat, optimizer)
         strategy.steps_here = local or self.spec.all_reduce
-        membership = self._initialise(strategy, membership, flat, brought)
+        membership = self._initialise(strategy, membership, flat, imported)
         if not membership.initialise:
             self.schedule.joined(Settings.from_json(strategy.told.settings))
         self._member.note_join(membership.version)
@@ -186,7 +186,7 @@ class Entrance:
         )
 
     def _initialise(
-        self, strategy: Strategy, membership: Membership, flat: Flat, brought: Brought | None
+        self, strategy: Strategy, membership: Membership, flat: Flat, imported: ImportedState | None
     ) -> Membership:
         """Give the job this model's values, or get the job's. Blocks.
 
@@ -197,7 +197,7 @@ class Entrance:
         while True:
             try:
                 if membership.initialise:
-                    self._world.decide("session.optimizer(...)", lambda: self._bring(flat, brought))
+                    self._world.decide("session.optimizer(...)", lambda: self._bring(flat, imported))
                     flat.publish()
                 if not membership.initialise or self._codecs.encodes_values:
                     own = False
@@ -248,10 +248,10 @@ class Entrance:
                 "image, or the files, that the parameter server was started from"
             )
 
-    def _bring(self, flat: Flat, brought: Brought | None) -> None:
+    def _bring(self, flat: Flat, imported: ImportedState | None) -> None:
         for bucket in flat.layout.buckets:
             self._client.initialise(bucket.index, bucket.shard, flat.value_bytes(bucket))
-            for piece in brought.pieces(bucket, flat.tensors) if brought is not None else ():
+            for piece in imported.pieces(bucket, flat.tensors) if imported is not None else ():
                 self._client.initialise_state(bucket.index, bucket.shard, *piece)
         self._client.initialised()
 

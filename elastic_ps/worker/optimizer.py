@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic_ps.codec.several import Several, parameters_of, parts_of
+from elastic_ps.codec.state import state_dict_of
 from elastic_ps.core.working import Event, State
 from elastic_ps.errors import RefusalCode, Refused, UsageError
-from elastic_ps.worker.brought import state_dict_of
 from elastic_ps.worker.client import expelled
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.flat import Flat

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from elastic_ps.codec import dtype_of, name_of
+from elastic_ps.codec.state import OptimizerState, state_dict_of
 from elastic_ps.core.partition import Rule
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, RefusalCode, Refused
-from elastic_ps.worker.brought import Kept, state_dict_of
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Wanted
 from elastic_ps.worker.flat import Flat
@@ -91,7 +91,7 @@ class Replica:
     def send(self, version: int) -> None:
         """Give it to the parameter server, as `version`; unless another version is there by now."""
         self._flat.gather()
-        state = Kept(self._optimizer)
+        state = OptimizerState(self._optimizer)
         try:
             for bucket in self._flat.layout.pull_order:
                 if bucket not in self._flat.layout.pushed:

@@ -14,6 +14,7 @@ import torch
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.several import parts_of
+from elastic_ps.codec.state import ImportedState
 from elastic_ps.core.metrics import Reduction
 from elastic_ps.core.settings import CLAMP, MAX_GRAD_NORM
 from elastic_ps.core.working import State
@@ -23,7 +24,6 @@ from elastic_ps.errors import UsageError
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.tensors.client import Tensors
 from elastic_ps.transport.base import Connection
-from elastic_ps.worker.brought import Brought
 from elastic_ps.worker.checks import Averages, together
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.engine import Engine
@@ -253,7 +253,7 @@ class Session:
         if max_grad_norm is not None:
             for group in optimizer.param_groups:
                 group[MAX_GRAD_NORM] = max_grad_norm
-        runs_there, brought = optimizer, None
+        runs_there, imported = optimizer, None
         if self.spec.consistency.mode == "local":
             for part in parts_of(optimizer):
                 check_wrapper(part)
@@ -267,9 +267,9 @@ class Session:
             )
         elif self.spec.all_reduce:
             refuse_limits(optimizer, "with strategy all-reduce")
-            brought = None if state is None else Brought(optimizer, state)
+            imported = None if state is None else ImportedState(optimizer, state)
         elif state is not None:
-            brought = Brought(optimizer, state)
+            imported = ImportedState(optimizer, state)
         if summed and self.spec.consistency.mode == "local" and self.spec.consistency.outer_rule.elastic:
             raise UsageError(
                 f"summed={[*summed]} does not work with consistency.outer easgd: a worker keeps its own "
@@ -288,7 +288,7 @@ class Session:
             summed=summed,
             optimizers=Optimizers(self.spec.parameter_server.optimizers),
         )
-        flat = self._engine.enter(described, model, runs_there, brought)
+        flat = self._engine.enter(described, model, runs_there, imported)
         self._model = model
         self._averages.begin(model)
         self._optimizer = ElasticOptimizer(

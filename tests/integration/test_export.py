@@ -17,7 +17,7 @@ import torch
 import elastic_ps
 from elastic_ps import export as export_program
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.checkpoint.tensors import Stored
+from elastic_ps.codec.state import Stored
 from elastic_ps.errors import CheckpointCorrupt, InvalidModel, ModelMismatch, UserError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.checkpoint.tensors import MASTER
+from elastic_ps.codec.optimizers import MASTER
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job

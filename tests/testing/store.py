@@ -10,7 +10,7 @@ import torch
 
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.checkpoint.tensors import Stored
+from elastic_ps.codec.state import Stored
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.errors import CheckpointCorrupt
 

@@ -22,7 +22,7 @@ from elastic_ps.checkpoint import files as files_module
 from elastic_ps.checkpoint import plain
 from elastic_ps.checkpoint.manifest import parse
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.checkpoint.tensors import Stored
+from elastic_ps.codec.state import Stored
 from elastic_ps.core.partition import Layout, Rule, TensorSpec, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointCorrupt, CheckpointError, Fenced, NoCheckpoint, StorageUnavailable

@@ -12,7 +12,7 @@ import torch
 
 from elastic_ps.api.job import Times, TrainingJobSpec
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.checkpoint.tensors import Stored
+from elastic_ps.codec.state import Stored
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import History
 from elastic_ps.server.checkpointer import Checkpointer

@@ -18,8 +18,9 @@ from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import Times
 from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.checkpoint.tensors import MASTER, Stored
 from elastic_ps.codec import as_bytes, checksum
+from elastic_ps.codec.optimizers import MASTER
+from elastic_ps.codec.state import Stored
 from elastic_ps.core.partition import Bucket, Rule, TensorSpec, partition
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings

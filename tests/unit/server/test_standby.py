@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from elastic_ps.api.consistency import Consistency
+from elastic_ps.codec.state import Part
 from elastic_ps.core.partition import Layout, Rule, partition
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
-from elastic_ps.server.copying import Part
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Application, Configuration, RemoteShard, Standing

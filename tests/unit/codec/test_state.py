@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from elastic_ps.codec import as_bytes
+from elastic_ps.codec.state import ImportedState, OptimizerState
 from elastic_ps.core.partition import Rule, TensorSpec, partition
-from elastic_ps.worker.brought import Brought, Kept
 
 LAYOUT = partition((TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),), bucket_bytes=1024, shards=1)
 
@@ -20,7 +20,9 @@ def stepped() -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
     return parameter, optimizer
 
 
-def assert_state(kept: Kept, parameter: torch.nn.Parameter, expected: torch.optim.Optimizer) -> None:
+def assert_state(
+    kept: OptimizerState, parameter: torch.nn.Parameter, expected: torch.optim.Optimizer
+) -> None:
     """It is the state of the one parameter of another optimizer."""
     ((piece, entries, body),) = kept.pieces(LAYOUT.buckets[0], [parameter])
     assert piece == 0
@@ -35,6 +37,6 @@ def test_a_state_may_be_one_that_only_a_gpu_goes_on_with() -> None:
     state = optimizer.state_dict()
     state["param_groups"][0]["capturable"] = True
     new = torch.optim.Adam([parameter], capturable=True)
-    assert_state(Brought(new, state), parameter, optimizer)
+    assert_state(ImportedState(new, state), parameter, optimizer)
     optimizer.param_groups[0]["capturable"] = True
-    assert_state(Kept(optimizer), parameter, optimizer)
+    assert_state(OptimizerState(optimizer), parameter, optimizer)

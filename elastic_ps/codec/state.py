@@ -1,0 +1,323 @@
+"""A model's state on its way, tensor by tensor: between workers, shards, standbys and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from elastic_ps.codec.finite import require_finite
+from elastic_ps.codec.memory import Body, as_bytes, as_tensor, dtype_of, name_of
+from elastic_ps.codec.optimizers import VALUE, WIDE, Entry, usual_numbers, usual_state, with_numbers
+from elastic_ps.codec.several import Kind, Several, kinds_of, parts_of
+from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule
+from elastic_ps.core.settings import CONSTRAINTS, plain_group
+from elastic_ps.errors import InvalidModel, RefusalCode, Refused
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor: elements from `start` on of the model's tensor number `tensor`.
+
+    `key` is `VALUE` or the name of an entry of the optimizer's state; a `scalar` counts for all elements.
+    """
+
+    tensor: int
+    start: int
+    key: str
+    value: torch.Tensor
+    scalar: bool = False
+
+    @property
+    def dtype(self) -> str:
+        return name_of(self.value.dtype)
+
+    @property
+    def name(self) -> str:
+        return f"{self.tensor}/{self.start}/{self.key}/{'scalar' if self.scalar else 'elements'}"
+
+
+class Source(Protocol):
+    """Where a shard takes the state of its buckets from."""
+
+    def value(self, tensor: int, start: int, length: int) -> torch.Tensor:
+        """`length` elements from `start` on of a flattened tensor of the model; memory of their own."""
+
+    def state(self, tensor: int, start: int, length: int) -> dict[str, torch.Tensor]:
+        """The optimizer's state of that piece, its `MASTER` and `PULLED`, by key; {} if there is none."""
+
+
+class OptimizerState:
+    """The state that an optimizer has, in the form that the parameter server takes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._entries: dict[int, dict[Entry, torch.Tensor]] = {}  # by the parameters' ids
+        states = [part.state for part in parts_of(optimizer) for _ in part.param_groups]
+        kinds = kinds_of(optimizer)
+        for number, group in enumerate(optimizer.param_groups):
+            values = plain_group(group, number)
+            for position, parameter in enumerate(group["params"]):
+                if found := states[number].get(parameter):
+                    what = f"parameter {position} of group {number}"
+                    self._entries[id(parameter)] = dict(
+                        _entries(kinds[number], values, parameter, found, what)
+                    )
+
+    def pieces(
+        self, bucket: Bucket, tensors: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[int, list[Entry], memoryview]]:
+        """For each piece of a bucket that has a state: its index, what there is, and all bytes of that.
+
+        Args:
+            tensors: the model's, by the numbers of the bucket's layout.
+        """
+        if bucket.rule is not Rule.GRADIENT:
+            return
+        for index, piece in enumerate(bucket.pieces):
+            entries = self._entries.get(id(tensors[piece.tensor]))
+            if entries:
+                parts = [
+                    value if entry.scalar else value[piece.start : piece.start + piece.length]
+                    for entry, value in entries.items()
+                ]
+                yield (
+                    index,
+                    list(entries),
+                    memoryview(b"".join(as_bytes(part.contiguous()) for part in parts)),
+                )
+
+
+class ImportedState(OptimizerState):
+    """The state of an optimizer, which is empty afterwards: its state is on the parameter server then.
+
+    Args:
+        optimizer: of torch.optim, or several; gets the hyperparameters of `state`, too. The constraints of
+            its parameter groups stay: torch knows none of them.
+        state: what `state_dict()` of such an optimizer has given; of several, by their names.
+
+    Raises:
+        InvalidModel: the state is not that of such an optimizer with such parameters.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        constraints = [
+            {key: group[key] for key in CONSTRAINTS if key in group} for group in optimizer.param_groups
+        ]
+        try:
+            joined = optimizer.join(state) if isinstance(optimizer, Several) else dict(state)
+            optimizer.load_state_dict(joined)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidModel(_not_of(optimizer, error)) from error
+        for group, own in zip(optimizer.param_groups, constraints, strict=True):
+            group.update(own)
+        super().__init__(optimizer)
+        for part in parts_of(optimizer):
+            part.state.clear()
+
+
+def _not_of(optimizer: torch.optim.Optimizer, error: Exception) -> str:
+    """Why a state cannot be loaded into this optimizer, in words."""
+    if isinstance(optimizer, Several):
+        return (
+            f"state is not what these optimizers give: {error}. Pass the state_dict() of each of them by its "
+            f"name, as in {{{', '.join(f'{name!r}: ...' for name in optimizer.parts)}}}"
+        )
+    name = type(optimizer).__name__
+    return (
+        f"state is not what state_dict() of this {name} gives: {error}. Pass the state_dict() of an "
+        f"{name} with the same parameters in the same groups"
+    )
+
+
+def state_dict_of(
+    entries: Iterable[Stored],
+    layout: Layout,
+    tensors: Sequence[torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, Any]:
+    """What a parameter server keeps of an optimizer, as `state_dict()` of torch's gives it.
+
+    Args:
+        entries: as it sends them.
+        tensors: the model's, by the numbers of the layout.
+        optimizer: whose it is, with the parameter groups of now.
+    """
+    groups = optimizer.param_groups
+    numbers = {id(p): i for i, p in enumerate(p for g in groups for p in g["params"])}
+    state: dict[int, dict[str, Any]] = {}
+    for each in entries:
+        value, kept = each.value, state.setdefault(numbers[id(tensors[each.tensor])], {})
+        if each.scalar:
+            kept[each.key] = value.reshape(())
+        else:
+            shape = layout.tensors[each.tensor].shape
+            whole = kept.setdefault(each.key, torch.zeros(shape, dtype=value.dtype, device="cpu"))
+            whole.view(-1)[each.start : each.start + value.numel()] = value
+    plain, counter = [], iter(range(len(numbers)))
+    for group in groups:
+        rest = {key: value for key, value in group.items() if key != "params"}
+        plain.append({**rest, "params": [next(counter) for _ in group["params"]]})
+    kinds = kinds_of(optimizer)
+    numeric = [usual_numbers(kind, plain_group(g, 0)) for kind, g in zip(kinds, groups, strict=True)]
+    group_of = [index for index, group in enumerate(groups) for _ in group["params"]]
+    ordered = {
+        number: with_numbers(kept, numeric[group_of[number]]) for number, kept in sorted(state.items())
+    }
+    return {"state": ordered, "param_groups": plain}
+
+
+def _entries(
+    kind: Kind, group: Mapping[str, Any], parameter: torch.nn.Parameter, found: Mapping[str, Any], what: str
+) -> Iterator[tuple[Entry, torch.Tensor]]:
+    """A parameter's state, flat, on the CPU, and in the dtypes of the parameter server."""
+    usual = usual_state(kind, group, WIDE.get(name_of(parameter.dtype), parameter.dtype))
+    for key, (dtype, scalar) in usual.items():
+        value = found.get(key)
+        if value is None and kind is torch.optim.SGD:
+            continue  # its buffer is made by the first step
+        value = torch.as_tensor(value if value is not None else [], device="cpu")
+        if value.numel() != (1 if scalar else parameter.numel()):
+            raise InvalidModel(
+                f"state has no {key!r} of the shape {[] if scalar else list(parameter.shape)} for {what}; it "
+                f"has {sorted(found)}"
+            )
+        yield Entry(key, dtype, scalar), value.detach().to("cpu", dtype_of(dtype)).reshape(-1)
+
+
+def read_state(
+    bucket: Bucket,
+    piece: int,
+    entries: Sequence[Entry],
+    incoming: Body,
+    *,
+    usual: Mapping[str, tuple[str, bool]],
+) -> dict[str, torch.Tensor]:
+    """Read the optimizer's state of a piece of a bucket. Blocks.
+
+    Args:
+        entries: what the body holds, one after the other.
+        usual: what the optimizer keeps; dtype and whether it is one number, by key.
+
+    Raises:
+        Refused: MALFORMED: it is not all of that. NOT_FINITE.
+    """
+    length = bucket.pieces[piece].length if usual else 0
+    sizes = [(1 if entry.scalar else length) * ITEM_SIZE.get(entry.dtype, 0) for entry in entries]
+    given = {key: (dtype, scalar) for key, dtype, scalar in entries}
+    if not given or given != usual or len(given) != len(entries) or incoming.size != sum(sizes):
+        raise Refused(
+            RefusalCode.MALFORMED,
+            f"{incoming.size} bytes as the state {given} of piece {piece} of bucket {bucket.index}, whose "
+            f"optimizer keeps {usual} for {length} elements",
+        )
+    body = memoryview(bytearray(incoming.size))
+    incoming.read_into(body)
+    state, at = {}, 0
+    for entry, size in zip(entries, sizes, strict=True):
+        value = as_tensor(body[at : at + size], dtype_of(entry.dtype)).clone()
+        require_finite(value, f"{entry.key} of bucket {bucket.index}")
+        state[entry.key], at = value.reshape(()) if entry.scalar else value, at + size
+    return state
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which of a bucket's tensors a call to a standby carries; see `Stored`. `last`: there are no more."""
+
+    bucket: int
+    tensor: int
+    start: int
+    key: str
+    dtype: str
+    scalar: bool
+    last: bool
+
+
+class Arriving:
+    """The tensors of one bucket, as they arrive. A `Source`. Not thread-safe."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self._lengths = {(piece.tensor, piece.start): piece.length for piece in bucket.pieces}
+        self._tensors: dict[tuple[int, int, str], torch.Tensor] = {}
+
+    def receive(self, part: Part, incoming: Body) -> None:
+        """Take one tensor. Blocks while it is received.
+
+        Raises:
+            Refused: MALFORMED; the bucket has no such piece, or the size is not the piece's.
+        """
+        length = self._lengths.get((part.tensor, part.start), 0)
+        elements = 1 if part.scalar else length
+        wrong_dtype = part.dtype not in ITEM_SIZE or (
+            part.key == VALUE and (part.dtype != self.bucket.dtype or part.scalar)
+        )
+        if not length or wrong_dtype or incoming.size != elements * ITEM_SIZE[part.dtype]:
+            raise Refused(
+                RefusalCode.MALFORMED,
+                f"{incoming.size} bytes of {part.dtype} as {part.key} of tensor {part.tensor} from element "
+                f"{part.start} on; the piece of bucket {self.bucket.index} has {length} elements of "
+                f"{self.bucket.dtype}",
+            )
+        tensor = torch.empty(elements, dtype=dtype_of(part.dtype))
+        incoming.read_into(as_bytes(tensor))
+        self._tensors[part.tensor, part.start, part.key] = tensor.reshape(()) if part.scalar else tensor
+
+    def require_whole(self) -> None:
+        """Raise Refused (MALFORMED) unless the values of all pieces have come."""
+        if lacking := [place for place in self._lengths if (*place, VALUE) not in self._tensors]:
+            raise Refused(
+                RefusalCode.MALFORMED,
+                f"bucket {self.bucket.index} is said to be complete; the values of {len(lacking)} pieces "
+                "have not come",
+            )
+
+    def value(self, tensor: int, start: int, length: int) -> torch.Tensor:
+        """See `Source`."""
+        del length
+        return self._tensors[tensor, start, VALUE]
+
+    def state(self, tensor: int, start: int, length: int) -> dict[str, torch.Tensor]:
+        """See `Source`."""
+        del length
+        return {
+            key: value
+            for (*place, key), value in self._tensors.items()
+            if place == [tensor, start] and key != VALUE
+        }
+
+
+class Catching:
+    """How far a standby has come with taking its buckets over. Not thread-safe.
+
+    Attributes:
+        missing: the numbers of the buckets that have not come.
+        anywhere: it has nothing yet, so it may begin with any version.
+    """
+
+    def __init__(self, missing: set[int], *, anywhere: bool) -> None:
+        self.missing = missing
+        self.anywhere = anywhere
+        self._arriving: Arriving | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all buckets are there."""
+        return not (self.missing or self.anywhere)
+
+    def begin(self, bucket: Bucket) -> Arriving:
+        """The tensors of a bucket that have come. Raises Refused (NOT_READY) if it is not waited for."""
+        if self.anywhere or bucket.index not in self.missing:
+            raise Refused(
+                RefusalCode.NOT_READY, f"the standby does not wait for the state of bucket {bucket.index}"
+            )
+        if self._arriving is None or self._arriving.bucket is not bucket:
+            self._arriving = Arriving(bucket)
+        return self._arriving
+
+    def end(self, bucket: Bucket) -> None:
+        """The bucket has been taken over."""
+        self.missing.discard(bucket.index)
+        self._arriving = None  # mutant: equal
