@@ -27,7 +27,7 @@ from elastic_ps.codec import as_bytes, dtype_of, name_of
 from elastic_ps.core.names import LONGEST_NAME, is_name
 from elastic_ps.core.partition import ITEM_SIZE
 from elastic_ps.errors import ConnectionLost, ElasticPSError, RefusalCode, Refused, UsageError
-from elastic_ps.tensors.handles import CLOSED, Handle, Lane, in_words
+from elastic_ps.tensors.handles import CLOSED, Handle, SerialExecutor, in_words
 from elastic_ps.tensors.spread import PUSH_RULES, Kind, PushRule, Slice, spread
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
@@ -122,7 +122,7 @@ class Tensors:
         self._lock = threading.Lock()
         self._beginning = threading.Lock()  # so that all shards get what is begun in the same order
         self._numbers = itertools.count(time.monotonic_ns())  # a process may have several sessions
-        self._lanes: dict[int, Lane] = {}
+        self._executors: dict[int, SerialExecutor] = {}
         self._pushes: deque[Handle[None]] = deque()
 
     # --- what a script calls
@@ -258,11 +258,11 @@ class Tensors:
         deadline = time.monotonic() + within.total_seconds()
         with self._lock:
             self._closed = True
-            lanes = list(self._lanes.values())
-        for lane in lanes:
-            lane.close()
-        for lane in lanes:
-            lane.join(max(0.0, deadline - time.monotonic()))
+            executors = list(self._executors.values())
+        for executor in executors:
+            executor.close()
+        for executor in executors:
+            executor.join(max(0.0, deadline - time.monotonic()))
         pushes, self._pushes = self._pushes, deque()
         for push in pushes:
             try:
@@ -428,8 +428,8 @@ class Tensors:
         with self._lock:
             if self._closed:
                 raise UsageError(CLOSED)
-            lane = self._lanes.get(shard) or self._lanes.setdefault(shard, Lane(shard))
-        return lane.add(work)
+            executor = self._executors.get(shard) or self._executors.setdefault(shard, SerialExecutor(shard))
+        return executor.add(work)
 
     def _raise_failed(self) -> None:
         """Raise what a push has raised that nobody has waited for: it would pass unnoticed."""

@@ -67,7 +67,7 @@ class Handle(Generic[T]):
             self.wait()
 
 
-class Lane:
+class SerialExecutor:
     """A thread that makes the calls to one shard, in the order in which they were begun."""
 
     def __init__(self, shard: int) -> None:
