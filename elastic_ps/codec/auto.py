@@ -12,6 +12,7 @@ import torch
 from elastic_ps.codec.base import Codec, Encoded
 from elastic_ps.codec.builtin import Bf16, Int4, Int8, SignSGD, TopK
 from elastic_ps.codec.lossless import Plain
+from elastic_ps.core.choice import Choice
 
 NAME = "auto"
 
@@ -34,12 +35,15 @@ class Auto(Codec):
     nearest one that loses less takes its place. So no tensor is sent with a larger error.
 
     Thread-safe, but for `begin`.
+
+    Attributes:
+        choice: of the candidate, for whoever measures how long steps take.
     """
 
     feedback = True
 
     def __init__(self, max_error: float) -> None:
-        self.max_error = max_error
+        self.max_error, self.choice = max_error, Choice(tuple(CANDIDATES), max_error)
         self._codecs = {name: kind() for name, kind in CANDIDATES.items()}
         self._names = tuple(CANDIDATES)
         self._lock = threading.Lock()

@@ -168,6 +168,15 @@ class Part(NamedTuple):
     dtype: str
     elements: int
 
+    @property
+    def width(self) -> int:
+        """Bytes of an element."""
+        return dtype_of(self.dtype).itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * self.width
+
 
 class Packed(NamedTuple):
     """What a codec has made, as it travels: what it is made of, its values as JSON, and its bytes.
@@ -238,14 +247,13 @@ def unpack(runs: Iterable[Packed], body: memoryview) -> list[Encoded]:
         for part in packed.parts:
             if part.dtype not in DTYPES:
                 raise Malformed(f"part {part.name!r} has dtype {part.dtype!r}; known: {', '.join(DTYPES)}")
-            dtype = dtype_of(part.dtype)
-            stop = start + part.elements * dtype.itemsize
+            stop = start + part.nbytes
             if stop > len(body):
                 raise Malformed(f"part {part.name!r} ends at byte {stop} of {len(body)}")
             piece = body[start:stop]
-            if start % dtype.itemsize:
+            if start % part.width:
                 piece = memoryview(bytearray(piece))
-            tensors[part.name], start = as_tensor(piece, dtype), stop
+            tensors[part.name], start = as_tensor(piece, dtype_of(part.dtype)), stop
         try:
             plain = json.loads(packed.values) if packed.values else {}
         except (ValueError, RecursionError) as error:

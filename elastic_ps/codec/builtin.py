@@ -95,13 +95,9 @@ class _Integers(Codec):
         A few blocks at a time, which stay in the processor's cache. Random numbers take longer than all the
         rest, so a piece of a fixed sequence of them is taken, which begins anywhere.
         """
-        missing = -tensor.numel() % self._block
-        blocks = torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
-        blocks = blocks.view(-1, self._block)
-        integers, scales = (
-            torch.empty(blocks.shape, dtype=dtype, device="cpu"),
-            torch.empty(len(blocks), **FLOATS),
-        )
+        blocks = _padded(tensor, self._block).view(-1, self._block)
+        integers = torch.empty(blocks.shape, dtype=dtype, device="cpu")
+        scales = torch.empty(len(blocks), **FLOATS)
         rows = _NOISE // self._block
         pieces = -(-len(blocks) // rows)
         starts = torch.randint(_NOISE, (pieces,), generator=random, device="cpu").tolist()
@@ -140,9 +136,7 @@ class Int8(_Integers):
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
         integers = require("integers", encoded.tensors["integers"], torch.int8, out.numel())
-        missing = -out.numel() % self._block
-        padded = torch.nn.functional.pad(integers, (0, missing)) if missing else integers
-        self._restore(padded, encoded.tensors["scale"], out)
+        self._restore(_padded(integers, self._block), encoded.tensors["scale"], out)
 
 
 class Int4(_Integers):
@@ -157,10 +151,8 @@ class Int4(_Integers):
         return Encoded({"scale": scale, "pairs": pairs[:, 0] | (pairs[:, 1] << 4)})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
-        whole = -(-out.numel() // self._block) * self._block
         pairs = require("pairs", encoded.tensors["pairs"], torch.uint8, -(-out.numel() // 2))
-        if missing := whole // 2 - pairs.numel():
-            pairs = torch.nn.functional.pad(pairs, (0, missing))
+        pairs = _padded(pairs, self._block // 2)
         integers = torch.stack((pairs & 15, pairs >> 4), dim=1).view(-1).to(torch.float32) - self._most
         self._restore(integers, encoded.tensors["scale"], out)
 

@@ -26,13 +26,12 @@ from typing import Protocol
 
 import torch
 
-from elastic_ps.codec.auto import CANDIDATES, Auto
+from elastic_ps.codec.auto import Auto
 from elastic_ps.codec.base import Packed, Payload, random_of
 from elastic_ps.codec.feedback import BucketFeedback, Feedback, Update
 from elastic_ps.codec.finite import is_finite
 from elastic_ps.codec.memory import Scratch, as_bytes
 from elastic_ps.codec.plan import Plan
-from elastic_ps.core.choice import Choice
 from elastic_ps.core.partition import Bucket, Layout
 from elastic_ps.process.telemetry import Trace
 
@@ -246,9 +245,7 @@ class Tuner:
     """
 
     def __init__(self, auto: Auto | None, traffic: Meter) -> None:
-        self._traffic = traffic
-        self._auto = auto
-        self._choice = Choice(tuple(CANDIDATES), auto.max_error) if auto is not None else None
+        self._traffic, self._auto = traffic, auto
         self._lock = threading.Lock()
         self._busy, self._since, self._seconds = 0, 0.0, 0.0
 
@@ -259,11 +256,10 @@ class Tuner:
 
     def begin(self) -> None:
         """A step begins."""
-        if self._auto is None or self._choice is None:
-            return
-        with self._lock:
-            self._seconds, self._since = 0.0, time.monotonic()
-        self._auto.begin(self._choice.now)
+        if self._auto is not None:
+            with self._lock:
+                self._seconds, self._since = 0.0, time.monotonic()
+            self._auto.begin(self._auto.choice.now)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -284,11 +280,11 @@ class Tuner:
 
     def end(self) -> None:
         """The step that has begun is in the model."""
-        if self._auto is None or self._choice is None or not self._seconds:
+        if self._auto is None or not self._seconds:
             return
-        before = self._choice.present
-        self._choice.note(self._seconds, self._auto.error)
+        choice, before = self._auto.choice, self._auto.choice.present
+        choice.note(self._seconds, self._auto.error)
         self._seconds = 0.0
-        self._traffic.chose(self._choice.present)
-        if self._choice.present != before:
-            logger.info("gradients are sent as %s from now on: %s", self._choice.present, self._choice.reason)
+        self._traffic.chose(choice.present)
+        if choice.present != before:
+            logger.info("gradients are sent as %s from now on: %s", choice.present, choice.reason)

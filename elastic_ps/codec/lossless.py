@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import abc
 import importlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from elastic_ps.codec.base import DTYPES, Codec, Encoded, Packed, Part, pack, require, unpack
-from elastic_ps.codec.memory import as_bytes, as_tensor, dtype_of
+from elastic_ps.codec.memory import as_bytes, as_tensor
 from elastic_ps.errors import InvalidJob
 
 LEVEL = 1
@@ -95,17 +95,17 @@ class Zstd(Compressed):
     name, package = "zstd", "zstandard"
 
     def _compress(self, parts: Sequence[tuple[Part, memoryview]]) -> bytes:
-        planes = b"".join(_planes(body, _width(part)) for part, body in parts)
+        planes = b"".join(_planes(body, part.width) for part, body in parts)
         compressed: bytes = self._library.ZstdCompressor(level=LEVEL).compress(planes)
         return compressed
 
     def _decompress(self, data: memoryview, parts: Sequence[Part]) -> memoryview:
-        _require_length(self._library.frame_content_size(data), sum(map(_size, parts)))
+        _require_length(self._library.frame_content_size(data), sum(part.nbytes for part in parts))
         planes = memoryview(self._library.ZstdDecompressor().decompress(data, allow_extra_data=False))
         body, place = bytearray(len(planes)), 0
         for part in parts:
-            own = slice(place, place + _size(part))
-            body[own] = _elements(planes[own], _width(part))
+            own = slice(place, place + part.nbytes)
+            body[own] = _elements(planes[own], part.width)
             place = own.stop
         return memoryview(body)
 
@@ -122,45 +122,35 @@ class Blosc(Compressed):
     def _compress(self, parts: Sequence[tuple[Part, memoryview]]) -> bytes:
         options = {"clevel": 5, "shuffle": self._library.SHUFFLE, "cname": "lz4"}
         return b"".join(
-            self._library.compress(bytes(body), typesize=_width(part), **options) for part, body in parts
+            self._library.compress(bytes(body), typesize=part.width, **options) for part, body in parts
         )
 
     def _decompress(self, data: memoryview, parts: Sequence[Part]) -> memoryview:
-        body = b"".join(self._decompressed(data, parts))
-        return memoryview(bytearray(body))
-
-    def _decompressed(self, data: memoryview, parts: Sequence[Part]) -> Iterator[bytes]:
+        body = bytearray()
         for part in parts:
             if len(data) < HEADER:
                 raise ValueError(f"the header of {part.name!r} has {len(data)} bytes; expected {HEADER}")
             declared, size, _ = self._library.get_cbuffer_sizes(bytes(data[:HEADER]))
-            _require_length(declared, _size(part))
+            _require_length(declared, part.nbytes)
             frame = bytes(data[:size])
             if len(frame) != size or not self._library.cbuffer_validate(frame):
                 raise ValueError(f"the compressed bytes of {part.name!r} are torn")
-            yield self._library.decompress(frame)
+            body += self._library.decompress(frame)
             data = data[size:]
         if len(data):
             raise ValueError(f"there are {len(data)} compressed bytes more than the parts have")
+        return memoryview(body)
 
 
 LOSSLESS: Mapping[str, type[Compressed]] = {"zstd": Zstd, "blosc": Blosc}
 """By the names that `spec.compression.lossless` knows, besides `none`."""
 
 
-def _width(part: Part) -> int:
-    return dtype_of(part.dtype).itemsize
-
-
-def _size(part: Part) -> int:
-    return part.elements * _width(part)
-
-
 def _require_sensible(parts: Sequence[Part], *, most: int) -> None:
     """Raise ValueError before memory is taken for what does not fit."""
     if unknown := {part.dtype for part in parts} - set(DTYPES):
         raise ValueError(f"parts of {', '.join(unknown)}; known: {', '.join(DTYPES)}")
-    size = sum(map(_size, parts))
+    size = sum(part.nbytes for part in parts)
     if any(part.elements < 0 for part in parts) or size > most:
         raise ValueError(f"it would have {size} bytes; expected at most {most}")
 

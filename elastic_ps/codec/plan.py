@@ -143,7 +143,9 @@ class Plan:
         """
         _, name, codec = self._rules[-1]
         known = codec is None or type(codec) in BUILT_IN.values()
-        gradients = _share(self._followed(name, _of_sample(codec))[1]) if known else 1.0
+        if known and codec is not None and codec.by_piece:
+            codec = codec.for_matrix(_SIDE, _SIDE)
+        gradients = _share(self._followed(name, codec)[1]) if known else 1.0
         if self._deltas is not None and self._deltas.bits:
             return gradients
         return (gradients + _share(self._deltas or self._values)) / 2
@@ -212,11 +214,6 @@ class Plan:
         if codec is None or (exact and bucket.dtype == "float64"):  # codecs get float32
             return NONE, None
         return name, codec
-
-
-def _of_sample(codec: Codec | None) -> Codec | None:
-    """What encodes the sample of `_share`, which is taken for a matrix."""
-    return codec.for_matrix(_SIDE, _SIDE) if codec is not None and codec.by_piece else codec
 
 
 def _share(codec: Codec | None) -> float:
