@@ -264,6 +264,7 @@ class Engine:
                 self.strategy.fetch(version, contributor=False)
                 self._stopped.repeat()
                 self.state.repeat()
+                self.records.repeat()
                 break
             except Refused as refusal:
                 if not expelled(refusal):

@@ -111,7 +111,8 @@ class Records:
         self._batches, self._stopped = batches, stopped
         self._chief_of: dict[int, bool] = {}
         self._said: tuple[int, str] | None = None  # how many drops there were before, and of the data
-        self._leaves = False  # see `stop_computing`; the parameter server was not told yet
+        self._was_chief = False
+        self._left = self._leaves = False  # see `stop_computing`; `_leaves`: the job was not told yet
 
     @property
     def over(self) -> bool:
@@ -154,7 +155,7 @@ class Records:
                     if self.computing:
                         self._worker.strategy.hand_over()
                     self._plays(PartEvent.ASK)
-                    self._leaves = False
+                    self._left = self._leaves = False
                 said = self.drops, mine.data
 
                 def take(all_of_them: list[DataSet]) -> pb.TakeReply:
@@ -212,44 +213,53 @@ class Records:
             self.chief = granted.chief
 
     def is_chief_of(self, epoch: int) -> bool:
-        """Whether this worker is the one to evaluate and save in an epoch before the last one. Blocks."""
-        while epoch not in self._chief_of:
-            try:
-                self._chief_of[epoch] = self._world.decide(
-                    "session.is_chief", partial(self._client.is_chief, epoch)
-                )
-            except Refused as refusal:
-                if not expelled(refusal):
-                    raise
-                self._worker.come_back(refusal)
+        """Whether this worker is the one to evaluate and save in an epoch before the last one. Blocks.
+
+        It asks each time: the job may have gone back to a checkpoint from before the chief was chosen. Of
+        several processes one may ask again by itself, and gets the answer that all had, as long as this
+        worker has not joined again.
+        """
+        if self._world.alone or epoch not in self._chief_of:
+            self._chief_of[epoch] = self._ask_chief("session.is_chief", epoch, passes=False)
         return self._chief_of[epoch]
 
     def comes_to(self, epoch: int) -> bool:
         """Whether this worker comes to the end of an epoch that others have trained: as its chief. Blocks.
 
-        The chief stays while it lives, and its script may ask in some epochs only. If it was not told yet
-        that it is the chief, the parameter server knows.
+        The chief stays while it lives, and its script may ask in some epochs only.
         """
-        if self._chief_of and self._chief_of[max(self._chief_of)]:
-            return True
+        chief = self._ask_chief("the next epoch", epoch, passes=True)
+        if chief:
+            self._chief_of[epoch] = True
+        return chief
+
+    def _ask_chief(self, what: str, epoch: int, *, passes: bool) -> bool:
         while True:
             try:
-                chief = self._world.decide(
-                    "the next epoch", partial(self._client.is_chief, epoch, passes=True)
-                )
+                chief = self._world.decide(what, partial(self._client.is_chief, epoch, passes=passes))
             except Refused as refusal:
                 if not expelled(refusal):
                     raise
                 self._worker.come_back(refusal)
             else:
-                if chief:
-                    self._chief_of[epoch] = True
+                self._was_chief |= chief
                 return chief
 
     @property
     def has_been_chief(self) -> bool:
         """Whether this worker has been told that it is the chief, of any epoch or at the end."""
-        return self.chief or any(self._chief_of.values())
+        return self.chief or self._was_chief
+
+    def repeat(self) -> None:
+        """This worker has joined again. Blocks. Raises Refused.
+
+        The parameter server may have forgotten that its script has left the loop, and may choose another
+        chief.
+        """
+        self._chief_of.clear()
+        if self._left and not self.over:
+            self._world.decide("the end of its loop over the loader", partial(self._release, leaves=True))
+            self._leaves = False
 
     def pause(self) -> None:
         """Give back what this worker holds until it asks for the next batch, so that nobody waits for it.
@@ -277,6 +287,7 @@ class Records:
         """
         worker = self._worker
         worker.in_batch = False
+        self._left |= leaves
         self._leaves |= leaves
         if self._batches.computed:
             self._plays(PartEvent.BREAK_OFF)
@@ -288,14 +299,7 @@ class Records:
                 self._worker.strategy.hand_over()
                 self._world.decide(
                     "the end of its loop over the loader",
-                    lambda: self._client.ask(
-                        calls.RELEASE,
-                        pb.ReleaseRequest(
-                            abandoned=abandoned,
-                            skipped=ranges_to_message(self._batches.skipped),
-                            leaves=self._leaves and not self._stopped.reason,
-                        ),
-                    ),
+                    partial(self._release, abandoned=abandoned, leaves=self._leaves),
                 )
                 self._stopped.heed()
                 self._leaves = False
@@ -304,6 +308,14 @@ class Records:
             except Refused as refusal:
                 if not expelled(refusal):
                     raise
+
+    def _release(self, *, leaves: bool, abandoned: bool = False) -> None:
+        """See `stop_computing`. Blocks. Raises Refused."""
+        skipped = ranges_to_message(self._batches.skipped)
+        leaves = leaves and not self._stopped.reason
+        self._client.ask(
+            calls.RELEASE, pb.ReleaseRequest(abandoned=abandoned, skipped=skipped, leaves=leaves)
+        )
 
 
 _STOP = "stop"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,86 @@ def test_what_the_chief_has_written_outlives_the_parameter_server(tmp_path: Path
     ) as job:
         job.start(0, script)
         job.join()
+
+
+def test_an_answer_of_before_the_job_went_back_counts_no_more(tmp_path: Path) -> None:
+    """The checkpoint does not know of the chief that was chosen since. Both were the chief of one epoch."""
+    told, other_told = threading.Event(), threading.Event()
+    chiefs: list[tuple[int, int]] = []
+
+    def on_disk() -> bool:
+        progress = job.status().progress
+        return bool(progress.records_applied >= 16 and progress.durable_version == progress.version)
+
+    def script(session: Session) -> None:
+        model = Tally(16)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        for epoch in (loader := session.loader(Indexes(16), 8, epochs=2)).epochs():
+            for batch in loader:
+                optimizer.zero_grad()
+                model(batch).backward()
+                optimizer.step()
+            session.pause()
+            if epoch == 0 and session.worker == 0:
+                job.until(on_disk, "the epoch is on disk")
+                assert session.is_chief
+                job.restart(0)
+                told.set()
+                job.until(other_told.is_set, "the other worker has asked")
+            elif epoch == 0:
+                job.until(told.is_set, "the first worker has asked")
+            if session.is_chief:
+                chiefs.append((epoch, session.worker))
+            other_told.set()
+
+    with running_job(
+        tmp_path,
+        worker={"replicas": 2},
+        consistency={"deterministic": True},
+        checkpoints=tmp_path / "checkpoints",
+        parameterServer={"checkpoint": {"everyVersions": 1}},
+    ) as job:
+        job.run(script, workers=2)
+    assert chiefs == [(0, 1), (1, 1)]
+
+
+def test_a_chief_that_has_left_its_loop_says_so_again_when_it_joins_again(tmp_path: Path) -> None:
+    """The job goes back to a checkpoint of before. Else nobody would be the chief of the epochs to come."""
+    chiefs: list[tuple[int, int]] = []
+    left = threading.Event()
+
+    def on_disk() -> bool:
+        progress = job.status().progress
+        return bool(progress.durable_version == progress.version)
+
+    def script(session: Session) -> None:
+        model = Tally(16)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        loader = session.loader(Indexes(16), 16, epochs=4)
+        for epoch in loader.epochs():
+            for batch in loader:
+                optimizer.zero_grad()
+                model(batch).backward()
+                optimizer.step()
+                if not left.is_set():
+                    job.until(on_disk, "the version is on disk")
+            if session.is_chief:
+                chiefs.append((epoch, session.worker))
+            if session.worker == 0 and epoch == 1:
+                break
+        if session.worker == 0:
+            job.restart(0)
+            session.state["best"] = 0.9
+            left.set()
+            job.until(lambda: any(epoch == 3 for epoch, _ in chiefs), "the last epoch has a chief")
+
+    with running_job(
+        tmp_path,
+        checkpoints=tmp_path / "checkpoints",
+        parameterServer={"checkpoint": {"everyVersions": 1}},
+    ) as job:
+        job.start(0, script)
+        job.until(left.is_set, "the chief has left its loop")
+        job.start(1, script)
+        job.join()
+    assert [worker for epoch, worker in chiefs if epoch > 1] == [1, 1]
