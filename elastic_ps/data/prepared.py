@@ -5,6 +5,8 @@ The library is recognised by its name, and need not be installed.
 
 from __future__ import annotations
 
+from traceback import extract_tb
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,6 +26,13 @@ _GROUP = (
     "the script sets up torch.distributed, as for torchrun, which fails: {error}. A job needs no process "
     "group: leave out init_process_group and DistributedDataParallel, and pass session.optimizer(...) the "
     "plain model, and session.loader(...) the data set without a DistributedSampler"
+)
+
+_RESIZED = (
+    "{where}: {error}. If that is a buffer of the model, the job has memory for the shape that it had in "
+    "session.optimizer(...). When the first forward gives it its shape, as quantisation does with scales of "
+    "each channel, run the model once on a batch before session.optimizer(...). If each worker has its own, "
+    "name it in session.optimizer(..., own=[...])"
 )
 
 
@@ -68,11 +77,14 @@ def check_loop(model: torch.nn.Module) -> None:
 
 
 def left_over(error: BaseException) -> str:
-    """What to do about an error of torch's that a script for torchrun gets here; "" if it is another one."""
+    """What to do about an error of torch's that a script gets only in a job; "" if it is another one."""
     text = str(error)
     wants = "environment variable" in text and "expected, but not set" in text
     if wants or "Default process group has not been initialized" in text:
         return _GROUP.format(error=text)
+    if "resize storage that is not resizable" in text:
+        where = "".join(f"{each.filename}:{each.lineno}" for each in extract_tb(error.__traceback__)[-1:])
+        return _RESIZED.format(where=where, error=text)
     return ""
 
 

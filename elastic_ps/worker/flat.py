@@ -306,13 +306,13 @@ class Flat:
         if self._registered is not None:
             self._registered.settle()
         for tensor, address, spec in zip(self.tensors, self._addresses, self.layout.tensors, strict=True):
+            if tensor.shape != spec.shape:
+                raise UsageError(
+                    f"{spec.name} had the shape {list(spec.shape)} in session.optimizer(...), and has "
+                    f"{list(tensor.shape)} now. If the first forward gives it its shape, run the model "
+                    "once on a batch before that call"
+                )
             if tensor.data_ptr() != address:
-                if tuple(tensor.shape) != spec.shape:
-                    raise UsageError(
-                        f"{spec.name} had the shape {list(spec.shape)} in session.optimizer(...), and has "
-                        f"{list(tensor.shape)} now. If the first forward gives it its shape, run the model "
-                        "once on a batch before that call"
-                    )
                 raise UsageError(
                     f"the memory of {spec.name} was replaced after session.optimizer(...). Move the model "
                     "(.to, .cuda, .half) and load values before that call. If the script changes a tensor "

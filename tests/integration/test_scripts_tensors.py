@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from elastic_ps.core.partition import partition
+from elastic_ps.data.prepared import left_over
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.model import Described
@@ -189,6 +190,30 @@ def test_a_buffer_that_gets_its_shape_in_the_first_forward_is_refused(tmp_path: 
             autoencode(model, optimizer, x)
 
     failing(tmp_path, script, UsageError, r"low had the shape \[0\] .*\[6\] now.* once on a batch before")
+
+
+def test_a_buffer_that_shrinks_is_refused(tmp_path: Path) -> None:
+    """It begins where it did, and the job would train and save the values that it has no more."""
+
+    def script(session: Session) -> None:
+        model = make_mlp((6, 6))
+        model.register_buffer("low", torch.zeros(8))
+        optimizer = session.optimizer(sgd(model), model)
+        for x in session.loader(Numbers(8).x, batch_size=4):
+            model.get_buffer("low").resize_(6).copy_(x.amin(0))
+            autoencode(model, optimizer, x)
+
+    failing(tmp_path, script, UsageError, r"low had the shape \[8\] .*\[6\] now.* once on a batch before")
+
+
+def test_what_to_do_about_a_buffer_that_cannot_grow_is_said() -> None:
+    """As quantisation's scales of each channel: there is nothing behind them in the job's memory."""
+    memory = torch.frombuffer(bytearray(4), dtype=torch.float32)
+    with pytest.raises(RuntimeError) as torchs:
+        memory.resize_(6)
+    said = left_over(torchs.value)
+    assert __file__ in said
+    assert "run the model once on a batch before session.optimizer(...)" in said
 
 
 class Sharp(torch.optim.Optimizer):
