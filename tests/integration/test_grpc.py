@@ -208,6 +208,52 @@ def test_strangers_bytes_neither_stop_the_server_nor_take_its_memory(
     assert psutil.Process().memory_info().rss - before < 64 * MIB
 
 
+SILENT = """
+import resource, socket, sys
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+host, port, first, count = sys.argv[1], *map(int, sys.argv[2:])
+held = []
+for number in range(count):
+    address = f"127.0.{first}.{1 + number % 200}", 0
+    held.append(socket.create_connection((host, port), 60, source_address=address))
+print("open", flush=True)
+sys.stdin.read()
+"""
+"""Opens so many connections, from 200 addresses, and says nothing."""
+
+
+@pytest.mark.nightly
+def test_twenty_thousand_connections_that_say_nothing_take_little_memory() -> None:
+    with server_process() as (process, address), contextlib.ExitStack() as stack:
+        connection = stack.enter_context(contextlib.closing(GrpcConnection(address)))
+        unary(connection, "warm up", b"", timeout=LONG)
+        server = psutil.Process(process.pid)
+        before = most = server.memory_info().rss
+        host, port = endpoint(address)
+        strangers = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", SILENT, host, str(port), str(first), "5000"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                )
+            )
+            for first in range(1, 5)
+        ]
+        with ThreadPoolExecutor(len(strangers)) as pool:
+            opened = [pool.submit(each.stdout.readline) for each in strangers if each.stdout is not None]
+            while not all(each.done() for each in opened):
+                most = max(most, server.memory_info().rss)
+                assert unary(connection, "echo", b"alive", timeout=LONG) == b"alive"
+        assert [each.result() for each in opened] == [b"open\n"] * len(strangers)
+        assert unary(connection, "echo", b"alive", timeout=LONG) == b"alive"
+        most = max(most, server.memory_info().rss)
+        for each in strangers:
+            each.kill()
+    assert most - before < 128 * MIB, f"{(most - before) / MIB:.0f} MiB"
+
+
 def test_calls_that_do_not_follow_the_schema_are_malformed_for_their_sender(
     server: GrpcServer, connection: GrpcConnection
 ) -> None:

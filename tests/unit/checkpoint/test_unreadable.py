@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.errors import StorageUnavailable
+from elastic_ps.errors import Fenced, StorageUnavailable
 from tests.testing.coordinator import finish, start, take
 from tests.testing.polling import eventually
 from tests.unit.server.test_chief import Server
@@ -58,6 +59,41 @@ def test_a_term_that_cannot_be_read_is_not_the_first(directory: Path) -> None:
             with pytest.raises(StorageUnavailable):
                 act()
     assert store.term() == 1
+
+
+@contextmanager
+def without_descriptors() -> Iterator[None]:
+    """This process can open no file (EMFILE), as when strangers have all of its descriptors."""
+    limits, held = resource.getrlimit(resource.RLIMIT_NOFILE), [os.dup(0)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(held) + 1, limits[1]))
+        with suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        with pytest.raises(OSError, match="Too many open files"):
+            os.dup(0)
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for each in held:
+            os.close(each)
+
+
+def test_a_term_is_known_without_a_descriptor_as_long_as_its_file_is_as_it_was(directory: Path) -> None:
+    """Training goes on meanwhile, and a parameter server that has taken over is noticed all the same."""
+    store = Store(directory)
+    store.next_term()
+    store.require_term(1)
+    other = Store(directory)
+    with without_descriptors():
+        store.require_term(1)
+        with pytest.raises(StorageUnavailable):
+            other.term()
+    other.next_term()
+    with without_descriptors(), pytest.raises(StorageUnavailable):
+        store.require_term(1)
+    with pytest.raises(Fenced):
+        store.require_term(1)
 
 
 def test_what_an_interrupted_write_left_is_deleted_when_it_can_be(directory: Path) -> None:
