@@ -70,6 +70,7 @@ class Server:
         with self.lock:
             progress = self.status.progress
             if path == "/join":
+                keep(self.environment, 0)  # before training begins; one that is killed cannot at its end
                 self.status.ready = True
                 self.status.members.append(
                     Member(
@@ -146,11 +147,15 @@ def run_server(environment: env.ProcessEnvironment) -> int:
     Server(environment).serve()
     print("serving", environment.resume, environment.durable, environment.checkpoints)
     stopped.wait()
+    keep(environment, 1)
+    return 0
+
+
+def keep(environment: env.ProcessEnvironment, version: int) -> None:
     if environment.checkpoints is not None:
-        checkpoint = environment.checkpoints / "version-1"
+        checkpoint = environment.checkpoints / f"version-{version}"
         checkpoint.mkdir(parents=True, exist_ok=True)
         (checkpoint / "manifest.json").write_text("{}")
-    return 0
 
 
 def call(address: str, path: str, **body: int) -> dict[str, Any]:
