@@ -10,8 +10,8 @@ from elastic_ps.core.transitions import Transitions
 class Part(enum.Enum):
     """A worker's part in the rounds, as far as it knows."""
 
-    NONE = "in no round"
-    TAKEN = "in the rounds"
+    IDLE = "in no round"
+    COMPUTING = "in the rounds"
     LAST_STEP = "about to make its last step"
     """Its script has left the loop over the loader, and has computed on a batch before."""
     OVER = "at the end of the training"
@@ -22,27 +22,23 @@ class PartEvent(enum.Enum):
     """What changes a worker's part."""
 
     ASK = "ask for records"
-    GRANT = "be given records"
     FINISH = "learn of the end"
-    BREAK_OFF = "leave the loop in a step"
+    LEAVE_IN_STEP = "leave the loop in a step"
     LEAVE = "leave"
 
 
 PARTS = Transitions(
     "the worker",
     {
-        (Part.NONE, PartEvent.ASK): Part.TAKEN,  # the answer may be lost
-        (Part.TAKEN, PartEvent.ASK): Part.TAKEN,
-        (Part.LAST_STEP, PartEvent.ASK): Part.LAST_STEP,
-        (Part.TAKEN, PartEvent.GRANT): Part.TAKEN,
-        (Part.LAST_STEP, PartEvent.GRANT): Part.TAKEN,
-        (Part.TAKEN, PartEvent.FINISH): Part.OVER,
-        (Part.LAST_STEP, PartEvent.FINISH): Part.OVER,
-        (Part.TAKEN, PartEvent.BREAK_OFF): Part.LAST_STEP,
-        (Part.LAST_STEP, PartEvent.BREAK_OFF): Part.LAST_STEP,
-        (Part.NONE, PartEvent.LEAVE): Part.NONE,
-        (Part.TAKEN, PartEvent.LEAVE): Part.NONE,
-        (Part.LAST_STEP, PartEvent.LEAVE): Part.NONE,
+        (Part.IDLE, PartEvent.ASK): Part.COMPUTING,  # the answer may be lost
+        (Part.COMPUTING, PartEvent.ASK): Part.COMPUTING,
+        (Part.LAST_STEP, PartEvent.ASK): Part.COMPUTING,
+        (Part.COMPUTING, PartEvent.FINISH): Part.OVER,
+        (Part.COMPUTING, PartEvent.LEAVE_IN_STEP): Part.LAST_STEP,
+        (Part.LAST_STEP, PartEvent.LEAVE_IN_STEP): Part.LAST_STEP,
+        (Part.IDLE, PartEvent.LEAVE): Part.IDLE,
+        (Part.COMPUTING, PartEvent.LEAVE): Part.IDLE,
+        (Part.LAST_STEP, PartEvent.LEAVE): Part.IDLE,
     },
 )
 
@@ -64,11 +60,11 @@ class LoopEvent(enum.Enum):
     BEGIN = "begin"
     END = "end"
     END_EARLY = "end before the last step"
-    BREAK = "break"
+    LEAVE = "leave"
+    AWAIT = "wait for the end"
     EPOCH = "come to an epoch"
     PASS = "come to an epoch that others have trained"
     LEAVE_EPOCHS = "end the loop over epochs"
-    AWAIT = "wait for the end"
 
 
 LOOPS = Transitions(
@@ -79,19 +75,17 @@ LOOPS = Transitions(
         (Loop.PASSED, LoopEvent.END): Loop.ENDED,
         (Loop.RUNS, LoopEvent.END): Loop.ENDED,
         (Loop.RUNS, LoopEvent.END_EARLY): Loop.UNFINISHED,
-        (Loop.RUNS, LoopEvent.BREAK): Loop.BEFORE,
+        (Loop.RUNS, LoopEvent.LEAVE): Loop.BEFORE,
         (Loop.UNFINISHED, LoopEvent.AWAIT): Loop.ENDED,
         (Loop.OWES, LoopEvent.AWAIT): Loop.BEFORE,
-        (Loop.RUNS, LoopEvent.EPOCH): Loop.RUNS,  # by an iterator that is still there
-        (Loop.RUNS, LoopEvent.PASS): Loop.RUNS,
-        (Loop.RUNS, LoopEvent.LEAVE_EPOCHS): Loop.RUNS,
+        **{(loop, LoopEvent.EPOCH): Loop.BEFORE for loop in Loop},
+        **{(loop, LoopEvent.PASS): Loop.PASSED for loop in Loop},
+        **{(loop, LoopEvent.LEAVE_EPOCHS): Loop.BEFORE for loop in Loop},
         (Loop.UNFINISHED, LoopEvent.LEAVE_EPOCHS): Loop.OWES,
         (Loop.OWES, LoopEvent.LEAVE_EPOCHS): Loop.OWES,
-    }
-    | {
-        (loop, event): then
-        for loop in (Loop.BEFORE, Loop.PASSED, Loop.ENDED, Loop.UNFINISHED, Loop.OWES)
-        for event, then in ((LoopEvent.EPOCH, Loop.BEFORE), (LoopEvent.PASS, Loop.PASSED))
-    }
-    | {(loop, LoopEvent.LEAVE_EPOCHS): Loop.BEFORE for loop in (Loop.BEFORE, Loop.PASSED, Loop.ENDED)},
+        # The iterator of a loop may still be there.
+        (Loop.RUNS, LoopEvent.EPOCH): Loop.RUNS,
+        (Loop.RUNS, LoopEvent.PASS): Loop.RUNS,
+        (Loop.RUNS, LoopEvent.LEAVE_EPOCHS): Loop.RUNS,
+    },
 )

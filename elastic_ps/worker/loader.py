@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -169,8 +170,7 @@ class ElasticLoader:
             return None
         some = self._await_some()
         epoch = max(self._supply.in_hand[0].epoch, self._least) if some else self._epochs
-        missed = range(last + 1, 0 if last == _NO_EPOCH or engine.stopped else epoch)
-        for each in missed:
+        for each in range(last + 1, 0 if last == _NO_EPOCH or engine.stopped else epoch):
             if records.comes_to(each):
                 records.note(LoopEvent.PASS)
                 return each
@@ -204,7 +204,7 @@ class ElasticLoader:
             sampler: Any = _Sampler(self._next_batch)
             self._fetching = DataLoader(self._source.readable, batch_sampler=sampler, **self._source.options)
         records.note(LoopEvent.BEGIN)
-        end = LoopEvent.BREAK
+        end = LoopEvent.LEAVE
         try:
             end = yield from self._batches(self._fetching)
         except GeneratorExit:  # the script broke out of the loop; what it has not computed on is not its own
@@ -245,7 +245,9 @@ class ElasticLoader:
             if engine.stopped:
                 continue
             if engine.spec.consistency.global_batch_size is not None:
-                self._end_version()
+                engine.settle()
+                if engine.batches.computed:
+                    engine.skip()  # no step is made with what has had none of the version
             if (engine.batches.grouped and engine.batches.undecided) or not engine.settle():
                 return LoopEvent.END_EARLY
         return LoopEvent.END
@@ -365,12 +367,6 @@ class ElasticLoader:
                 "nothing more. Let it raise another error there, or return the record"
             )
 
-    def _end_version(self) -> None:
-        """This worker has had all its records of a version: it makes no step with what has had none."""
-        self._engine.settle()
-        if self._engine.batches.computed:
-            self._engine.skip()
-
     def _check_accumulation(self) -> None:
         """Raise UsageError if a last step of several batches may have to be repeated after the loop."""
         if (
@@ -411,7 +407,8 @@ class ElasticLoader:
         Does nothing before that step, nor between epochs. What others give back meanwhile is left to others.
         """
         engine, records = self._engine, self._engine.records
-        unfinished = records.loop in (Loop.UNFINISHED, Loop.OWES)
+        had_one = self._fetching is not None  # else the script may be in a loop over another loader
+        unfinished = had_one and records.loop in (Loop.UNFINISHED, Loop.OWES)
         if records.over or not (engine.stopped or (unfinished and not engine.batches.computed)):
             return
         if unfinished:
@@ -425,11 +422,11 @@ class ElasticLoader:
             self._give_up()
 
 
+@dataclass
 class _Sampler:
     """A DataLoader's batch sampler: `following` says what is to be fetched next."""
 
-    def __init__(self, following: Callable[[], list[int] | list[Place]]) -> None:
-        self._following = following
+    following: Callable[[], list[int] | list[Place]]
 
     def __iter__(self) -> Iterator[list[int] | list[Place]]:
-        return iter(self._following, [])
+        return iter(self.following, [])

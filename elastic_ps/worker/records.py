@@ -24,42 +24,23 @@ from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.strategy import Strategy
 
 
-class Driven(Protocol):
-    """What else a worker does, as far as its records depend on it: the engine.
-
-    Attributes:
-        in_batch, working: see `Engine`.
-    """
+class Worker(Protocol):
+    """What else a worker does, as far as its records depend on it: see `Engine`."""
 
     in_batch: bool
     working: Working
 
     @property
-    def entered(self) -> bool:
-        """Whether the model has been given to the job, or has got the job's values."""
-
+    def entered(self) -> bool: ...
     @property
-    def closed(self) -> bool:
-        """Whether this worker has left for good."""
-
+    def closed(self) -> bool: ...
     @property
-    def strategy(self) -> Strategy:
-        """Of the model, from the time that it has `entered`."""
-
-    def leave_if_asked(self) -> None:
-        """Between two batches: where a worker that was asked to leave does so. Raises Drained."""
-
-    def come_back(self, refusal: Refused) -> None:
-        """Join again between two steps. Blocks."""
-
-    def exchange_steps(self) -> None:
-        """Exchange the steps that this worker has made by itself. Blocks."""
-
-    def forget(self) -> None:
-        """What the script has in hand goes to others."""
-
-    def take_settings(self) -> None:
-        """Take the settings over that are in force."""
+    def strategy(self) -> Strategy: ...
+    def leave_if_asked(self) -> None: ...
+    def come_back(self, refusal: Refused) -> None: ...
+    def exchange_steps(self) -> None: ...
+    def forget(self) -> None: ...
+    def take_settings(self) -> None: ...
 
 
 class DataSet(NamedTuple):
@@ -102,9 +83,9 @@ class Records:
     """
 
     def __init__(
-        self, worker: Driven, client: Client, world: LocalWorld, batches: Batches, stopped: Stopping
+        self, worker: Worker, client: Client, world: LocalWorld, batches: Batches, stopped: Stopping
     ) -> None:
-        self.part, self.loop = Part.NONE, Loop.BEFORE
+        self.part, self.loop = Part.IDLE, Loop.BEFORE
         self.chief = False
         self.drops = 0
         self._worker, self._client, self._world = worker, client, world
@@ -122,7 +103,7 @@ class Records:
     @property
     def computing(self) -> bool:
         """Whether this worker takes part in rounds, as far as is known."""
-        return self.part in (Part.TAKEN, Part.LAST_STEP)
+        return self.part in (Part.COMPUTING, Part.LAST_STEP)
 
     def note(self, event: LoopEvent) -> None:
         """The script's loops have come to this."""
@@ -194,7 +175,6 @@ class Records:
         strategy = self._worker.strategy
         behind = granted.version != strategy.version
         if granted.ranges:
-            self._plays(PartEvent.GRANT)
             if behind:
                 strategy.fetch(granted.version, contributor=True)
                 self._worker.take_settings()
@@ -290,7 +270,7 @@ class Records:
         self._left |= leaves
         self._leaves |= leaves
         if self._batches.computed:
-            self._plays(PartEvent.BREAK_OFF)
+            self._plays(PartEvent.LEAVE_IN_STEP)
         elif (self.computing or self._leaves) and worker.entered and not worker.closed:
             worker.exchange_steps()
             self._plays(PartEvent.LEAVE)
