@@ -13,7 +13,7 @@ from elastic_ps.errors import UsageError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Job, Tally, running_job
 from tests.testing.polling import LIMIT
-from tests.testing.trained import failing
+from tests.testing.trained import alone, failing
 
 RECORDS = 240
 REASON = "the validation loss has not improved"
@@ -250,6 +250,26 @@ def test_a_worker_that_waits_in_an_earlier_epoch_is_not_the_chief_of_the_last(tm
     with running_job(tmp_path) as job:
         job.run(script, workers=2)
     assert sorted(chiefs) == [0, 1, 2, 3]
+
+
+def test_a_loader_that_the_script_does_not_use_says_nothing_of_the_chief(tmp_path: Path) -> None:
+    """A step is made of an epoch, so the other loader's loop has ended before its last step."""
+    chiefs: list[bool] = []
+
+    def script(session: Session) -> None:
+        model = Tally(20)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, overlap=False)
+        session.loader(Indexes(20), 4)
+        loader = session.loader(Indexes(20), 4, epochs=2)
+        for _ in loader.epochs():
+            for batch in loader:
+                model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            chiefs.append(session.is_chief)
+
+    commits = alone(tmp_path, script)
+    assert (len(commits), chiefs) == (2, [True, True])
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
