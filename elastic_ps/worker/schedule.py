@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -47,18 +48,16 @@ def check_interval(scheduler: LRScheduler, interval: object) -> None:
         )
 
 
-class _Kept:
-    """A scheduler that is kept for the script."""
+class _Scheduler:
+    """One that the session steps for the script, or whose state it keeps."""
 
     def __init__(self, scheduler: LRScheduler, interval: Interval | None) -> None:
-        self.scheduler = scheduler
-        self.interval = interval
-        self.steps = 0
-        self._initial = _plain_state(scheduler)
+        self.scheduler, self.interval, self.steps = scheduler, interval, 0
+        self._initial = _plain(scheduler.state_dict())
         self._left = self._seen()
 
     def state(self) -> dict[str, Any]:
-        return {"steps": self.steps, "state": _plain_state(self.scheduler)}
+        return {"steps": self.steps, "state": _plain(self.scheduler.state_dict())}
 
     def load(self, stored: Mapping[str, Any] | None) -> None:
         """Go to a state of the job's, or to the first one."""
@@ -71,9 +70,8 @@ class _Kept:
         if self.interval is None:
             return
         self.check()
-        wanted = {"step": position.version, "epoch": position.epochs, "sample": position.samples}[
-            self.interval
-        ]
+        made = {"step": position.version, "epoch": position.epochs, "sample": position.samples}
+        wanted = made[self.interval]
         while self.steps < wanted:
             if isinstance(self.scheduler, _JUMPING):
                 self.scheduler.last_epoch += wanted - self.steps - 1
@@ -117,9 +115,8 @@ class Schedule:
     """
 
     def __init__(self, wrapped: torch.optim.Optimizer, *, own: bool = False) -> None:
-        self._wrapped = wrapped
-        self._own = own
-        self._kept: list[_Kept] = []
+        self._wrapped, self._own = wrapped, own
+        self._schedulers: list[_Scheduler] = []
         self._first: tuple[Mapping[str, Any], ...] = ()  # groups as the schedulers' constructors made them
         self._in_force: Settings | None = None
         self._stepped: Settings | None = None  # what the state that the script has brought was made with
@@ -132,20 +129,18 @@ class Schedule:
     def current(self) -> Settings:
         """Hyperparameters and scheduler states as they are now."""
         groups = Described.settings(self._wrapped).groups
-        now = Settings(groups, () if self._own else tuple(kept.state() for kept in self._kept))
+        now = Settings(groups, () if self._own else tuple(each.state() for each in self._schedulers))
         if now != self._current:  # else it is known already what it is as JSON
             self._current = now
         return self._current
 
     def joined(self, settings: Settings) -> None:
         """This worker has become a member of a job that had begun. Warns of what its script has otherwise."""
-        if self._own:  # what the parameter server steps with comes from the job's file
-            self.take_over(settings)
-            return
         groups = Described.settings(self._wrapped).groups
         for index, (ours, first) in enumerate(zip(groups, settings.first, strict=False)):
             for key in sorted(ours.keys() & first.keys()):
-                if ours[key] != first[key]:
+                # In mode local, what the parameter server steps with comes from the job's file.
+                if ours[key] != first[key] and not self._own:
                     logger.warning(
                         "param_groups[%d] has %s=%r, but the job began with %r, and keeps its own value. To "
                         "change it now, set optimizer.param_groups[%d][%r] after session.optimizer(...)",
@@ -160,7 +155,7 @@ class Schedule:
 
     def add(self, scheduler: LRScheduler, interval: Interval | None) -> None:
         """Keep a scheduler; it goes to where the job is."""
-        self._kept.append(_Kept(scheduler, interval))
+        self._schedulers.append(_Scheduler(scheduler, interval))
         self._first = Described.settings(self._wrapped).groups
         if self._in_force is not None:
             self.take_over(self._in_force)
@@ -171,22 +166,19 @@ class Schedule:
         Raises:
             UsageError: the script has stepped a scheduler, or one makes no more steps.
         """
-        self._in_force = settings
-        if self._own:
-            self._go_on(settings)
-            return
-        # Settings of version 0 were made before there was a scheduler.
-        groups = settings.groups if len(settings.schedulers) >= len(self._kept) else self._first
-        for group, values in zip(self._wrapped.param_groups, groups, strict=True):
-            group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in values.items()})
-        for index, kept in enumerate(self._kept):
-            kept.load(settings.schedulers[index] if index < len(settings.schedulers) else None)
+        if not self._own:
+            # Settings of version 0 were made before there was a scheduler.
+            groups = settings.groups if len(settings.schedulers) >= len(self._schedulers) else self._first
+            for group, values in zip(self._wrapped.param_groups, groups, strict=True):
+                for key, value in values.items():
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+            for each, stored in zip_longest(self._schedulers, settings.schedulers[: len(self._schedulers)]):
+                each.load(stored)
         self._go_on(settings)
 
     def step_made(self, sent: Settings, in_force: Settings) -> None:
         """A step was made with the settings `sent`; others may be in force. Raises as `take_over`."""
         if (sent.groups, sent.schedulers) == (in_force.groups, in_force.schedulers):
-            self._in_force = in_force
             self._go_on(in_force)
         else:
             self.take_over(in_force)
@@ -198,20 +190,17 @@ class Schedule:
         """
         if self._stepped is not None:
             self._stepped.check_state(self.current())
-        for kept in self._kept:
-            kept.check()
+        for each in self._schedulers:
+            each.check()
 
     def _go_on(self, settings: Settings) -> None:
-        for kept in self._kept:
-            kept.go_to(settings.position)
-
-
-def _plain_state(scheduler: LRScheduler) -> dict[str, Any]:
-    """The part of a scheduler's state that changes and can be sent."""
-    return _plain(scheduler.state_dict())
+        self._in_force = settings
+        for each in self._schedulers:
+            each.go_to(settings.position)
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a scheduler's state that changes and can be sent."""
     result: dict[str, Any] = {}
     for key, value in state.items():
         if key == "_schedulers":  # those that SequentialLR and ChainedScheduler are made of
