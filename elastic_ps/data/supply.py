@@ -39,8 +39,13 @@ class Supply:
         self._records, self._batch_size, self._version_records = records, batch_size, version_records
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
 
-    def cut(self, more: Callable[[], bool], *, only: int | None = None) -> list[Range]:
-        """The positions of the next batch, all of one epoch; [] if there are none at the moment.
+    def cut(
+        self, more: Callable[[], bool], *, only: int | None = None
+    ) -> tuple[list[Range], list[int] | None]:
+        """The next batch, which is of one epoch: its positions, and the data set's indexes of its records.
+
+        There are no positions if there is nothing at the moment. The indexes are None where nobody is to
+        train the batch: it is what is left of an epoch, without which that ends.
 
         Args:
             more: adds to what is in hand, without waiting; returns whether it has.
@@ -61,23 +66,20 @@ class Supply:
             batch.append(taken)
             missing -= taken.records
             self.in_hand[:1] = [first._replace(start=taken.stop)] if taken.stop < first.stop else []
-        return batch
+        return batch, None if self._drop_last and self._is_rest(batch) else self._indices(batch)
 
     def _leaves_one(self) -> bool:
         """Whether a whole batch leaves a single record of what this worker has of the version."""
         left = sum(each.records for each in self.in_hand) - self._batch_size
         return left == 1 and self._batch_size > LEAST
 
-    def leaves_out(self, batch: list[Range]) -> bool:
-        """Whether nobody is to train a batch: it is what is left of an epoch, without which it ends."""
-        if not (batch and self._drop_last):
-            return False
-        if self._version_records is None:
-            return sum(each.records for each in batch) < self._batch_size
-        return batch[0].start >= self._records // self._version_records * self._version_records
+    def _is_rest(self, batch: list[Range]) -> bool:
+        """Whether the epoch has no more records for a whole batch, or for a whole version."""
+        if batch and self._version_records is not None:
+            return batch[0].start >= self._records // self._version_records * self._version_records
+        return sum(each.records for each in batch) < self._batch_size
 
-    def indices(self, batch: list[Range]) -> list[int]:
-        """The data set's indexes of the records at these positions."""
+    def _indices(self, batch: list[Range]) -> list[int]:
         result: list[int] = []
         for each in batch:
             order = permutation(self._records, each.epoch, shuffle=self._shuffle, seed=self._seed)

@@ -25,7 +25,6 @@ from elastic_ps.core.partition import Bucket
 from elastic_ps.core.settings import NOTHING, Made, Settings, read_settings
 from elastic_ps.core.working import Event, State
 from elastic_ps.data.batches import Batches, Slices, checked
-from elastic_ps.data.prepared import check_loop
 from elastic_ps.data.states import Loop, Part
 from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.process.telemetry import History, Trace
@@ -120,7 +119,7 @@ class Engine:
         batches: what the script has in hand for the next step.
         records: asks for those of the batches to come.
         state: what scripts keep with the job.
-        gradients: the model's, from `session.optimizer` on.
+        model, gradients: from `session.optimizer` on.
         local: in mode `local`, from there on.
         make_step: has the script's own optimizer make a step on this worker; from there on.
         in_batch: the script computes on a batch, as far as is known.
@@ -165,7 +164,7 @@ class Engine:
             history=history,
         )
         self._phases = Phases(trace)
-        self._model: torch.nn.Module | None = None
+        self.model: torch.nn.Module | None = None
         self._steps = 0
         self._warned = False
 
@@ -246,7 +245,7 @@ class Engine:
         """
         flat = self._entrance.enter(described, model, optimizer, imported)
         self.working.note(Event.ENTER)
-        self._model = model
+        self.model = model
         self._phases.watch(model)
         return flat
 
@@ -281,8 +280,9 @@ class Engine:
     def leave_if_asked(self) -> None:
         """Between two batches: where a worker that was asked to leave does so. Raises Drained."""
         self.in_batch = False
-        self.world.decide("the next batch", _nothing)
-        self._stopped.heed()
+        if not self.world.alone:  # others may have been asked to leave, or may have ended the training
+            self.world.decide("the next batch", _nothing)
+            self._stopped.heed()
         if self.member.draining and not self.in_step:
             self.exchange_steps()
             self.close()
@@ -505,11 +505,6 @@ class Engine:
         if self.local is not None:
             self.local.exchange()
 
-    def check_loop(self) -> None:
-        """A loop over a loader begins. Raises UsageError: it is that of another library's trainer."""
-        if self._model is not None:
-            check_loop(self._model)
-
     def forget(self) -> None:
         """What the script has in hand goes to others."""
         self.batches.forget()
@@ -528,15 +523,6 @@ class Engine:
         self.drop_step()
         self.working.note(Event.GIVE_UP)
         self.strategy.reset()
-
-    def forget_left(self) -> None:
-        """Another loop begins: if the last one was left between backward() and step(), that step is void.
-
-        So after Ctrl-C in a notebook. The records go to others, or come again.
-        """
-        if self.records.loop is Loop.BEFORE and self.batches.computed:
-            self.leave_step()
-            self.gradients.void()
 
     def _is_left_out(self, refusal: Refused) -> bool:
         """Whether this worker takes no part in the round any more, though it is a member: see `assign`."""

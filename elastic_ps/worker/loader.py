@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.portions import LEAST
 from elastic_ps.data.fingerprint import fingerprint
+from elastic_ps.data.prepared import check_loop
 from elastic_ps.data.source import read_source
 from elastic_ps.data.states import Loop, LoopEvent
 from elastic_ps.data.stream import Numbered, Place
@@ -152,7 +153,7 @@ class ElasticLoader:
         records = self._engine.records
         if records.over:
             raise UsageError(_OVER)
-        self._engine.forget_left()
+        self._void_left()
         self._only, self._least = _NO_EPOCH, 0
         try:
             while (epoch := self._next_epoch(self._only)) is not None:
@@ -186,7 +187,8 @@ class ElasticLoader:
                 set's length has changed.
         """
         engine, records = self._engine, self._engine.records
-        engine.check_loop()
+        if engine.model is not None:
+            check_loop(engine.model)
         ended = records.loop in (Loop.ENDED, Loop.UNFINISHED)
         if records.loop is Loop.PASSED:
             records.note(LoopEvent.END)
@@ -199,7 +201,7 @@ class ElasticLoader:
             raise UsageError(_TWO_LOOPS)
         self._check_length()
         if self._only is None:
-            engine.forget_left()
+            self._void_left()
         if self._fetching is None or self._renew:
             sampler: Any = _Sampler(self._next_batch)
             self._fetching = DataLoader(self._source.readable, batch_sampler=sampler, **self._source.options)
@@ -252,6 +254,15 @@ class ElasticLoader:
                 return LoopEvent.END_EARLY
         return LoopEvent.END
 
+    def _void_left(self) -> None:
+        """Another loop begins: if the last one was left between backward() and step(), that step is void.
+
+        So after Ctrl-C in a notebook. The records go to others, or come again.
+        """
+        if self._engine.batches.computed and self._engine.records.loop is Loop.BEFORE:
+            self._engine.leave_step()
+            self._engine.gradients.void()
+
     @property
     def _outdated(self) -> bool:
         """Whether this worker had to join again, so that the records in hand are handed to others."""
@@ -273,7 +284,7 @@ class ElasticLoader:
         self._forget()
         if self._supply.in_hand:
             return True
-        if not engine.settle():
+        if engine.batches and not engine.settle():
             raise UsageError(
                 "the loop over the loader has ended, but no optimizer.step() was called for the last "
                 "batches. When you accumulate gradients, call optimizer.step() for them after the loop; to "
@@ -314,15 +325,15 @@ class ElasticLoader:
         takes part in rounds again.
         """
         while not (self._engine.stopped or self._outdated):
-            batch = self._supply.cut(self._take, only=self._only)
+            batch, indices = self._supply.cut(self._take, only=self._only)
             if self._outdated or not batch:
                 break
-            if self._supply.leaves_out(batch):
+            if indices is None:
                 self._engine.batches.leave_out(batch)
                 continue
             self._issued.append(batch)
-            indices = self._engine.slices.own(self._supply.indices(batch))
-            return [Place(batch[0].epoch, index) for index in indices] if self._placed else indices
+            own = self._engine.slices.own(indices)
+            return [Place(batch[0].epoch, index) for index in own] if self._placed else own
         return []
 
     def _leave(self, *, leaves: bool = False) -> None:
