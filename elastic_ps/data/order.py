@@ -54,7 +54,8 @@ class Shuffled(Sequence[int]):
         self._records = records
         self._low = math.isqrt(max(1, records) - 1) + 1  # the square root, rounded up
         self._high = -(-records // self._low)
-        self._keys = _keys(seed, epoch)
+        digest = hashlib.shake_128(f"{seed}/{epoch}".encode()).digest(4 * ROUNDS)
+        self._keys = [key & _LOW_31_BITS for key in struct.unpack(f"<{ROUNDS}I", digest)]
         self._block: tuple[int, list[int]] = (-1, [])  # the one computed last, and its number
 
     def __len__(self) -> int:
@@ -105,12 +106,6 @@ class Shuffled(Sequence[int]):
 @lru_cache(maxsize=4)
 def _shuffled(records: int, seed: int, epoch: int) -> Shuffled:
     return Shuffled(records, seed=seed, epoch=epoch)
-
-
-@lru_cache(maxsize=16)
-def _keys(seed: int, epoch: int) -> tuple[int, ...]:
-    digest = hashlib.shake_128(f"{seed}/{epoch}".encode()).digest(4 * ROUNDS)
-    return tuple(key & _LOW_31_BITS for key in struct.unpack(f"<{ROUNDS}I", digest))
 
 
 def _hash(values: torch.Tensor, key: int) -> torch.Tensor:

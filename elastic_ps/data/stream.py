@@ -68,7 +68,8 @@ class Numbered(Dataset[Any]):
         keep: int = 0,
         seed: int = 0,
     ) -> None:
-        self._stream, self._records, self._said, self._ends = stream, records, said, ends
+        self._stream, self._name = stream, type(stream).__name__
+        self._records, self._said, self._ends = records, said, ends
         self._near, self._seeks = near, callable(getattr(stream, "iterate_from", None))
         self._keep = 0 if self._seeks else keep
         self._kept: dict[Place, Any] = {}
@@ -132,7 +133,7 @@ class Numbered(Dataset[Any]):
                 "by other workers. Each time it is read from its first item on. Give it a method "
                 "iterate_from(number), which returns an iterator that begins with that item. See Streams in "
                 "docs/scripts.md",
-                type(self._stream).__name__,
+                self._name,
                 OFTEN,
                 place.epoch,
             )
@@ -143,7 +144,7 @@ class Numbered(Dataset[Any]):
             item = next(self._items)
         except StopIteration:
             raise UsageError(
-                f"{type(self._stream).__name__} has ended after {self._next.number} items of epoch "
+                f"{self._name} has ended after {self._next.number} items of epoch "
                 f"{self._next.epoch}, but {self._said} says that it has {self._records}. Each time that a "
                 "stream is begun, in each worker, it must give all items in the same order. It must not "
                 "share them out among workers, and iter(stream) must begin with the first item"
@@ -166,7 +167,7 @@ class Numbered(Dataset[Any]):
                 "is another one, some items are trained twice, and others never. A generator of its own must "
                 "be made in __iter__ with a seed that does not change, and __iter__ must not shuffle a list "
                 "of the stream in place. See Streams in docs/scripts.md",
-                type(self._stream).__name__,
+                self._name,
                 self._next.epoch,
             )
 
@@ -192,16 +193,16 @@ class Numbered(Dataset[Any]):
 
     def _require_end(self) -> None:
         assert self._items is not None, "it is begun"
+        advice = (
+            f"{self._blame()}; or correct __len__"
+            if self._sought
+            else ", so the others would not be trained. Correct __len__; or pass session.loader(..., "
+            f"records={self._records}) to train only the first ones"
+        )
         for _ in self._items:
-            if self._sought:
-                raise UsageError(
-                    f"{type(self._stream).__name__} goes on after {self._records} items, but {self._said} "
-                    f"says that it has {self._records}{self._blame()}; or correct __len__"
-                )
             raise UsageError(
-                f"{type(self._stream).__name__} goes on after {self._records} items, but {self._said} says "
-                f"that it has {self._records}, so the others would not be trained. Correct __len__; or pass "
-                f"session.loader(..., records={self._records}) to train only the first ones"
+                f"{self._name} goes on after {self._records} items, but {self._said} says that it has "
+                f"{self._records}{advice}"
             )
 
 
