@@ -23,17 +23,15 @@ class _Batch:
     """Some records, and what the script has reported of them.
 
     Attributes:
+        sizes: how many they are; of several batches that are to be computed on again, of each.
         values: for each name, values with their weights. Tensors stay on their device: nothing waits for it
             before the step ends.
     """
 
-    def __init__(self, ranges: Iterable[Range]) -> None:
+    def __init__(self, ranges: Iterable[Range], sizes: Sequence[int] = ()) -> None:
         self.ranges = list(ranges)
+        self.sizes = sizes or [sum(each.records for each in self.ranges)]
         self.values: dict[str, list[tuple[Any, int]]] = {}
-
-    @property
-    def records(self) -> int:
-        return sum(each.records for each in self.ranges)
 
 
 class Batches:
@@ -81,7 +79,7 @@ class Batches:
     @property
     def last_kept(self) -> int:
         """How many records the last step was made with that is kept."""
-        return sum(batch.records for batch in self._kept[-1])
+        return sum(sum(batch.sizes) for batch in self._kept[-1])
 
     @property
     def skipped(self) -> tuple[Range, ...]:
@@ -89,9 +87,14 @@ class Batches:
         return tuple(self._skipped)
 
     @property
+    def sizes(self) -> list[int]:
+        """How many records each of the batches has that the next step is computed on."""
+        return [size for batch in self._computed for size in batch.sizes]
+
+    @property
     def samples(self) -> int:
         """How many records the next step is computed on."""
-        return sum(batch.records for batch in self._computed)
+        return sum(self.sizes)
 
     def add(self, ranges: Iterable[Range]) -> None:
         """A batch of these records is handed to the script."""
@@ -106,11 +109,11 @@ class Batches:
             self._computed.append(self._open.pop(-1 if self._new else 0))
         self._new = 0
 
-    def under_way(self, *, begins: bool) -> list[Range]:
-        """The records that a backward() is for, if it `begins`, or has begun; [] if there are none."""
+    def under_way(self, *, begins: bool) -> int:
+        """How many records the batch has that a backward() is for, if it `begins`, or has begun; or 0."""
         if begins and self._open:
-            return self._open[-1 if self._new else 0].ranges
-        return self._computed[-1].ranges if self._computed else []
+            return self._open[-1 if self._new else 0].sizes[0]
+        return self._computed[-1].sizes[0] if self._computed else 0
 
     def compute_all(self) -> None:
         """All batches belong to the next step."""
@@ -138,7 +141,7 @@ class Batches:
         if self._new:
             return self.skip_computed()
         if self._computed:
-            again = _Batch(self.computed)
+            again = _Batch(self.computed, self.sizes)
             for name, value in self._values(self._computed):
                 again.values.setdefault(name, []).append(value)
             self._open.append(again)
@@ -199,7 +202,7 @@ class Batches:
         self._reductions |= dict.fromkeys(metrics, reduce)
         if self._open or self._computed:
             batch = self._open[-1] if self._new else (self._computed[-1:] or self._open)[0]
-            weight = batch.records
+            weight = sum(batch.sizes)
         else:
             batch, weight = self._kept[-1][-1], self.last_kept
         batch.values |= {name: [(value, weight)] for name, value in metrics.items()}
@@ -267,7 +270,6 @@ class Slices:
 
     def __init__(self, rank: int, processes: int) -> None:
         self._rank, self.processes, self.least = rank, processes, 1
-        self._batches: dict[Range, int] = {}  # the records of a batch, by its first range
 
     def own(self, batch: list[int]) -> list[int]:
         """This process's slice of a batch.
@@ -282,27 +284,13 @@ class Slices:
         start = sum(sizes[:rank])
         return batch[start : start + sizes[rank]]
 
-    def forget(self) -> None:
-        """The script has no batch in hand."""
-        self._batches.clear()
+    def has_none(self, records: int) -> bool:
+        """Whether this process has none of a batch's records."""
+        return records > 0 and not slice_sizes(records, self.processes, least=self.least)[self._rank]
 
-    def note(self, batch: Sequence[Range]) -> None:
-        """The script is handed its slice of a batch."""
-        self._batches[batch[0]] = sum(ranges.records for ranges in batch)
-
-    def has_none(self, first: Range) -> bool:
-        """Whether this process has no record of the noted batch that begins with these."""
-        if self.processes == 1 or first not in self._batches:
-            return False
-        return not slice_sizes(self._batches[first], self.processes, least=self.least)[self._rank]
-
-    def weights(self, computed: Sequence[Range]) -> list[float]:
-        """For each process, its share of the records that a step is computed on.
-
-        `computed` are those of some of the noted batches, one batch after the other.
-        """
-        total = [0] * self.processes
-        for first in computed:
-            sizes = slice_sizes(self._batches.get(first, 0), self.processes, least=self.least)
-            total = [sum(pair) for pair in zip(total, sizes, strict=True)]
-        return [records / max(1, sum(total)) for records in total]
+    def weights(self, batches: Sequence[int]) -> list[float]:
+        """For each process, its share of the records of a step on batches of these sizes."""
+        slices = [slice_sizes(records, self.processes, least=self.least) for records in batches]
+        return [sum(own) / max(1, sum(batches)) for own in zip(*slices, strict=True)] or [
+            0.0
+        ] * self.processes

@@ -498,7 +498,7 @@ class Engine:
 
     def weights(self) -> list[float]:
         """For each process of this worker, its share of the records that the next step is computed on."""
-        return self.slices.weights(self.batches.computed)
+        return self.slices.weights(self.batches.sizes)
 
     def exchange_steps(self) -> None:
         """If this worker has made steps by itself, see `LocalTraining.exchange`."""
@@ -619,9 +619,6 @@ class Engine:
         self._settle_by_hand()
         if self.batches.lost:
             self.gradients.void()
-        if not self.batches:
-            self.slices.forget()
-        self.slices.note(ranges)
         self.in_batch = True
         self.batches.add(ranges)
         self._phases.forward()

@@ -153,8 +153,8 @@ class Gradients:
         """
         batches = self._engine.batches
         with self._lock:
-            ranges = batches.under_way(begins=batches.fresh or index in self._ran)
-        none = bool(ranges) and not batches.lost and self._engine.slices.has_none(ranges[0])
+            records = batches.under_way(begins=batches.fresh or index in self._ran)
+        none = not batches.lost and self._engine.slices.has_none(records)
         return torch.zeros_like(gradient) if none else None
 
     def _first(self, index: int) -> bool:

@@ -20,7 +20,7 @@ from elastic_ps.api.consistency import OUTER_RULES, Consistency
 from elastic_ps.checkpoint import store
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.objective import Objective
-from elastic_ps.data.batches import Slices
+from elastic_ps.data.batches import Batches
 from elastic_ps.errors import NoCheckpoint
 from elastic_ps.server import changes
 from elastic_ps.server.guarded import Guarded
@@ -204,7 +204,7 @@ def run(plan: Plan, base: Path, arrange: Callable[[Cluster], None] | None = None
         patch(entrance, "Store", Store)
         patch(group, "_c10d", Collectives(here, cluster.network.process).module())
         patch(changes, "Objective", partial(Objective, needed=1))
-        patch(Slices, "note", _noted(cluster))
+        patch(Batches, "add", _noted(cluster))
         patch(store.Store, "commit", _watched(cluster))
         patch(store.Store, "newest", _found(cluster))
         patch(Guarded, "drop", _dropped(cluster))
@@ -221,14 +221,14 @@ def run(plan: Plan, base: Path, arrange: Callable[[Cluster], None] | None = None
 
 
 def _noted(cluster: Cluster) -> Any:
-    """`Slices.note`, and a look at the batch that a script is handed a slice of."""
-    real = Slices.note
+    """`Batches.add`, and a look at the batch that a script is handed a slice of."""
+    real = Batches.add
 
-    def note(self: Slices, batch: Sequence[Range]) -> None:
-        real(self, batch)
-        cluster.batches[cluster.here.process] = list(batch)
+    def add(self: Batches, ranges: Sequence[Range]) -> None:
+        real(self, ranges)
+        cluster.batches[cluster.here.process] = list(ranges)
 
-    return note
+    return add
 
 
 def _dropped(cluster: Cluster) -> Any:

@@ -12,7 +12,7 @@ import torch
 from elastic_ps.api.job import TrainingJobSpec, Worker
 from elastic_ps.contract.env import ProcessEnvironment, read
 from elastic_ps.core.ledger import Range
-from elastic_ps.data.batches import Slices, slice_sizes
+from elastic_ps.data.batches import Batches, Slices, slice_sizes
 from elastic_ps.worker.summed import add_gradients, add_means
 
 
@@ -33,20 +33,24 @@ def test_of_a_rest_no_process_has_a_single_record() -> None:
     for each in slices:
         each.least = 2
         assert each.own([7, 8]) == [7, 8]
-        each.note([Range(0, 7, 9)])
-        assert each.weights([Range(0, 7, 9)]) == [1.0, 0.0]
+        assert each.weights([2]) == [1.0, 0.0]
+    assert [each.has_none(2) for each in slices] == [False, True]
 
 
 def test_weights_are_the_shares_of_the_batches_that_were_computed_on() -> None:
-    slices = Slices(0, 2)
-    slices.note([Range(0, 0, 3), Range(0, 10, 14)])  # 7 records: 4 and 3
-    slices.note([Range(0, 20, 21)])  # 1 and 0
-    slices.note([Range(1, 0, 4)])
-    computed = (Range(0, 0, 3), Range(0, 10, 14), Range(0, 20, 21))
-    assert slices.weights(computed) == pytest.approx([5 / 8, 3 / 8])
-    slices.forget()
-    slices.note([Range(1, 0, 4)])
-    assert slices.weights([Range(1, 0, 4)]) == [0.5, 0.5]
+    slices, batches = Slices(0, 2), Batches()
+    batches.add([Range(0, 0, 3), Range(0, 10, 14)])  # 7 records: 4 and 3
+    batches.compute()
+    batches.add([Range(0, 20, 21)])  # 1 and 0
+    batches.compute()
+    batches.add([Range(1, 0, 4)])
+    assert slices.weights(batches.sizes) == pytest.approx([5 / 8, 3 / 8])
+    batches.decide()
+    batches.reopen()
+    batches.compute()
+    assert slices.weights(batches.sizes) == pytest.approx([5 / 8, 3 / 8]), "they are computed on again"
+    assert slices.weights([4]) == [0.5, 0.5]
+    assert slices.weights([]) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
