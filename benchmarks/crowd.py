@@ -34,10 +34,10 @@ from elastic_ps.codec.base import Payload
 from elastic_ps.contract.env import ProcessEnvironment
 from elastic_ps.core.partition import Layout, Rule
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.transport.convert import ranges_from_message
+from elastic_ps.transport.convert import layout_from_message
 from elastic_ps.transport.ways import connect
 from elastic_ps.worker.client import Client
-from elastic_ps.worker.dialogue import Ending, Step, Wanted
+from elastic_ps.worker.dialogue import Step
 from elastic_ps.worker.model import Described
 
 LEASE = 10.0
@@ -123,12 +123,12 @@ def make_version(client: Client, layout: Layout, records: int) -> None:
     for bucket in layout.buckets:
         if bucket.rule is not Rule.CONSTANT:
             client.push(bucket.index, 0, step, 0, Payload(memoryview(bytes(bucket.nbytes))), None)
-    client.finish(step, 0, Ending(ranges=ranges_from_message(granted.ranges), settings="", metrics={}))
+    client.finish(step, 0, pb.FinishRequest(ranges=granted.ranges))
 
 
 def wait_for(client: Client, version: int, layout: Layout) -> float:
     """Blocks until the values are there; returns when that was."""
-    wanted = Wanted(version, [bucket.index for bucket in layout.buckets], 0, contributor=False)
+    wanted = pb.PullRequest(version=version, buckets=[b.index for b in layout.buckets], brief=True)
     while True:
         arrived = 0
         for reply, body in client.pull(client.stay, 0, wanted):
@@ -168,7 +168,8 @@ def main() -> None:
     with from_many_hosts(), server() as (address, process):
         clients = [Client("crowd", index, [connect(address)]) for index in range(count)]
         try:
-            layout = clients[0].join(described.specs, described.optimizer, settings).layout
+            joined = clients[0].join(described.specs, described.optimizer, settings)
+            layout = layout_from_message(joined.layout)
             initialise(clients[0], layout)
             began = used(process)
             for client in clients[1:]:

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from elastic_ps.api.tuning import read_tuning
 from elastic_ps.codec import as_tensor, dtype_of
 from elastic_ps.codec.base import Payload
 from elastic_ps.codec.optimizers import Entry
@@ -43,14 +42,11 @@ from elastic_ps.transport.base import EMPTY, Connection, Frame, Incoming
 from elastic_ps.transport.calls import A, Call, Q, Sender
 from elastic_ps.transport.convert import (
     from_message,
-    layout_from_message,
-    ranges_to_message,
     run_to_message,
     tensors_to_message,
     to_message,
 )
-from elastic_ps.worker.dialogue import Answers, Ending, Membership, Stay, Step, Wanted
-from elastic_ps.worker.limits import USUAL, WorkerLimits
+from elastic_ps.worker.dialogue import USUAL, Answers, Stay, Step, WorkerLimits
 from elastic_ps.worker.measuring import Traffic, measure
 
 logger = logging.getLogger(__name__)
@@ -153,7 +149,7 @@ class Client:
 
     def join(
         self, tensors: Sequence[TensorSpec], optimizer: str, settings: Settings, *, again: bool = False
-    ) -> Membership:
+    ) -> pb.JoinReply:
         """Become a member. Blocks while another worker initialises the model.
 
         Args:
@@ -195,16 +191,7 @@ class Client:
         self.stay = Stay(self.stay.job, self.worker, reply.term, reply.incarnation)
         self._calls, self._pending = itertools.count(1), 0
         self.traffic.reset()
-        return from_message(
-            Membership,
-            reply,
-            stay=self.stay,
-            layout=layout_from_message(reply.layout),
-            lease=timedelta(milliseconds=reply.lease_ms),
-            settings=Settings.from_json(reply.settings),
-            tuning=read_tuning(reply.tuning, source="the parameter server") if reply.tuning else None,
-            codecs=tuple(reply.codecs),
-        )
+        return reply
 
     def _probe(self, nbytes: int) -> float:
         """Send shard 0 so many bytes; returns how many seconds that took. Blocks."""
@@ -371,22 +358,38 @@ class Client:
         return self.ask(calls.AWAIT, request)
 
     def push(
-        self, bucket: int, shard: int, step: Step, attempt: int, payload: Payload, ending: Ending | None
+        self,
+        bucket: int,
+        shard: int,
+        step: Step,
+        attempt: int,
+        payload: Payload,
+        ending: pb.FinishRequest | None,
     ) -> None:
-        """Send a gradient; with `ending`, end the step as well. Blocks until it is in the round's sum."""
+        """Send a gradient, and block until it is in the round's sum.
+
+        Args:
+            ending: end the step as well; this is what is said of it, but for what its pushes say.
+        """
         request = self._push(bucket, step, attempt, payload, ending)
         self.ask(calls.PUSH, request, shard=shard, body=payload.body)
 
     def push_and_pull(
-        self, bucket: int, step: Step, attempt: int, payload: Payload, ending: Ending, wanted: Wanted
+        self,
+        bucket: int,
+        step: Step,
+        attempt: int,
+        payload: Payload,
+        ending: pb.FinishRequest,
+        wanted: pb.PullRequest,
     ) -> Answers:
         """One try of the step's last push to a shard that is alone, and of the pull after it, in one call."""
         request = self._push(bucket, step, attempt, payload, ending)
-        request.pull.CopyFrom(wanted.request())
+        request.pull.CopyFrom(wanted)
         return self._pulled(0, calls.PUSH.name, Frame(request.SerializeToString(), payload.body))
 
     def _push(
-        self, bucket: int, step: Step, attempt: int, payload: Payload, ending: Ending | None
+        self, bucket: int, step: Step, attempt: int, payload: Payload, ending: pb.FinishRequest | None
     ) -> pb.PushRequest:
         return to_message(
             pb.PushRequest,
@@ -398,26 +401,24 @@ class Client:
             version=step.version,
             attempt=attempt,
             samples=step.samples,
-            finish=ending and self._finish(step, attempt, ending),
+            finish=None if ending is None else self._finish(step, attempt, ending),
         )
 
-    def finish(self, step: Step, attempt: int, ending: Ending) -> None:
+    def finish(self, step: Step, attempt: int, ending: pb.FinishRequest) -> None:
         """All buckets of the step are in the sums of their shards."""
         self.ask(calls.FINISH, self._finish(step, attempt, ending))
 
-    def _finish(self, step: Step, attempt: int, ending: Ending) -> pb.FinishRequest:
-        return to_message(
-            pb.FinishRequest,
-            ending,
+    def _finish(self, step: Step, attempt: int, ending: pb.FinishRequest) -> pb.FinishRequest:
+        request = pb.FinishRequest(
             caller=step.stay.caller(),
             step=step.number,
             version=step.version,
             attempt=attempt,
             samples=step.samples,
-            ranges=ranges_to_message(ending.ranges),
-            skipped=ranges_to_message(ending.skipped),
             traffic=self.traffic.counts(),
         )
+        request.MergeFrom(ending)
+        return request
 
     def meet(
         self,
@@ -428,7 +429,7 @@ class Client:
         place: Place | None = None,
         holds: bool = False,
         broken: bool = False,
-        ended: tuple[Step, Ending] | None = None,
+        ended: tuple[Step, pb.FinishRequest] | None = None,
     ) -> pb.MeetReply:
         """Come to a place of the round, and wait for the others; see `MeetRequest`. Blocks.
 
@@ -455,11 +456,10 @@ class Client:
         """
         return self._settle(calls.ASSIGN, pb.AssignRequest(version=version))
 
-    def pull(self, stay: Stay, shard: int, wanted: Wanted) -> Answers:
+    def pull(self, stay: Stay, shard: int, wanted: pb.PullRequest) -> Answers:
         """One try of a pull: (answer, body). Blocks. Raises TransportError: ask again for what is missing."""
-        request = wanted.request()
-        request.caller.CopyFrom(stay.caller())
-        return self._pulled(shard, calls.PULL.name, Frame(request.SerializeToString()))
+        wanted.caller.CopyFrom(stay.caller())
+        return self._pulled(shard, calls.PULL.name, Frame(wanted.SerializeToString()))
 
     def _pulled(self, shard: int, method: str, frame: Frame) -> Answers:
         for incoming in self._call(shard, method, frame):

@@ -1,19 +1,15 @@
-"""What a worker and the parameter server say to each other, in Python types."""
+"""Who a worker is when it speaks, of which step it speaks, and how long it waits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from elastic_ps.api.tuning import Tuning
-from elastic_ps.core.ledger import Range
-from elastic_ps.core.partition import Layout
-from elastic_ps.core.settings import Settings
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
-from elastic_ps.transport.convert import to_message
+from elastic_ps.transport.convert import ranges_from_message
 
 
 @dataclass(frozen=True)
@@ -30,25 +26,6 @@ class Stay:
         return pb.Caller(
             job=self.job, worker=self.worker, term=self.term, incarnation=self.incarnation, call=call
         )
-
-
-@dataclass(frozen=True)
-class Membership:
-    """What the parameter server says to a worker that it has admitted.
-
-    Attributes:
-        tuning: how versions are made; None for what this worker was told when it was started.
-        codecs: the names that `Plan` has for the codecs of this term; none if it does not say.
-    """
-
-    stay: Stay
-    layout: Layout
-    version: int
-    initialise: bool
-    lease: timedelta
-    settings: Settings
-    tuning: Tuning | None
-    codecs: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +58,12 @@ class Step:
             "incarnation": self.stay.incarnation,
         }
 
-    def applied(self, ending: Ending) -> dict[str, Any]:
+    def applied(self, ending: pb.FinishRequest) -> dict[str, Any]:
         """What a history says when the step is in the model."""
         return {
             "step": self.number,
             "version": self.version + 1,
-            "records": ending.ranges,
+            "records": ranges_from_message(ending.ranges),
             "samples": self.samples,
             "worker": self.stay.worker,
             "incarnation": self.stay.incarnation,
@@ -94,51 +71,34 @@ class Step:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ending:
-    """What is said of a step when all of it has been pushed.
-
-    Attributes:
-        ranges: what it was computed on.
-        metrics, reductions: what the script has reported; see `core.metrics.Metrics`.
-        assigns: it was values that were pushed, not gradients.
-    """
-
-    ranges: tuple[Range, ...]
-    settings: str
-    metrics: Mapping[str, float]
-    skipped: tuple[Range, ...] = ()
-    assigns: bool = False
-    reductions: Mapping[str, str] = field(default_factory=dict)
+Answers = Iterator[tuple[pb.PullReply, Incoming]]
+"""To a pull: (answer, body)."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a worker asks a shard for.
+class WorkerLimits:
+    """The limits of a worker. They are the same for every job; tests need not wait for so long."""
 
-    Attributes:
-        version: at least that.
-        buckets: their indexes, in the order in which they are wanted.
-        attempt: of the round that the worker pushes for; it is told when the round starts again.
-        contributor: the worker takes part in that round.
-        held: the worker has the values of this version: what has not changed since need not be sent.
-        ahead: hyperparameters, as JSON, with which the worker takes drafts before the version is there; "" if
-            it takes none.
-        drafts: for buckets of which the worker has drafts, their numbers.
-    """
+    patience: timedelta = timedelta(minutes=15)
+    """For how long a call is repeated before the parameter server counts as lost: it may wait for a node."""
 
-    version: int
-    buckets: Sequence[int]
-    attempt: int
-    contributor: bool
-    held: int | None = None
-    ahead: str = ""
-    drafts: Mapping[int, int] = field(default_factory=dict)
+    notice: timedelta = timedelta(seconds=10)
+    """How often the log says that the parameter server does not answer."""
 
-    def request(self) -> pb.PullRequest:
-        """The message, which does not say who asks."""
-        return to_message(pb.PullRequest, self, brief=True)
+    goodbye: timedelta = timedelta(seconds=2)
+    """For how long a worker tries to tell the parameter server that it leaves."""
+
+    leaving: timedelta = timedelta(seconds=10)
+    """For how long a worker that was asked to leave waits for a parameter server that does not answer."""
+
+    fetching: timedelta = timedelta(seconds=2)
+    """For how long the end of a session waits for the processes that fetch records."""
+
+    renew: timedelta = timedelta(seconds=10)
+    """How often a worker that brings a large tensor tells its home that it still does."""
+
+    recovery: timedelta = timedelta(seconds=1)
+    """That a worker gives the parameter server to notice which member of its group is gone."""
 
 
-Answers = Iterator[tuple[pb.PullReply, Incoming]]
-"""To a pull: (answer, body)."""
+USUAL = WorkerLimits()

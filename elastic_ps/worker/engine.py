@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.codec.state import ImportedState, Stored
+from elastic_ps.codec.state import ImportedState
 from elastic_ps.core import damping
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Bucket
@@ -28,8 +28,10 @@ from elastic_ps.data.batches import Batches, Slices, checked
 from elastic_ps.data.states import Loop, Part
 from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.process.telemetry import History, Trace
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.convert import ranges_to_message
 from elastic_ps.worker.client import Client, expelled
-from elastic_ps.worker.dialogue import Ending, Step
+from elastic_ps.worker.dialogue import Step
 from elastic_ps.worker.entrance import Entrance, Member
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.local_world import Drained, LocalWorld
@@ -38,7 +40,7 @@ from elastic_ps.worker.model import Described
 from elastic_ps.worker.records import Records, Stopping
 from elastic_ps.worker.schedule import Interval, Schedule
 from elastic_ps.worker.state import State as ScriptState
-from elastic_ps.worker.strategy import Started, Strategy
+from elastic_ps.worker.strategy import LocalGradients, LocalTraining, Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -67,42 +69,6 @@ _FROM_ELSEWHERE = (
 )
 
 
-class LocalGradients(Protocol):
-    """The gradients that the model's parameters have on this worker; see `gradients.Gradients`."""
-
-    def void(self) -> None:
-        """See there."""
-
-    def finite(self) -> bool:
-        """See there."""
-
-    def present(self) -> bool:
-        """See there."""
-
-    @property
-    def trains_buffers(self) -> bool:
-        """See there."""
-
-    def set_by_hand(self) -> bool:
-        """See there."""
-
-
-class LocalTraining(Protocol):
-    """The steps that this worker makes by itself; see `local_steps.LocalSteps`."""
-
-    made: int
-    started: Started | None
-
-    def exchange(self) -> None:
-        """See there."""
-
-    def void(self) -> None:
-        """See there."""
-
-    def cancel(self) -> None:
-        """See there."""
-
-
 class Engine:
     """Drives one worker. Belongs to the training thread, except `begin_step` and `ready`.
 
@@ -124,6 +90,7 @@ class Engine:
         make_step: has the script's own optimizer make a step on this worker; from there on.
         in_batch: the script computes on a batch, as far as is known.
         at_close: called when this worker leaves.
+        phases: notes what the script is doing.
         working: what this worker is doing.
     """
 
@@ -163,7 +130,7 @@ class Engine:
             trace=trace,
             history=history,
         )
-        self._phases = Phases(trace)
+        self.phases = Phases(trace)
         self.model: torch.nn.Module | None = None
         self._steps = 0
         self._warned = False
@@ -225,11 +192,6 @@ class Engine:
         """How many steps this worker has made by itself since the last exchange, in mode `local`."""
         return self.local.made if self.local else 0
 
-    @property
-    def in_step(self) -> bool:
-        """Whether a step has begun that has not ended, as far as the parameter server knows."""
-        return self.working.in_step
-
     # --- coming and going
 
     def enter(
@@ -246,7 +208,7 @@ class Engine:
         flat = self._entrance.enter(described, model, optimizer, imported)
         self.working.note(Event.ENTER)
         self.model = model
-        self._phases.watch(model)
+        self.phases.watch(model)
         return flat
 
     def _join_again(self, reason: Refused) -> None:
@@ -281,9 +243,9 @@ class Engine:
         """Between two batches: where a worker that was asked to leave does so. Raises Drained."""
         self.in_batch = False
         if not self.world.alone:  # others may have been asked to leave, or may have ended the training
-            self.world.decide("the next batch", _nothing)
+            self.world.decide("the next batch", lambda: None)
             self._stopped.heed()
-        if self.member.draining and not self.in_step:
+        if self.member.draining and not self.working.in_step:
             self.exchange_steps()
             self.close()
             raise Drained
@@ -296,7 +258,7 @@ class Engine:
         """
         if self.closed:
             return
-        in_step = self.in_step or self.working.state is State.IN_FLIGHT
+        in_step = self.working.in_step or self.working.state is State.IN_FLIGHT
         self.working.note(Event.LEAVE)
         over = failed or self.records.loop is Loop.RUNS or self.stopped or self.member.draining
         if self.batches.computed and not over:
@@ -338,11 +300,6 @@ class Engine:
         elif self.world.leads:
             self.client.report({name: float(value) for name, value in values.items()})
 
-    def optimizer_state(self) -> Iterator[Stored]:
-        """The entries of the optimizer's state on all shards, with their bytes. Blocks."""
-        for shard in range(self.client.shards):
-            yield from self.client.optimizer_state(shard)
-
     # --- steps
 
     def add_scheduler(self, scheduler: LRScheduler, interval: Interval | None) -> None:
@@ -365,7 +322,7 @@ class Engine:
             self.batches.undecided
             and not self.batches.computed
             and self.world.alone
-            and not (self.gradients.present() or self.gradients.trains_buffers)
+            and not self.gradients.may_make_a_step
         )
 
     def require_batch(self) -> None:
@@ -391,15 +348,12 @@ class Engine:
 
     def begin(self, samples: int, besides: Set[int] = frozenset()) -> None:
         """Begin a step of so many records; see `Strategy.begin`."""
-        self._phases.backward()
+        self.phases.backward()
         strategy = self.strategy
-        current = self.schedule.current() if strategy.asks_ahead else None
-        if current is not None and current.max_grad_norm is not None:
-            current = None  # no drafts: the norm is not known before all gradients are there
-        if current is not None:
-            current = damping.warmed(current, self.spec.consistency, strategy.version)
-        step = self.new_step(strategy.version, samples)
-        strategy.begin(step, current.to_json() if current else "", besides=besides)
+        current, ahead = self.schedule.current() if strategy.asks_ahead else None, ""
+        if current is not None and current.max_grad_norm is None:  # else no drafts: the norm is not known yet
+            ahead = damping.warmed(current, self.spec.consistency, strategy.version).to_json()
+        strategy.begin(self.new_step(strategy.version, samples), ahead, besides=besides)
         self.working.note(Event.BEGIN)
 
     def new_step(self, base: int, samples: int = 1) -> Step:
@@ -413,12 +367,8 @@ class Engine:
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """A bucket's contribution is complete. Does not block."""
-        self._phases.gradient()
+        self.phases.gradient()
         self.strategy.ready(bucket, present)
-
-    def backward_ended(self) -> None:
-        """The script calls `optimizer.step`."""
-        self._phases.backward_ended()
 
     def finish_step(self) -> None:
         """End the step that has begun, and wait for the version that it is part of. Blocks.
@@ -439,7 +389,7 @@ class Engine:
         if self.records.part is Part.LAST_STEP:
             self.records.stop_computing()
 
-    def ending(self) -> tuple[Step, Ending, Settings]:
+    def ending(self) -> tuple[Step, pb.FinishRequest, Settings]:
         """The step that has begun, and what it ends with. Raises UsageError, InvalidModel."""
         step, batches = self.strategy.under_way, self.batches
         assert step is not None
@@ -448,12 +398,12 @@ class Engine:
         self.note_skipped(batches.decide(keep_new=True))
         settings = self.schedule.current()
         self._entrance.check(settings)
-        ending = Ending(
-            ranges=batches.computed,
+        ending = pb.FinishRequest(
+            ranges=ranges_to_message(batches.computed),
             settings=settings.to_json(),
             metrics=batches.metrics(),
             reductions=batches.reductions,
-            skipped=batches.skipped,
+            skipped=ranges_to_message(batches.skipped),
         )
         return step, ending, settings
 
@@ -461,7 +411,7 @@ class Engine:
         """Wait for a step's version with `finish`. Returns whether the step counts. See `finish_step`."""
         self.working.note(Event.END)
         try:
-            with self._phases.waiting(number):
+            with self.phases.waiting(number):
                 made = finish()
         except Refused as refusal:
             late = refusal.code is RefusalCode.LATE
@@ -552,7 +502,7 @@ class Engine:
     def skip(self) -> None:
         """No step is made with the batches in hand; their records are not trained by anybody."""
         self.note_skipped(self.batches.skip())
-        if self.in_step:  # some of it may be in the sums: this worker leaves the round, and comes again
+        if self.working.in_step:  # some may be in the sums: this worker leaves the round, and comes again
             self.working.note(Event.GIVE_UP)
             self.records.drop()
             self._steps += 1
@@ -563,7 +513,7 @@ class Engine:
 
     def gradients_zeroed(self) -> None:
         """The script drops the gradients that it has; it makes no step with what it has computed."""
-        if not self.in_step:
+        if not self.working.in_step:
             self.note_skipped(self.batches.reopen())
 
     def _settle_by_hand(self) -> None:
@@ -578,7 +528,7 @@ class Engine:
         """
         self._settle_by_hand()
         self.note_skipped(self.batches.decide())
-        if self.batches.computed and not self.in_step:
+        if self.batches.computed and not self.working.in_step:
             what = "the end of the loop over the loader"
             if not self.world.consult(what, self.gradients.finite(), all):
                 self.skip()
@@ -621,7 +571,7 @@ class Engine:
             self.gradients.void()
         self.in_batch = True
         self.batches.add(ranges)
-        self._phases.forward()
+        self.phases.forward()
 
     def take_settings(self) -> None:
         """Take the settings over that are in force."""
@@ -630,7 +580,3 @@ class Engine:
     def _in_force(self) -> Settings:
         """As of the last pull."""
         return Settings.from_json(self.strategy.told.settings)
-
-
-def _nothing() -> None:
-    """What is decided where the processes of a worker only meet."""

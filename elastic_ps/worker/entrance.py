@@ -13,12 +13,12 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.api.tuning import Tuning
+from elastic_ps.api.tuning import Tuning, read_tuning
 from elastic_ps.codec.encoder import Encoder
 from elastic_ps.codec.optimizers import second_momentum
 from elastic_ps.codec.plan import Plan
 from elastic_ps.codec.state import ImportedState
-from elastic_ps.core.partition import Layout, TensorSpec
+from elastic_ps.core.partition import TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.core.working import Event, Working
 from elastic_ps.errors import (
@@ -31,8 +31,9 @@ from elastic_ps.errors import (
     Refused,
 )
 from elastic_ps.process.telemetry import History, Trace
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.convert import layout_from_message
 from elastic_ps.worker.client import Client, expelled
-from elastic_ps.worker.dialogue import Membership
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.group import Store
 from elastic_ps.worker.local_world import DRAIN, LocalWorld
@@ -80,7 +81,7 @@ class Entrance:
         self.schedule: Schedule
         self._client, self._member, self._world, self._weights = client, member, world, weights
         self._make_step, self._host = make_step, host
-        self._layout: Layout | None = None  # of the memory that the model has; None before `enter`
+        self._layout: pb.Layout | None = None  # of the memory that the model has; None before `enter`
         self._store: Store | None = None  # where the other workers find this one, if they speak to each other
         self._trace, self._history = trace, history
         self._codecs = Plan(spec.compression)
@@ -110,12 +111,12 @@ class Entrance:
         self.schedule = Schedule(optimizer, own=local)
         if imported is not None:
             self.schedule.has_state()
-        membership = self._member.join(described, self.schedule.current())
-        self._adopt(membership)
+        joined = self._member.join(described, self.schedule.current())
+        self._adopt(joined)
         self.check(self.schedule.current())
-        self._layout = membership.layout
+        self._layout = joined.layout
         flat = Flat(
-            membership.layout,
+            layout_from_message(joined.layout),
             described.tensors,
             stepped_here=local or self.spec.all_reduce,
             world=self._world,
@@ -123,10 +124,10 @@ class Entrance:
         )
         self.strategy = strategy = self._make_strategy(flat, optimizer)
         strategy.steps_here = local or self.spec.all_reduce
-        membership = self._initialise(strategy, membership, flat, imported)
-        if not membership.initialise:
+        joined = self._initialise(strategy, joined, flat, imported)
+        if not joined.initialise:
             self.schedule.joined(Settings.from_json(strategy.told.settings))
-        self._member.note_join(membership.version)
+        self._member.note_join(joined.version)
         return flat
 
     def add_scheduler(self, scheduler: LRScheduler, interval: Interval | None) -> None:
@@ -186,8 +187,8 @@ class Entrance:
         )
 
     def _initialise(
-        self, strategy: Strategy, membership: Membership, flat: Flat, imported: ImportedState | None
-    ) -> Membership:
+        self, strategy: Strategy, joined: pb.JoinReply, flat: Flat, imported: ImportedState | None
+    ) -> pb.JoinReply:
         """Give the job this model's values, or get the job's. Blocks.
 
         If the parameter server is lost meanwhile, this worker joins again: as at first, as long as the model
@@ -196,22 +197,22 @@ class Entrance:
         own = True
         while True:
             try:
-                if membership.initialise:
+                if joined.initialise:
                     self._world.decide("session.optimizer(...)", lambda: self._bring(flat, imported))
                     flat.publish()
-                if not membership.initialise or self._codecs.encodes_values:
+                if not joined.initialise or self._codecs.encodes_values:
                     own = False
-                    strategy.fetch(membership.version, contributor=False)  # the same values as others get
-                return membership
+                    strategy.fetch(joined.version, contributor=False)  # the same values as others get
+                return joined
             except Refused as refusal:
                 if not expelled(refusal):
                     raise
                 logger.warning("joining again: %s", refusal)
             strategy.reset()
-            membership = self._member.join_again(self.schedule.current(), trained=not own)
-            self._adopt(membership)
+            joined = self._member.join_again(self.schedule.current(), trained=not own)
+            self._adopt(joined)
 
-    def _adopt(self, membership: Membership) -> None:
+    def _adopt(self, joined: pb.JoinReply) -> None:
         """Make versions as this term of the job does; it may be another way than that of the term before.
 
         Raises:
@@ -219,28 +220,29 @@ class Entrance:
             ConnectionLost: the model is cut up in another way than before. It is nobody's mistake, and a
                 process in this one's place joins as a newcomer.
         """
-        if self._layout not in (None, membership.layout):
+        if self._layout not in (None, joined.layout):
             raise ConnectionLost(
                 "the parameter server was lost before it had kept the model, and has cut it into other "
                 "buckets now: parameterServer.bucketBytes names no size, and another worker has measured its "
                 "network. This worker has to be started again"
             )
-        if membership.tuning is None:
+        if not joined.tuning:
             return
-        news = membership.tuning.news(Tuning.of(self.spec))
+        tuning = read_tuning(joined.tuning, source="the parameter server")
+        news = tuning.news(Tuning.of(self.spec))
         if news:
-            self.spec = membership.tuning.applied_to(self.spec)
+            self.spec = tuning.applied_to(self.spec)
             self._codecs = Plan(self.spec.compression)
             for what, (now, _) in news.items():
                 logger.info("%s is %s now", what, now)
-        self._require_same_codecs(membership)
+        self._require_same_codecs(joined)
         said = self.spec.compression.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-        self._history.record("coding", term=membership.stay.term, compression=said)
+        self._history.record("coding", term=joined.term, compression=said)
         if self.strategy is not None:
             self.strategy.adopt(self.spec.consistency, self._codecs if "compression" in news else None)
 
-    def _require_same_codecs(self, membership: Membership) -> None:
-        ours, theirs = self._codecs.names, list(membership.codecs)
+    def _require_same_codecs(self, joined: pb.JoinReply) -> None:
+        ours, theirs = self._codecs.names, list(joined.codecs)
         if theirs and ours != theirs:
             raise InvalidJob(
                 f"worker {self._client.worker} has the codecs {', '.join(ours)}; this job has "
@@ -258,10 +260,10 @@ class Entrance:
     def join_again(self) -> int:
         """Become a member again; returns the version that is to be fetched. Blocks."""
         assert self.strategy is not None, "enter was called"
-        membership = self._member.join_again(self.schedule.current(), trained=True)
+        joined = self._member.join_again(self.schedule.current(), trained=True)
         self.strategy.reset()
-        self._adopt(membership)
-        return membership.version
+        self._adopt(joined)
+        return joined.version
 
 
 class Member:
@@ -303,7 +305,7 @@ class Member:
         """Whether this process was asked to leave; others of the worker may not know yet."""
         return self._world.wished(DRAIN)
 
-    def join(self, described: Described, settings: Settings) -> Membership:
+    def join(self, described: Described, settings: Settings) -> pb.JoinReply:
         """Become a member with this model. Blocks while another worker initialises it.
 
         Raises:
@@ -312,19 +314,19 @@ class Member:
         """
         self._described = described
 
-        def join(models: list[tuple[Sequence[TensorSpec], str]]) -> Membership:
+        def join(models: list[tuple[Sequence[TensorSpec], str]]) -> pb.JoinReply:
             _check_same(models)
             return self._client.join(described.specs, described.optimizer, settings)
 
         mine: tuple[Sequence[TensorSpec], str] = described.specs, described.optimizer
-        membership = self._world.consult("session.optimizer(...)", mine, join)
+        joined = self._world.consult("session.optimizer(...)", mine, join)
         self.working.note(Event.JOIN)
         if self._world.leads:
-            self._heart = Heart(self._client, membership.lease / 3, self._on_hung)
+            self._heart = Heart(self._client, timedelta(milliseconds=joined.lease_ms) / 3, self._on_hung)
             self._on_joined()
-        return membership
+        return joined
 
-    def join_again(self, settings: Settings, *, trained: bool) -> Membership:
+    def join_again(self, settings: Settings, *, trained: bool) -> pb.JoinReply:
         """Begin another stay. `trained`: the model is not as it was at first any more."""
         described = self._described
         return self._world.decide(

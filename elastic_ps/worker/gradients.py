@@ -91,18 +91,17 @@ class Gradients:
         """Whether some of the next step's have been taken, so that a change comes too late."""
         return bool(self._taken)
 
-    def present(self) -> bool:
-        """Whether a parameter has one: backward() has made it, or the script has assigned it."""
-        return any(True for _ in self._present_ones())
-
     @property
-    def trains_buffers(self) -> bool:
-        """Whether steps are about the model's buffers: there are some, and backward() has never run."""
-        return not self._hooked and bool(self._buffers)
+    def may_make_a_step(self) -> bool:
+        """Whether a parameter has one, which backward() has made or the script has assigned.
+
+        Or steps are about the model's buffers: there are some, and backward() has never run.
+        """
+        return any(True for _ in self._present_ones()) or (bool(self._buffers) and not self._hooked)
 
     def set_by_hand(self) -> bool:
         """Whether there are some, though backward() never made any: the script assigns them."""
-        return not self._hooked and self.present()
+        return not self._hooked and any(True for _ in self._present_ones())
 
     def _present_ones(self) -> Iterator[tuple[int, torch.Tensor]]:
         for index in self._trainable:

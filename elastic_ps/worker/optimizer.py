@@ -174,7 +174,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
             return loss
         if self._engine.has_no_step:
             return loss
-        self._engine.backward_ended()
+        self._engine.phases.backward_ended()
         self._flat.check()
         self._gradients.take_rest(None if part is None else self._trained[id(part)])
         self._gradients.reset()
@@ -270,7 +270,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
                 "optimizer.state_dict() fetches the state from the parameter server, which process 0 of a "
                 "worker does. Call it where session.is_chief is true, or where LOCAL_RANK is 0"
             )
-        entries = self._engine.optimizer_state()
+        client = self._engine.client
+        entries = (each for shard in range(client.shards) for each in client.optimizer_state(shard))
         return state_dict_of(entries, self._flat.layout, self._flat.tensors, self._wrapped)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -17,11 +17,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec import checksum
@@ -35,7 +35,7 @@ from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import EMPTY, Incoming
 from elastic_ps.worker.client import Client
-from elastic_ps.worker.dialogue import Answers, Ending, Stay, Step, Wanted
+from elastic_ps.worker.dialogue import Answers, Stay, Step
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.strategy import Future, Queue, Strategy
 from elastic_ps.worker.values import Values
@@ -59,19 +59,12 @@ class _Push(NamedTuple):
 
 
 class _Pull(NamedTuple):
-    """Buckets to be received from a shard, begun in a generation.
-
-    `ahead`: hyperparameters, with which drafts of them are taken; see `Wanted`.
-    """
+    """Buckets to be received from a shard, begun in a generation."""
 
     stay: Stay
     shard: int
     generation: int
-    version: int
-    contributor: bool
-    buckets: list[int]
-    held: int | None
-    ahead: str = ""
+    wanted: pb.PullRequest
 
 
 class PushPull(Strategy):
@@ -122,7 +115,7 @@ class PushPull(Strategy):
         self._lock = threading.RLock()  # without its condition it is entered in a third of the time
         self._changed = threading.Condition(self._lock)
         self._closing = threading.Event()
-        self._progress = Progress[Ending](self._pushed, self._plan(consistency))
+        self._progress = Progress[pb.FinishRequest](self._pushed, self._plan(consistency))
         shards = range(client.shards)
         self._senders = [Queue(f"send-{shard}", self._try_to_send) for shard in shards]
         self._receivers = [Queue(f"pull-{shard}", self._receive) for shard in shards]
@@ -174,7 +167,8 @@ class PushPull(Strategy):
                 for pull in pulls:
                     sent = [b.index for b in self._pushed if b.shard == pull.shard and b.index not in besides]
                     if sent and pull.shard in self._far:
-                        early.append(pull._replace(buckets=sent, ahead=settings))
+                        pull.wanted.buckets[:], pull.wanted.ahead = sent, settings
+                        early.append(pull)
                     else:
                         self._to_ask.append(pull)
                 self._ask_for(early)
@@ -196,7 +190,7 @@ class PushPull(Strategy):
             self._ready_at[bucket.index] = time.monotonic_ns()
             self._enqueue(self._progress.ready(bucket, present))
 
-    def finish(self, ending: Ending, *, publish: bool = True) -> bool:
+    def finish(self, ending: pb.FinishRequest, *, publish: bool = True) -> bool:
         """See `Strategy`.
 
         Args:
@@ -236,7 +230,7 @@ class PushPull(Strategy):
         self.computes_on(step.version + 1)
         return True
 
-    def start(self, ending: Ending) -> Future:
+    def start(self, ending: pb.FinishRequest) -> Future:
         """See `Strategy`: `finish`, without giving the values to the model."""
         return Future(partial(self.finish, ending, publish=False), give_up=self.give_up)
 
@@ -244,7 +238,7 @@ class PushPull(Strategy):
         """Nobody waits for the step under way any more."""
         self._fail(ConnectionLost("the script was interrupted"), self._progress.generation)
 
-    def _end(self, ending: Ending) -> None:
+    def _end(self, ending: pb.FinishRequest) -> None:
         """The script has ended the step: push the rest. The lock is held."""
         self._enqueue(self._progress.end(ending))
         self._changed.notify_all()
@@ -255,7 +249,7 @@ class PushPull(Strategy):
             self._enqueue(self._progress.restart(attempt, generation))
             self._changed.notify_all()
 
-    def _push_alone(self, step: Step, ending: Ending) -> bool:
+    def _push_alone(self, step: Step, ending: pb.FinishRequest) -> bool:
         """Push the rest, and block until the step is in a version. False: another one is to be computed."""
         progress = self._progress
         with self._lock:
@@ -332,17 +326,17 @@ class PushPull(Strategy):
                 logger.debug("%s", refusal)  # the next call is refused, too
 
     def _expect(
-        self, version: int, wanted: Sequence[Bucket], *, contributor: bool, held: int | None = None
+        self, version: int, buckets: Sequence[Bucket], *, contributor: bool, held: int | None = None
     ) -> list[_Pull]:
-        """Nothing of `wanted` has arrived; returns what to ask for. The lock is held."""
-        self._progress.missing = {bucket.index for bucket in wanted}
+        """Nothing of these has arrived; returns what to ask for. The lock is held."""
+        self._progress.missing = {bucket.index for bucket in buckets}
         pulls = []
         for shard in range(self._client.shards):
-            own = [b.index for b in wanted if b.shard == shard]
+            own = [b.index for b in buckets if b.shard == shard]
             if own or shard == 0:
                 self._progress.missing.add(end_of(shard))
-                generation = self._progress.generation
-                pulls.append(_Pull(self._client.stay, shard, generation, version, contributor, own, held))
+                wanted = pb.PullRequest(version=version, buckets=own, contributor=contributor, held=held)
+                pulls.append(_Pull(self._client.stay, shard, self._progress.generation, wanted))
         return pulls
 
     def _expect_next(self, step: Step) -> list[_Pull]:
@@ -451,7 +445,7 @@ class PushPull(Strategy):
                 self._let_in = push.step
                 self._restart(attempt, push.generation)
 
-    def _push(self, bucket: Bucket, step: Step, attempt: int, ending: Ending | None) -> None:
+    def _push(self, bucket: Bucket, step: Step, attempt: int, ending: pb.FinishRequest | None) -> None:
         self.flat.wait_for(bucket)  # a codec is not chosen by how long a device computes
         with self.encoder.tuner.busy():
             payload = self._contribution(bucket, step, attempt)
@@ -475,20 +469,14 @@ class PushPull(Strategy):
             into=(step.version, attempt),
         )
 
-    @contextmanager
-    def _traced(self, bucket: Bucket, step: Step, attempt: int, payload: Payload) -> Iterator[None]:
+    def _traced(
+        self, bucket: Bucket, step: Step, attempt: int, payload: Payload
+    ) -> AbstractContextManager[None]:
         """The block pushes a bucket."""
-        if not self._trace.enabled:
-            yield
-            return
-        started, index = time.monotonic_ns(), bucket.index
-        lane = f"queue-{bucket.shard}"
-        self._trace.complete("queue", self._ready_at[index], started, lane=lane, bucket=index)
-        yield
-        now, size = time.monotonic_ns(), len(payload.body)
-        self._trace.complete(
-            "push", started, now, bucket=index, step=step.number, attempt=attempt, bytes=size
-        )
+        index, ready, lane = bucket.index, self._ready_at[bucket.index], f"queue-{bucket.shard}"
+        self._trace.complete("queue", ready, time.monotonic_ns(), lane=lane, bucket=index)
+        size = len(payload.body)
+        return self._trace.span("push", bucket=index, step=step.number, attempt=attempt, bytes=size)
 
     def assign(self, step: Step, attempt: int) -> None:
         """See `Strategy`."""
@@ -496,7 +484,7 @@ class PushPull(Strategy):
             self._history.record("push", **step.pushed(bucket.index, attempt))
             payload = Payload(self.flat.contribution_bytes(bucket), plain=True)
             self._client.push(bucket.index, bucket.shard, step, attempt, payload, None)
-        self._client.finish(step, attempt, Ending(ranges=(), settings="", metrics={}, assigns=True))
+        self._client.finish(step, attempt, pb.FinishRequest(assigns=True))
 
     # --- the threads that receive; with a step in one call, the training thread
 
@@ -522,11 +510,13 @@ class PushPull(Strategy):
 
     def _pull_once(self, pull: _Pull) -> bool:
         """One try to get what is still missing. Returns whether all of it has arrived."""
+        wanted = pb.PullRequest()
+        wanted.CopyFrom(pull.wanted)
+        wanted.brief = True
         with self._lock:
-            missing = [b for b in pull.buckets if b in self._progress.missing]
-            drafts = self._drafts.numbers(missing)
-            attempt = self._progress.attempt
-        wanted = Wanted(pull.version, missing, attempt, pull.contributor, pull.held, pull.ahead, drafts)
+            wanted.buckets[:] = missing = [b for b in wanted.buckets if b in self._progress.missing]
+            wanted.drafts.update(self._drafts.numbers(missing))
+            wanted.attempt = self._progress.attempt
         started = time.monotonic_ns()
         ended = complete = False
         for reply, incoming in self._answers(pull, wanted):
@@ -539,19 +529,12 @@ class PushPull(Strategy):
             if kind == "bucket":
                 self._take(pull, self.flat.layout.buckets[reply.bucket], reply, incoming)
                 now = time.monotonic_ns()
-                self._trace.complete(
-                    "pull",
-                    started,
-                    now,
-                    bucket=reply.bucket,
-                    version=reply.version,
-                    draft=reply.draft,
-                    bytes=incoming.size,
-                )
+                what: dict[str, Any] = {"bucket": reply.bucket, "version": reply.version}
+                self._trace.complete("pull", started, now, **what, draft=reply.draft, bytes=incoming.size)
                 started = now
             ended |= reply.last or kind != "bucket"
             if kind == "attempt":
-                self._drafts.forget(pull.buckets)
+                self._drafts.forget(pull.wanted.buckets)
                 self._restart(reply.attempt, pull.generation)
             elif kind == "done" or reply.last:
                 if pull.shard == 0:
@@ -565,7 +548,7 @@ class PushPull(Strategy):
             self._arrived(end_of(pull.shard), pull.generation)
         return complete
 
-    def _answers(self, pull: _Pull, wanted: Wanted) -> Answers:
+    def _answers(self, pull: _Pull, wanted: pb.PullRequest) -> Answers:
         """The answers to one call for what is wanted; it makes the step's pushes before, if they are due."""
         if not self._progress.owing:
             yield from self._client.pull(pull.stay, pull.shard, wanted)
@@ -599,7 +582,7 @@ class PushPull(Strategy):
         before, if it is made without this worker.
         """
         with self._lock:
-            if pull.ahead:
+            if pull.wanted.ahead:
                 self._changed.wait_for(lambda: self._progress.ending is not None or not self._goes_on(pull))
             return self._goes_on(pull)
 

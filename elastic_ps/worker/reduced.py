@@ -29,7 +29,7 @@ from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.client import Client
-from elastic_ps.worker.dialogue import Ending, Step
+from elastic_ps.worker.dialogue import Step
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.group import Broken, Group, Store
 from elastic_ps.worker.replica import Replica
@@ -171,7 +171,7 @@ class Reduced(Strategy):
             self._take_over(version)
         self.version = version
 
-    def finish(self, ending: Ending) -> bool:
+    def finish(self, ending: pb.FinishRequest) -> bool:
         """See `Strategy`: add the gradients up with those of the others, and make the step."""
         step = self._step
         assert step is not None, "begin was called"
@@ -349,7 +349,7 @@ class Reduced(Strategy):
         group.wait(lambda: self._look(met))
         self._trace.complete("reduce", started, time.monotonic_ns(), step=step.number, attempt=met.attempt)
 
-    def _apply(self, step: Step, met: pb.MeetReply, ending: Ending) -> None:
+    def _apply(self, step: Step, met: pb.MeetReply, ending: pb.FinishRequest) -> None:
         """The round is made: make the step."""
         self._learn(met)
         settings = Settings.from_json(met.settings)

@@ -17,8 +17,8 @@ from elastic_ps.codec import dtype_of, name_of
 from elastic_ps.codec.state import OptimizerState, state_dict_of
 from elastic_ps.core.partition import Rule
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, RefusalCode, Refused
+from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.client import Client
-from elastic_ps.worker.dialogue import Wanted
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.group import Group
 from elastic_ps.worker.values import Values
@@ -78,7 +78,7 @@ class Replica:
 
     def _fetch_once(self, version: int, missing: set[int]) -> set[int]:
         """One call. Returns the buckets that have come."""
-        wanted = Wanted(version, sorted(missing), attempt=0, contributor=False)
+        wanted = pb.PullRequest(version=version, buckets=sorted(missing), brief=True)
         come: set[int] = set()
         for reply, incoming in self._client.pull(self._client.stay, 0, wanted):
             if reply.WhichOneof("kind") == "bucket":

@@ -15,14 +15,15 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket
 from elastic_ps.core.settings import Made, Settings
 from elastic_ps.errors import UsageError
-from elastic_ps.worker.dialogue import Ending, Step
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.worker.dialogue import Step
 
 W = TypeVar("W")
 
@@ -93,8 +94,11 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def finish(self, ending: Ending) -> bool:
+    def finish(self, ending: pb.FinishRequest) -> bool:
         """End the step, and wait for the version that it is part of. Blocks.
+
+        Args:
+            ending: what is said of the step, but for what its pushes say.
 
         Returns whether the model has that version. If not, this worker computes another step on the one
         before.
@@ -103,7 +107,7 @@ class Strategy(ABC):
             Refused, ConnectionLost: the step could not be taken; the model keeps its version.
         """
 
-    def start(self, ending: Ending) -> Future:
+    def start(self, ending: pb.FinishRequest) -> Future:
         """Begin to end the step. Meanwhile the script computes, and nothing else is called here.
 
         A strategy that has nothing to wait for elsewhere ends the step now. Raises as `finish`.
@@ -252,3 +256,36 @@ class Started(NamedTuple):
     number: int
     version: int
     made: Made
+
+
+class LocalGradients(Protocol):
+    """The gradients that the model's parameters have on this worker; see `gradients.Gradients`."""
+
+    def void(self) -> None:
+        """See there."""
+
+    def finite(self) -> bool:
+        """See there."""
+
+    @property
+    def may_make_a_step(self) -> bool:
+        """See there."""
+
+    def set_by_hand(self) -> bool:
+        """See there."""
+
+
+class LocalTraining(Protocol):
+    """The steps that this worker makes by itself; see `local_steps.LocalSteps`."""
+
+    made: int
+    started: Started | None
+
+    def exchange(self) -> None:
+        """See there."""
+
+    def void(self) -> None:
+        """See there."""
+
+    def cancel(self) -> None:
+        """See there."""

@@ -24,8 +24,9 @@ from elastic_ps.codec import as_tensor, dtype_of
 from elastic_ps.core.metrics import Metrics, reduce_all
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Rule
 from elastic_ps.errors import InvalidModel
+from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.memory import Allocate
-from elastic_ps.worker.dialogue import Ending, Step
+from elastic_ps.worker.dialogue import Step
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.push_pull import PushPull
@@ -105,7 +106,7 @@ class Leading(PushPull):
         """This process's part of a bucket is complete. Does not block."""
         self._sums.add(bucket, present)
 
-    def finish(self, ending: Ending, *, publish: bool = True) -> bool:
+    def finish(self, ending: pb.FinishRequest, *, publish: bool = True) -> bool:
         """See `Strategy`. All processes have to be here."""
 
         def finish(reported: list[Metrics]) -> _Where:
@@ -114,7 +115,7 @@ class Leading(PushPull):
 
         return self._world.consult(self._finish, _reported(ending), finish).made
 
-    def start(self, ending: Ending) -> Future:
+    def start(self, ending: pb.FinishRequest) -> Future:
         """See `Strategy`. All processes have to be here, and where its end is waited for."""
         merged = self._world.consult(
             _START, _reported(ending), lambda reported: [self._merged(ending, reported)]
@@ -129,12 +130,16 @@ class Leading(PushPull):
 
         return Future(finish, give_up=self.give_up, agree=agree)
 
-    def _merged(self, ending: Ending, reported: list[Metrics]) -> Ending:
+    def _merged(self, ending: pb.FinishRequest, reported: list[Metrics]) -> pb.FinishRequest:
         """The step's end, with what each of the processes has reported."""
         shares = zip(reported, self._sums.weights, strict=True)
         weighed = [each._replace(weight=share) for each, share in shares]
-        reductions = {name: how for each in reversed(reported) for name, how in each.reductions.items()}
-        return replace(ending, metrics=reduce_all(weighed), reductions=reductions)
+        merged = pb.FinishRequest()
+        merged.CopyFrom(ending)
+        merged.metrics.update(reduce_all(weighed))
+        for each in reversed(reported):
+            merged.reductions.update(each.reductions)
+        return merged
 
     def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:
         """See `Strategy`. All processes have to be here."""
@@ -177,12 +182,12 @@ class Following(Strategy):
         except OSError:
             self._world.ended(0, "backward()")
 
-    def finish(self, ending: Ending) -> bool:
+    def finish(self, ending: pb.FinishRequest) -> bool:
         """See `Leading`."""
         where: _Where = self._world.consult(self._finish, _reported(ending), _process_0_calls)
         return self._learn(where, self._besides)
 
-    def start(self, ending: Ending) -> Future:
+    def start(self, ending: pb.FinishRequest) -> Future:
         """See `Leading`. Here nothing goes on meanwhile. The script gives the values to the model."""
         self._world.consult(_START, _reported(ending), _process_0_calls)
 
@@ -218,9 +223,9 @@ def _process_0_calls(_: list[Any]) -> Any:
     raise AssertionError("not here")
 
 
-def _reported(ending: Ending) -> Metrics:
+def _reported(ending: pb.FinishRequest) -> Metrics:
     """What this process has reported with the step; process 0 knows what it weighs."""
-    return Metrics(ending.metrics, ending.reductions, 0.0)
+    return Metrics(dict(ending.metrics), dict(ending.reductions), 0.0)
 
 
 class _Part(NamedTuple):

@@ -23,8 +23,8 @@ from elastic_ps.errors import ConnectionLost, InvalidJob, InvalidModel, Refused,
 from elastic_ps.local import Launcher, Options
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame
+from elastic_ps.worker.dialogue import WorkerLimits
 from elastic_ps.worker.group import Broken, Group, Store, host_towards, require_safe
-from elastic_ps.worker.limits import WorkerLimits
 from elastic_ps.worker.session import Session
 from tests.testing import machine
 from tests.testing.harness import Job, Numbers, make_mlp, make_spec, running_job

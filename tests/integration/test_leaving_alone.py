@@ -16,7 +16,7 @@ import torch
 from elastic_ps.contract import env, exits
 from elastic_ps.errors import TransportError
 from elastic_ps.local.processes import free_addresses
-from elastic_ps.worker.limits import WorkerLimits
+from elastic_ps.worker.dialogue import WorkerLimits
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, events, make_mlp, make_spec, running_job
 from tests.testing.polling import LIMIT, eventually

@@ -25,8 +25,8 @@ from elastic_ps.tensors.limits import TensorLimits
 from elastic_ps.tensors.spread import home_of as home_among
 from elastic_ps.tensors.spread import spread
 from elastic_ps.transport.base import Connection, Frame, Incoming, Server
-from elastic_ps.worker.limits import USUAL as USUAL_OF_WORKERS
-from elastic_ps.worker.limits import WorkerLimits
+from elastic_ps.worker.dialogue import USUAL as USUAL_OF_WORKERS
+from elastic_ps.worker.dialogue import WorkerLimits
 from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.session import Session
 from tests.integration.test_unreliable import FATES, Network, Unreliable

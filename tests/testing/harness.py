@@ -28,8 +28,8 @@ from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport.base import Connection, Server
-from elastic_ps.worker.limits import USUAL as USUAL_OF_WORKERS
-from elastic_ps.worker.limits import WorkerLimits
+from elastic_ps.worker.dialogue import USUAL as USUAL_OF_WORKERS
+from elastic_ps.worker.dialogue import WorkerLimits
 from elastic_ps.worker.local_world import ENDING, Links, LocalWorld
 from elastic_ps.worker.session import Session
 from tests.testing.polling import LIMIT, eventually, while_moving

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 
 import elastic_ps
-from elastic_ps.worker import limits
+from elastic_ps.worker import dialogue
 from tests.testing.polling import eventually
 
 ELEMENTS = 2_000_000
@@ -20,7 +20,7 @@ def main(*, exits: bool) -> None:
 
     A worker that leaves has no time here to carry out anything.
     """
-    object.__setattr__(limits.USUAL, "goodbye", timedelta(0))
+    object.__setattr__(dialogue.USUAL, "goodbye", timedelta(0))
     session = elastic_ps.connect()
     server = session.server
     server.init("count", torch.zeros(ELEMENTS))

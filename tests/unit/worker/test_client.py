@@ -21,8 +21,8 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker import current
 from elastic_ps.worker.client import Client
+from elastic_ps.worker.dialogue import WorkerLimits
 from elastic_ps.worker.entrance import Member
-from elastic_ps.worker.limits import WorkerLimits
 from tests.testing.service import environment
 
 
@@ -53,8 +53,8 @@ def test_a_worker_calls_its_host_what_its_starter_does(given: str, told: str | N
 
 def test_a_worker_tells_its_starter_when_it_has_joined() -> None:
     told: list[str] = []
-    stays = SimpleNamespace(lease=timedelta(hours=1))
-    client: Any = SimpleNamespace(join=lambda *_: stays, leave=lambda: None, close=lambda: None)
+    reply = pb.JoinReply(lease_ms=3_600_000)
+    client: Any = SimpleNamespace(join=lambda *_: reply, leave=lambda: None, close=lambda: None)
     described: Any = SimpleNamespace(specs=[], optimizer="sgd")
     member = Member(client, history=History(None, ""), on_joined=lambda: told.append("joined"))
     assert told == []
