@@ -6,12 +6,12 @@ replaced a layer. What is assigned to a buffer is part of the job, as with Distr
 sends whatever buffers a model has: it is copied to the job's buffer, which then takes its place in the model
 again. All else is refused.
 
-`Seal`: values were changed that only the job can change. What a script writes into a parameter between two
-steps is overwritten by the next version, and was never part of the job. So the bits of values are summed up
-when they arrive, and again before they are replaced. Of much memory most steps do that with a part of each
-page, chosen at random: a change of 4 KiB or more is noticed at once, a smaller one when it is repeated.
-Values that a step does not replace, or that are on another device, are looked at less often, and when torch's
-counters say that they were written to. (The counters miss what is written through `.data`.)
+`WriteDetector`: values were changed that only the job can change. What a script writes into a parameter
+between two steps is overwritten by the next version, and was never part of the job. So the bits of values are
+summed up when they arrive, and again before they are replaced. Of much memory most steps do that with a part
+of each page, chosen at random: a change of 4 KiB or more is noticed at once, a smaller one when it is
+repeated. Values that a step does not replace, or that are on another device, are looked at less often, and
+when torch's counters say that they were written to. (The counters miss what is written through `.data`.)
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ MUCH = 1024 * 1024
 """Bytes; what is smaller is looked at as a whole, which takes no time."""
 
 
-class Seal:
+class WriteDetector:
     """The values of parameters as the job gave them. Belongs to the training thread.
 
     Args:

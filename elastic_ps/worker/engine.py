@@ -3,7 +3,7 @@
 Everything that a script does comes here as one of a few events: a batch is handed to it, a step's first
 gradient is there, a bucket is complete, the step ends. Which records the worker is given is `Records`' to
 ask; how steps become versions is the `Strategy`'s; who the worker is,
-`Member`'s; how its model comes into the job, `Entrance`'s; which settings it has, `Schedule`'s.
+`Member`'s; how its model comes into the job, `Bootstrap`'s; which settings it has, `Schedule`'s.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import ranges_to_message
+from elastic_ps.worker.bootstrap import Bootstrap, Member
 from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.dialogue import Step
-from elastic_ps.worker.entrance import Entrance, Member
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.local_world import Drained, LocalWorld
 from elastic_ps.worker.measuring import Phases
@@ -119,7 +119,7 @@ class Engine:
         self._stopped = Stopping(client, self.world)
         self.records = Records(self, client, self.world, self.batches, self._stopped)
         self.state = ScriptState(self, client, self.world)
-        self._entrance = Entrance(
+        self._bootstrap = Bootstrap(
             spec,
             client,
             member,
@@ -143,23 +143,23 @@ class Engine:
     @property
     def spec(self) -> TrainingJobSpec:
         """How to train the job, as of the last time that this worker has joined."""
-        return self._entrance.spec
+        return self._bootstrap.spec
 
     @property
     def entered(self) -> bool:
         """Whether the model has been given to the job, or has got the job's values."""
-        return self._entrance.strategy is not None and self.working.state is not State.JOINING
+        return self._bootstrap.strategy is not None and self.working.state is not State.JOINING
 
     @property
     def strategy(self) -> Strategy:
         """Of the model, from `enter` on."""
-        assert self._entrance.strategy is not None, "the model has been given to session.optimizer"
-        return self._entrance.strategy
+        assert self._bootstrap.strategy is not None, "the model has been given to session.optimizer"
+        return self._bootstrap.strategy
 
     @property
     def schedule(self) -> Schedule:
         """Of the model, from `enter` on."""
-        return self._entrance.schedule
+        return self._bootstrap.schedule
 
     @property
     def stopped(self) -> str:
@@ -171,7 +171,7 @@ class Engine:
         """The version of the model that this worker has; one that is under way is not taken over yet."""
         if self.local is not None and self.local.started is not None:
             return self.local.started.version
-        return self._entrance.strategy.version if self._entrance.strategy else 0
+        return self._bootstrap.strategy.version if self._bootstrap.strategy else 0
 
     @property
     def has_been_chief(self) -> bool:
@@ -183,7 +183,7 @@ class Engine:
         """What the version that this worker has was made of."""
         if self.local is not None and self.local.started is not None:
             return self.local.started.made
-        strategy = self._entrance.strategy
+        strategy = self._bootstrap.strategy
         text = strategy.told.settings if strategy else ""
         return read_settings(text).made if text else NOTHING
 
@@ -203,9 +203,9 @@ class Engine:
     ) -> Flat:
         """Join the job with this model; returns the memory that it has from now on. Blocks.
 
-        See `Entrance.enter`.
+        See `Bootstrap.enter`.
         """
-        flat = self._entrance.enter(described, model, optimizer, imported)
+        flat = self._bootstrap.enter(described, model, optimizer, imported)
         self.working.note(Event.ENTER)
         self.model = model
         self.phases.watch(model)
@@ -220,7 +220,7 @@ class Engine:
         logger.warning("joining again: %s", reason)
         while True:
             self.drop_step()
-            version = self._entrance.join_again()
+            version = self._bootstrap.join_again()
             try:
                 self.strategy.fetch(version, contributor=False)
                 self._stopped.repeat()
@@ -265,7 +265,7 @@ class Engine:
             logger.warning(_LEFT, self.batches.samples)
         for call in self.at_close:
             call()
-        strategy = self._entrance.strategy
+        strategy = self._bootstrap.strategy
         if strategy is not None:
             self.client.hasten()
             try:
@@ -304,7 +304,7 @@ class Engine:
 
     def add_scheduler(self, scheduler: LRScheduler, interval: Interval | None) -> None:
         """Keep a scheduler's state on the parameter server, and take over the state in force."""
-        self._entrance.add_scheduler(scheduler, interval)
+        self._bootstrap.add_scheduler(scheduler, interval)
 
     def begin_step(self) -> None:
         """The first gradient of a step is there. Raises UsageError if it belongs to no batch."""
@@ -350,7 +350,7 @@ class Engine:
         """Begin a step of so many records; see `Strategy.begin`."""
         self.phases.backward()
         strategy = self.strategy
-        current, ahead = self.schedule.current() if strategy.asks_ahead else None, ""
+        current, ahead = self.schedule.current() if strategy.takes_drafts else None, ""
         if current is not None and current.max_grad_norm is None:  # else no drafts: the norm is not known yet
             ahead = damping.warmed(current, self.spec.consistency, strategy.version).to_json()
         strategy.begin(self.new_step(strategy.version, samples), ahead, besides=besides)
@@ -397,7 +397,7 @@ class Engine:
             raise UsageError("backward() ran for two batches before optimizer.step(); call step() first")
         self.note_skipped(batches.decide(keep_new=True))
         settings = self.schedule.current()
-        self._entrance.check(settings)
+        self._bootstrap.check(settings)
         ending = pb.FinishRequest(
             ranges=ranges_to_message(batches.computed),
             settings=settings.to_json(),
@@ -530,7 +530,7 @@ class Engine:
         self.note_skipped(self.batches.decide())
         if self.batches.computed and not self.working.in_step:
             what = "the end of the loop over the loader"
-            if not self.world.consult(what, self.gradients.finite(), all):
+            if not self.world.gather(what, self.gradients.finite(), all):
                 self.skip()
         return not self.batches.computed
 

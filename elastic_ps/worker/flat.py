@@ -27,7 +27,7 @@ from elastic_ps.codec import as_bytes, as_tensor, dtype_of
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule
 from elastic_ps.errors import UsageError
 from elastic_ps.transport.memory import Allocate, shared_if_possible
-from elastic_ps.worker.checks import Registered, Seal, overlaps
+from elastic_ps.worker.checks import Registered, WriteDetector, overlaps
 from elastic_ps.worker.local_world import LocalWorld
 
 
@@ -120,7 +120,7 @@ class Flat:
         with torch.no_grad():
             for index, tensor in enumerate(tensors):
                 self._adopt(index, tensor)
-        self._seal = Seal(
+        self._writes = WriteDetector(
             layout,
             [] if Rule.GRADIENT in self._changing else self._of_rule(Rule.GRADIENT),
             self._of_rule(Rule.CONSTANT),
@@ -245,7 +245,7 @@ class Flat:
             thorough: look at all tensors, because the values are about to be replaced.
         """
         self.check_memory()
-        changed = self._seal.changed(thorough=thorough)
+        changed = self._writes.changed(thorough=thorough)
         if changed is None:
             return
         names = [self.layout.tensors[index].name for index in changed]
@@ -281,7 +281,7 @@ class Flat:
             spec = self.layout.tensors[index]
             if spec.rule is Rule.GRADIENT and not bool(torch.isfinite(tensor).all()):
                 raise UsageError(f"session.assign: {spec.name} has values that are NaN or infinite")
-        if (changed := self._seal.changed_constants()) is not None:
+        if (changed := self._writes.changed_constants()) is not None:
             names = ", ".join(self.layout.tensors[index].name for index in changed[:3]) or "a parameter"
             raise UsageError(
                 f"session.assign: {names}: changed, though no optimizer trains it, so that it keeps its "
@@ -291,12 +291,12 @@ class Flat:
             for index, tensor in enumerate(self.tensors):
                 if self.layout.tensors[index].rule is not Rule.CONSTANT:
                     self.contribution(index).copy_(tensor)
-        self._seal.open()
+        self._writes.open()
 
     def expect(self) -> None:
         """Values are about to be pulled. Blocks until the device has those of the last pull."""
         self._staging.settle()
-        self._seal.open()
+        self._writes.open()
 
     def check_memory(self) -> None:
         """Take over what the script has assigned to buffers.
@@ -344,7 +344,7 @@ class Flat:
         for index in self._received:
             if besides.isdisjoint(self.buckets_of[index]):
                 torch.autograd.graph.increment_version(self.tensors[index])
-        self._seal.close()
+        self._writes.close()
 
 
 def _tensors(

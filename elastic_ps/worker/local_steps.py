@@ -26,8 +26,8 @@ from elastic_ps.worker.client import expelled
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.gradients import Gradients
+from elastic_ps.worker.local_group import MeanGradients
 from elastic_ps.worker.strategy import Started
-from elastic_ps.worker.summed import Averaged
 
 
 def outer_optimizer(inner: torch.optim.Optimizer, rule: OuterRule, *, workers: int) -> torch.optim.Optimizer:
@@ -92,7 +92,7 @@ class LocalSteps:
         make_step: Callable[[Callable[[], Any] | None, torch.optim.Optimizer | None], Any],
     ) -> None:
         self._gradients, self._make_step = gradients, make_step
-        self._averaged = None if engine.world.alone else Averaged(flat, engine.world, self._weights)
+        self._mean = None if engine.world.alone else MeanGradients(flat, engine.world, self._weights)
         self._consistency = engine.spec.consistency
         self.made = 0
         rule = self._consistency.outer_rule
@@ -110,10 +110,10 @@ class LocalSteps:
 
     def step(self, closure: Callable[[], Any] | None, part: torch.optim.Optimizer | None) -> Any:
         """The script's own optimizer makes a step; see `ElasticOptimizer.step_of`."""
-        if self._averaged is not None and closure is not None:
-            closure = self._averaged.of(closure)
-        elif self._averaged is not None:
-            self._averaged.take()
+        if self._mean is not None and closure is not None:
+            closure = self._mean.of(closure)
+        elif self._mean is not None:
+            self._mean.take()
         before = closure is None and self._engine.has_no_step
         loss = self._make_step(closure, part)
         self._flat.check()  # not before: a closure computes on the model, and may assign buffers

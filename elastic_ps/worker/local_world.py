@@ -114,10 +114,10 @@ class LocalWorld:
         return name in self._wishes or name in self._agreed
 
     def decide(self, what: str, call: Callable[[], T]) -> T:
-        """As `consult`, where nothing is to be known of the others."""
-        return self.consult(what, None, lambda _: call())
+        """As `gather`, where nothing is to be known of the others."""
+        return self.gather(what, None, lambda _: call())
 
-    def consult(self, what: str, mine: M, call: Callable[[list[M]], T]) -> T:
+    def gather(self, what: str, mine: M, call: Callable[[list[M]], T]) -> T:
         """Call, in process 0; returns in all processes what it returns, or raises what it raises. Blocks.
 
         Args:

@@ -174,7 +174,7 @@ class PushPull(Strategy):
                 self._ask_for(early)
 
     @property
-    def asks_ahead(self) -> bool:
+    def takes_drafts(self) -> bool:
         """Whether drafts are of use: a shard is on another host."""
         asks = self._sends_ahead and self._progress.pushing.together
         return asks and self._drafts.pay and bool(self._far)

@@ -152,7 +152,7 @@ class Records:
                     return self._client.take(request)
 
                 new = mine._replace(data="") if self._said == said else mine
-                granted = self._world.consult("the loader, where it gets records", new, take)
+                granted = self._world.gather("the loader, where it gets records", new, take)
                 self._said = said
                 self._stopped.heed()
                 self._stopped.learn(granted.stopped)

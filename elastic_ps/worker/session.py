@@ -24,11 +24,11 @@ from elastic_ps.errors import UsageError
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.tensors.client import Tensors
 from elastic_ps.transport.base import Connection
+from elastic_ps.worker.bootstrap import Member
 from elastic_ps.worker.checks import Averages, together
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import USUAL, WorkerLimits
 from elastic_ps.worker.engine import Engine
-from elastic_ps.worker.entrance import Member
 from elastic_ps.worker.loader import ElasticLoader
 from elastic_ps.worker.local_steps import outer_optimizer, refuse_limits
 from elastic_ps.worker.local_world import LocalWorld

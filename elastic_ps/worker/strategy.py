@@ -1,8 +1,9 @@
 """How a worker's steps become versions of the model: what each way to train can do.
 
-The engine makes these calls and knows no more. `exchange` pushes gradients to the parameter server, and pulls
-values. `summed` does that for a worker of several processes, which add up what they have. With `reduced` the
-workers add up gradients among themselves. In mode `local` a step is an exchange, by any of the first two.
+The engine makes these calls and knows no more. `push_pull` pushes gradients to the parameter server, and
+pulls values. `local_group` does that for a worker of several processes, which add up what they have. With
+`all_reduce` the workers add up gradients among themselves. In mode `local` a step is an exchange, by any of
+the first two.
 `tests/integration/test_strategies.py` runs one script with each of them.
 """
 
@@ -70,7 +71,7 @@ class Strategy(ABC):
         return self._step
 
     @property
-    def asks_ahead(self) -> bool:
+    def takes_drafts(self) -> bool:
         """Whether hyperparameters are of use when a step begins; see `begin`."""
         return False
 

@@ -39,13 +39,13 @@ PACKAGES = (
     "elastic_ps.worker.push_pull",
     "elastic_ps.worker.strategy",
     "elastic_ps.worker.gradients",
-    "elastic_ps.worker.entrance",
+    "elastic_ps.worker.bootstrap",
     "elastic_ps.worker.local_world",
     "elastic_ps.worker.measuring",
     "elastic_ps.worker.values",
-    "elastic_ps.worker.reduced",
+    "elastic_ps.worker.all_reduce",
     "elastic_ps.worker.replica",
-    "elastic_ps.worker.summed",
+    "elastic_ps.worker.local_group",
 )
 
 

@@ -13,7 +13,7 @@ from elastic_ps.api.job import TrainingJobSpec, Worker
 from elastic_ps.contract.env import ProcessEnvironment, read
 from elastic_ps.core.ledger import Range
 from elastic_ps.data.batches import Batches, Slices, slice_sizes
-from elastic_ps.worker.summed import add_gradients, add_means
+from elastic_ps.worker.local_group import add_gradients, add_means
 
 
 @pytest.mark.parametrize(("records", "processes"), [(8, 4), (9, 4), (3, 4), (1, 1), (0, 2)])

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, prune
 
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.errors import UsageError
-from elastic_ps.worker.checks import ALWAYS, EVERY, MUCH, PAGE, PARTS, Registered, Seal, overlaps
+from elastic_ps.worker.checks import ALWAYS, EVERY, MUCH, PAGE, PARTS, Registered, WriteDetector, overlaps
 
 
 class Net(nn.Module):
@@ -131,21 +131,21 @@ def test_a_compiled_model_has_the_names_of_the_one_within() -> None:
         registered.settle()
 
 
-def sealed(values: torch.Tensor) -> Seal:
+def watched(values: torch.Tensor) -> WriteDetector:
     name = str(values.dtype).removeprefix("torch.")
     layout = partition(
         (TensorSpec("w", tuple(values.shape), name, Rule.GRADIENT, 0),), bucket_bytes=1 << 22, shards=1
     )
-    seal = Seal(layout, [values], [], [values], [], lambda _: values)
-    seal.close()
-    return seal
+    writes = WriteDetector(layout, [values], [], [values], [], lambda _: values)
+    writes.close()
+    return writes
 
 
-def steps(seal: Seal, count: int) -> None:
+def steps(writes: WriteDetector, count: int) -> None:
     """A script changes nothing, and gets new values."""
     for _ in range(count):
-        assert seal.changed() is None
-        seal.close()
+        assert writes.changed() is None
+        writes.close()
 
 
 @pytest.mark.parametrize("elements", [7, 65_536, 65_539])
@@ -154,32 +154,32 @@ def steps(seal: Seal, count: int) -> None:
 def test_one_bit_that_is_changed_is_noticed(elements: int, place: int, dtype: torch.dtype) -> None:
     """Also in the last bytes, which make no whole word, and through `.data`, which torch does not count."""
     values = torch.randn(elements).to(dtype)
-    seal = sealed(values)
+    writes = watched(values)
     for _ in range(10):
-        assert seal.changed() is None
+        assert writes.changed() is None
     values.data.view(torch.uint8)[4 * place] ^= 1
-    assert seal.changed() == []
+    assert writes.changed() == []
     values.data.view(torch.uint8)[4 * place] ^= 1
-    assert seal.changed() is None
+    assert writes.changed() is None
 
 
 @pytest.mark.parametrize("after", [0, ALWAYS, ALWAYS + 3, EVERY])
 def test_a_row_of_much_memory_that_is_changed_is_noticed_at_once(after: int) -> None:
     values = torch.randn(MUCH // 2)
-    seal = sealed(values)
-    steps(seal, after)
+    writes = watched(values)
+    steps(writes, after)
     values.data[70_000 : 70_000 + PAGE // 4].zero_()
-    assert seal.changed() == []
+    assert writes.changed() == []
 
 
-def noticed_after(seal: Seal, values: torch.Tensor, step: int, *, through_data: bool) -> int:
+def noticed_after(writes: WriteDetector, values: torch.Tensor, step: int, *, through_data: bool) -> int:
     """A script changes one element in each step, from `step` on. Returns after how many that is noticed."""
-    steps(seal, step)
+    steps(writes, step)
     for count in range(1, EVERY + 1):
         (values.data if through_data else values)[70_000] += 1
-        if seal.changed() is not None:
+        if writes.changed() is not None:
             return count
-        seal.close()
+        writes.close()
     raise AssertionError(f"not noticed in {EVERY} steps")
 
 
@@ -187,28 +187,28 @@ def noticed_after(seal: Seal, values: torch.Tensor, step: int, *, through_data: 
 def test_an_element_of_much_memory_that_is_changed_again_and_again_is_noticed(after: int) -> None:
     """In each step some part of each page is looked at, and all of it once torch has counted a change."""
     values = torch.randn(MUCH // 2)
-    assert noticed_after(sealed(values), values, after, through_data=True) < EVERY
-    assert noticed_after(sealed(values), values, after, through_data=False) <= 2
+    assert noticed_after(watched(values), values, after, through_data=True) < EVERY
+    assert noticed_after(watched(values), values, after, through_data=False) <= 2
 
 
 def test_an_element_of_much_memory_is_noticed_in_the_first_steps_and_in_some_later_ones() -> None:
     values = torch.randn(MUCH // 2)
     for after in [*range(ALWAYS), EVERY - 1, 2 * EVERY - 1]:
-        seal = sealed(values)
-        steps(seal, after)
+        writes = watched(values)
+        steps(writes, after)
         values.data[70_000] += 1
-        assert seal.changed() == [], after
+        assert writes.changed() == [], after
 
 
 def test_what_is_written_back_is_no_change() -> None:
     """As by a script that tests an average of the model, and goes on with the model."""
     values = torch.randn(MUCH // 2)
-    seal = sealed(values)
-    steps(seal, ALWAYS + 1)
+    writes = watched(values)
+    steps(writes, ALWAYS + 1)
     before = values.clone()
     values.zero_()
     values.copy_(before)
-    assert seal.changed() is None
+    assert writes.changed() is None
 
 
 @pytest.mark.parametrize("every", [2, PARTS, 12])
@@ -216,23 +216,23 @@ def test_what_is_written_back_is_no_change() -> None:
 def test_what_is_changed_every_so_many_steps_is_noticed(every: int, looks: int) -> None:
     """Each part is looked at in some of these steps, however often a worker looks before an arrival."""
     values = torch.randn(MUCH // 2)
-    seal = sealed(values)
-    steps(seal, ALWAYS + 1)
+    writes = watched(values)
+    steps(writes, ALWAYS + 1)
     for step in range(8 * every * PARTS):
         if step % every == 0:
             values.data[70_000] += 1
-        if any(seal.changed() is not None for _ in range(looks)):
+        if any(writes.changed() is not None for _ in range(looks)):
             return
-        seal.close()
+        writes.close()
     raise AssertionError("not noticed")
 
 
 def test_what_is_after_the_last_page_is_always_looked_at() -> None:
     values = torch.randn(MUCH // 4 + 3)
-    seal = sealed(values)
-    steps(seal, ALWAYS + 1)
+    writes = watched(values)
+    steps(writes, ALWAYS + 1)
     values.data[-1] += 1
-    assert seal.changed() == []
+    assert writes.changed() == []
 
 
 STORAGE = torch.zeros(6, 4)

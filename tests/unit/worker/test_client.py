@@ -20,9 +20,9 @@ from elastic_ps.process.telemetry import History
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker import current
+from elastic_ps.worker.bootstrap import Member
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import WorkerLimits
-from elastic_ps.worker.entrance import Member
 from tests.testing.service import environment
 
 

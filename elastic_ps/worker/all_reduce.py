@@ -60,7 +60,7 @@ class _Group(NamedTuple):
     made: int = -1
 
 
-class Reduced(Strategy):
+class AllReduce(Strategy):
     """Steps that the workers make together, without the parameter server.
 
     Args:
@@ -89,7 +89,7 @@ class Reduced(Strategy):
         self._client, self._flat, self._replica = client, flat, replica
         self._optimizer, self._make_step = optimizer, make_step
         self._store, self._trace, self._history = store, trace, history
-        self._sums = _Sums(flat)
+        self._sums = _Reducer(flat)
         self._present: dict[int, Sequence[bool]] = {}
         self._attempt = 0
         self._held: tuple[int, int] | None = None  # the term and version of which this replica is
@@ -305,7 +305,7 @@ class Reduced(Strategy):
         if self._group is not None:
             if not self._group.group.at_rest:
                 self._left.append(self._group.group)
-                self._sums = _Sums(self._flat)  # the operation may still write to the old ones
+                self._sums = _Reducer(self._flat)  # the operation may still write to the old ones
             self._group = None
         self._left = [group for group in self._left if not group.at_rest]
 
@@ -376,7 +376,7 @@ class Reduced(Strategy):
             self._history.record("values", term=self._client.stay.term, values=values)
 
 
-class _Sums:
+class _Reducer:
     """The sums of a round, and what is made of them. The contributions stay as they are until `publish`.
 
     Attributes:

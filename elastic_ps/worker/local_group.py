@@ -5,7 +5,7 @@ parameters. So nothing is copied from process to process: the others say which b
 adds them up, one bucket after the other, while backward goes on; and a version that process 0 has pulled is
 there for all.
 
-In mode `local` the processes make the same local steps (`Averaged`), so all of them have changed the
+In mode `local` the processes make the same local steps (`MeanGradients`), so all of them have changed the
 parameters by the same. Process 0 pushes its own change then, and adds up buffers only.
 """
 
@@ -55,7 +55,7 @@ class _Where(NamedTuple):
     told: Told
 
 
-class Leading(PushPull):
+class GroupLeader(PushPull):
     """Process 0's: what it pushes is the sum over the processes.
 
     Args:
@@ -85,7 +85,7 @@ class Leading(PushPull):
         self._world, self._weights = world, weights
         self._finish = _finish_of(same=same)
         links = [link.gradients for link in world.links]
-        self._sums = _Sums(flat, links, super().ready, same=same)
+        self._sums = _Reducer(flat, links, super().ready, same=same)
 
     def close(self) -> None:
         """See `Strategy`."""
@@ -111,19 +111,21 @@ class Leading(PushPull):
 
         def finish(reported: list[Metrics]) -> _Where:
             self._sums.wait()
-            return self._where(super(Leading, self).finish(self._merged(ending, reported), publish=publish))
+            return self._where(
+                super(GroupLeader, self).finish(self._merged(ending, reported), publish=publish)
+            )
 
-        return self._world.consult(self._finish, _reported(ending), finish).made
+        return self._world.gather(self._finish, _reported(ending), finish).made
 
     def start(self, ending: pb.FinishRequest) -> Future:
         """See `Strategy`. All processes have to be here, and where its end is waited for."""
-        merged = self._world.consult(
+        merged = self._world.gather(
             _START, _reported(ending), lambda reported: [self._merged(ending, reported)]
         )
 
         def finish() -> bool:
             self._sums.wait()
-            return super(Leading, self).finish(merged[0], publish=False)
+            return super(GroupLeader, self).finish(merged[0], publish=False)
 
         def agree(wait: Callable[[], bool]) -> bool:
             return self._world.decide(_RESULT, lambda: self._where(wait())).made
@@ -145,7 +147,7 @@ class Leading(PushPull):
         """See `Strategy`. All processes have to be here."""
 
         def fetch() -> _Where:
-            super(Leading, self).fetch(version, contributor=contributor, besides=besides)
+            super(GroupLeader, self).fetch(version, contributor=contributor, besides=besides)
             return self._where(True)
 
         self._world.decide(_FETCH, fetch)
@@ -155,11 +157,11 @@ class Leading(PushPull):
         return _Where(made, self.version, self.told)
 
 
-class Following(Strategy):
+class GroupFollower(Strategy):
     """Another process's: it says what is ready, and learns what became of the step.
 
     Args:
-        world, same: see `Leading`.
+        world, same: see `GroupLeader`.
     """
 
     cannot_assign = _CANNOT_ASSIGN
@@ -183,23 +185,23 @@ class Following(Strategy):
             self._world.ended(0, "backward()")
 
     def finish(self, ending: pb.FinishRequest) -> bool:
-        """See `Leading`."""
-        where: _Where = self._world.consult(self._finish, _reported(ending), _process_0_calls)
+        """See `GroupLeader`."""
+        where: _Where = self._world.gather(self._finish, _reported(ending), _process_0_calls)
         return self._learn(where, self._besides)
 
     def start(self, ending: pb.FinishRequest) -> Future:
-        """See `Leading`. Here nothing goes on meanwhile. The script gives the values to the model."""
-        self._world.consult(_START, _reported(ending), _process_0_calls)
+        """See `GroupLeader`. Here nothing goes on meanwhile. The script gives the values to the model."""
+        self._world.gather(_START, _reported(ending), _process_0_calls)
 
         def agree(_: Callable[[], bool]) -> bool:
-            return self._learn(self._world.consult(_RESULT, None, _process_0_calls))
+            return self._learn(self._world.gather(_RESULT, None, _process_0_calls))
 
         return Future(lambda: True, agree=agree)
 
     def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
-        """See `Leading`."""
+        """See `GroupLeader`."""
         self._flat.check_memory()  # not the values: process 0 may be receiving the next ones already
-        where: _Where = self._world.consult(_FETCH, None, _process_0_calls)
+        where: _Where = self._world.gather(_FETCH, None, _process_0_calls)
         self._learn(where, besides)
 
     def _learn(self, where: _Where, besides: Set[int] | None = None) -> bool:
@@ -215,7 +217,7 @@ class Following(Strategy):
 
 
 def _finish_of(*, same: bool) -> str:
-    """Where a step ends, in words: local steps have begun at `optimizer.step()` already, see `Averaged`."""
+    """Where a step ends, in words: at `optimizer.step()` local steps have met, see `MeanGradients`."""
     return _EXCHANGE if same else _STEP
 
 
@@ -236,13 +238,13 @@ class _Part(NamedTuple):
     present: Sequence[bool]
 
 
-class _Sums:
+class _Reducer:
     """A thread that adds up buckets, in the order in which process 0 has them.
 
     Args:
         links: to the other processes, which say what they have.
         done: called with a bucket whose sum lies in process 0's contribution.
-        same: see `Leading`.
+        same: see `GroupLeader`.
 
     Attributes:
         weights: of the processes in the step under way.
@@ -401,7 +403,7 @@ class _Gradients:
             self.views.append(self.flat[dtype][start : used[dtype]].view(parameter.shape))
 
 
-class Averaged:
+class MeanGradients:
     """With several processes in a worker, each local step is one step of all of them. All make it together.
 
     Before the script's optimizer makes a step, every process gets the mean of their gradients, weighted by
@@ -470,7 +472,7 @@ class Averaged:
         self._require_dense()
         if not self._world.leads:
             self._put()
-        mean = self._world.consult(_STEP, mine, lambda every: self._add_up(every, weights))
+        mean = self._world.gather(_STEP, mine, lambda every: self._add_up(every, weights))
         for parameter, there, view in zip(self._parameters, mean.present, self._parts[0].views, strict=True):
             if not there:
                 parameter.grad = None

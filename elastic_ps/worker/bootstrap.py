@@ -33,23 +33,23 @@ from elastic_ps.errors import (
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import layout_from_message
+from elastic_ps.worker.all_reduce import AllReduce
 from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.group import Store
+from elastic_ps.worker.local_group import GroupFollower, GroupLeader
 from elastic_ps.worker.local_world import DRAIN, LocalWorld
 from elastic_ps.worker.model import Described
 from elastic_ps.worker.push_pull import PushPull
-from elastic_ps.worker.reduced import Reduced
 from elastic_ps.worker.replica import Replica
 from elastic_ps.worker.schedule import Interval, Schedule
 from elastic_ps.worker.strategy import Strategy
-from elastic_ps.worker.summed import Following, Leading
 from elastic_ps.worker.values import Values
 
 logger = logging.getLogger(__name__)
 
 
-class Entrance:
+class Bootstrap:
     """Brings one model into the job. Belongs to the training thread.
 
     Args:
@@ -150,11 +150,11 @@ class Entrance:
     def _make_strategy(self, flat: Flat, optimizer: torch.optim.Optimizer) -> Strategy:
         same = self.spec.consistency.mode == "local"
         if not self._world.leads:
-            return Following(self._world, flat, same=same)
+            return GroupFollower(self._world, flat, same=same)
         traffic, trace = self._client.traffic, self._trace
         values = Values(flat, self._codecs, traffic=traffic, trace=trace)
         if self._store is not None:
-            return Reduced(
+            return AllReduce(
                 self._client,
                 flat,
                 Replica(self._client, flat, optimizer, values),
@@ -174,7 +174,7 @@ class Entrance:
         )
         make: Callable[..., PushPull] = PushPull
         if not self._world.alone:
-            make = partial(Leading, self._world, self._weights, same=same)
+            make = partial(GroupLeader, self._world, self._weights, same=same)
         return make(
             self._client,
             flat,
@@ -319,7 +319,7 @@ class Member:
             return self._client.join(described.specs, described.optimizer, settings)
 
         mine: tuple[Sequence[TensorSpec], str] = described.specs, described.optimizer
-        joined = self._world.consult("session.optimizer(...)", mine, join)
+        joined = self._world.gather("session.optimizer(...)", mine, join)
         self.working.note(Event.JOIN)
         if self._world.leads:
             self._heart = Heart(self._client, timedelta(milliseconds=joined.lease_ms) / 3, self._on_hung)
