@@ -188,7 +188,7 @@ class Encoder:
     ) -> Payload:
         with self._lock:
             plan, runs = self._plan, self._runs[bucket.index]
-            before, waiting = self._before(version), self._feedback.of(bucket.index)
+            before, waiting = self._before(version), self._feedback.rests.get(bucket.index)
             states = {
                 n: {**self._feedback.state(bucket.index, n), "version": version} for n in range(len(runs))
             }

@@ -85,12 +85,8 @@ class Feedback:
 
     @property
     def rests(self) -> Mapping[int, torch.Tensor]:
-        """By the buckets' indexes; those of which nothing is left over are missing."""
+        """What is left over, by the buckets' indexes: some are missing. Not to be changed."""
         return self._sum.rests
-
-    def of(self, bucket: int) -> torch.Tensor | None:
-        """What is left over of a bucket; not to be changed."""
-        return self._sum.rests.get(bucket)
 
     def state(self, bucket: int, run: int) -> State:
         """What the codec of a run has kept. A copy: a step that is void changes no state."""

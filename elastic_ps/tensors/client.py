@@ -189,7 +189,7 @@ class Tensors:
         with self._beginning:
             number = next(self._numbers)
             begin = partial(self._push_slices, known, number, rule, data)
-            handle = Handle(name, self._begin(known, begin), _nothing)
+            handle = Handle(name, self._begin(known, begin), lambda: None)
             with self._lock:
                 self._pushes.append(handle)
         return handle
@@ -236,7 +236,7 @@ class Tensors:
         for shards in ([shard for shard in known.by_shard() if shard not in home], home):
             with self._beginning:
                 parts = [self._begin_on(shard, partial(self._free, known, shard)) for shard in shards]
-            Handle(name, parts, _nothing).wait()
+            Handle(name, parts, lambda: None).wait()
         with self._lock:
             self._known.pop(name, None)
 
@@ -287,7 +287,8 @@ class Tensors:
             known = _Known(kind, said.birth, slices, {home: said.life})
             others = [each for each in slices if each.shard != home]
             if said.bring and not self._put(known, others, data):
-                above = self._births_elsewhere(known)
+                elsewhere = known.by_shard().keys() - {home}
+                above = max((self._look(known, each).birth.number for each in elsewhere), default=0)
                 continue
             looks = {shard: self._look(known, shard) for shard in range(self._client.shards) if shard != home}
             if any(look.bring for look in looks.values()):  # a server has been started again meanwhile
@@ -330,10 +331,6 @@ class Tensors:
                 self._free(known, shard)
             except ElasticPSError as error:
                 logger.info("the tensor %r could not be freed: %s", known.name, error)
-
-    def _births_elsewhere(self, known: _Known) -> int:
-        shards = known.by_shard().keys() - {known.home}
-        return max((self._look(known, shard).birth.number for shard in shards), default=0)
 
     def _look(self, known: _Known, shard: int) -> pb.DeclareTensorReply:
         """Whether a shard that is not the home has its slices."""
@@ -463,7 +460,3 @@ def _require_same(what: str, known: _Known, tensor: object) -> None:
     if given != str(known.kind):
         text = f"the tensor is {given}, but {known.name!r} was initialised as {known.kind}"
         raise UsageError(f"{what}({known.name!r}): {text}")
-
-
-def _nothing() -> None:
-    pass

@@ -36,7 +36,7 @@ class Steps:
         self.number += 1
         self.feedback.begin(self.number)
         self.feedback.pushed((term, version, attempt))
-        waiting = self.feedback.of(0)
+        waiting = self.feedback.rests.get(0)
         total = tensor(gradient) + (0.0 if waiting is None else waiting)
         self.feedback.note(0, Update(waiting, total - sends), {0: {"step": self.number}})
 
@@ -54,7 +54,7 @@ class Steps:
 
     @property
     def left(self) -> float:
-        waiting = self.feedback.of(0)
+        waiting = self.feedback.rests.get(0)
         return 0.0 if waiting is None else float(waiting[0])
 
 
