@@ -21,7 +21,7 @@ from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.settings import KEEP_ZEROS, LIMITS
 from elastic_ps.core.working import Event
 from elastic_ps.data.states import Part
-from elastic_ps.errors import InvalidModel, RefusalCode, Refused
+from elastic_ps.errors import ElasticPSError, InvalidModel, RefusalCode, Refused
 from elastic_ps.worker.client import expelled
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.flat import Flat
@@ -229,14 +229,35 @@ class LocalSteps:
         engine = self._engine
         if engine.batches.computed or engine.closed or not self._finish():
             return
-        buckets = self._every if fragment is None else self._fragments[fragment]
-        besides = self._every - buckets
+        starts = going_on and bool(self._consistency.overlap)
+        try:
+            if not self._begin(fragment, starts=starts) or starts:
+                return
+        except ElasticPSError:
+            raise
+        except BaseException:  # nobody knows how much of it is sent, and of which version the model is
+            engine.leave_step()
+            raise
+        drops = engine.records.drops
+        engine.finish_step()
+        if self._elastic and going_on and drops == engine.records.drops:
+            self._take_back()
+
+    def _begin(self, fragment: int | None, *, starts: bool) -> bool:
+        """Begin an exchange; see `_exchange`. Blocks for the job's values where they are needed before.
+
+        Args:
+            starts: it goes on while the script makes its next steps.
+
+        Returns False if this worker had to join again.
+        """
+        engine = self._engine
+        besides = self._every - (self._every if fragment is None else self._fragments[fragment])
         if self._elastic:
             self._set_aside(besides)
             if not self._refresh(besides):
-                return
+                return False
         samples = max(self._trained) if fragment is None else self._trained[fragment]
-        starts = going_on and bool(self._consistency.overlap)
         if starts:
             self._before = self._now(besides)
         engine.batches.gather()  # all steps since the last exchange are one for the parameter server
@@ -249,11 +270,7 @@ class LocalSteps:
             self._trained[number] = 0
         if starts:
             self._start()
-            return
-        drops = engine.records.drops
-        engine.finish_step()
-        if self._elastic and going_on and drops == engine.records.drops:
-            self._take_back()
+        return True
 
     def void(self) -> None:
         """They count for nothing: the model has the values again that were pulled last."""

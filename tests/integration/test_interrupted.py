@@ -16,6 +16,7 @@ import torch
 from elastic_ps.server.limits import ServerLimits
 from elastic_ps.standalone import connect
 from elastic_ps.transport.base import Connection, Frame, Incoming
+from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.session import Session
 from elastic_ps.worker.strategy import Future
@@ -238,3 +239,44 @@ def test_cells_that_connect_are_run_a_second_time() -> None:
         versions.append(session.version)
     session.close()
     assert versions == [3, 8]
+
+
+@pytest.mark.parametrize("more", [{"outer": "average"}, {"overlap": 1}, {"outer": "easgd"}], ids=str)
+@pytest.mark.parametrize("where", ["begin", "ready"])
+def test_while_an_exchange_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, more: dict[str, Any]
+) -> None:
+    """In mode `local`. Nobody knows how much of it is sent: it is void, with the steps that it is about."""
+    data, interrupted = Numbers(60), list[Engine]()
+    usual = getattr(Engine, where)
+
+    def interrupt(self: Engine, *arguments: Any, **options: Any) -> Any:
+        done = usual(self, *arguments, **options)
+        if self.version == 2 and not interrupted:
+            interrupted.append(self)
+            raise KeyboardInterrupt
+        return done
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(data, 5):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            try:
+                optimizer.step()
+            except KeyboardInterrupt:
+                assert interrupted[0].local_steps == 0
+                assert all(torch.equal(*each) for each in values.pop())
+
+    publish, values = Flat.publish, list[list[tuple[torch.Tensor, torch.Tensor]]]()
+
+    def note(self: Flat, **given: Any) -> None:
+        publish(self, **given)
+        values[:] = [[(each, self.value(index)) for index, each in enumerate(self.tensors)]]
+
+    monkeypatch.setattr(Flat, "publish", note)
+    monkeypatch.setattr(Engine, where, interrupt)
+    commits = alone(tmp_path, script, consistency={"mode": "local", "steps": 2, **more})
+    assert interrupted
+    assert_each_record_once(commits, records=60, epochs=1)
