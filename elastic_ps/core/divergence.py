@@ -158,7 +158,8 @@ def advice(finding: Finding, consistency: Consistency, compression: Compression)
     if finding.reason == "LossNotFinite":
         return f"{text}. If the loss has not grown before, look for the record, or the operation, behind it"
     return (
-        f"{text}. Report a loss that is not meant to fall, as a GAN's, by another name: it is not judged then"
+        f'{text}. Report a loss that is not meant to fall, as a GAN\'s, by another name than "loss", as in '
+        'session.metric("generator_loss", value): it is not judged then'
     )
 
 

@@ -180,6 +180,14 @@ def test_the_advice_names_what_a_job_of_that_kind_can_change(
 ) -> None:
     parts = Consistency.model_validate(consistency), Compression.model_validate(compression)
     text = advice(Finding("LossNoBetter", ""), *parts)
-    assert all(each in text for each in ["lower the learning rate", "by another name", *said])
+    assert all(
+        each in text
+        for each in [
+            "lower the learning rate",
+            'by another name than "loss"',
+            'session.metric("generator_loss", value)',
+            *said,
+        ]
+    )
     assert text.count(";") == len(said), "and nothing else"
     assert "look for the record" in advice(Finding("LossNotFinite", ""), *parts)
