@@ -235,10 +235,11 @@ class Start:
 
 @dataclass(frozen=True)
 class Terminate:
-    """Ask a process to end (SIGTERM)."""
+    """Ask a process to end (SIGTERM). `warns`: a person has to be told why."""
 
     pid: int
     reason: str
+    warns: bool = False
 
 
 @dataclass(frozen=True)
@@ -478,7 +479,7 @@ def _workers(desired: Desired, observed: Observed, now: float) -> Iterator[Actio
             yield from _end(process, desired.leave_grace, f"the job asks for {desired.workers} workers", now)
         elif process.alive and finished and _stays_out(process, observed, now):
             reason = f"the training is finished, and {STAYED_OUT}"
-            yield from _end(process, desired.leave_grace, reason, now)
+            yield Terminate(process.pid, reason, warns=True)
 
 
 def _stays_out(process: Process, observed: Observed, now: float) -> bool:

@@ -410,6 +410,8 @@ class Launcher:
             case planning.Start():
                 self._start_process(action, now)
             case planning.Terminate():
+                if action.warns:
+                    self._event("warning", f"ending {self._process(action.pid).name}: {action.reason}")
                 self._answer_last(action.pid)
                 self._update(action.pid, asked=now)
                 self._children[action.pid].terminate()

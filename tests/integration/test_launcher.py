@@ -22,6 +22,7 @@ from elastic_ps.api.job import TrainingJob
 from elastic_ps.api.status import Member
 from elastic_ps.errors import CannotListen, UserError
 from elastic_ps.local import Launcher, Options, Outcome, ScaleAt, processes, snapshot, supervisor
+from elastic_ps.local import plan as planning
 from elastic_ps.local.issuer import Issuer
 from elastic_ps.local.plan import cores_of
 from elastic_ps.local.report import build_report
@@ -331,6 +332,18 @@ def test_a_worker_that_stays_stopped_keeps_a_finished_job_open_for_a_while_only(
     assert outcome.verdict.phase == "Succeeded", outcome.verdict
     [told] = [event.text for event in outcome.record.events if "killing" in event.text]
     assert "killing worker 1: the training is done, and it has been stopped" in told
+
+
+def test_a_worker_that_never_joins_keeps_a_finished_job_open_for_a_while_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "FINISHED_GRACE", timedelta(seconds=0.5))
+    with launched(make_job(records=200, workers=2, apart=1), tmp_path) as launcher:
+        outcome = end_of(launcher)
+    assert outcome.verdict.phase == "Succeeded", outcome.verdict
+    told = [event.text for event in outcome.record.events if "elastic_ps.connect()" in event.text]
+    assert len(told) == 1
+    assert told[0].startswith("ending worker 1: the training is finished")
 
 
 def test_what_a_killed_worker_started_ends_with_it(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ a POST to the server. `spec.arguments` says how the run goes:
     crash: {"<worker>": signal}: that worker dies of it before its first step, each time it is started
     stubborn: ignore SIGTERM
     durable: the version that the server says is on disk (default: none)
+    apart: the worker with this index never joins
     child: start a process in each worker that would outlive it
 """
 
@@ -187,6 +188,9 @@ def run_worker(environment: env.ProcessEnvironment) -> int:
     if arguments.get("child"):
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     index, address = environment.index, environment.http
+    if index == arguments.get("apart"):
+        leaving.wait()
+        return exits.LEFT
     incarnation = join(address, index)
     print(f"worker {index} has {os.environ['OMP_NUM_THREADS']} threads")
     print(f"worker {index} runs on cores {sorted(os.sched_getaffinity(0))}")
