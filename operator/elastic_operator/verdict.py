@@ -267,9 +267,9 @@ def checkpoints_gone(status: TrainingJobStatus, desired: Desired, observed: Obse
         return None
     return Problem(
         "CheckpointsGone",
-        f"the volume claim {claim} is gone, and the checkpoint of version {durable} was on it. Restore the "
-        "claim under this name, as from a snapshot, and the job continues. To train from scratch, delete the "
-        "job and create it again",
+        f"the volume claim {claim} is gone, and the checkpoint of version {durable} was on it. Delete the "
+        "job, and create it again: with parameterServer.checkpoint.existingClaim, if there is a copy of the "
+        "claim, as from a snapshot, to continue from; or as it is, to train from scratch",
     )
 
 

@@ -123,7 +123,7 @@ def durable(version: int) -> ServerStatus:
 
 
 @pytest.mark.parametrize("suspended", [True, False])
-def test_a_job_whose_claim_is_gone_says_so_and_goes_on_when_it_is_restored(suspended: bool) -> None:
+def test_a_job_whose_claim_is_gone_says_so_and_goes_on_when_it_is_there_again(suspended: bool) -> None:
     """On a new and empty claim of the same name the parameter server would wait for ever."""
     simulation = running(parameterServer={"checkpoint": {"volumeClaim": {}}})
     simulation.server = durable(5)
@@ -142,7 +142,7 @@ def test_a_job_whose_claim_is_gone_says_so_and_goes_on_when_it_is_restored(suspe
     degraded = simulation.condition("Degraded")
     assert (degraded["status"], degraded["reason"]) == ("True", "CheckpointsGone")
     assert "digits-ps-0 is gone, and the checkpoint of version 5" in degraded["message"]
-    assert "delete the job and create it again" in degraded["message"]
+    assert "create it again: with parameterServer.checkpoint.existingClaim" in degraded["message"]
     assert simulation.status["summary"]["reason"] == "CheckpointsGone"
     assert list(simulation.notes.values()).count("DegradedCheckpointsGone") == 1
     simulation.claims.add("digits-ps-0")
