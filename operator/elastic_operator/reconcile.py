@@ -251,7 +251,8 @@ def _suspended(
                 "job is resumed, it starts from scratch"
             )
         )
-        status = with_condition(status, "Suspended", True, Problem("Suspended", words), now=now)
+        why = checkpoints_gone(status, desired, observed) or Problem("Suspended", words)
+        status = with_condition(status, "Suspended", True, why, now=now)
         status = status.model_copy(update={"phase": "Suspended", "start_time": None})
     off = Problem("Suspended", reason)
     status = with_condition(status, "Running", False, off, now=now)

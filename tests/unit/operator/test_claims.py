@@ -134,6 +134,9 @@ def test_a_job_whose_claim_is_gone_says_so_and_goes_on_when_it_is_there_again(su
         assert simulation.pods == {}
     simulation.server = None
     simulation.claims.clear()
+    if suspended:
+        simulation.settle()
+        assert simulation.condition("Suspended")["reason"] == "CheckpointsGone"
     simulation.pods.pop("digits-ps-0", None)
     simulation.edit(runPolicy={"suspend": False})
     simulation.settle()
