@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from elastic_ps.contract.identity import Identity
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server.coordinator import Coordinator
+from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.node import Node
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming
@@ -63,11 +63,11 @@ class Callers:
     Args:
         job: the job's name.
         node: the shard, or its standby.
-        coordinator: of shard 0.
+        lead: the job's state, on shard 0.
     """
 
-    def __init__(self, job: str, node: Node, coordinator: Coordinator | None) -> None:
-        self.job, self._node, self._coordinator = job, node, coordinator
+    def __init__(self, job: str, node: Node, lead: Guarded | None) -> None:
+        self.job, self._node, self._lead = job, node, lead
 
     def check(self, sender: Sender, request: Any, incoming: Incoming) -> None:
         """Raises Refused, see `Sender`."""
@@ -92,7 +92,7 @@ class Callers:
     def require_present(self, caller: pb.Caller, incoming: Incoming) -> None:
         """The same; also if it is of another term, or is known to be no member before there is a model."""
         self.require_worker(caller, incoming)
-        term = self._coordinator.job.term if self._coordinator is not None else self._node.term
+        term = self._lead.term if self._lead is not None else self._node.term
         if caller.term != term:
             text = f"message of term {caller.term}; this is term {term}"
             raise Refused(RefusalCode.STALE_TERM if term else RefusalCode.NOT_READY, text)
@@ -105,8 +105,9 @@ class Callers:
         To be asked also where a message is too early. Terms are counted anew if the checkpoints are lost, so
         an earlier worker may name this one, and versions that are far away.
         """
-        if self._coordinator is not None:
-            self._coordinator.heartbeat(caller.worker, caller.incarnation)
+        if self._lead is not None:
+            with self._lead.lock:
+                self._lead.check(caller)
 
 
 def refuse(peer: Identity | None, method: str, *, shard: int, standby: bool) -> str | None:

@@ -15,11 +15,13 @@ from typing import TypeVar
 
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.tuning import Tuning
+from elastic_ps.core.membership import Stay
 from elastic_ps.core.reduced import Custody
 from elastic_ps.core.stages import COURSES, TELLING, Course, CourseEvent, Telling, TellingEvent
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.state import JobState
+from elastic_ps.transport import messages_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +182,16 @@ class Guarded:
                 }.get(self.course, "committing a round")
                 raise Refused(RefusalCode.NOT_READY, f"the parameter server is still {doing}; ask again")
             yield self.state
+
+    def check(self, caller: pb.Caller) -> Stay:
+        """The member that calls. The lock is held. Raises Refused: see `Membership.check`."""
+        return self.state.members.check(caller.worker, caller.incarnation, self.clock())
+
+    @contextmanager
+    def member(self, caller: pb.Caller) -> Iterator[tuple[JobState, Stay]]:
+        """`settled`, for the member that calls. Raises Refused, too, if it is none (any more)."""
+        with self.settled() as state:
+            yield state, self.check(caller)
 
     def poll(self, decide: Callable[[JobState], T | Look | None], act: Callable[[], object]) -> T | None:
         """Answer a call that waits for the state: what `decide` makes of that, when it is not None.

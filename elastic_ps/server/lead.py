@@ -18,10 +18,8 @@ from elastic_ps.server import status
 from elastic_ps.server.changes import Changes, Wishes
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.commit import CommitCoordinator
-from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.limits import USUAL, Patience, ServerLimits
-from elastic_ps.server.meeting import Meeting
 from elastic_ps.server.orders import RemoteShard, ShardControl, Standing
 
 
@@ -42,8 +40,9 @@ class Lead:
         crowded: see `core.sizing.bucket_bytes`.
 
     Attributes:
-        coordinator: answers the workers.
-        meeting: answers them, too, with `strategy: all-reduce`.
+        job: its state.
+        commit: gives the shards their orders.
+        checkpoints, desk, history: see above.
     """
 
     def __init__(
@@ -63,15 +62,14 @@ class Lead:
         crowded: bool = False,
         limits: ServerLimits = USUAL,
     ) -> None:
-        self._name, self._shards, self._checkpoints, self._desk = name, len(shards), checkpoints, desk
-        self._job = Guarded(spec, term, clock=clock, tuning=tuning, limits=limits)
-        self._commit = commit = CommitCoordinator(
-            self._job, shards, standbys=standbys, checkpoints=checkpoints, history=history, crowded=crowded
+        self._name, self._shards = name, len(shards)
+        self.checkpoints, self.desk, self.history = checkpoints, desk, history
+        self.job = Guarded(spec, term, clock=clock, tuning=tuning, limits=limits)
+        self.commit = CommitCoordinator(
+            self.job, shards, standbys=standbys, checkpoints=checkpoints, history=history, crowded=crowded
         )
-        checkpoints.serve(self._job, commit)
-        self._changes = Changes(self._job, commit, checkpoints, wishes)
-        self.coordinator = Coordinator(self._job, commit, checkpoints, history)
-        self.meeting = Meeting(self._job, commit, checkpoints) if spec.all_reduce else None
+        checkpoints.serve(self.job, self.commit)
+        self._changes = Changes(self.job, self.commit, checkpoints, wishes)
         self._ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
 
     def start(self, found: Manifest | None, patience: Patience | None = None) -> None:
@@ -81,28 +79,28 @@ class Lead:
         everything is closed.
         """
         try:
-            self._commit.start(found, patience or Patience())
+            self.commit.start(found, patience or Patience())
         except BaseException:
-            self._commit.abandon()
-            self._checkpoints.close()
+            self.commit.abandon()
+            self.checkpoints.close()
             raise
         self._ticker.start()
 
     def close(self, *, keep: bool) -> None:
         """Stop committing and end the threads; with `keep`, first write a last checkpoint. Blocks."""
-        with self._job.lock:
-            self._job.turn(CourseEvent.CLOSE)
-            self._job.ticking.notify_all()
+        with self.job.lock:
+            self.job.turn(CourseEvent.CLOSE)
+            self.job.ticking.notify_all()
         self._ticker.join()
-        if keep and self._checkpoints.writes and self._commit.finish_round():
-            self._checkpoints.write()
-        self._commit.close()
-        self._checkpoints.close()
+        if keep and self.checkpoints.writes and self.commit.finish_round():
+            self.checkpoints.write()
+        self.commit.close()
+        self.checkpoints.close()
 
     @property
     def fenced(self) -> bool:
         """Whether another parameter server has taken over, so that this one has to end."""
-        return self._commit.fenced
+        return self.commit.fenced
 
     def _tick(self) -> None:
         """Every tick: declare silent members gone, collect checkpoint parts, repeat what failed.
@@ -110,10 +108,10 @@ class Lead:
         Also when a grace period is over, which may be sooner.
         Also check the fence: workers that wait for records must not keep waiting here.
         """
-        job = self._job
+        job = self.job
         while True:
-            self._checkpoints.leads()
-            self._checkpoints.give_up_late(job.clock())
+            self.checkpoints.leads()
+            self.checkpoints.give_up_late(job.clock())
             with job.lock:
                 if not job.closing:
                     job.ticking.wait(job.until_next_look(job.limits.tick))
@@ -122,23 +120,23 @@ class Lead:
                 if job.state.rounds.committing:
                     job.grace_until = None
                 else:
-                    job.drop_silent_and_hung(self._commit.queued)
+                    job.drop_silent_and_hung(self.commit.queued)
                     job.hasten()
-                if self._commit.asks_shards:
+                if self.commit.asks_shards:
                     job.tell(TellingEvent.CHANGE)
-            self._commit.drive()
-            self._checkpoints.keep_what_must_be()
+            self.commit.drive()
+            self.checkpoints.keep_what_must_be()
             self._changes.look()
 
     def status(self) -> ServerStatus:
         """Progress and members, at this moment."""
-        job, checkpoints = self._job, self._checkpoints
+        job, checkpoints = self.job, self.checkpoints
         with job.lock:
             state, now = job.state, job.clock()
             durable = checkpoints.durable
             found = {
                 "diverged": status.divergence(state, job.spec.compression),
-                "evaluation": self._desk.status() if self._desk is not None else None,
+                "evaluation": self.desk.status() if self.desk is not None else None,
             }
             progress = status.progress(state, now, durable).model_copy(update=found)
             return ServerStatus(
@@ -160,21 +158,21 @@ class Lead:
                     problem=self._changes.problem,
                 ),
                 bucket_bytes=state.bucket_bytes,
-                standbys=[standing is Standing.FOLLOWING for standing in self._commit.standings],
+                standbys=[standing is Standing.FOLLOWING for standing in self.commit.standings],
                 members=[status.member(state, stay, now) for stay in state.members.stays()],
             )
 
     def last_version(self) -> int | None:
         """The newest version on disk, if training is over and none will follow; else None."""
-        with self._job.lock:
-            over = self._job.state.finished and self._checkpoints.is_kept()
-            return self._checkpoints.durable_version if over else None
+        with self.job.lock:
+            over = self.job.state.finished and self.checkpoints.is_kept()
+            return self.checkpoints.durable_version if over else None
 
     def evaluations(self) -> list[Evaluation]:
         """What the job's evaluator has found, in the order of evaluation."""
-        return self._desk.results() if self._desk is not None else []
+        return self.desk.results() if self.desk is not None else []
 
     def loss(self) -> list[tuple[int, float]]:
         """The loss curve: (version, sample-weighted mean of what the scripts reported)."""
-        with self._job.lock:
-            return list(self._job.state.loss.points)
+        with self.job.lock:
+            return list(self.job.state.loss.points)

@@ -1,4 +1,4 @@
-"""A parameter server process put together: node, coordinator on shard 0, transport, HTTP."""
+"""A parameter server process put together: node, lead on shard 0, transport, HTTP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from elastic_ps.server.limits import USUAL, Patience, ServerLimits
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import RemoteShard, ShardControl
 from elastic_ps.server.record import require_usable
-from elastic_ps.server.service import DeskService, Service
+from elastic_ps.server.service import Service
 from elastic_ps.server.standby import Follower
 from elastic_ps.tensors.store import TensorStore
 from elastic_ps.transport.base import Connection, Server
@@ -121,19 +121,7 @@ class ParameterServer:
         try:
             if index == 0 and leads:
                 self._take_the_lead(environment, store, connect, connect_standby)
-            coordinator = self.lead.coordinator if self.lead is not None else None
-            beside: list[object] = [self._tensors]
-            if self.lead is not None and self._desk is not None:
-                beside.append(DeskService(self._desk, self.lead.last_version))
-            service = Service(
-                environment.job,
-                self.node,
-                coordinator,
-                *beside,
-                standby=not leads,
-                meeting=self.lead.meeting if self.lead is not None else None,
-            )
-            server.serve(service)
+            server.serve(Service(environment.job, self.node, self.lead, self._tensors, standby=not leads))
         except BaseException:
             self.close(keep=False)
             raise

@@ -1,18 +1,17 @@
-"""The calls that a parameter server answers: for its `Node`, on shard 0 for a `Coordinator` and a `Desk`."""
+"""The calls that a parameter server answers: what each shard does, and on shard 0 what its lead does, too."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from elastic_ps.errors import Malformed, RefusalCode, Refused
-from elastic_ps.evaluation.queue import Desk
-from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.dispatch import Callers, answer, methods, refuse, require_permitted
-from elastic_ps.server.lead_service import LeadService
-from elastic_ps.server.meeting import Meeting
+from elastic_ps.server.lead import Lead
+from elastic_ps.server.members import MemberCalls
 from elastic_ps.server.node import Node
 from elastic_ps.server.shard_service import ShardService
+from elastic_ps.server.steps import StepCalls
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming
@@ -26,8 +25,8 @@ class Service:
     """A `transport.base.Handler` for one parameter server.
 
     Args:
-        meeting: of the workers, with `strategy: all-reduce`.
-        beside: what answers other calls, with `dispatch.answers`.
+        lead: on shard 0.
+        beside: what answers other calls.
 
     Attributes:
         methods: what answers calls, by their names.
@@ -37,16 +36,17 @@ class Service:
         self,
         job: str,
         node: Node,
-        coordinator: Coordinator | None,
+        lead: Lead | None,
         *beside: object,
         standby: bool = False,
-        meeting: Meeting | None = None,
     ) -> None:
-        callers = Callers(job, node, coordinator)
-        lead = LeadService(callers, node, coordinator, meeting) if coordinator is not None else None
-        at = At.STANDBY if standby else At.LEAD if lead else At.OTHER
-        self._node, self._lead, self._callers, self._standby = node, lead, callers, standby
-        self.methods = methods([ShardService(callers, node, lead), lead, *beside], at)
+        callers = Callers(job, node, lead.job if lead is not None else None)
+        at = At.STANDBY if standby else At.LEAD if lead is not None else At.OTHER
+        self._node, self._callers, self._standby = node, callers, standby
+        self._members = MemberCalls(callers, lead, lambda: node.shard) if lead is not None else None
+        steps = StepCalls(callers, lead) if lead is not None else None
+        desk = DeskService(lead) if lead is not None and lead.desk is not None else None
+        self.methods = methods([ShardService(callers, node, steps), self._members, steps, desk, *beside], at)
 
     def __call__(self, method: str, incoming: Incoming) -> Iterator[Frame]:
         index = self._node.index
@@ -61,7 +61,7 @@ class Service:
 
     def _check_header(self, call: Call[Any, Any], size: int) -> None:
         """Raise Malformed for one that is longer than any of ours, before it is parsed."""
-        known = self._lead.model_header if self._lead else None
+        known = self._members.model_header if self._members else None
         if call.describes and known is None:
             return
         limit = max(HEADER, 2 * known) if call.describes and known is not None else HEADER
@@ -70,14 +70,11 @@ class Service:
 
 
 class DeskService:
-    """Answers for a `Service`.
+    """Answers the job's evaluator, for a `Service`."""
 
-    Args:
-        last: the version on disk if training is over, else None.
-    """
-
-    def __init__(self, desk: Desk, last: Callable[[], int | None]) -> None:
-        self._desk, self._last = desk, last
+    def __init__(self, lead: Lead) -> None:
+        assert lead.desk is not None
+        self._desk, self._last = lead.desk, lead.last_version
 
     @answers(calls.EVALUATE)
     def _evaluate(self, request: pb.EvaluateRequest, _: Incoming) -> pb.EvaluateReply:

@@ -11,7 +11,6 @@ from elastic_ps.codec.state import Part
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import CheckpointError, InvalidJob, RefusalCode, Refused
 from elastic_ps.server.dispatch import Callers
-from elastic_ps.server.lead_service import LeadService
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import (
     OrderId,
@@ -23,6 +22,7 @@ from elastic_ps.server.orders import (
 )
 from elastic_ps.server.pulls import Pulled, RestartedAs
 from elastic_ps.server.shard import Shard
+from elastic_ps.server.steps import StepCalls
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import EMPTY, Frame, Incoming
@@ -37,7 +37,7 @@ class ShardService:
         lead: of shard 0, which knows the members, and ends a step with its last push.
     """
 
-    def __init__(self, callers: Callers, node: Node, lead: LeadService | None) -> None:
+    def __init__(self, callers: Callers, node: Node, lead: StepCalls | None) -> None:
         self._callers, self._node, self._lead = callers, node, lead
 
     # --- to workers

@@ -35,6 +35,8 @@ from elastic_ps.core.script_state import EMPTY
 from elastic_ps.core.settings import Made, Position, Settings, read_settings
 from elastic_ps.core.stages import STAGES, Stage, StageEvent
 from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.convert import layout_to_message
 
 INCARNATIONS_PER_TERM = 1 << 32
 """Incarnations start at a multiple of this in each term, so that none is given twice after a roll-back."""
@@ -60,16 +62,10 @@ class Model:
         """The tensors as plain data."""
         return [asdict(t) for t in self.layout.tensors]
 
-
-@dataclass(frozen=True)
-class Taken:
-    """The answer to a worker that asks for records; `pending`: nothing has happened, ask again."""
-
-    ranges: Sequence[Range] = ()
-    version: int = 0
-    finished: bool = False
-    chief: bool = False
-    pending: bool = False
+    @cached_property
+    def message(self) -> pb.Layout:
+        """The layout for workers."""
+        return layout_to_message(self.layout)
 
 
 @dataclass
@@ -149,7 +145,7 @@ class JobState:
     lagging: Waiting = field(default_factory=Waiting)
     pace: Pace = field(default_factory=Pace)
     balance: Balance = field(default_factory=Balance)
-    calls: Calls[Taken] = field(default_factory=Calls)
+    calls: Calls[pb.TakeReply] = field(default_factory=Calls)
     tuning: Tuning | None = None
     custody: Custody | None = None
 
@@ -238,6 +234,13 @@ class JobState:
         if self.custody is None or not self.initialised or self.values_are_here or self.rounds.decided:
             return False
         return self.custody.holders.isdisjoint(stay.incarnation for stay in self.members.live.values())
+
+    @property
+    def reduced(self) -> tuple[ReducedRounds, Custody]:
+        """The rounds, where the workers make the steps. Raises Refused (INVALID) in another job."""
+        if self.custody is None or not isinstance(self.rounds, ReducedRounds):
+            raise Refused(RefusalCode.INVALID, "workers meet only in a job with strategy all-reduce")
+        return self.rounds, self.custody
 
     @property
     def may_join(self) -> bool:

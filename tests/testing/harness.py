@@ -24,7 +24,6 @@ from elastic_ps.api.tuning import Tuning
 from elastic_ps.contract.env import ProcessEnvironment, Resume
 from elastic_ps.local.state import write_atomically
 from elastic_ps.process.telemetry import History, Trace
-from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport.base import Connection, Server
@@ -32,6 +31,7 @@ from elastic_ps.worker.dialogue import USUAL as USUAL_OF_WORKERS
 from elastic_ps.worker.dialogue import WorkerLimits
 from elastic_ps.worker.local_world import ENDING, Links, LocalWorld
 from elastic_ps.worker.session import Session
+from tests.testing.coordinator import Asked
 from tests.testing.polling import LIMIT, eventually, while_moving
 from tests.testing.transports import BY_NAME
 
@@ -170,11 +170,11 @@ class Job:
         return self.servers[0].status()
 
     @property
-    def coordinator(self) -> Coordinator:
-        """Of shard 0 as it is now."""
+    def coordinator(self) -> Asked:
+        """What can be asked of shard 0 as it is now."""
         lead = self.servers[0].lead
         assert lead is not None
-        return lead.coordinator
+        return Asked(lead, self.servers[0].node)
 
     def declare_gone(self, worker: int) -> None:
         """Tell shard 0 that a worker's process has ended, as who has started it would."""

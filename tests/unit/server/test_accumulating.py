@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ps.core.consistency import After
 from elastic_ps.core.membership import Stay
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server.coordinator import Begun, Coordinator
-from elastic_ps.server.state import Taken
 from elastic_ps.transport import messages_pb2 as pb
-from tests.testing.coordinator import SOON, Notes, finish, running, start, take
+from tests.testing.coordinator import SOON, Asked, Notes, finish, running, start, take
 from tests.testing.service import Worker, environment, serving
 
 
@@ -18,11 +15,11 @@ def accumulating(gradients: int) -> dict[str, object]:
     return {"mode": "accumulate", "gradients": gradients}
 
 
-def step(coordinator: Coordinator, stay: Stay, taken: Taken, number: int) -> None:
+def step(coordinator: Asked, stay: Stay, taken: pb.TakeReply, number: int) -> None:
     """A step on what was taken, up to its end."""
     version = coordinator.job.state.version
     begun = coordinator.begin(stay.worker, stay.incarnation, version=version, step=number)
-    assert begun == Begun(version, coordinator.job.state.rounds.attempt)
+    assert begun == pb.BeginReply(version=version, attempt=coordinator.job.state.rounds.attempt)
     finish(coordinator, stay, taken, step=number)
 
 
@@ -32,12 +29,14 @@ def test_a_worker_computes_another_step_while_the_version_lacks_some_and_pulls_w
         taken = take(coordinator, stay, call=1)
         step(coordinator, stay, taken, 0)
         asked = {"attempt": 0, "step": 0}
-        assert coordinator.await_version(0, stay.incarnation, **asked) == (After.COMPUTE, 0)
-        assert coordinator.await_version(0, stay.incarnation, **asked) == (After.COMPUTE, 0), "asked again"
+        assert coordinator.await_version(0, stay.incarnation, **asked) == pb.AwaitReply(compute=True)
+        assert coordinator.await_version(0, stay.incarnation, **asked) == pb.AwaitReply(compute=True), (
+            "asked again"
+        )
         more = take(coordinator, stay, call=2, wait=False)
         step(coordinator, stay, more, 1)
         assert coordinator.job.state.version == 1
-        assert coordinator.await_version(0, stay.incarnation, attempt=0, step=1) == (After.PULL, 0)
+        assert coordinator.await_version(0, stay.incarnation, attempt=0, step=1) == pb.AwaitReply(made=True)
 
 
 def test_a_worker_that_is_not_wanted_waits_for_the_others() -> None:
@@ -49,7 +48,7 @@ def test_a_worker_that_is_not_wanted_waits_for_the_others() -> None:
         assert coordinator.await_version(0, first.incarnation, attempt=0, step=0) is None
         assert coordinator.job.clock() - asked >= 0.05, "it has waited, so that it does not ask all the time"
         step(coordinator, second, taken[1], 0)
-        assert coordinator.await_version(0, first.incarnation, attempt=0, step=0) == (After.PULL, 0)
+        assert coordinator.await_version(0, first.incarnation, attempt=0, step=0) == pb.AwaitReply(made=True)
 
 
 def test_a_worker_whose_round_has_started_again_pushes_its_step_again() -> None:
@@ -59,7 +58,7 @@ def test_a_worker_whose_round_has_started_again_pushes_its_step_again() -> None:
         step(coordinator, first, taken[0], 0)
         assert coordinator.begin(1, second.incarnation, version=0, step=0) is not None
         coordinator.gone(1, "1")
-        assert coordinator.await_version(0, first.incarnation, attempt=0, step=0) == (After.PUSH, 1)
+        assert coordinator.await_version(0, first.incarnation, attempt=0, step=0) == pb.AwaitReply(attempt=1)
 
 
 def test_a_worker_that_takes_no_part_is_told_that_its_step_is_void() -> None:
@@ -83,7 +82,9 @@ def test_a_second_step_on_a_version_is_not_measured() -> None:
         pace = coordinator.job.state.pace
         step(coordinator, stay, take(coordinator, stay, call=1), 0)
         pace.opened([0], 0, beginning=[0])
-        assert coordinator.await_version(0, stay.incarnation, attempt=0, step=0) == (After.COMPUTE, 0)
+        assert coordinator.await_version(0, stay.incarnation, attempt=0, step=0) == pb.AwaitReply(
+            compute=True
+        )
         pace.finished(0, 0, 9)
         assert pace.slowness(0) is None
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.membership import Stay
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server.coordinator import Assigning, Coordinator
 from elastic_ps.server.orders import Advance
-from tests.testing.coordinator import SOON, Notes, finish, running, start, take
+from elastic_ps.transport import messages_pb2 as pb
+from tests.testing.coordinator import SOON, Asked, Notes, at_version, finish, running, start, take
 
 
 @pytest.fixture
@@ -21,12 +20,12 @@ def shard() -> Notes:
 
 
 @pytest.fixture
-def coordinator(shard: Notes) -> Iterator[Coordinator]:
+def coordinator(shard: Notes) -> Iterator[Asked]:
     with running([shard]) as coordinator:
         yield coordinator
 
 
-def assign(coordinator: Coordinator, stay: Stay, *, version: int, step: int) -> Assigning:
+def assign(coordinator: Asked, stay: Stay, *, version: int, step: int) -> pb.AssignReply:
     """A worker whose values are those of `version` assigns others."""
     answer = coordinator.assign(stay.worker, stay.incarnation, version=version)
     assert answer is not None
@@ -41,9 +40,7 @@ def assign(coordinator: Coordinator, stay: Stay, *, version: int, step: int) -> 
     return done
 
 
-def test_values_are_assigned_once_and_the_records_of_others_go_back(
-    coordinator: Coordinator, shard: Notes
-) -> None:
+def test_values_are_assigned_once_and_the_records_of_others_go_back(coordinator: Asked, shard: Notes) -> None:
     first, second = start(coordinator, 0), start(coordinator, 1)
     taken = take(coordinator, first, call=1)
     done = assign(coordinator, second, version=0, step=0)
@@ -61,10 +58,10 @@ def test_values_are_assigned_once_and_the_records_of_others_go_back(
     assert (more.ranges, more.version) == (taken.ranges, 1)
     done = assign(coordinator, first, version=1, step=1)
     assert (done.version, done.takes_part) == (2, True)
-    assert finish(coordinator, first, replace(more, version=2), step=2)
+    assert finish(coordinator, first, at_version(more, 2), step=2)
     state = coordinator.job.state
     assert state.ledger is not None
-    assert (state.version, state.ledger.applied) == (3, sum(r.records for r in more.ranges))
+    assert (state.version, state.ledger.applied) == (3, sum(r.stop - r.start for r in more.ranges))
     assert state.settings.position.version == 1, "only one step was made"
 
 
@@ -97,7 +94,7 @@ def test_values_that_another_worker_assigns_are_waited_for() -> None:
     with running([Notes()], limits=SOON) as coordinator:
         first, second = start(coordinator, 0), start(coordinator, 1)
         answer = coordinator.assign(0, first.incarnation, version=0)
-        assert answer == Assigning(0, answer.attempt if answer else -1, False)
+        assert answer == pb.AssignReply(version=0, attempt=answer.attempt if answer else -1)
         assert coordinator.assign(1, second.incarnation, version=0) is None, "the first has not pushed them"
         assert assign(coordinator, first, version=0, step=0).done
         done = coordinator.assign(1, second.incarnation, version=0)

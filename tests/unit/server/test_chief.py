@@ -18,12 +18,10 @@ from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import NoCheckpoint, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.checkpointer import Checkpointer
-from elastic_ps.server.coordinator import Coordinator
-from elastic_ps.server.lead import Lead
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
-from elastic_ps.server.state import Taken
-from tests.testing.coordinator import finish, start, take
+from elastic_ps.transport import messages_pb2 as pb
+from tests.testing.coordinator import Asked, AskedLead, finish, start, take
 from tests.testing.polling import eventually
 from tests.testing.shard import Body
 
@@ -48,7 +46,7 @@ class Server:
         self.node = Node(0, 1, store=self.store, consistency=Consistency(), trace=Trace(None, ""))
         spec = TrainingJobSpec.model_validate({"entrypoint": "train:main"})
         history = History(None, "")
-        self._lead = Lead(
+        self._lead = AskedLead(
             "job",
             spec,
             self.term,
@@ -69,7 +67,7 @@ class Server:
         return self._lead.status().problem
 
     @property
-    def coordinator(self) -> Coordinator:
+    def coordinator(self) -> Asked:
         return self._lead.coordinator
 
     def lose(self) -> None:
@@ -77,13 +75,13 @@ class Server:
         self.node.close()
         self.store.close()
 
-    def train(self, stay: Stay, taken: Taken) -> None:
+    def train(self, stay: Stay, taken: pb.TakeReply) -> None:
         """A worker's step, and the checkpoint of the version that it makes."""
         self.push(stay, taken)
         finish(self.coordinator, stay, taken)
         eventually(lambda: self.checkpoints.durable_version == taken.version + 1, "the version is on disk")
 
-    def push(self, stay: Stay, taken: Taken, *, step: int = 0) -> None:
+    def push(self, stay: Stay, taken: pb.TakeReply, *, step: int = 0) -> None:
         key = PushKey(
             term=self.term,
             worker=stay.worker,
@@ -95,7 +93,7 @@ class Server:
         )
         self.node.shard.push(key, 10, (), Body(torch.ones(4)))
 
-    def skip_all(self, stay: Stay, *, call: int) -> Taken:
+    def skip_all(self, stay: Stay, *, call: int) -> pb.TakeReply:
         """A worker leaves all records out that there are, until it is told of the end."""
         taken = take(self.coordinator, stay, call=call)
         while taken.ranges:
@@ -116,7 +114,7 @@ def server(tmp_path: Path, limits: ServerLimits) -> Iterator[Server]:
     made.lose()
 
 
-def end_of(taken: Taken) -> tuple[bool, bool]:
+def end_of(taken: pb.TakeReply) -> tuple[bool, bool]:
     return taken.finished, taken.chief
 
 
@@ -160,7 +158,7 @@ def test_a_worker_that_leaves_before_it_is_told_leaves_it_to_another_one(
         patch.setattr(Store, "amend", fail)
         assert server.skip_all(stays[0], call=2).pending
         server.coordinator.leave(0, stays[0].incarnation, call=100)
-    ended: list[Taken] = []
+    ended: list[pb.TakeReply] = []
 
     def asked() -> bool:
         ended.append(take(server.coordinator, stays[1], call=len(ended) + 1))
@@ -219,7 +217,7 @@ def test_nobody_is_told_of_the_end_before_the_chief_comes_to_it(server: Server, 
     """It may be busy in an earlier epoch. If it leaves there, another worker that waits is the chief."""
     chief, other = start(server.coordinator, 0), start(server.coordinator, 1)
 
-    def takes(stay: Stay, call: int, **more: Any) -> Taken:
+    def takes(stay: Stay, call: int, **more: Any) -> pb.TakeReply:
         who = stay.worker, stay.incarnation
         return server.coordinator.take(*who, call=call, records=10, epochs=2, batch=10, wait=True, **more)
 

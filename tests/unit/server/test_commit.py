@@ -17,12 +17,10 @@ from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import History
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.commit import CommitCoordinator
-from elastic_ps.server.coordinator import Joined
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.lead import Lead
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Advance, Configuration, Report, Written
-from tests.testing.coordinator import Notes, finish, join, start, take, unwritten
+from tests.testing.coordinator import AskedLead, Notes, finish, join, start, take, unwritten
 from tests.testing.polling import eventually
 
 
@@ -68,7 +66,7 @@ class Job:
             {"entrypoint": "train:main", "parameterServer": {"replicas": 2}}
         )
         nothing = History(None, "")
-        self.lead = Lead(
+        self.lead = AskedLead(
             "job", spec, 1, self.shards, checkpoints=self.checkpoints, history=nothing, limits=limits
         )
         self.lead.start(None)
@@ -162,7 +160,7 @@ def test_going_back_to_a_checkpoint_is_tried_until_it_works_and_the_status_says_
     assert job.lead.status().problem == ""
     assert [shard.loaded[-1] for shard in job.shards] == [0, 0]
     joined = join(coordinator, 1)
-    assert isinstance(joined, Joined)
+    assert not joined.pending
     assert not joined.initialise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast, get_args
 
@@ -12,12 +13,11 @@ from google.protobuf.message import Message
 
 from elastic_ps.contract.identity import Identity, Role
 from elastic_ps.errors import Malformed, RefusalCode, Refused
-from elastic_ps.evaluation.queue import Desk
 from elastic_ps.process.telemetry import Trace
-from elastic_ps.server.coordinator import Coordinator
 from elastic_ps.server.dispatch import refuse, refuse_to_end, refuse_to_speak_for
+from elastic_ps.server.lead import Lead
 from elastic_ps.server.node import Node
-from elastic_ps.server.service import HEADER, DeskService, Service
+from elastic_ps.server.service import HEADER, Service
 from elastic_ps.server.shard_service import ShardService
 from elastic_ps.tensors.store import TensorStore
 from elastic_ps.transport import messages_pb2 as pb
@@ -89,9 +89,10 @@ def services() -> dict[At, Service]:
     def tensors(index: int) -> TensorStore:
         return TensorStore(index, 2, bucket_bytes=1024, most_bytes=1024, clock=time.monotonic)
 
-    desk, lead = DeskService(cast(Desk, None), lambda: None), cast(Coordinator, object())
+    nothing = dict.fromkeys(("job", "commit", "checkpoints", "history", "last_version"))
+    lead = cast(Lead, Namespace(**nothing, desk=object()))
     return {
-        At.LEAD: Service("secret", node(0), lead, desk, tensors(0)),
+        At.LEAD: Service("secret", node(0), lead, tensors(0)),
         At.OTHER: Service("secret", node(1), None, tensors(1)),
         At.STANDBY: Service("secret", node(1), None, tensors(1), standby=True),
     }
@@ -168,7 +169,8 @@ def test_no_call_is_made_in_another_workers_name(name: str) -> None:
 
 def test_the_end_of_a_step_is_not_in_another_workers_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ShardService, "_added", lambda *_: True)
-    knows = Namespace(job=Namespace(term=1), heartbeat=lambda *_: None)
+    job = Namespace(term=1, lock=nullcontext(), check=lambda _: None)
+    knows = Namespace(job=job, commit=None, checkpoints=None, history=None, desk=None)
     node = Node(0, 2, store=None, consistency=SYNC, trace=Trace(None, ""))
     lead, own = Service("secret", node, cast(Any, knows)), pb.Caller(job="secret", worker=3, term=1)
     request = pb.PushRequest(caller=own, finish=pb.FinishRequest(caller=CALLER))

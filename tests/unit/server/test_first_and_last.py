@@ -48,7 +48,7 @@ class Disk(Store):
 
 
 class Rig:
-    """One shard, told what a driver would tell it, and the job that it belongs to."""
+    """One shard, told what a coordinator would tell it, and the job that it belongs to."""
 
     def __init__(self, directory: Path, limits: ServerLimits) -> None:
         self.now = 0.0

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,21 @@ from elastic_ps.errors import ConnectionLost, Fenced, RefusalCode, Refused
 from elastic_ps.process.telemetry import History
 from elastic_ps.server import record
 from elastic_ps.server.checkpointer import Checkpointer
-from elastic_ps.server.coordinator import Joined, NotYet
-from elastic_ps.server.lead import Lead
 from elastic_ps.server.limits import RETRY, USUAL, ServerLimits
 from elastic_ps.server.orders import Advance, Configuration, Report, Written
-from elastic_ps.server.state import Taken
-from tests.testing.coordinator import SETTINGS, Notes, finish, join, start, take, unwritten
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.convert import ranges_from_message
+from tests.testing.coordinator import (
+    SETTINGS,
+    AskedLead,
+    Notes,
+    at_version,
+    finish,
+    join,
+    start,
+    take,
+    unwritten,
+)
 from tests.testing.polling import LIMIT, eventually
 
 
@@ -44,11 +53,11 @@ def leading(
     crowded: bool = False,
     limits: ServerLimits = USUAL,
     **fields: Any,
-) -> Iterator[Lead]:
+) -> Iterator[AskedLead]:
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", **fields})
     checkpoints = checkpoints or unwritten()
     given: dict[str, Any] = {"checkpoints": checkpoints, "clock": clock, "crowded": crowded, "limits": limits}
-    lead = Lead("job", spec, 1, shards, history=History(None, ""), **given)
+    lead = AskedLead("job", spec, 1, shards, history=History(None, ""), **given)
     lead.start(None)
     try:
         yield lead
@@ -64,12 +73,12 @@ def shard() -> Notes:
 
 
 @pytest.fixture
-def lead(shard: Notes) -> Iterator[Lead]:
+def lead(shard: Notes) -> Iterator[AskedLead]:
     with leading([shard]) as lead:
         yield lead
 
 
-def members(lead: Lead) -> dict[int, Member]:
+def members(lead: AskedLead) -> dict[int, Member]:
     """The newest stay of each worker."""
     return {member.worker: member for member in lead.status().members}
 
@@ -108,7 +117,7 @@ def test_a_parameter_server_whose_shard_refuses_the_checkpoint_does_not_start(
 
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", "parameterServer": {"replicas": 2}})
     nothing = History(None, "")
-    lead = Lead("job", spec, 2, [Notes(), Refusing()], checkpoints=unwritten(2), history=nothing)
+    lead = AskedLead("job", spec, 2, [Notes(), Refusing()], checkpoints=unwritten(2), history=nothing)
     tensors = [asdict(TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0))]
     state = {"settings": SETTINGS.to_json(), "bucket_bytes": 0, "tuning": ""}
     found = Manifest(job="job", version=1, term=1, tensors=tensors, optimizer="SGD", state=state)
@@ -145,11 +154,11 @@ def test_a_model_that_has_gone_meanwhile_is_not_missed() -> None:
     with leading([Notes(), new], parameterServer={"replicas": 2}) as running:
         new.refuse = lose
         joined = join(running.coordinator, 0, instance="first", call=1)
-        assert isinstance(joined, Joined)
+        assert not joined.pending
         assert joined.initialise
         assert ordered.wait(10)
         joined = join(running.coordinator, 0, instance="second", call=1)
-        assert isinstance(joined, Joined)
+        assert not joined.pending
         assert joined.initialise
 
 
@@ -159,12 +168,12 @@ def test_a_model_that_goes_before_the_job_can_go_back_is_not_missed() -> None:
     with leading([Notes(), new], parameterServer={"replicas": 2}) as running:
         job = running.coordinator.job
         joined = join(running.coordinator, 0, instance="first", call=1)
-        assert isinstance(joined, Joined)
+        assert not joined.pending
         with job.changed:
             job.turn(CourseEvent.SPOIL)
             job.drop(0, "lost")
         joined = join(running.coordinator, 0, instance="second", call=1)
-        assert isinstance(joined, Joined)
+        assert not joined.pending
         assert joined.initialise
 
 
@@ -189,7 +198,7 @@ def test_without_a_checkpoint_a_lost_model_is_brought_anew_by_a_worker_that_has_
             coordinator.heartbeat(0, stay.incarnation)
         assert refused.value.code is RefusalCode.STALE_INCARNATION
         joined = join(coordinator, 0, instance="another", call=1)
-        assert isinstance(joined, Joined)
+        assert not joined.pending
         assert (joined.initialise, joined.term) == (True, 2)
 
 
@@ -212,7 +221,7 @@ def test_how_long_a_worker_s_steps_take_is_reported_after_the_first_one(clock: C
         for step in range(3):
             taken = take(coordinator, stay, call=step + 1, wait=step == 0)
             clock.now += 3.0
-            finish(coordinator, stay, replace(taken, version=step), step=step)
+            finish(coordinator, stay, at_version(taken, step), step=step)
             eventually(lambda: coordinator.job.state.version == len(seen) + 1, "the next version")
             seen.append(members(lead)[0].step_seconds)
         assert seen == [None, 3.0, 3.0]
@@ -228,7 +237,7 @@ def test_a_worker_that_keeps_others_waiting_is_declared_hung_and_its_records_go_
         taken = take(coordinator, first, call=1)
         take(coordinator, first, call=2, wait=False)
         second = start(coordinator, 1)
-        joining: dict[str, Taken] = {}
+        joining: dict[str, pb.TakeReply] = {}
         thread = threading.Thread(target=lambda: joining.update(taken=take(coordinator, second, call=1)))
         thread.start()
         eventually(lambda: state.rounds.waiting, "the second waits for the next round")
@@ -240,7 +249,7 @@ def test_a_worker_that_keeps_others_waiting_is_declared_hung_and_its_records_go_
             incarnation=second.incarnation,
             step=0,
             samples=10,
-            records=tuple(joining["taken"].ranges),
+            records=ranges_from_message(joining["taken"].ranges),
             settings=SETTINGS.to_json(),
         )
         coordinator.finish(contribution, version=1, attempt=0)
@@ -258,7 +267,7 @@ def test_a_worker_that_keeps_others_waiting_is_declared_hung_and_its_records_go_
         assert refused.value.code is RefusalCode.HUNG
 
 
-def test_shards_know_who_takes_part_before_a_worker_may_push(shard: Notes, lead: Lead) -> None:
+def test_shards_know_who_takes_part_before_a_worker_may_push(shard: Notes, lead: AskedLead) -> None:
     coordinator = lead.coordinator
     stay = start(coordinator)
     take(coordinator, stay, call=1)
@@ -271,7 +280,7 @@ def test_shards_know_who_takes_part_before_a_worker_may_push(shard: Notes, lead:
     assert len(shard.orders) == before, "a repeated call changes nothing"
 
 
-def test_a_round_is_ordered_with_its_contributors_samples_and_settings(shard: Notes, lead: Lead) -> None:
+def test_a_round_is_ordered_with_its_contributors_samples_and_settings(shard: Notes, lead: AskedLead) -> None:
     coordinator = lead.coordinator
     stay = start(coordinator)
     taken = take(coordinator, stay, call=1)
@@ -288,7 +297,7 @@ def test_a_round_is_ordered_with_its_contributors_samples_and_settings(shard: No
     assert lead.coordinator.job.state.settings.to_json() == order.apply.settings.to_json()
 
 
-def test_an_order_that_was_not_delivered_is_given_again(shard: Notes, lead: Lead) -> None:
+def test_an_order_that_was_not_delivered_is_given_again(shard: Notes, lead: AskedLead) -> None:
     coordinator = lead.coordinator
     stay = start(coordinator)
     taken = take(coordinator, stay, call=1)
@@ -304,11 +313,11 @@ def test_an_order_that_was_not_delivered_is_given_again(shard: Notes, lead: Lead
     finish(coordinator, stay, taken)
     eventually(lambda: lead.status().progress.version == 1, "it arrives in the end")
     assert failures == 2
-    assert lead.status().progress.records_applied == sum(r.records for r in taken.ranges)
+    assert lead.status().progress.records_applied == sum(r.stop - r.start for r in taken.ranges)
     assert coordinator.job.state.settings.position.version == 1, "schedules count a version as one step"
 
 
-def test_a_shard_that_is_not_reached_is_not_tried_by_every_call(shard: Notes, lead: Lead) -> None:
+def test_a_shard_that_is_not_reached_is_not_tried_by_every_call(shard: Notes, lead: AskedLead) -> None:
     """Each of them would try at once, and wake up the others, which would do so, too."""
     coordinator = lead.coordinator
     stay = start(coordinator)
@@ -392,10 +401,10 @@ def test_without_a_checkpoint_a_lost_model_is_begun_anew_in_another_term() -> No
         assert not lead.status().ready
         shards[1].refuse = lambda _: None
         joined = join(coordinator, 1)
-        assert isinstance(joined, Joined)
+        assert not joined.pending
         assert joined.initialise
         assert joined.term == 2
-        assert joined.stay.incarnation >> 32 == 2
+        assert joined.incarnation >> 32 == 2
 
 
 def test_a_job_that_is_about_to_end_tells_nobody_anything_more() -> None:
@@ -431,7 +440,7 @@ def test_rows_whose_norm_is_limited_must_not_be_divided() -> None:
     with leading([Notes()], parameterServer={"bucketBytes": 2048}) as lead:
         coordinator = lead.coordinator
 
-        def joining(settings: Settings) -> Joined | NotYet:
+        def joining(settings: Settings) -> pb.JoinReply:
             return coordinator.join(
                 0, pid=1, host="here", tensors=tensors, optimizer="SGD", settings=settings
             )
@@ -440,7 +449,7 @@ def test_rows_whose_norm_is_limited_must_not_be_divided() -> None:
             joining(Settings(({"lr": 0.1, "max_norm": 1.0},)))
         assert refused.value.code is RefusalCode.INVALID
         joined = joining(Settings(({"lr": 0.1},)))
-        assert isinstance(joined, Joined)
+        assert not joined.pending
         assert joined.initialise
 
 
@@ -476,9 +485,9 @@ def test_a_version_that_cannot_be_kept_is_tried_again(
     with leading([shard], checkpoints=checkpoints, clock=clock) as lead:
         coordinator = lead.coordinator
         joined = join(coordinator, 0)
-        assert isinstance(joined, Joined)
+        assert not joined.pending
         with pytest.raises(Refused, match=r"version 0 is not on disk yet\. No space left") as refused:
-            coordinator.initialised(0, joined.stay.incarnation)
+            coordinator.initialised(0, joined.incarnation)
         assert refused.value.code is RefusalCode.NOT_READY
         assert not lead.status().ready
         assert lead.status().problem == "No space left on device"
@@ -488,7 +497,7 @@ def test_a_version_that_cannot_be_kept_is_tried_again(
         assert shard.written == tried, "not before a second has passed"
         clock.now += 1.0
         eventually(lambda: lead.status().ready, "it is tried again")
-        coordinator.initialised(0, joined.stay.incarnation)
+        coordinator.initialised(0, joined.incarnation)
         assert checkpoints.durable_version == 0
 
 
@@ -511,10 +520,10 @@ def test_the_worker_that_has_brought_the_model_waits_while_another_thread_writes
         ThreadPoolExecutor(2) as pool,
     ):
         joined = join(lead.coordinator, 0)
-        assert isinstance(joined, Joined)
-        first = pool.submit(lead.coordinator.initialised, 0, joined.stay.incarnation)
+        assert not joined.pending
+        first = pool.submit(lead.coordinator.initialised, 0, joined.incarnation)
         assert writing.wait(LIMIT)
-        second = pool.submit(lead.coordinator.initialised, 0, joined.stay.incarnation)
+        second = pool.submit(lead.coordinator.initialised, 0, joined.incarnation)
         try:
             assert not wait([first, second], 0.5).done, "it is not on disk yet"
         finally:

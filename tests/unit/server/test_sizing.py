@@ -31,13 +31,12 @@ from elastic_ps.core.sizing import (
     bucket_bytes,
 )
 from elastic_ps.errors import Malformed
-from elastic_ps.server.coordinator import Joined, NotYet
-from elastic_ps.server.lead import Lead
-from elastic_ps.server.lead_service import PROBE
 from elastic_ps.server.limits import USUAL
+from elastic_ps.server.members import PROBE
 from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.convert import layout_from_message
 from elastic_ps.worker.measuring import BODIES, BODY_CALLS, EMPTY_CALLS, LONG, measure
-from tests.testing.coordinator import SOON, Notes
+from tests.testing.coordinator import SOON, AskedLead, Notes, waits
 from tests.testing.service import Worker, environment, serving
 from tests.unit.server.test_lead import leading
 
@@ -155,30 +154,30 @@ SLOW = Link(12.5e6, 0.0)
 
 
 @contextmanager
-def choosing(**server: Any) -> Iterator[Lead]:
+def choosing(**server: Any) -> Iterator[AskedLead]:
     with leading([Notes()], parameterServer=server) as lead:
         yield lead
 
 
-def joining(lead: Lead, worker: int = 0, *, settings: Settings = LR, **said: Any) -> Joined | NotYet:
+def joining(lead: AskedLead, worker: int = 0, *, settings: Settings = LR, **said: Any) -> pb.JoinReply:
     join = lead.coordinator.join
     return join(worker, pid=1, host="here", tensors=TENSORS, optimizer="SGD", settings=settings, **said)
 
 
-def sizes(joined: Joined | NotYet) -> set[int]:
-    assert isinstance(joined, Joined)
-    return {bucket.nbytes for bucket in joined.layout.buckets}
+def sizes(joined: pb.JoinReply) -> set[int]:
+    assert not joined.pending
+    return {bucket.nbytes for bucket in layout_from_message(joined.layout).buckets}
 
 
 def test_the_first_worker_measures_and_the_others_are_not_asked() -> None:
     with choosing() as lead:
-        assert joining(lead, measures=True) is NotYet.MEASURE
+        assert joining(lead, measures=True).measure
         assert lead.status().bucket_bytes == 0
         first = joining(lead, measures=True, link=SLOW)
         assert sizes(first) == {64 * KIB}
         assert lead.status().bucket_bytes == 64 * KIB
-        assert isinstance(first, Joined)
-        lead.coordinator.initialised(0, first.stay.incarnation)
+        assert not first.pending
+        lead.coordinator.initialised(0, first.incarnation)
         assert sizes(joining(lead, 1, measures=True)) == {64 * KIB}
 
 
@@ -210,30 +209,30 @@ def test_one_worker_measures_at_a_time() -> None:
     """Else each finds what its share of shard 0's link is like."""
     now = 100.0
     with leading([Notes()], clock=lambda: now, limits=SOON) as lead:
-        assert joining(lead, 0, measures=True) is NotYet.MEASURE
-        assert joining(lead, 1, measures=True) is NotYet.WAIT
-        assert joining(lead, 0, measures=True) is NotYet.MEASURE, "its answer was lost, or its process"
+        assert joining(lead, 0, measures=True).measure
+        assert waits(joining(lead, 1, measures=True))
+        assert joining(lead, 0, measures=True).measure, "its answer was lost, or its process"
         now += TURN
-        assert joining(lead, 1, measures=True) is NotYet.MEASURE, "nobody has heard from the other one"
-        assert joining(lead, 0, measures=True) is NotYet.WAIT
+        assert joining(lead, 1, measures=True).measure, "nobody has heard from the other one"
+        assert waits(joining(lead, 0, measures=True))
         assert sizes(joining(lead, 0, measures=True, link=SLOW)) == {64 * KIB}, "it has measured, though late"
 
 
 def test_another_one_measures_at_once_if_the_first_is_lost_while_it_brings_the_model() -> None:
     with leading([Notes()], clock=lambda: 100.0) as lead:
-        assert joining(lead, 0, measures=True) is NotYet.MEASURE
-        assert isinstance(joining(lead, 0, measures=True, link=SLOW), Joined)
+        assert joining(lead, 0, measures=True).measure
+        assert not joining(lead, 0, measures=True, link=SLOW).pending
         lead.coordinator.gone(0, "")
-        assert joining(lead, 1, measures=True) is NotYet.MEASURE
+        assert joining(lead, 1, measures=True).measure
 
 
 def test_a_worker_that_waits_for_another_ones_measurement_gets_the_model_at_once() -> None:
     with leading([Notes()]) as lead, ThreadPoolExecutor() as pool:
-        assert joining(lead, 0, measures=True) is NotYet.MEASURE
+        assert joining(lead, 0, measures=True).measure
         other = pool.submit(joining, lead, 1, measures=True)
         first = joining(lead, 0, measures=True, link=SLOW)
-        assert isinstance(first, Joined)
-        lead.coordinator.initialised(0, first.stay.incarnation)
+        assert not first.pending
+        lead.coordinator.initialised(0, first.incarnation)
         assert sizes(other.result(USUAL.answer.total_seconds() / 2)) == {64 * KIB}
 
 

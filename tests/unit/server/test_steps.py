@@ -11,16 +11,26 @@ from typing import Any
 import pytest
 
 from elastic_ps.core.consistency import Contribution, Phase
-from elastic_ps.core.ledger import Range
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.server.commit import CommitCoordinator
-from elastic_ps.server.coordinator import Begun, Coordinator, Joined, NotYet
 from elastic_ps.server.limits import ServerLimits
 from elastic_ps.server.orders import Advance, Report
-from elastic_ps.server.state import Taken
-from tests.testing.coordinator import SOON, Notes, finish, join, running, start, take
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.convert import ranges_from_message
+from tests.testing.coordinator import (
+    SOON,
+    Asked,
+    Notes,
+    at_version,
+    finish,
+    join,
+    running,
+    start,
+    take,
+    waits,
+)
 from tests.testing.polling import eventually
 
 
@@ -33,16 +43,16 @@ soon = pytest.mark.parametrize("limits", [SOON], ids=["soon"])
 
 
 @pytest.fixture
-def coordinator(shard: Notes, limits: ServerLimits) -> Iterator[Coordinator]:
+def coordinator(shard: Notes, limits: ServerLimits) -> Iterator[Asked]:
     with running([shard], limits=limits) as coordinator:
         yield coordinator
 
 
 def test_one_worker_initialises_the_model_also_when_two_come_at_once(
-    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+    coordinator: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the second one's values overwrite the first one's when training has begun."""
-    joined: dict[int, Joined | NotYet] = {}
+    joined: dict[int, pb.JoinReply] = {}
     configured, second_has_joined = threading.Event(), threading.Event()
     configure = CommitCoordinator.configure
 
@@ -58,8 +68,8 @@ def test_one_worker_initialises_the_model_also_when_two_come_at_once(
     joined[1] = join(coordinator, 1)
     second_has_joined.set()
     first.join(20)
-    assert joined[0] is NotYet.WAIT
-    assert isinstance(joined[1], Joined)
+    assert waits(joined[0])
+    assert not joined[1].pending
     assert joined[1].initialise
 
 
@@ -67,7 +77,7 @@ def test_one_worker_initialises_the_model_also_when_two_come_at_once(
     "groups", [(), ({"lr": None},), ({"lr": float("nan")},), ({"lr": 0.1, "params": []},)]
 )
 def test_settings_that_no_optimizer_can_step_with_are_refused_before_the_round_is_decided(
-    coordinator: Coordinator, shard: Notes, groups: tuple[dict[str, Any], ...]
+    coordinator: Asked, shard: Notes, groups: tuple[dict[str, Any], ...]
 ) -> None:
     """A shard would fail in the middle of the optimizer's step, and every worker with it."""
     stay = start(coordinator)
@@ -79,7 +89,7 @@ def test_settings_that_no_optimizer_can_step_with_are_refused_before_the_round_i
             incarnation=stay.incarnation,
             step=0,
             samples=10,
-            records=tuple(taken.ranges),
+            records=ranges_from_message(taken.ranges),
             settings=settings.to_json(),
         )
         return coordinator.finish(contribution, version=0, attempt=0)
@@ -177,7 +187,7 @@ def test_a_shard_that_refuses_what_it_voted_for_has_lost_the_model(code: Refusal
             coordinator.heartbeat(stay.worker, stay.incarnation)
 
 
-def test_an_answer_that_was_lost_is_given_again(coordinator: Coordinator) -> None:
+def test_an_answer_that_was_lost_is_given_again(coordinator: Asked) -> None:
     """A worker that asks again for records gets the same ones, whether it waits or not."""
     stay = start(coordinator)
     first = take(coordinator, stay, call=1)
@@ -201,7 +211,7 @@ def test_a_worker_that_is_admitted_does_not_wait_for_the_ticker() -> None:
             finish(coordinator, stay, taken, step=step)
 
 
-def test_a_late_copy_of_a_call_does_not_take_a_worker_out_of_the_round(coordinator: Coordinator) -> None:
+def test_a_late_copy_of_a_call_does_not_take_a_worker_out_of_the_round(coordinator: Asked) -> None:
     """It has pushed to some shards already: the others would commit without it, and those refuse."""
     stay = start(coordinator)
     taken = take(coordinator, stay, call=1)
@@ -217,7 +227,7 @@ def test_a_late_copy_of_a_call_does_not_take_a_worker_out_of_the_round(coordinat
     assert finish(coordinator, stay, taken), "it holds its records"
 
 
-def is_late(coordinator: Coordinator, stay: Stay, *, version: int, step: int) -> bool:
+def is_late(coordinator: Asked, stay: Stay, *, version: int, step: int) -> bool:
     """Whether a worker comes too late with a step."""
     try:
         assert coordinator.begin(stay.worker, stay.incarnation, version=version, step=step) is not None
@@ -228,7 +238,7 @@ def is_late(coordinator: Coordinator, stay: Stay, *, version: int, step: int) ->
     return False
 
 
-def holds(taken: Taken, record: Range) -> bool:
+def holds(taken: pb.TakeReply, record: pb.Range) -> bool:
     return any(r.epoch == record.epoch and r.start <= record.start < r.stop for r in taken.ranges)
 
 
@@ -279,7 +289,7 @@ def test_a_script_that_skips_a_step_which_was_late_leaves_its_records_to_others(
         assert coordinator.job.state.ledger.skipped == 0
 
 
-def test_a_process_that_was_replaced_does_not_expel_the_one_in_its_place(coordinator: Coordinator) -> None:
+def test_a_process_that_was_replaced_does_not_expel_the_one_in_its_place(coordinator: Asked) -> None:
     """Both have the pid and the host of a pod of that name."""
     start(coordinator, instance="old", call=1)
     stay = start(coordinator, instance="new", call=1)
@@ -293,11 +303,11 @@ def test_a_process_that_was_replaced_does_not_expel_the_one_in_its_place(coordin
         coordinator.heartbeat(0, stay.incarnation)
 
 
-def test_a_join_whose_answer_was_lost_is_answered_again(coordinator: Coordinator) -> None:
+def test_a_join_whose_answer_was_lost_is_answered_again(coordinator: Asked) -> None:
     stay = start(coordinator, instance="a", call=1)
     again = join(coordinator, 0, instance="a", call=1)
-    assert isinstance(again, Joined)
-    assert again.stay.incarnation == stay.incarnation
+    assert not again.pending
+    assert again.incarnation == stay.incarnation
 
 
 def test_a_call_does_not_wait_for_ever_for_a_round_to_be_committed() -> None:
@@ -322,23 +332,23 @@ def assert_(true: bool) -> None:
     assert true
 
 
-def test_the_model_stays_when_the_worker_that_brought_it_vanishes(coordinator: Coordinator) -> None:
+def test_the_model_stays_when_the_worker_that_brought_it_vanishes(coordinator: Asked) -> None:
     """It may be on disk already; another one that brings other values would train on from those."""
     first = join(coordinator, 0, instance="a", call=1)
-    assert isinstance(first, Joined)
+    assert not first.pending
     assert first.initialise
-    coordinator.initialised(0, first.stay.incarnation)
+    coordinator.initialised(0, first.incarnation)
     coordinator.gone(0, "a")
     second = join(coordinator, 1, instance="b", call=1)
-    assert isinstance(second, Joined)
+    assert not second.pending
     assert not second.initialise
 
 
 def test_one_worker_is_the_chief_and_who_takes_its_place_after_its_end_is_not(
-    coordinator: Coordinator,
+    coordinator: Asked,
 ) -> None:
     stays = [start(coordinator, worker, instance=f"{worker}-1", call=1) for worker in (0, 1)]
-    ended: dict[int, Taken] = {}
+    ended: dict[int, pb.TakeReply] = {}
     call = 0
     while not ended.get(0):
         call += 1
@@ -361,7 +371,9 @@ def test_a_step_that_cannot_be_let_in_yet_is_asked_for_again() -> None:
         first, second = start(coordinator, 0), start(coordinator, 1)
         taken = take(coordinator, first, call=1)
         take(coordinator, second, call=1)
-        assert coordinator.begin(0, first.incarnation, version=0, step=0) == Begun(0, 0)
+        assert coordinator.begin(0, first.incarnation, version=0, step=0) == pb.BeginReply(
+            version=0, attempt=0
+        )
 
         def lose(advance: Advance) -> None:
             if advance.apply is not None:
@@ -375,7 +387,10 @@ def test_a_step_that_cannot_be_let_in_yet_is_asked_for_again() -> None:
         shard.refuse = lambda _: None
         eventually(lambda: coordinator.job.state.version == 1, "the round is committed")
         eventually(
-            lambda: coordinator.begin(1, second.incarnation, version=0, step=0) == Begun(1, 0),
+            lambda: (
+                coordinator.begin(1, second.incarnation, version=0, step=0)
+                == pb.BeginReply(version=1, attempt=0)
+            ),
             "it is let in to the next one",
         )
 
@@ -396,7 +411,7 @@ def test_who_has_pulled_a_newer_version_holds_nobody_up() -> None:
 
 
 def test_a_join_whose_model_has_gone_meanwhile_is_asked_for_again(
-    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+    coordinator: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A shard has lost it while it was laid out: the job goes back, to a state without a model."""
     configure = CommitCoordinator.configure
@@ -412,15 +427,15 @@ def test_a_join_whose_model_has_gone_meanwhile_is_asked_for_again(
     assert refused.value.code is RefusalCode.NOT_READY
     monkeypatch.undo()
     joined = join(coordinator, 0)
-    assert isinstance(joined, Joined)
+    assert not joined.pending
     assert (joined.initialise, joined.term) == (True, 2)
 
 
 def test_the_model_that_was_brought_to_a_term_that_is_over_is_not_the_jobs(
-    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+    coordinator: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joined = join(coordinator, 0)
-    assert isinstance(joined, Joined)
+    assert not joined.pending
     drive = CommitCoordinator.drive
 
     def lose(commit: CommitCoordinator) -> None:
@@ -430,7 +445,7 @@ def test_the_model_that_was_brought_to_a_term_that_is_over_is_not_the_jobs(
 
     monkeypatch.setattr(CommitCoordinator, "drive", lose)
     with pytest.raises(Refused, match="term 1 is over") as refused:
-        coordinator.initialised(0, joined.stay.incarnation)
+        coordinator.initialised(0, joined.incarnation)
     assert refused.value.code is RefusalCode.STALE_TERM
 
 
@@ -453,20 +468,20 @@ def test_a_worker_that_was_too_late_and_gets_no_records_is_not_expected_back() -
 
 
 @soon
-def test_a_worker_that_has_trained_waits_for_who_brings_the_model_anew(coordinator: Coordinator) -> None:
+def test_a_worker_that_has_trained_waits_for_who_brings_the_model_anew(coordinator: Asked) -> None:
     """It would not be let in to bring its own, but it can go on with the other one's."""
     first = join(coordinator, 0)
-    assert isinstance(first, Joined)
-    assert join(coordinator, 1, again=True) is NotYet.WAIT
-    coordinator.initialised(0, first.stay.incarnation)
+    assert not first.pending
+    assert waits(join(coordinator, 1, again=True))
+    coordinator.initialised(0, first.incarnation)
     second = join(coordinator, 1, again=True)
-    assert isinstance(second, Joined)
+    assert not second.pending
     assert not second.initialise
 
 
 @soon
 def test_a_worker_that_leaves_between_two_steps_does_not_make_the_others_push_again(
-    coordinator: Coordinator,
+    coordinator: Asked,
 ) -> None:
     first, second = start(coordinator, 0), start(coordinator, 1)
     taken = take(coordinator, first, call=1)
@@ -476,13 +491,13 @@ def test_a_worker_that_leaves_between_two_steps_does_not_make_the_others_push_ag
     assert take(coordinator, second, call=1).version == 1
     coordinator.leave(1, second.incarnation, call=2)
     assert coordinator.job.state.rounds.attempt == 0
-    assert finish(coordinator, first, replace(more, version=1), step=1)
+    assert finish(coordinator, first, at_version(more, 1), step=1)
     assert coordinator.job.state.version == 2
 
 
 @soon
 def test_whoever_waits_with_records_when_a_script_ends_the_training_gives_them_back(
-    coordinator: Coordinator,
+    coordinator: Asked,
 ) -> None:
     first, second = start(coordinator, 0), start(coordinator, 1)
     taken = take(coordinator, first, call=1)
@@ -493,7 +508,7 @@ def test_whoever_waits_with_records_when_a_script_ends_the_training_gives_them_b
     coordinator.stop(0, first.incarnation, "good enough")
     assert take(coordinator, second, call=1).pending, "the last version is not made yet"
     assert not ledger.held(second.incarnation)
-    assert ledger.held(first.incarnation) == list(taken.ranges), "its step is made"
+    assert ledger.held(first.incarnation) == list(ranges_from_message(taken.ranges)), "its step is made"
 
 
 def test_two_steps_of_a_version_are_not_of_the_same_records() -> None:
@@ -550,13 +565,13 @@ def test_a_grace_period_ends_when_it_is_over_and_not_at_the_next_tick(shard: Not
         take(coordinator, slow, call=1)
         for version in range(3):
             assert coordinator.begin(0, quick.incarnation, version=version, step=version) is not None
-            assert finish(coordinator, quick, replace(taken, version=version), step=version)
+            assert finish(coordinator, quick, at_version(taken, version), step=version)
             eventually(lambda: len(shard.applied) > version, "the version is made")  # noqa: B023
             taken = take(coordinator, quick, call=version + 2, wait=False)
 
 
 def test_a_grace_period_that_ends_while_the_ticker_is_busy_is_over_when_it_looks_again(
-    coordinator: Coordinator,
+    coordinator: Asked,
 ) -> None:
     """What was left when it was looked at last is no time to wait for from now on."""
     job = coordinator.job
@@ -569,7 +584,7 @@ def test_a_grace_period_that_ends_while_the_ticker_is_busy_is_over_when_it_looks
         assert job.until_next_look(timedelta(hours=1)) == 3600
 
 
-def test_a_round_that_is_being_committed_does_not_keep_the_ticker_awake(coordinator: Coordinator) -> None:
+def test_a_round_that_is_being_committed_does_not_keep_the_ticker_awake(coordinator: Asked) -> None:
     job = coordinator.job
     with job.lock:
         job.grace_until, job.state.rounds.phase = job.clock(), Phase.COMMITTING

@@ -1,0 +1,331 @@
+"""What workers ask of shard 0 as members of the job, and what their scripts say: the handlers of these calls.
+
+The decisions are `core`'s, the state is `state.JobState`, and `CommitCoordinator` tells the shards. What a
+call means stands in messages.proto.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+from elastic_ps.codec.plan import Plan
+from elastic_ps.core import script_state
+from elastic_ps.core.membership import Stay
+from elastic_ps.core.metrics import keep
+from elastic_ps.core.partition import TensorSpec, difference
+from elastic_ps.core.reduced import Peer
+from elastic_ps.core.sizing import Link, Turn
+from elastic_ps.core.stages import Stage, StageEvent
+from elastic_ps.errors import Malformed, RefusalCode, Refused
+from elastic_ps.server.dispatch import Callers, refuse_to_end, require_permitted
+from elastic_ps.server.lead import Lead
+from elastic_ps.server.orders import settings_from_message
+from elastic_ps.server.shard import Shard
+from elastic_ps.server.state import JobState, Model
+from elastic_ps.transport import calls
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Incoming
+from elastic_ps.transport.calls import answers
+from elastic_ps.transport.convert import tensors_from_message
+
+logger = logging.getLogger(__name__)
+
+PROBE = 4 * 1024 * 1024
+"""Bytes of the body of a Probe, at most."""
+
+
+class MemberCalls:
+    """Answers for a `Service`. All methods may be called from any thread and may block.
+
+    Args:
+        shard: this process's; raises Refused (NOT_READY) before it knows the model.
+    """
+
+    def __init__(self, callers: Callers, lead: Lead, shard: Callable[[], Shard]) -> None:
+        self._callers, self._job, self._commit = callers, lead.job, lead.commit
+        self._checkpoints, self._history, self._shard = lead.checkpoints, lead.history, shard
+        self._turn = Turn()
+        self._join_header, self._model_known = 0, False
+        self._waste = bytearray()  # what a Probe brings goes here, also of several at the same time
+
+    @property
+    def model_header(self) -> int | None:
+        """The longest header of a Join so far; None as long as any model may still come."""
+        return self._join_header if self._model_known else None
+
+    # --- members
+
+    @answers(calls.JOIN)
+    def join(self, request: pb.JoinRequest, incoming: Incoming) -> pb.JoinReply:
+        """Admit a worker. It has to wait while another one measures its network, or initialises the model.
+
+        Raises:
+            Refused: MODEL_MISMATCH; SUPERSEDED; STALE_CALL; MODEL_LOST; INVALID: also if the worker cannot
+                speak to the others.
+        """
+        link, tensors = _link(request), tensors_from_message(request.tensors)
+        optimizer, settings = request.optimizer.name, settings_from_message(request.optimizer.groups)
+        job, worker, call = self._job, request.caller.worker, request.caller.call
+        has_to_measure = request.measures and link is None
+        with job.settled() as state:
+            if known := state.members.known(worker, request.instance, call):
+                return self._joined(state, known, incoming)
+            if state.model is not None and state.initialised:
+                _require_same(state.model, tensors, optimizer)  # before it takes anybody's place
+            peer = Peer(request.address, request.torch)
+            _require_speakable(state, worker, peer)
+            job.drop(worker, "lost")
+            may_join = job.changed.wait_for(
+                lambda: job.closing or self._may_join(worker, has_to_measure=has_to_measure),
+                timeout=job.limits.answer.total_seconds(),
+            )
+            if not may_join or job.closing:
+                return pb.JoinReply(pending=True)
+            state = job.state
+            if request.again and not state.initialised:
+                raise Refused(
+                    RefusalCode.MODEL_LOST,
+                    "the parameter server has lost the model and has no checkpoint to continue from",
+                )
+            if has_to_measure and self._size_is_open:
+                self._turn.take(worker, job.clock())
+                return pb.JoinReply(pending=True, measure=True)
+            self._turn.end(worker)
+            if configure := state.stage is Stage.EMPTY:
+                state.note(StageEvent.CONFIGURE)
+        if configure:
+            self._commit.configure(tensors, optimizer, settings, link)
+        with job.settled() as state:
+            if known := state.members.known(worker, request.instance, call):
+                return self._joined(state, known, incoming)
+            job.drop(worker, "lost")
+            if not self._may_join(worker):  # another one has begun to initialise the model since
+                return pb.JoinReply(pending=True)
+            _require_same(state.model, tensors, optimizer)
+            stay = state.members.join(
+                worker,
+                pid=request.pid,
+                host=request.host,
+                version=state.version,
+                now=job.clock(),
+                instance=request.instance,
+                transport=incoming.transport,
+                call=call,
+                follows=request.caller.incarnation,
+            )
+            if state.custody is not None:
+                live = [each.incarnation for each in state.members.live.values()]
+                state.custody.introduce(stay.incarnation, peer, live)
+            if not state.initialised:
+                state.note(StageEvent.BRING, initialiser=worker)
+                job.told()
+            reply = self._joined(state, stay, incoming)
+        said = {"incarnation": reply.incarnation, "version": reply.version, "term": reply.term}
+        self._history.record("join", worker=worker, **said)
+        text = "worker %d (pid %d on %s) joined at version %d; its calls come over %s"
+        logger.info(text, worker, request.pid, request.host, reply.version, incoming.transport)
+        self._commit.drive()
+        return reply
+
+    @property
+    def _size_is_open(self) -> bool:
+        """Whether the next worker brings the model, and the size of buckets follows from its network."""
+        return self._job.spec.chooses_buckets and self._job.state.model is None
+
+    def _may_join(self, worker: int, *, has_to_measure: bool = False) -> bool:
+        if has_to_measure and self._size_is_open and self._turn.is_anothers(worker, self._job.clock()):
+            return False
+        return self._job.state.may_join
+
+    def _joined(self, state: JobState, stay: Stay, incoming: Incoming) -> pb.JoinReply:
+        """What a member is told when it joins; the lock is held."""
+        assert state.model is not None
+        initialise = state.initialiser == stay.worker
+        self._join_header = max(self._join_header, len(incoming.header))
+        self._model_known |= not initialise
+        return pb.JoinReply(
+            term=state.term,
+            incarnation=stay.incarnation,
+            version=state.version,
+            layout=state.model.message,
+            initialise=initialise,
+            lease_ms=round(self._job.lease.total_seconds() * 1000),
+            settings=state.settings_of_version.to_json(),
+            tuning=self._job.tuning.to_json(),
+            codecs=Plan(self._job.spec.compression).names,
+        )
+
+    @answers(calls.PROBE)
+    def probe(self, _: pb.ProbeRequest, incoming: Incoming) -> None:
+        """Throw away what comes."""
+        if incoming.size > PROBE:
+            raise Malformed(f"Probe: a body of {incoming.size} bytes; the limit is {PROBE}")
+        if incoming.size:
+            self._waste = self._waste or bytearray(PROBE)
+            incoming.read_into(memoryview(self._waste)[: incoming.size])
+
+    @answers(calls.INIT_DONE)
+    def init_done(self, request: pb.InitDoneRequest, _: Incoming) -> None:
+        """The first worker has sent its values; or, with a version, one that makes steps has sent those.
+
+        The first ones are kept, and the model can be trained. Blocks for a while, until version 0 is on disk,
+        so that there is something to go back to. The values stay what they are if the worker ends meanwhile:
+        they may be on disk already. Later ones are written to disk if that was wanted; blocks for the copy in
+        memory.
+
+        Raises:
+            Refused: NOT_READY; version 0 is not on disk yet. STALE_TERM; a shard has lost the values.
+                WRONG_VERSION; another version has been made meanwhile.
+        """
+        if request.HasField("version"):
+            self._shard().require_values(request.version)
+            self._take_version(request)
+        else:
+            self._take_first(request.caller)
+        self._model_known = True
+
+    def _take_version(self, request: pb.InitDoneRequest) -> None:
+        with self._job.member(request.caller) as (state, _):
+            _, custody = state.reduced
+            if request.version != state.version:
+                text = f"values of version {request.version} came, but version {state.version} is there"
+                raise Refused(RefusalCode.WRONG_VERSION, text)
+            custody.version = request.version
+            wanted = custody.wanted == request.version
+            self._job.changed.notify_all()
+        if wanted:
+            self._checkpoints.order()
+
+    def _take_first(self, caller: pb.Caller) -> None:
+        with self._job.member(caller) as (state, _):
+            if state.initialiser == caller.worker:
+                state.note(StageEvent.ARRIVE)
+                self._job.told()
+            elif state.stage not in (Stage.ARRIVED, Stage.TRAINING):
+                text = f"worker {caller.worker} with incarnation {caller.incarnation} is not the one that"
+                raise Refused(RefusalCode.STALE_INCARNATION, f"{text} brings the model")
+        self._commit.drive()
+        self._checkpoints.keep_what_must_be(patience=self._job.limits.answer)
+        with self._job.settled() as now:
+            if now is not state:
+                raise Refused(RefusalCode.STALE_TERM, f"term {state.term} is over")
+            if not state.initialised:
+                text = f"version 0 is not on disk yet. {self._checkpoints.failure}"
+                raise Refused(RefusalCode.NOT_READY, text)
+
+    @answers(calls.HEARTBEAT)
+    def heartbeat(self, request: pb.HeartbeatRequest, _: Incoming) -> None:
+        """Renew a lease; with a version, see `SyncRounds.computes_on`."""
+        self._callers.require_member(request.caller)
+        if request.HasField("version"):
+            with self._job.member(request.caller) as (state, stay):
+                if state.rounds.computes_on(stay.worker, request.version):
+                    self._job.told()
+            self._commit.drive()
+
+    @answers(calls.LEAVE)
+    def leave(self, request: pb.LeaveRequest, _: Incoming) -> None:
+        """A worker says goodbye, between two steps; what it holds goes to others."""
+        with self._job.member(request.caller) as (state, stay):
+            state.calls.begin(stay.incarnation, request.caller.call)
+            state.stop_computing(stay, abandoned=False)
+            self._job.drop(stay.worker, "left")
+        self._commit.drive()
+
+    @answers(calls.GONE)
+    def gone(self, request: pb.GoneRequest, incoming: Incoming) -> None:
+        """A worker's process has ended; nothing happens if a newer one has taken its place."""
+        require_permitted(refuse_to_end(incoming.peer, request.worker))
+        with self._job.settled() as state:
+            stay = state.members.live.get(request.worker)
+            if stay is not None and stay.instance == request.instance:
+                self._job.drop(stay.worker, "lost")
+        self._commit.drive()
+
+    # --- what scripts say
+
+    @answers(calls.CHIEF)
+    def chief(self, request: pb.ChiefRequest, _: Incoming) -> pb.ChiefReply:
+        """Whether the worker is the one to evaluate and save in this epoch; see `JobState.chiefs`."""
+        with self._job.member(request.caller) as (state, stay):
+            if not request.passes or state.chief == stay.worker:
+                state.choose_chief(stay, request.epoch)
+            elif state.chiefs.get(request.epoch) != stay.worker:
+                state.loops[stay.worker] = request.epoch + 1
+            return pb.ChiefReply(chief=state.is_chief(stay, request.epoch))
+
+    @answers(calls.READ_STATE)
+    def read_state(self, _: pb.ReadStateRequest, __: Incoming) -> pb.ReadStateReply:
+        """What scripts keep with the job; see `JobState.script_state`."""
+        with self._job.settled() as state:
+            return pb.ReadStateReply(text=state.script_state)
+
+    @answers(calls.WRITE_STATE)
+    def write_state(self, request: pb.WriteStateRequest, _: Incoming) -> None:
+        """The chief's script changes it. Raises Refused (INVALID) if the worker is not the chief."""
+        try:
+            script_state.from_text(request.text)
+        except ValueError as error:
+            raise Malformed(f"WriteState: {error}") from error
+        with self._job.member(request.caller) as (state, stay):
+            if state.calls.begin(stay.incarnation, request.caller.call):
+                state.write_state(stay, request.text, again=request.again)
+
+    @answers(calls.STOP)
+    def stop(self, request: pb.StopRequest, _: Incoming) -> None:
+        """A script ends the training; see `JobState.stopped`. The first reason counts."""
+        if not request.reason:
+            raise Refused(RefusalCode.MALFORMED, "the reason for stopping the job must not be empty")
+        with self._job.member(request.caller) as (state, stay):
+            if not (state.stopped or state.finished):
+                state.stopped = request.reason
+                text = "worker %d stops the training at version %d: %s"
+                logger.info(text, stay.worker, state.version, request.reason)
+                self._job.told()
+        self._commit.drive()
+
+    @answers(calls.REPORT)
+    def report(self, request: pb.ReportRequest, incoming: Incoming) -> None:
+        """Keep values that a script reports outside a step.
+
+        A loss that is not finite is what a worker reports of a step whose gradient was refused for that. A
+        worker that has not joined reports, too, with incarnation 0: its script uses `session.server` alone.
+        """
+        if request.caller.incarnation:
+            self._callers.require_present(request.caller, incoming)
+            self._callers.require_member(request.caller)
+        with self._job.lock:
+            keep(self._job.state.metrics, request.metrics)
+            if not math.isfinite(request.metrics.get("loss", 0.0)):
+                self._job.state.judge(math.nan)
+
+
+def _link(request: pb.JoinRequest) -> Link | None:
+    """What the worker has found of its network, if it has. Raises Malformed."""
+    if not request.HasField("link"):
+        return None
+    link = Link(request.link.rate, request.link.seconds)
+    if not all(math.isfinite(each) and each >= 0 for each in link):
+        raise Malformed(f"Join: no network is like {link}")
+    return link
+
+
+def _require_speakable(state: JobState, worker: int, peer: Peer) -> None:
+    """Raise Refused (INVALID) if a worker cannot be of a group with the others; the lock is held."""
+    members = {stay.worker: stay.incarnation for stay in state.members.live.values()}
+    if state.custody is not None and (problem := state.custody.refuse(worker, peer, members)):
+        raise Refused(RefusalCode.INVALID, problem)
+
+
+def _require_same(model: Model | None, tensors: tuple[TensorSpec, ...], optimizer: str) -> None:
+    """Raise Refused (MODEL_MISMATCH) if a worker's model is not the job's; NOT_READY if that is gone."""
+    if model is None:
+        raise Refused(RefusalCode.NOT_READY, "the worker that brought the model is gone; join again")
+    different = difference(tensors, model.layout.tensors)
+    if optimizer != model.optimizer:
+        text = f"optimizer: this worker has {optimizer}, the parameter server has {model.optimizer}"
+        different = f"{text}; {different}" if different else text
+    if different:
+        raise Refused(RefusalCode.MODEL_MISMATCH, different)

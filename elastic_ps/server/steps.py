@@ -1,0 +1,420 @@
+"""Records and steps: how shard 0 answers the workers that take part in rounds.
+
+The decisions are `core`'s, the state is `state.JobState`, and `CommitCoordinator` tells the shards. What a
+call means stands in messages.proto. A handler that returns None has nothing to say: the worker asks again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from elastic_ps.codec.auto import CANDIDATES
+from elastic_ps.core.consistency import After, Contribution, Entry
+from elastic_ps.core.ledger import LedgerError, Range
+from elastic_ps.core.membership import Stay
+from elastic_ps.core.reduced import Place
+from elastic_ps.core.stages import CourseEvent
+from elastic_ps.errors import InvalidModel, Malformed, RefusalCode, Refused
+from elastic_ps.server.dispatch import Callers
+from elastic_ps.server.guarded import Look
+from elastic_ps.server.lead import Lead
+from elastic_ps.server.orders import settings_from_message
+from elastic_ps.server.state import JobState
+from elastic_ps.transport import calls
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Incoming
+from elastic_ps.transport.calls import answers
+from elastic_ps.transport.convert import fields, ranges_from_message, ranges_to_message
+
+logger = logging.getLogger(__name__)
+
+
+class StepCalls:
+    """Answers for a `Service`. All methods may be called from any thread and may block.
+
+    Attributes:
+        job: its state.
+    """
+
+    def __init__(self, callers: Callers, lead: Lead) -> None:
+        self._callers, self.job, self._commit = callers, lead.job, lead.commit
+        self._checkpoints, self._history = lead.checkpoints, lead.history
+
+    def _drive_and_keep(self) -> None:
+        self._commit.drive()
+        self._checkpoints.keep_what_must_be()
+
+    # --- records
+
+    @answers(calls.TAKE)
+    def take(self, request: pb.TakeRequest, _: Incoming) -> pb.TakeReply:
+        """Hand out records. With `wait` the worker has none, and no round waits for it until it gets some.
+
+        Raises:
+            Refused: STALE_INCARNATION; INVALID: the data set is not the one of the other workers.
+        """
+        if not (request.records and request.epochs and request.batch):
+            raise Refused(RefusalCode.MALFORMED, "records, epochs and batch must be at least 1")
+        caller = request.caller
+        worker, incarnation = caller.worker, caller.incarnation
+        with self.job.member(caller) as (state, stay):
+            new = state.calls.begin(incarnation, caller.call)
+            if (known := state.calls.answer(incarnation)) is not None:
+                return known
+            self._open_ledger(state, request)
+            if request.HasField("epoch"):
+                state.loops[worker] = request.epoch
+            if not request.wait:
+                taken = state.take(worker, incarnation, request.batch)
+                return self._taken(state, incarnation, taken, finished=state.finished)
+            if new:
+                self._skip(state, stay, ranges_from_message(request.skipped))
+                self._withdraw(state, stay, request.abandoned)
+
+        def decide(state: JobState) -> pb.TakeReply | Look | None:
+            self.job.check(caller)
+            state.calls.require_last(incarnation, caller.call)
+            if (known := state.calls.answer(incarnation)) is not None:
+                return known
+            due = self.job.due
+            held = self._hold(state, stay, request.batch)
+            if request.early and not held:
+                state.early.add(worker)
+            else:
+                state.early.discard(worker)
+            if not held and state.finished and state.choose_chief(stay, state.last_epoch):
+                return Look.AGAIN  # it is kept with the last version
+            if not held and self._checkpoints.may_finish() and not state.awaits_chief(stay):
+                chief = state.is_chief(stay, state.last_epoch)
+                self.job.changed.notify_all()
+                return self._taken(state, incarnation, finished=True, version=state.version, chief=chief)
+            if held and state.rounds.takes_part(worker) and not self.job.behind:
+                state.rounds.hand_out(worker)
+                if request.early and not request.HasField("epoch"):
+                    state.loops[worker] = held[
+                        0
+                    ].epoch  # its script asks for epochs, and begins with this one
+                return self._taken(state, incarnation, held, version=state.version)
+            # What is new here is told to the shards at once, not by the ticker.
+            return Look.AGAIN if self.job.due and not due else None
+
+        answer = self.job.poll(decide, self._drive_and_keep)
+        return pb.TakeReply(pending=True, stopped=self.job.stopped) if answer is None else answer
+
+    def _taken(
+        self, state: JobState, incarnation: int, ranges: Sequence[Range] = (), **said: Any
+    ) -> pb.TakeReply:
+        """The answer to the stay's last call, also when it is repeated; the lock is held."""
+        reply = pb.TakeReply(ranges=ranges_to_message(ranges), stopped=state.stopped, **said)
+        return state.calls.answered(incarnation, reply)
+
+    def _open_ledger(self, state: JobState, request: pb.TakeRequest) -> None:
+        spec = self.job.spec
+        lanes = spec.worker.replicas if spec.consistency.fixed_workers else 0
+        state.open_ledger(request.records, request.epochs, lanes=lanes)
+        if wrong := state.match_ledger(request.records, request.epochs, request.batch, request.data):
+            raise Refused(RefusalCode.INVALID, wrong)
+
+    def _skip(self, state: JobState, stay: Stay, skipped: Sequence[Range]) -> None:
+        """A script has left records out, and makes no step to tell so with; the lock is held."""
+        if not skipped or not state.rounds.knows(stay.worker):
+            return  # its step came late: what it held has gone to others, who train it
+        assert state.ledger is not None
+        try:
+            state.ledger.check(stay.incarnation, skipped)
+        except LedgerError as error:
+            raise Refused(RefusalCode.INVALID, str(error)) from error
+        state.ledger.skip(stay.incarnation, skipped)
+        self._history.record(
+            "skip", worker=stay.worker, incarnation=stay.incarnation, records=[list(r) for r in skipped]
+        )
+
+    def _withdraw(self, state: JobState, stay: Stay, abandoned: bool) -> None:
+        """A worker computes nothing for now; the lock is held."""
+        if abandoned or state.rounds.takes_part(stay.worker) or stay.worker in state.rounds.waiting:
+            state.stop_computing(stay, abandoned=abandoned)
+        else:  # it may be late, and has to stay known as that
+            state.give_back(stay.incarnation)
+        state.starved.add(stay.worker)
+        self.job.told()
+
+    def _hold(self, state: JobState, stay: Stay, batch: int) -> list[Range]:
+        """The records of a worker that waits for some; with them it is admitted. The lock is held."""
+        worker, incarnation = stay.worker, stay.incarnation
+        if state.stopped:
+            state.give_back(incarnation)
+            takes_part = state.rounds.takes_part(worker)
+            state.withdraw(worker)
+            if takes_part and not state.rounds.takes_part(worker):  # the shards may wait for its push
+                self.job.told()
+            return []
+        held = state.to_compute_on(incarnation) or state.take(worker, incarnation, batch)
+        if held:
+            state.starved.discard(worker)
+        else:
+            state.starved.add(worker)
+            if worker in state.rounds.turned_away:  # it is not coming back to the open round
+                state.withdraw(worker)
+                self.job.told()
+        if held and not state.rounds.knows(worker):  # else two that wait would wake each other
+            state.admit(worker, self.job.clock())
+            self.job.told()
+        return held
+
+    @answers(calls.RELEASE)
+    def release(self, request: pb.ReleaseRequest, _: Incoming) -> None:
+        """A worker gives back its records; rounds no longer wait for it. It stays a member."""
+        with self.job.member(request.caller) as (state, stay):
+            if not state.calls.begin(stay.incarnation, request.caller.call):
+                return
+            self._skip(state, stay, ranges_from_message(request.skipped))
+            state.stop_computing(stay, abandoned=request.abandoned)
+            state.starved.discard(stay.worker)
+            if request.leaves:
+                state.resign(stay)
+            self.job.told()
+        self._commit.drive()
+
+    # --- steps
+
+    @answers(calls.BEGIN)
+    def begin(self, request: pb.BeginRequest, _: Incoming) -> pb.BeginReply | None:
+        """The round that a step is let in to.
+
+        Raises:
+            Refused: LATE: enough others have begun theirs. The step is void, and its records go to others.
+        """
+        worker, version = request.caller.worker, request.version
+        round_: int | None = None
+        late: Refused | None = None
+
+        def decide(state: JobState) -> pb.BeginReply | Look | None:
+            nonlocal round_, late
+            stay = self.job.check(request.caller)
+            entry = Entry.IN if round_ is not None else state.begin(stay, version=version, step=request.step)
+            if entry is Entry.LATE:
+                self.job.told()
+                late = Refused(
+                    RefusalCode.LATE,
+                    f"worker {worker} wants to push a step on version {version}, but the round on version "
+                    f"{state.version} has enough other workers",
+                )
+                return Look.OVER
+            if entry is Entry.IN:
+                round_ = state.version if round_ is None else round_
+                if state.version != round_:  # it has asked again, been answered, and finished
+                    return Look.OVER
+                if not self.job.behind:
+                    return pb.BeginReply(version=round_, attempt=state.rounds.attempt)
+            return None
+
+        begun = self.job.poll(decide, self._commit.drive)
+        if late is not None:
+            self._commit.drive()
+            raise late
+        return begun
+
+    @answers(calls.AWAIT)
+    def await_version(self, request: pb.AwaitRequest, _: Incoming) -> pb.AwaitReply | None:
+        """In mode `accumulate`, after a step: what the worker is to do. Raises Refused; see `after_step`."""
+
+        def decide(state: JobState) -> pb.AwaitReply | None:
+            stay, now = self.job.check(request.caller), self.job.clock()
+            after = state.after_step(stay, attempt=request.attempt, step=request.step, now=now)
+            if after is After.PULL:
+                return pb.AwaitReply(made=True)
+            if after is After.COMPUTE:
+                return pb.AwaitReply(compute=True, stopped=state.stopped)
+            if after is None or self.job.behind:
+                return None
+            return pb.AwaitReply(attempt=state.rounds.attempt)
+
+        return self.job.poll(decide, self._commit.drive)
+
+    @answers(calls.ASSIGN)
+    def assign(self, request: pb.AssignRequest, _: Incoming) -> pb.AssignReply | None:
+        """A worker's values are to become the next version.
+
+        The worker asks again until the answer is `done`, and pushes its values whenever it is told to. Of the
+        workers that assign values without knowing of each other's, the first one's count.
+
+        Raises:
+            Refused: INVALID; consistency is one in which no values can be assigned.
+        """
+        if not self.job.spec.consistency.may_assign:
+            raise Refused(RefusalCode.INVALID, "values can be assigned with consistency.mode sync alone")
+        worker, version = request.caller.worker, request.version
+
+        def decide(state: JobState) -> pb.AssignReply | Look | None:
+            stay, rounds = self.job.check(request.caller), state.rounds
+            settled = not self.job.behind
+            kept = not state.finished or self._checkpoints.is_kept()
+            reply = pb.AssignReply(version=rounds.version, attempt=rounds.attempt)
+            if state.assigned > version and settled and kept:
+                reply.done, reply.takes_part = True, rounds.takes_part(worker)
+                return reply
+            if rounds.assigner is None and not rounds.decided and state.assigned <= version:
+                state.assign(stay)
+                self.job.told()
+                return Look.AGAIN
+            return reply if rounds.assigner == worker and worker not in rounds.done and settled else None
+
+        return self.job.poll(decide, self._drive_and_keep)
+
+    @answers(calls.FINISH)
+    def finish(self, request: pb.FinishRequest, incoming: Incoming) -> pb.Done:
+        """See `finished`."""
+        return pb.Done(duplicate=not self.finished(request, incoming))
+
+    def finished(self, request: pb.FinishRequest, incoming: Incoming) -> bool:
+        """A worker's step is complete on all shards, also if it is said in another call.
+
+        The call that completes a round commits it and returns when the shards have applied it. Returns False
+        if the step was known.
+
+        Raises:
+            Refused: see `SyncRounds.finish`; INVALID: records that the worker does not hold, or settings that
+                the optimizer cannot step with.
+        """
+        self._callers.require_present(request.caller, incoming)
+        settings = settings_from_message(request.settings) if request.settings else None
+        contribution = Contribution(
+            **fields(request.caller, "worker", "incarnation"),
+            **fields(request, "step", "samples", "settings", "assigns"),
+            records=ranges_from_message(request.ranges),
+            metrics=dict(request.metrics),
+            reductions=dict(request.reductions),
+            skipped=ranges_from_message(request.skipped),
+        )
+        with self.job.member(request.caller) as (state, stay):
+            if contribution.step <= stay.last_step:
+                return False
+            if not state.rounds.takes_part(stay.worker):
+                text = f"step {contribution.step} of worker {stay.worker} is void: it takes no part"
+                raise Refused(RefusalCode.LATE, text)
+            try:
+                state.check_records(contribution)
+                if settings is not None:
+                    state.settings.check_follows(settings)
+            except (LedgerError, InvalidModel) as error:
+                raise Refused(RefusalCode.INVALID, str(error)) from error
+            new = state.rounds.finish(contribution, version=request.version, attempt=request.attempt)
+            stay.traffic.update(_traffic(request))
+            if new and not contribution.assigns:
+                records = sum(r.records for r in contribution.records)
+                now = self.job.clock()
+                state.pace.finished(stay.incarnation, request.attempt, now, records=records)
+                self.job.hasten()
+        self._commit.drive()
+        return new
+
+    def is_applied(self, request: pb.PushRequest) -> bool:
+        """Whether the step of this push is in the model. Raises Refused: the caller is no member."""
+        with self.job.member(request.caller) as (_, stay):
+            return request.step <= stay.last_step
+
+    # --- where the workers make the steps themselves
+
+    @answers(calls.MEET)
+    def meet(self, request: pb.MeetRequest, incoming: Incoming) -> pb.MeetReply | None:
+        """Come to a place of the open round, and wait for the others; or learn that another round is open.
+
+        Gradients and values do not come here, but for a version that is to be written to disk, which one
+        worker sends.
+
+        Raises:
+            Refused: STALE_INCARNATION; LATE: the worker does not make the open round.
+        """
+        worker, version, attempt = request.caller.worker, request.version, request.attempt
+        if request.parts:
+            return self._part(request)
+        if request.HasField("finish"):
+            try:
+                self.finished(request.finish, incoming)
+            except Refused as refusal:
+                if refusal.code is not RefusalCode.STALE_ATTEMPT:  # the answer says which is open
+                    raise
+        try:
+            place = Place(request.place) if request.HasField("place") else None
+        except ValueError as error:
+            raise Malformed(str(error)) from error
+        known = (version, attempt if request.HasField("attempt") else None)
+
+        def decide(state: JobState) -> pb.MeetReply | Look | None:
+            stay = self.job.check(request.caller)
+            rounds, custody = state.reduced
+            if (rounds.version, rounds.attempt) != known:
+                return None if self.job.behind else _met(state, worker)
+            if request.broken and not rounds.decided:
+                text = "the group of version %d, attempt %d, has lost the connection: worker %d tells it"
+                logger.info(text, version, attempt, worker)
+                state.begin_again()
+                self.job.told()
+                return Look.AGAIN
+            if place is None:
+                return None
+            if not rounds.takes_part(worker):
+                text = f"worker {worker} does not make the round on version {version}"
+                raise Refused(RefusalCode.LATE, text)
+            if rounds.meet(worker, place, holds=request.holds):
+                if place is Place.GRADIENTS:
+                    custody.holders.add(stay.incarnation)
+                self.job.changed.notify_all()
+            if not rounds.together(place) or self.job.behind:
+                return None
+            if place is Place.GRADIENTS or rounds.source is not None or state.values_are_here:
+                return _met(state, worker, place)
+            self.job.turn(CourseEvent.SPOIL)  # nobody of the group has the version
+            return Look.AGAIN
+
+        return self.job.poll(decide, self._commit.drive)
+
+    def _part(self, request: pb.MeetRequest) -> pb.MeetReply:
+        """A worker that has the values of the version stops making rounds: is it to send them first?
+
+        If no other worker of the open round has them, they would be lost with this one.
+        """
+        with self.job.member(request.caller) as (state, stay):
+            rounds, _ = state.reduced
+            last = rounds.version == request.version and rounds.part(stay.worker)
+            return pb.MeetReply(send=last and not state.values_are_here)
+
+
+def _met(state: JobState, worker: int, place: Place | None = None) -> pb.MeetReply:
+    """The open round. `place`: where all of the group are together. The lock is held."""
+    rounds, custody = state.reduced
+    live = state.members.live
+    group = [live[other] for other in rounds.group if other in live]
+    wanted = custody.wanted == rounds.version and not state.values_are_here
+    return pb.MeetReply(
+        version=rounds.version,
+        attempt=rounds.attempt,
+        lacking=rounds.lacking,
+        group=[
+            pb.Peer(
+                worker=stay.worker,
+                incarnation=stay.incarnation,
+                address=custody.peers[stay.incarnation].address,
+            )
+            for stay in group
+        ],
+        together=place is not None,
+        all_hold=all(rounds.arrived.get(Place.STATE, {}).values()),
+        source=rounds.source if place is Place.STATE else None,
+        values_are_here=state.values_are_here,
+        send=wanted and worker == min(rounds.holders, default=None),
+        settings=state.settings.to_json(),
+        stopped=state.stopped,
+    )
+
+
+def _traffic(request: pb.FinishRequest) -> dict[str, Any]:
+    """What a worker has sent and received since it joined; see `Stay.traffic`."""
+    told = request.traffic.ListFields()
+    traffic = {field.name: value for field, value in told if isinstance(value, str) or math.isfinite(value)}
+    if traffic.get("codec", "") not in CANDIDATES:
+        traffic.pop("codec", None)
+    return traffic
