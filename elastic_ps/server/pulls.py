@@ -1,4 +1,4 @@
-"""What a pull is answered with, and drafts: the next versions of buckets, made before their round is decided.
+"""Buckets are handed out, and drafts: the next versions of buckets, made before their round is decided.
 
 As soon as a bucket has the gradients of all who take part, its next values can be computed, and sent
 meanwhile. But the round may still start again: nobody knows yet whether all other buckets will be complete.
@@ -10,14 +10,25 @@ draft is void, and the bucket is as if there had been none.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_ps.api.consistency import Consistency
+from elastic_ps.codec import as_bytes
 from elastic_ps.codec.changes import Delta
+from elastic_ps.core.partition import Rule
+from elastic_ps.core.sequence import PushLog
+from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.process.telemetry import Trace
+from elastic_ps.server.limits import ServerLimits
 from elastic_ps.server.values import BucketValues
+from elastic_ps.transport.base import EMPTY
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,9 +60,6 @@ class Pulled:
     draft: int = 0
     delta: Delta | None = None
     last: bool = False
-
-
-NO_DRAFTS: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -131,3 +139,251 @@ class Drafts:
             return None
         self._spare[index] = live
         return draft.values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pull:
+    """What a worker asks for.
+
+    Attributes:
+        buckets: their numbers. A caller that wants none waits for the version all the same: it pushes next.
+        version: that they are to have reached.
+        term: in which the caller joined.
+        attempt: of the open round; None not to be told when that is started again.
+        contributor: worker and incarnation of a caller that takes part in rounds. The values cannot change
+            before its next push, so they are not copied, but for a small bucket that is the last; unless
+            rounds may be made without it.
+        held: the caller has the values of this version, of this term, or newer ones: what has not changed
+            since need not be sent, and of what has, a delta may be enough.
+        drafts: for buckets of which the caller has drafts, their numbers. A draft that has become the version
+            need not be sent again.
+        groups: the hyperparameters that the round is expected to be made with, to get drafts of it; None:
+            none are wanted. Only for contributors, in modes whose rounds wait for all.
+    """
+
+    buckets: Sequence[int]
+    version: int
+    term: int
+    attempt: int | None = None
+    contributor: tuple[int, int] | None = None
+    held: int | None = None
+    drafts: Mapping[int, int] = field(default_factory=dict)
+    groups: Sequence[Mapping[str, Any]] | None = None
+
+
+class OpenRound:
+    """What a shard knows of the open round, under one lock, and the threads that wait for a change of it.
+
+    Attributes:
+        lock: guards all of it.
+        changed: a version is there, or another round is open.
+        added: that, too, or a push is over.
+        log: what has been pushed.
+        torn: some buckets are stepped, others not: the values are of no version.
+    """
+
+    def __init__(self, log: PushLog, limits: ServerLimits) -> None:
+        self.lock = threading.RLock()
+        self.changed, self.added = threading.Condition(self.lock), threading.Condition(self.lock)
+        self.log, self.torn = log, False
+        self._limits = limits
+        self._retired: RefusalCode | None = None
+
+    def wait(self, ready: Callable[[], bool], *, on: threading.Condition | None = None) -> bool:
+        """Wait, holding the lock, until `ready` or `shard_answer` is over; `ready` may raise."""
+
+        def look() -> bool:
+            if self._retired is not None:
+                raise Refused(self._retired, f"term {self.log.term} of this shard is over")
+            return ready()
+
+        return look() or (on or self.changed).wait_for(
+            look, timeout=self._limits.shard_answer.total_seconds()
+        )
+
+    def wake(self) -> None:
+        """Have all that wait look again. The lock is held."""
+        self.changed.notify_all()
+        self.added.notify_all()
+
+    def retire(self, code: RefusalCode) -> None:
+        """Refuse all waiting calls from now on."""
+        with self.lock:
+            self._retired = code
+            self.wake()
+
+    def require_part(self, contributor: tuple[int, int] | None) -> None:
+        """Raise Refused (STALE_INCARNATION) if a contributor takes part no more. The lock is held."""
+        if contributor is not None and self.log.expected.get(contributor[0]) != contributor[1]:
+            worker, incarnation = contributor
+            text = f"worker {worker} with incarnation {incarnation} no longer takes part"
+            raise Refused(RefusalCode.STALE_INCARNATION, text)
+
+
+class Pulls:
+    """Hands out a shard's buckets. Thread-safe.
+
+    Args:
+        buckets: the shard's, by their numbers; another one takes a bucket's place when its draft stands.
+        stepping, adding: the locks of their values and of their sums; see `shard`.
+    """
+
+    def __init__(
+        self,
+        open_round: OpenRound,
+        buckets: Mapping[int, BucketValues],
+        stepping: Mapping[int, threading.Lock],
+        adding: Mapping[int, threading.Lock],
+        drafts: Drafts,
+        *,
+        consistency: Consistency,
+        limits: ServerLimits,
+        trace: Trace,
+    ) -> None:
+        self._round, self._buckets, self._stepping, self._adding = open_round, buckets, stepping, adding
+        self._drafts, self._consistency, self._limits, self._trace = drafts, consistency, limits, trace
+
+    def pull(self, asked: Pull) -> Iterator[Pulled | RestartedAs | None]:
+        """Yield drafts, if they are wanted and as they can be made; then each bucket at the version. Blocks.
+
+        Yields None after `ServerLimits.shard_answer` without one.
+
+        Raises:
+            Refused: STALE_TERM: the values are of another term. STALE_INCARNATION: a contributor whose values
+                are not copied, or that gets drafts, does not take part any more, so that they may be of
+                several versions. NOT_READY: the shard is about to end.
+        """
+        have, stable = (
+            dict(asked.drafts),
+            asked.contributor is not None and self._consistency.reads_one_version,
+        )
+        if asked.groups is not None and (yield from self._ahead(asked, asked.groups, have)):
+            return
+        wanted: Sequence[int | None] = asked.buckets or [None]
+        for index in wanted:
+            there = self._await(asked, index)
+            if there is not True:
+                yield there or None
+                return
+            if index is not None:
+                yield self._read(asked, index, have, stable=stable)
+        if stable:
+            with self._round.lock:
+                self._round.require_part(asked.contributor)
+
+    def _await(
+        self, asked: Pull, index: int | None, may_be_made: Callable[[int], bool] | None = None
+    ) -> RestartedAs | bool | None:
+        """Wait for a bucket, or for the version: True, it is there; False, a draft of it may be made.
+
+        None: nothing has happened for long.
+        """
+        log = self._round.log
+
+        def reached() -> bool:
+            if index is None:
+                return log.version >= asked.version
+            values = self._buckets[index]  # a constant one is the same at every version
+            return values.bucket.rule is Rule.CONSTANT or values.version >= asked.version
+
+        def restarted() -> bool:
+            return asked.attempt is not None and (
+                log.version == asked.version - 1 and log.attempt > asked.attempt
+            )
+
+        def ready() -> bool:
+            if reached() or restarted():
+                return True
+            if index is None or may_be_made is None:
+                return False
+            self._round.require_part(asked.contributor)
+            return may_be_made(index)
+
+        with self._round.lock:
+            if asked.term != log.term:
+                text = f"pull of term {asked.term}; this is term {log.term}"
+                raise Refused(RefusalCode.STALE_TERM, text)
+            arrived = self._round.wait(ready, on=None if may_be_made is None else self._round.added)
+            if reached():  # and it stays so
+                return True
+            if not arrived:
+                return None
+            return RestartedAs(log.attempt) if restarted() else False
+
+    def _read(self, asked: Pull, index: int, have: Mapping[int, int], *, stable: bool) -> Pulled:
+        """A bucket that has reached the version."""
+        small = self._limits.small_pull
+        with self._stepping[index]:
+            with self._round.lock:
+                if stable:
+                    self._round.require_part(asked.contributor)
+                values = self._buckets[index]
+            unchanged = asked.held is not None and values.changed <= asked.held
+            stands = not unchanged and have.get(index, 0) == values.draft > 0
+            delta = None if unchanged or stands else values.delta_for(asked.held)
+            last = index == asked.buckets[-1]
+            copied = not stable or (last and len(values.memory) <= small)
+            data = EMPTY
+            if not (unchanged or stands or delta):
+                data = _copy_of(values, small=small) if copied else values.memory
+            version = values.version
+        last = last and (copied or not data)
+        return Pulled(index, version, data, unchanged, copied=copied, stands=stands, delta=delta, last=last)
+
+    def _ahead(
+        self, asked: Pull, groups: Sequence[Mapping[str, Any]], have: dict[int, int]
+    ) -> Generator[Pulled | RestartedAs | None, None, bool]:
+        """Yield drafts, and note their numbers in `have`. Returns whether that was the answer."""
+
+        def may_be_made(index: int) -> bool:
+            log = self._round.log
+            return log.version == asked.version - 1 and not self._round.torn and log.has_all(index)
+
+        for index in asked.buckets:
+            if index in have:
+                continue
+            there = self._await(asked, index, may_be_made)
+            if there is True:
+                break
+            if there is not False:
+                yield there
+                return True
+            try:
+                draft = self._draft(index, groups, may_be_made)
+            except Exception as error:  # noqa: BLE001 (the round's own step will tell what is wrong)
+                logger.info("no draft of bucket %d can be made: %s", index, error)
+                break
+            if draft is None:
+                break
+            have[index] = number = draft.draft
+            unchanged = asked.held is not None and draft.changed <= asked.held
+            delta = None if unchanged else draft.delta_for(asked.held)
+            data = EMPTY if unchanged or delta else draft.memory
+            yield Pulled(index, asked.version, data, unchanged, draft=number, delta=delta)
+        return False
+
+    def _draft(
+        self, index: int, groups: Sequence[Mapping[str, Any]], may_be_made: Callable[[int], bool]
+    ) -> BucketValues | None:
+        """The draft of a bucket; None if it may not be made any more. Blocks for the optimizer's step.
+
+        Meanwhile nobody steps the bucket or adds to its sum. Others may push and pull.
+        """
+        with self._stepping[index], self._adding[index]:
+            with self._round.lock:
+                if not may_be_made(index):
+                    return None
+                live, log, version = self._buckets[index], self._round.log, self._round.log.version + 1
+                contributors = frozenset(log.added[index])
+                basis = Basis(version, log.attempt, contributors, live.weight, tuple(groups))
+            started = time.monotonic_ns()
+            draft = self._drafts.make(live, basis)
+            self._trace.complete("draft", started, time.monotonic_ns(), bucket=index, version=version)
+            return draft
+
+
+def _copy_of(values: BucketValues, *, small: int) -> memoryview:
+    """A bucket's values, which never change."""
+    if len(values.memory) > small:
+        return as_bytes(values.values.clone())
+    return memoryview(bytes(values.memory))  # torch would give up Python's lock, for longer than this takes

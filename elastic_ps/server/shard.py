@@ -3,10 +3,10 @@
 A shard decides nothing about rounds. It adds what `core.sequence` admits, and does what the coordinator
 tells it with `advance`. All methods may be called from any thread.
 
-One lock guards what is known of the open round, and is held for as long as it takes to look at it. What goes
-over the memory of a bucket holds a lock of that bucket instead: `_adding` for its sum, `_stepping` for its
-values. So two buckets are added to at the same time, and a bucket is handed out while the next one is
-stepped. Whoever needs both locks takes the bucket's first.
+One lock guards what is known of the open round (`pulls.OpenRound`), and is held for as long as it takes to
+look at it. What goes over the memory of a bucket holds a lock of that bucket instead: `_adding` for its sum,
+`_stepping` for its values. So two buckets are added to at the same time, and a bucket is handed out while the
+next one is stepped. Whoever needs both locks takes the bucket's first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -38,9 +38,9 @@ from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Application
-from elastic_ps.server.pulls import NO_DRAFTS, Basis, Drafts, Pulled, RestartedAs
+from elastic_ps.server.pulls import Basis, Drafts, OpenRound, Pull, Pulled, Pulls, RestartedAs
 from elastic_ps.server.values import BucketValues
-from elastic_ps.transport.base import EMPTY, Incoming
+from elastic_ps.transport.base import Incoming
 from elastic_ps.transport.buffers import Buffers
 from elastic_ps.transport.memory import shared_if_possible
 
@@ -94,14 +94,11 @@ class Shard:
         self.codecs = codecs or Plan(Compression())
         self._decoder, self.encoder = Decoder(self.codecs, layout), ValueEncoder(self.codecs, layout)
         self.index = index
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)  # a version is there, or another round is open
-        self._added = threading.Condition(self._lock)  # that, too, or a push is over
         self._advancing = threading.Lock()
         self._log = PushLog(term=term, several=consistency.several_steps)
+        self._round = OpenRound(self._log, limits)
+        self._lock = self._round.lock
         self._consistency = consistency
-        self._retired: RefusalCode | None = None
-        self._torn = False  # some buckets are stepped, others not: the values are of no version
         self._trace = trace
         self._receiving: set[tuple[int, int]] = set()
         self._optimizer = optimizer
@@ -109,6 +106,16 @@ class Shard:
         self._adding = {index: threading.Lock() for index in self._buckets}
         self._stepping = {index: threading.Lock() for index in self._buckets}
         self._drafts = Drafts(self._make_buckets)
+        self._pulls = Pulls(
+            self._round,
+            self._buckets,
+            self._stepping,
+            self._adding,
+            self._drafts,
+            consistency=consistency,
+            limits=limits,
+            trace=trace,
+        )
         self._stepped = [
             b for b in layout.pull_order if b.index in self._buckets and b.rule is not Rule.CONSTANT
         ]
@@ -264,8 +271,8 @@ class Shard:
             )
         slot = (key.bucket, key.worker)
         with self._lock:
-            may_go_on = self._await(
-                lambda: slot not in self._receiving and self._may_add(key), on=self._added
+            may_go_on = self._round.wait(
+                lambda: slot not in self._receiving and self._may_add(key), on=self._round.added
             )
             if self._log.decide(key) is Verdict.DUPLICATE:
                 return False
@@ -292,7 +299,7 @@ class Shard:
         finally:
             with self._lock:
                 self._receiving.discard(slot)
-                self._added.notify_all()  # those that pull would be woken up in vain
+                self._round.added.notify_all()  # those that pull would be woken up in vain
 
     def _add(
         self, key: PushKey, samples: int, present: Sequence[bool], contribution: torch.Tensor | Sparse
@@ -333,220 +340,15 @@ class Shard:
         with self._lock:
             return self._log.queued
 
-    def _await(self, ready: Callable[[], bool], *, on: threading.Condition | None = None) -> bool:
-        """Wait, holding the lock, until `ready` or `shard_answer` is over; `ready` may raise."""
-
-        def look() -> bool:
-            if self._retired is not None:
-                raise Refused(self._retired, f"term {self._log.term} of this shard is over")
-            return ready()
-
-        return look() or (on or self._changed).wait_for(
-            look, timeout=self._limits.shard_answer.total_seconds()
-        )
-
-    def _wake_all(self) -> None:
-        self._changed.notify_all()
-        self._added.notify_all()
-
     def retire(self, code: RefusalCode) -> None:
         """Refuse all waiting calls: STALE_TERM if another state replaces this one, NOT_READY at the end."""
-        with self._lock:
-            self._retired = code
-            self._wake_all()
+        self._round.retire(code)
 
-    def pull(
-        self,
-        buckets: Sequence[int],
-        version: int,
-        *,
-        term: int,
-        attempt: int | None,
-        contributor: tuple[int, int] | None,
-        held: int | None = None,
-        drafts: Mapping[int, int] = NO_DRAFTS,
-    ) -> Iterator[Pulled | RestartedAs | None]:
-        """Yield each bucket when it has reached `version`. Blocks.
-
-        Yields None after `ServerLimits.shard_answer` without one.
-
-        A caller that wants no bucket waits for the version all the same: it pushes for it next.
-
-        Args:
-            term: in which the caller joined.
-            attempt: of the open round; None not to be told when that is started again.
-            contributor: worker and incarnation of a caller that takes part in rounds. The values cannot
-                change before its next push, so they are not copied, but for a small bucket that is the last;
-                unless rounds may be made without it.
-            held: the caller has the values of this version, of this term, or newer ones: what has not changed
-                since need not be sent, and of what has, a delta may be enough.
-            drafts: for buckets of which the caller has drafts, their numbers. A draft that has become the
-                version need not be sent again.
-
-        Raises:
-            Refused: STALE_TERM: the values are of another term. STALE_INCARNATION: a contributor whose values
-                are not copied does not take part any more, so that they may be of several versions.
-                NOT_READY: the shard is about to end.
-        """
-        stable = contributor is not None and self._consistency.reads_one_version
-        if not buckets:
-            with self._lock:
-                self._require_term(term)
-                there = self._await(lambda: self._log.version >= version or self._restarted(version, attempt))
-                reached, now = self._log.version >= version, self._log.attempt
-            if not (there and reached):
-                yield RestartedAs(now) if there else None
-                return
-        for index in buckets:
+    def pull(self, asked: Pull) -> Iterator[Pulled | RestartedAs | None]:
+        """See `Pulls.pull`. Raises Refused (MALFORMED), too, at once: a bucket is not one of this shard."""
+        for index in asked.buckets:
             self.bucket(index)
-            with self._lock:
-                self._require_term(term)
-
-                def ready(index: int = index) -> bool:
-                    return self._reached(index, version) or self._restarted(version, attempt)
-
-                arrived, now = self._await(ready), self._log.attempt
-                reached = self._reached(index, version)  # and stays so
-            if not reached:
-                yield RestartedAs(now) if arrived else None
-                return
-            with self._stepping[index]:
-                with self._lock:
-                    if stable:
-                        self._require_part(contributor)
-                    values = self._buckets[index]
-                unchanged = held is not None and values.changed <= held
-                stands = not unchanged and drafts.get(index, 0) == values.draft > 0
-                delta = None if unchanged or stands else values.delta_for(held)
-                last = index == buckets[-1]
-                copied = not stable or (last and len(values.memory) <= self._limits.small_pull)
-                data = EMPTY
-                if not (unchanged or stands or delta):
-                    data = _copy_of(values, small=self._limits.small_pull) if copied else values.memory
-                reached_version = values.version
-            yield Pulled(
-                index,
-                reached_version,
-                data,
-                unchanged,
-                copied=copied,
-                stands=stands,
-                delta=delta,
-                last=last and (copied or not data),
-            )
-        if stable:
-            with self._lock:
-                self._require_part(contributor)
-
-    def pull_ahead(
-        self,
-        buckets: Sequence[int],
-        version: int,
-        *,
-        term: int,
-        attempt: int | None,
-        contributor: tuple[int, int],
-        held: int | None,
-        drafts: Mapping[int, int],
-        groups: Sequence[Mapping[str, Any]],
-    ) -> Iterator[Pulled | RestartedAs | None]:
-        """Yield drafts of the buckets as they can be made, then what `pull` yields.
-
-        Only for modes whose rounds wait for all. Blocks.
-
-        Args:
-            contributor: worker and incarnation of the caller, which takes part in the round.
-            groups: the hyperparameters that the round is expected to be made with.
-
-        Raises:
-            Refused: see `pull`; STALE_INCARNATION as soon as the caller does not take part any more.
-        """
-        have = dict(drafts)
-        for index in buckets:
-            if index in have:
-                continue
-            self.bucket(index)
-
-            def may_be_made(index: int = index) -> bool:
-                return self._log.version == version - 1 and not self._torn and self._log.has_all(index)
-
-            def ready(index: int = index) -> bool:
-                if self._reached(index, version) or self._restarted(version, attempt):
-                    return True
-                self._require_part(contributor)
-                return may_be_made(index)
-
-            with self._lock:
-                self._require_term(term)
-                is_ready = self._await(ready, on=self._added)
-                reached, restarted = self._reached(index, version), self._restarted(version, attempt)
-                now = self._log.attempt
-            if not is_ready:
-                yield None
-                return
-            if reached:
-                break
-            if restarted:
-                yield RestartedAs(now)
-                return
-            try:
-                draft = self._draft(index, groups, may_be_made)
-            except Exception as error:  # noqa: BLE001 (the round's own step will tell what is wrong)
-                logger.info("no draft of bucket %d can be made: %s", index, error)
-                break
-            if draft is None:
-                break
-            number = have[index] = draft.draft
-            unchanged = held is not None and draft.changed <= held
-            delta = None if unchanged else draft.delta_for(held)
-            data = EMPTY if unchanged or delta else draft.memory
-            yield Pulled(index, version, data, unchanged, draft=number, delta=delta)
-        yield from self.pull(
-            buckets,
-            version,
-            term=term,
-            attempt=attempt,
-            contributor=contributor,
-            held=held,
-            drafts=have,
-        )
-
-    def _draft(
-        self, index: int, groups: Sequence[Mapping[str, Any]], may_be_made: Callable[[], bool]
-    ) -> BucketValues | None:
-        """The draft of a bucket; None if it may not be made any more. Blocks for the optimizer's step.
-
-        Meanwhile nobody steps the bucket or adds to its sum. Others may push and pull.
-        """
-        with self._stepping[index], self._adding[index]:
-            with self._lock:
-                if not may_be_made():
-                    return None
-                live, log, version = self._buckets[index], self._log, self._log.version + 1
-                contributors = frozenset(log.added[index])
-                basis = Basis(version, log.attempt, contributors, live.weight, tuple(groups))
-            started = time.monotonic_ns()
-            draft = self._drafts.make(live, basis)
-            self._trace.complete("draft", started, time.monotonic_ns(), bucket=index, version=version)
-            return draft
-
-    def _reached(self, index: int, version: int) -> bool:
-        values = self._buckets[index]
-        return values.bucket.rule is Rule.CONSTANT or values.version >= version  # the same at every version
-
-    def _require_term(self, term: int) -> None:
-        if term != self._log.term:
-            raise Refused(RefusalCode.STALE_TERM, f"pull of term {term}; this is term {self._log.term}")
-
-    def _require_part(self, contributor: tuple[int, int] | None) -> None:
-        if contributor is not None and self._log.expected.get(contributor[0]) != contributor[1]:
-            raise Refused(
-                RefusalCode.STALE_INCARNATION,
-                f"worker {contributor[0]} with incarnation {contributor[1]} no longer takes part",
-            )
-
-    def _restarted(self, version: int, attempt: int | None) -> bool:
-        return attempt is not None and self._log.version == version - 1 and self._log.attempt > attempt
+        return self._pulls.pull(asked)
 
     def advance(
         self, version: int, attempt: int, expected: Mapping[int, int], apply: Application | None
@@ -562,7 +364,7 @@ class Shard:
             Exception: the optimizer failed. The shard has lost the model: NOT_READY from then on.
         """
         with self._advancing:
-            if self._torn:
+            if self._round.torn:
                 raise Refused(RefusalCode.NOT_READY, f"shard {self.index} has failed in the middle of a step")
             base = version if apply is None else version - 1
             if self._copied.anywhere and apply is None:
@@ -577,7 +379,7 @@ class Shard:
             with self._lock:
                 if (version, attempt) >= (self._log.version, self._log.attempt):
                     self._log.open(version=version, attempt=attempt, expected=expected)
-                    self._wake_all()
+                    self._round.wake()
 
     def _apply(self, version: int, apply: Application, attempt: int, expected: Mapping[int, int]) -> None:
         self._require_complete(version, apply)
@@ -586,7 +388,7 @@ class Shard:
             for values in self._buckets.values():
                 if values.bucket.rule is Rule.CONSTANT:
                     values.version = version
-            self._torn = bool(stepped)
+            self._round.torn = bool(stepped)
         contributors = frozenset(apply.contributors)
         basis = Basis(version, apply.attempt, contributors, apply.samples, tuple(apply.settings.groups))
         clip, norm = apply.clips, apply.norm
@@ -607,8 +409,8 @@ class Shard:
                     if bucket is stepped[-1]:
                         # Whoever has pulled the last bucket may push for the next round at once.
                         self._log.open(version=version, attempt=attempt, expected=expected)
-                        self._torn = False
-                    self._wake_all()
+                        self._round.torn = False
+                    self._round.wake()
         self._trace.complete("apply", started, time.monotonic_ns(), version=version)
 
     def has_to_apply(self, version: int, apply: Application) -> bool:
@@ -646,7 +448,7 @@ class Shard:
     def _require_complete(self, version: int, apply: Application) -> None:
         """Raise Refused unless the sums are those that `version` is to be made of; see `has_to_apply`."""
         with self._lock:
-            if self._torn or self._log.version < version - 1:
+            if self._round.torn or self._log.version < version - 1:
                 raise Refused(
                     RefusalCode.NOT_READY,
                     f"shard {self.index} does not have version {version - 1}, so it cannot make the next one",
@@ -739,7 +541,7 @@ class Shard:
             for values in self._buckets.values():
                 values.load(stored, version)
             self._log.open(version=version, attempt=0, expected={})
-            self._wake_all()
+            self._round.wake()
 
     def state(self) -> Iterator[Stored]:
         """Copies of the optimizer's state, of one version. Blocks while a version is being made."""
@@ -756,10 +558,3 @@ class Shard:
         for values in self._buckets.values():
             if values.bucket.index not in self._copied.missing:
                 yield values.bucket, values.values
-
-
-def _copy_of(values: BucketValues, *, small: int) -> memoryview:
-    """A bucket's values, which never change."""
-    if len(values.memory) > small:
-        return as_bytes(values.values.clone())
-    return memoryview(bytes(values.memory))  # torch would give up Python's lock, for longer than this takes

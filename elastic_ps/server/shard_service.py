@@ -20,7 +20,7 @@ from elastic_ps.server.orders import (
     report_to_message,
     settings_from_message,
 )
-from elastic_ps.server.pulls import Pulled, RestartedAs
+from elastic_ps.server.pulls import Pull, Pulled, RestartedAs
 from elastic_ps.server.shard import Shard
 from elastic_ps.server.steps import StepCalls
 from elastic_ps.transport import calls
@@ -97,13 +97,20 @@ class ShardService:
         return self._pulled(request, request.caller)
 
     def _pulled(self, request: pb.PullRequest, caller: pb.Caller) -> Iterator[Frame]:
-        attempt = None
-        if request.contributor and self._lead is not None:
-            # Who was declared gone would wait in vain, and could not join again meanwhile.
+        told = request.contributor and self._lead is not None
+        if told:  # who was declared gone would wait in vain, and could not join again meanwhile
             self._callers.require_member(caller)
-            attempt = request.attempt
         version, shard = request.version, self._node.shard
-        for item in self._items(shard, request, caller, attempt):
+        ahead = request.ahead and request.contributor
+        asked = Pull(
+            **fields(request, "buckets", "version", "held"),
+            term=caller.term,
+            attempt=request.attempt if told else None,
+            contributor=(caller.worker, caller.incarnation) if request.contributor else None,
+            drafts=request.drafts if ahead else {},
+            groups=settings_from_message(request.ahead).groups if ahead else None,
+        )
+        for item in shard.pull(asked):
             if item is None:
                 self._callers.require_member(caller)
                 yield _frame(pb.PullReply(pending=True))
@@ -138,18 +145,6 @@ class ShardService:
         reply.settings, reply.stopped, reply.steps = job.said_to(worker)
         if not request.HasField("held"):  # else its step is in the version
             reply.standing.version, reply.standing.steps = job.standing(worker, reply.version)
-
-    def _items(
-        self, shard: Shard, request: pb.PullRequest, caller: pb.Caller, attempt: int | None
-    ) -> Iterator[Pulled | RestartedAs | None]:
-        who = (caller.worker, caller.incarnation) if request.contributor else None
-        asked = {"term": caller.term, "attempt": attempt, "contributor": who, **fields(request, "held")}
-        if not (request.ahead and request.contributor):
-            return shard.pull(request.buckets, request.version, **asked)
-        groups = settings_from_message(request.ahead).groups
-        return shard.pull_ahead(
-            request.buckets, request.version, drafts=request.drafts, groups=groups, **asked
-        )
 
     @answers(calls.OPTIMIZER_STATE)
     def _optimizer_state(self, _: pb.OptimizerStateRequest, __: Incoming) -> Iterator[Frame]:

@@ -32,6 +32,7 @@ PACKAGES = (
     "elastic_ps.server.node",
     "elastic_ps.server.limits",
     "elastic_ps.server.process",
+    "elastic_ps.server.pulls",
     "elastic_ps.server.orders",
     "elastic_ps.server.standby",
     "elastic_ps.server.shard",

@@ -21,7 +21,7 @@ from elastic_ps.codec.optimizers import PULLED, VALUE
 from elastic_ps.codec.plan import DELTAS, Plan, make
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.errors import InvalidJob, Malformed
-from elastic_ps.server.pulls import Pulled
+from elastic_ps.server.pulls import Pull, Pulled
 from elastic_ps.server.shard_service import answer_of
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.flat import Flat
@@ -60,7 +60,13 @@ class Server:
     def pulled(self, held: int | None) -> Pulled:
         contributor = (0, self.rig.workers[0])
         (item,) = self.rig.shard.pull(
-            [0], self.rig.version, term=TERM, attempt=None, contributor=contributor, held=held
+            Pull(
+                buckets=[0],
+                version=self.rig.version,
+                term=TERM,
+                contributor=contributor,
+                held=held,
+            )
         )
         assert isinstance(item, Pulled)
         return item
@@ -342,15 +348,16 @@ def test_a_draft_is_a_delta_of_the_version_before(stands: bool) -> None:
 
 def ahead(server: Server) -> Iterator[Any]:
     rig = server.rig
-    return rig.shard.pull_ahead(
-        [0],
-        rig.version + 1,
-        term=TERM,
-        attempt=rig.attempt,
-        contributor=(0, 10),
-        held=rig.version,
-        drafts={},
-        groups=rig.settings.groups,
+    return rig.shard.pull(
+        Pull(
+            buckets=[0],
+            version=rig.version + 1,
+            term=TERM,
+            attempt=rig.attempt,
+            contributor=(0, 10),
+            held=rig.version,
+            groups=rig.settings.groups,
+        )
     )
 
 

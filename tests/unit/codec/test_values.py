@@ -13,7 +13,7 @@ from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import ConnectionLost, Malformed
 from elastic_ps.server.limits import USUAL, ServerLimits
-from elastic_ps.server.pulls import Pulled
+from elastic_ps.server.pulls import Pull, Pulled
 from elastic_ps.server.shard_service import answer_of
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.flat import Flat
@@ -51,7 +51,7 @@ def shard_of(codecs: Plan = BF16, limits: ServerLimits = USUAL) -> Rig:
 
 def pulled(rig: Rig, bucket: int = 0, *, contributor: bool = True, held: int | None = None) -> Pulled:
     who = (0, rig.workers[0]) if contributor else None
-    answers = rig.shard.pull([bucket], rig.version, term=3, attempt=None, contributor=who, held=held)
+    answers = rig.shard.pull(Pull(buckets=[bucket], version=rig.version, term=3, contributor=who, held=held))
     answer = next(iter(answers))
     assert isinstance(answer, Pulled)
     return answer

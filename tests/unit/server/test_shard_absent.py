@@ -10,7 +10,7 @@ import torch
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.settings import CLAMP, Settings
 from elastic_ps.errors import Refused
-from elastic_ps.server.pulls import Pulled
+from elastic_ps.server.pulls import Pull, Pulled
 from tests.testing.shard import LR, TERM, Body, Rig, one_bucket, ones, tensor
 
 NOTHING = Body(torch.empty(0))
@@ -73,7 +73,7 @@ def test_an_empty_body_with_a_gradient_is_malformed(present: tuple[bool, ...]) -
 
 
 def pulled(rig: Rig, *, held: int | None) -> list[Pulled]:
-    answers = list(rig.shard.pull([0], rig.version, term=TERM, attempt=None, contributor=None, held=held))
+    answers = list(rig.shard.pull(Pull(buckets=[0], version=rig.version, term=TERM, held=held)))
     assert all(isinstance(answer, Pulled) for answer in answers)
     return answers  # type: ignore[return-value]
 

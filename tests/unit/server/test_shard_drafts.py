@@ -13,7 +13,7 @@ from elastic_ps.codec import as_bytes
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server.pulls import Pulled, RestartedAs
+from elastic_ps.server.pulls import Pull, Pulled, RestartedAs
 from tests.testing.shard import HASTY, TERM, Rig, one_bucket, ones, tensor
 
 TWO = partition([tensor("a", 400), tensor("b", 400)], bucket_bytes=1600, shards=1)
@@ -22,12 +22,14 @@ TWO = partition([tensor("a", 400), tensor("b", 400)], bucket_bytes=1600, shards=
 def ahead(rig: Rig, worker: int = 0, *, settings: Settings | None = None, **options: Any) -> Iterator[Any]:
     """What a worker in the middle of its step is sent."""
     arguments = {"term": TERM, "attempt": rig.attempt, "held": rig.version, "drafts": {}}
-    return rig.shard.pull_ahead(
-        [bucket.index for bucket in rig.buckets],
-        rig.version + 1,
-        contributor=(worker, 10 + worker),
-        groups=(settings or rig.settings).groups,
-        **{**arguments, **options},
+    return rig.shard.pull(
+        Pull(
+            buckets=[bucket.index for bucket in rig.buckets],
+            version=rig.version + 1,
+            contributor=(worker, 10 + worker),
+            groups=(settings or rig.settings).groups,
+            **{**arguments, **options},
+        )
     )
 
 
@@ -195,5 +197,9 @@ def test_a_wait_that_is_over_is_told_and_the_caller_keeps_its_drafts() -> None:
     assert list(ahead(rig, drafts={0: draft.draft})) == [None], "it is not sent again"
     rig.push(0, ones(400), bucket=1)
     rig.commit(0, samples=1)
-    items = list(rig.shard.pull([0], 1, term=TERM, attempt=0, contributor=(0, 10), drafts={0: draft.draft}))
+    items = list(
+        rig.shard.pull(
+            Pull(buckets=[0], version=1, term=TERM, attempt=0, contributor=(0, 10), drafts={0: draft.draft})
+        )
+    )
     assert [item.stands for item in items if isinstance(item, Pulled)] == [True]

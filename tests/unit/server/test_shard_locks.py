@@ -13,7 +13,7 @@ import torch
 from elastic_ps.codec import as_tensor
 from elastic_ps.core.partition import partition
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server.pulls import Pulled
+from elastic_ps.server.pulls import Pull, Pulled
 from elastic_ps.server.values import BucketValues
 from tests.testing.shard import LR, TERM, Rig, one_bucket, ones, refusal, tensor
 
@@ -90,7 +90,7 @@ def test_a_bucket_is_handed_out_while_the_next_one_is_stepped(
     held = hold("apply", second)
     committed = threads.submit(rig.commit, 0, 1, samples=2)
     assert held.there.wait(10)
-    answers = rig.shard.pull([first, second], 1, term=TERM, attempt=None, contributor=(0, 10))
+    answers = rig.shard.pull(Pull(buckets=[first, second], version=1, term=TERM, contributor=(0, 10)))
     assert pulled(threads.submit(next, answers).result(10)) == [4.0]
     held.let_go()
     assert pulled(threads.submit(next, answers).result(10)) == [4.0]
@@ -104,15 +104,16 @@ def test_a_draft_holds_up_nobody_but_those_of_its_bucket(threads: ThreadPoolExec
     for worker in (0, 1):
         rig.push(worker, ones(400), bucket=first)
     held = hold("apply", first)
-    items = rig.shard.pull_ahead(
-        [first, second],
-        1,
-        term=TERM,
-        attempt=0,
-        contributor=(0, 10),
-        held=0,
-        drafts={},
-        groups=rig.settings.groups,
+    items = rig.shard.pull(
+        Pull(
+            buckets=[first, second],
+            version=1,
+            term=TERM,
+            attempt=0,
+            contributor=(0, 10),
+            held=0,
+            groups=rig.settings.groups,
+        )
     )
     draft = threads.submit(next, items)
     assert held.there.wait(10)
@@ -231,7 +232,7 @@ def test_a_copy_of_a_bucket_that_is_stepped_is_of_one_version(
     monkeypatch.setattr(BucketValues, "apply", apply)
     committed = threads.submit(rig.commit, 0, samples=1)
     assert held.there.wait(10)
-    answers = rig.shard.pull([0], 0, term=TERM, attempt=None, contributor=None)
+    answers = rig.shard.pull(Pull(buckets=[0], version=0, term=TERM))
     copied, state = threads.submit(next, answers), threads.submit(lambda: list(rig.shard.state()))
     assert blocks(copied)
     assert blocks(state)
@@ -246,15 +247,15 @@ def test_no_draft_is_made_of_a_round_that_is_being_applied(threads: ThreadPoolEx
     held = hold("apply", first)
     committed = threads.submit(rig.commit, 0, 1, samples=2)
     assert held.there.wait(10)
-    answers = rig.shard.pull_ahead(
-        [second],
-        1,
-        term=TERM,
-        attempt=0,
-        contributor=(0, 10),
-        held=None,
-        drafts={},
-        groups=LR.groups,
+    answers = rig.shard.pull(
+        Pull(
+            buckets=[second],
+            version=1,
+            term=TERM,
+            attempt=0,
+            contributor=(0, 10),
+            groups=LR.groups,
+        )
     )
     answer = threads.submit(next, answers)
     assert blocks(answer)

@@ -16,7 +16,7 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.server.limits import USUAL
 from elastic_ps.server.orders import Application
-from elastic_ps.server.pulls import Pulled, RestartedAs
+from elastic_ps.server.pulls import Pull, Pulled, RestartedAs
 from elastic_ps.server.values import BucketValues
 from tests.testing.shard import HASTY, LR, TERM, Body, Rig, one_bucket, ones, refusal, tensor
 
@@ -98,7 +98,7 @@ def pull(rig: Rig, version: int, **options: Any) -> list[Pulled | RestartedAs | 
     """Pull all buckets; the values are copied at once."""
     options = {"term": TERM, "attempt": None, "contributor": None, **options}
     numbers = [bucket.index for bucket in rig.layout.pull_order]
-    return list(rig.shard.pull(numbers, version, **options))
+    return list(rig.shard.pull(Pull(buckets=numbers, version=version, **options)))
 
 
 def test_a_pull_waits_for_its_version(threads: ThreadPoolExecutor) -> None:
@@ -129,13 +129,13 @@ def test_a_pull_of_no_bucket_waits_for_the_version_too() -> None:
     """With fragments a shard may have none of those that are exchanged, and is pushed to for the next."""
     rig = Rig(one_bucket(tensor("w", 4)), limits=HASTY)
     wanted: dict[str, Any] = {"term": TERM, "attempt": 0, "contributor": None}
-    assert list(rig.shard.pull([], 0, **wanted)) == []
-    assert list(rig.shard.pull([], 1, **wanted)) == [None]
+    assert list(rig.shard.pull(Pull(buckets=[], version=0, **wanted))) == []
+    assert list(rig.shard.pull(Pull(buckets=[], version=1, **wanted))) == [None]
     rig.restart(0)
-    assert list(rig.shard.pull([], 1, **wanted)) == [RestartedAs(1)]
+    assert list(rig.shard.pull(Pull(buckets=[], version=1, **wanted))) == [RestartedAs(1)]
     rig.push(0, ones(4))
     rig.commit(0, samples=1)
-    assert list(rig.shard.pull([], 1, **wanted)) == []
+    assert list(rig.shard.pull(Pull(buckets=[], version=1, **wanted))) == []
 
 
 def test_a_pull_for_which_nothing_happens_says_so() -> None:
@@ -172,7 +172,7 @@ def test_who_joins_later_gets_frozen_parameters_too() -> None:
 
 def test_a_pull_of_another_shards_bucket_is_refused() -> None:
     with pytest.raises(Refused, match="bucket 3 is not on shard 0"):
-        list(Rig(one_bucket(tensor("w", 4))).shard.pull([3], 0, term=TERM, attempt=None, contributor=None))
+        list(Rig(one_bucket(tensor("w", 4))).shard.pull(Pull(buckets=[3], version=0, term=TERM)))
 
 
 def test_a_shard_that_fails_in_the_middle_of_a_step_has_lost_the_model(
@@ -202,7 +202,7 @@ def test_a_shard_that_fails_in_the_middle_of_a_step_has_lost_the_model(
 
 
 def versions(rig: Rig, *, term: int = TERM, contributor: tuple[int, int] | None = (0, 10)) -> list[Any]:
-    answers = rig.shard.pull([0], rig.version, term=term, attempt=None, contributor=contributor)
+    answers = rig.shard.pull(Pull(buckets=[0], version=rig.version, term=term, contributor=contributor))
     return [answer.version if isinstance(answer, Pulled) else answer for answer in answers]
 
 
@@ -221,7 +221,7 @@ def test_values_that_are_not_copied_go_only_to_a_worker_without_whose_push_they_
     rig = Rig(one_bucket(tensor("w", 4)), workers=(0, 1))
     rig.restart(1)
     for contributor in ((0, 10), (1, 10)):
-        answers = rig.shard.pull([0], 0, term=TERM, attempt=None, contributor=contributor)
+        answers = rig.shard.pull(Pull(buckets=[0], version=0, term=TERM, contributor=contributor))
         with pytest.raises(Refused) as refused:
             next(answers)
         assert refused.value.code is RefusalCode.STALE_INCARNATION
@@ -231,7 +231,7 @@ def test_values_that_are_not_copied_go_only_to_a_worker_without_whose_push_they_
 
 def test_a_worker_that_is_dropped_while_it_reads_is_told_so() -> None:
     rig = Rig(one_bucket(tensor("w", 4)))
-    answers = rig.shard.pull([0], 0, term=TERM, attempt=None, contributor=(0, 10))
+    answers = rig.shard.pull(Pull(buckets=[0], version=0, term=TERM, contributor=(0, 10)))
     assert isinstance(next(answers), Pulled)
     rig.restart(1)
     with pytest.raises(Refused) as refused:
@@ -264,7 +264,7 @@ def test_whoever_waits_is_told_when_the_shard_s_time_is_over(
     threads: ThreadPoolExecutor, code: RefusalCode
 ) -> None:
     rig = Rig(one_bucket(tensor("w", 4)), workers=(0, 1), consistency=Consistency(deterministic=True))
-    pull = threads.submit(lambda: list(rig.shard.pull([0], 1, term=TERM, attempt=None, contributor=None)))
+    pull = threads.submit(lambda: list(rig.shard.pull(Pull(buckets=[0], version=1, term=TERM))))
     push = threads.submit(rig.push, 1, ones(4))
     rig.shard.retire(code)
     assert [refusal(call) for call in (pull, push)] == [code, code]
