@@ -248,13 +248,14 @@ class MemberCalls:
 
     @answers(calls.CHIEF)
     def chief(self, request: pb.ChiefRequest, _: Incoming) -> pb.ChiefReply:
-        """Whether the worker is the one to evaluate and save in this epoch; see `JobState.chiefs`."""
+        """Whether the worker is the one to evaluate and save in this epoch; see `Chiefs`."""
         with self._job.member(request.caller) as (state, stay):
-            if not request.passes or state.chief == stay.worker:
-                state.choose_chief(stay, request.epoch)
-            elif state.chiefs.get(request.epoch) != stay.worker:
-                state.loops[stay.worker] = request.epoch + 1
-            return pb.ChiefReply(chief=state.is_chief(stay, request.epoch))
+            chiefs, epoch = state.chiefs, request.epoch
+            if not request.passes or chiefs.now == stay.worker:
+                state.choose_chief(stay, epoch)
+            elif chiefs.of.get(epoch) != stay.worker:
+                chiefs.loops[stay.worker] = epoch + 1
+            return pb.ChiefReply(chief=chiefs.tell(stay, epoch))
 
     @answers(calls.READ_STATE)
     def read_state(self, _: pb.ReadStateRequest, __: Incoming) -> pb.ReadStateReply:
@@ -271,7 +272,8 @@ class MemberCalls:
             raise Malformed(f"WriteState: {error}") from error
         with self._job.member(request.caller) as (state, stay):
             if state.calls.begin(stay.incarnation, request.caller.call):
-                state.write_state(stay, request.text, again=request.again)
+                state.chiefs.require(stay, again=request.again)
+                state.script_state = request.text
 
     @answers(calls.STOP)
     def stop(self, request: pb.StopRequest, _: Incoming) -> None:

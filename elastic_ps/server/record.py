@@ -27,6 +27,7 @@ from elastic_ps.codec import dtype_of, name_of
 from elastic_ps.codec.optimizers import MASTER, PULLED, WIDE, Optimizers, usual_state
 from elastic_ps.codec.several import SEPARATOR, Kind
 from elastic_ps.core.balance import Balance
+from elastic_ps.core.chiefs import Chiefs
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.divergence import Trend
 from elastic_ps.core.lanes import Lanes
@@ -83,8 +84,8 @@ class JobRecord(BaseModel):
             stopped=state.stopped,
             assigned=state.assigned,
             bucket_bytes=state.bucket_bytes,
-            chief=state.chief,
-            chiefs=list(state.chiefs.items()),
+            chief=state.chiefs.now,
+            chiefs=list(state.chiefs.of.items()),
             script_state=state.script_state,
             tuning=state.tuning.to_json() if state.tuning is not None else "",
         )
@@ -139,9 +140,9 @@ class JobRecord(BaseModel):
             state.members.departed.append(stay)
         state.metrics, state.last_round, state.stopped = self.metrics, self.round, self.stopped
         state.assigned, state.bucket_bytes = self.assigned, self.bucket_bytes
-        state.chiefs, state.script_state = dict(self.chiefs), self.script_state
-        state.told = dict.fromkeys(state.chiefs)
-        state.chief = self.chief
+        chiefs = dict(self.chiefs)
+        state.chiefs = Chiefs(self.chief, chiefs, dict.fromkeys(chiefs))
+        state.script_state = self.script_state
         state.loss, state.trend = Curve(points=self.loss), self.trend
         state.trend.begin_again()
         counts, largest = self.staleness

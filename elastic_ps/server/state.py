@@ -15,9 +15,10 @@ from typing import Any
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import Data
 from elastic_ps.api.tuning import Tuning
-from elastic_ps.core import damping, scales
+from elastic_ps.core import damping, dataset, scales
 from elastic_ps.core.balance import Balance
 from elastic_ps.core.calls import Calls
+from elastic_ps.core.chiefs import Chiefs
 from elastic_ps.core.consistency import After, AskedRounds, Contribution, Entry, SyncRounds
 from elastic_ps.core.divergence import Trend
 from elastic_ps.core.fingerprint import differing, other_records
@@ -86,16 +87,8 @@ class JobState:
             training is over when nobody takes part in the open round.
         bucket_bytes: the size of buckets that was chosen for this job; 0 for none.
         assigned: the last version that was made of values that a script assigned; 0 for none.
-        chief: the worker that evaluates and saves, in each epoch whose end is reached, as long as it is a
-            member and its script is in its loop; None before one is needed.
-        chiefs: for each epoch, who that is or was. The chief of the last epoch is that of the job's end, also
-            if a script has stopped the job before.
+        chiefs: who evaluates and saves at the end of each epoch.
         script_state: what scripts keep with the job, JSON; see `core.script_state`.
-        told: for each epoch, the stay that was told last that it is the chief; None for one of an earlier
-            term, which may have been told.
-        early: workers that wait for records, and whose scripts have not begun the last epoch. They will not
-            come to its end if training ends now.
-        loops: for members that have said so, the epoch that their scripts' loops are in.
         trend: of the losses so far, by which it is seen that the job learns nothing.
         staleness: of all steps that are in the model.
         recent: of those that are in it since this was emptied last; see `changes`.
@@ -125,10 +118,8 @@ class JobState:
     stopped: str = ""
     bucket_bytes: int = 0
     assigned: int = 0
-    chief: int | None = None
     script_state: str = EMPTY
-    chiefs: dict[int, int] = field(default_factory=dict)
-    told: dict[int, Stay | None] = field(default_factory=dict)
+    chiefs: Chiefs = field(default_factory=Chiefs)
     metrics: dict[str, float] = field(default_factory=dict)
     loss: Curve = field(default_factory=Curve)
     trend: Trend = field(default_factory=Trend)
@@ -136,8 +127,6 @@ class JobState:
     staleness: Distribution = field(default_factory=Distribution)
     recent: Distribution = field(default_factory=Distribution)
     last_round: dict[str, Any] = field(default_factory=dict)
-    early: set[int] = field(default_factory=set)
-    loops: dict[int, int] = field(default_factory=dict)
     batch: int = 0
     turned_away: Counter[tuple[int, int]] = field(default_factory=Counter)
     starved: set[int] = field(default_factory=set)
@@ -378,25 +367,13 @@ class JobState:
         if self.resumed and records == self.ledger.records and epochs > self.ledger.epochs:
             self.stopped = ""
             self.ledger.extend(epochs)
-        if (self.ledger.records, self.ledger.epochs) == (records, epochs):
-            if wrong := self._match_records(data):
-                return wrong
-            if self.resumed:
-                self.note(StageEvent.TAKE)
-            return self._match_version(batch)
-        advice = ""
-        if self.resumed and records != self.ledger.records:
-            advice = (
-                ". A job that continues from a checkpoint must have as many records as before, because the "
-                f"checkpoint says by their positions which are trained. Give it the {self.ledger.records} "
-                "records, or begin a new job"
-            )
-        elif self.resumed:
-            advice = ". A job that continues from a checkpoint may train more epochs, not fewer"
-        return (
-            f"this worker's data set has {records} records for {epochs} epochs; the job trains "
-            f"{self.ledger.records} records for {self.ledger.epochs} epochs{advice}"
-        )
+        if wrong := dataset.other(self.ledger, records, epochs, resumed=self.resumed):
+            return wrong
+        if wrong := self._match_records(data):
+            return wrong
+        if self.resumed:
+            self.note(StageEvent.TAKE)
+        return dataset.too_small(self.ledger, batch, self.consistency, begins=not self.version)
 
     def _match_records(self, data: str) -> str:
         """Compare what identifies a worker's records with what the job has."""
@@ -409,25 +386,6 @@ class JobState:
             return ""
         whose = "those of the checkpoint that the job continues from" if self.resumed else "the job's"
         return f"this worker's records are not {whose}: {other_records(names)}"
-
-    def _match_version(self, batch: int) -> str:
-        """With a number of steps or records for each version: whether a job that begins has so many."""
-        assert self.ledger is not None
-        records, epochs = self.ledger.records, self.ledger.epochs
-        if (self.consistency.global_batch_size or 0) > records:
-            return (
-                f"consistency.globalBatchSize is {self.consistency.global_batch_size}, but the data set has "
-                f"only {records} records, and a version has records of one epoch. Set globalBatchSize to "
-                f"{records} or less"
-            )
-        steps = -(-records // batch) * epochs
-        if (self.consistency.gradients or 0) <= steps or self.version:
-            return ""
-        return (
-            f"consistency.gradients is {self.consistency.gradients}, but the job has only {steps} steps: "
-            f"{records} records for {epochs} epochs, in batches of {batch}. So no version could be made of "
-            f"so many. Set gradients to {steps} or less; a version should be made of far fewer"
-        )
 
     def take(self, worker: int, incarnation: int, batch: int) -> list[Range]:
         """Hand records to a worker; none when the training was stopped."""
@@ -477,95 +435,18 @@ class JobState:
 
         None before there is a chief.
         """
-        if not self.finished or self.last_epoch not in self.chiefs:
+        if not self.finished or self.last_epoch not in self.chiefs.of:
             return None
-        return self.term, self.version, self.chiefs[self.last_epoch], self.script_state
+        return self.term, self.version, self.chiefs.of[self.last_epoch], self.script_state
 
     def choose_chief(self, stay: Stay, epoch: int) -> bool:
-        """The epoch has a chief from now on, as the member asks for it. Returns whether it had none.
-
-        The chief stays as long as it is a member and has not passed the epoch; else the member that
-        asks becomes it, unless another one has still to come to the end of an earlier epoch. A member that
-        does not come to the end of the last epoch is chosen only if no other one does.
-        """
-        if epoch in self.chiefs:
-            return False
-        if self.chief not in self.members.live:
-            early = stay.worker in self.early and epoch == self.last_epoch and not self.stopped
-            if early and self.members.live.keys() - self.early:
-                return False
-            self.chief = self._first_to_come(stay, epoch)
-        assert self.chief is not None
-        passed = any(told > epoch and self.chiefs.get(told) == self.chief for told in self.told)
-        self.chiefs[epoch] = stay.worker if passed else self.chief
-        return True
-
-    def _first_to_come(self, stay: Stay, epoch: int) -> int:
-        """The worker that comes first to the end of an epoch without a chief, as far as is known.
-
-        The member that asks is at the end of `epoch`. Others may still be in an earlier one.
-        """
-        if self.ledger is None or epoch >= self.last_epoch:
-            return stay.worker
-        before: dict[int, int] = {}
-        for worker, other in self.members.live.items():
-            held = self.ledger.held(other.incarnation)
-            at = self.loops.get(worker, held[0].epoch if held else epoch)
-            if at < epoch and at not in self.chiefs:
-                before[worker] = at
-        return min(before, key=lambda worker: (before[worker], worker), default=stay.worker)
+        """See `Chiefs.choose`."""
+        live, stopped = self.members.live, bool(self.stopped)
+        return self.chiefs.choose(stay, epoch, live=live, ledger=self.ledger, stopped=stopped)
 
     def awaits_chief(self, stay: Stay) -> bool:
-        """Whether another member is the chief of the end, and has not come to it yet.
-
-        Nobody else is told of the end meanwhile: if that one leaves, there has to be another chief.
-        """
-        chief = self.chiefs.get(self.last_epoch)
-        here = chief in self.members.live and chief != stay.worker
-        return here and self.last_epoch not in self.told
-
-    def write_state(self, stay: Stay, text: str, *, again: bool = False) -> None:
-        """The chief's script changes what scripts keep with the job.
-
-        Args:
-            again: the member wrote it in a stay before, as the chief. The job may have gone back to a
-                checkpoint from before any chief was chosen; then it is the chief again.
-
-        Raises:
-            Refused: INVALID; the member is not the chief, nor was it told to be that of any epoch.
-        """
-        if again and self.chief is None and not self.chiefs:
-            self.chief = stay.worker
-        if stay.worker != self.chief and not any(told is stay for told in self.told.values()):
-            chief = "no worker is yet" if self.chief is None else f"worker {self.chief} is"
-            raise Refused(
-                RefusalCode.INVALID,
-                f"session.state is written by the chief, which {chief}, but this is worker {stay.worker}. "
-                "Write it under `if session.is_chief:`, after the loop over an epoch or at the end",
-            )
-        self.script_state = text
-
-    def resign(self, stay: Stay) -> None:
-        """The member's script has left its loop, and comes to the end of no further epoch.
-
-        Of those of which it was not told that it is their chief, another one will be.
-        """
-        if self.chief == stay.worker:
-            self.chief = None
-        self.chiefs = {e: w for e, w in self.chiefs.items() if w != stay.worker or e in self.told}
-        self.loops.pop(stay.worker, None)
-
-    def is_chief(self, stay: Stay, epoch: int) -> bool:
-        """Tell the member whether it is the one to evaluate and save at the end of the epoch.
-
-        A process that takes the chief's place is the chief, too, unless the one before has said goodbye.
-        """
-        before = self.told.get(epoch)
-        said_goodbye = before is not None and before is not stay and before.outcome == "left"
-        if self.chiefs.get(epoch) != stay.worker or said_goodbye:
-            return False
-        self.told[epoch] = stay
-        return True
+        """See `Chiefs.awaits`."""
+        return self.chiefs.awaits(stay, self.last_epoch, self.members.live)
 
     def hung(self, now: float, limit: timedelta, *, queued: Set[int] = frozenset()) -> dict[int, float]:
         """The workers that have kept others waiting for longer than `limit`, and for how many seconds.
@@ -640,11 +521,8 @@ class JobState:
         if stay is None:
             return None
         self.starved.discard(worker)
-        self.early.discard(worker)
-        self.loops.pop(worker, None)
         self.calls.forget(stay.incarnation)
-        if outcome == "left":
-            self.resign(stay)
+        self.chiefs.gone(stay)
         self._give_back_steps(self.rounds.lose(worker))
         self.give_back(stay.incarnation)
         if self.initialiser == worker:

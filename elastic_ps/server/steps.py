@@ -66,7 +66,7 @@ class StepCalls:
                 return known
             self._open_ledger(state, request)
             if request.HasField("epoch"):
-                state.loops[worker] = request.epoch
+                state.chiefs.loops[worker] = request.epoch
             if not request.wait:
                 taken = state.take(worker, incarnation, request.batch)
                 return self._taken(state, incarnation, taken, finished=state.finished)
@@ -82,19 +82,19 @@ class StepCalls:
             due = self.job.due
             held = self._hold(state, stay, request.batch)
             if request.early and not held:
-                state.early.add(worker)
+                state.chiefs.early.add(worker)
             else:
-                state.early.discard(worker)
+                state.chiefs.early.discard(worker)
             if not held and state.finished and state.choose_chief(stay, state.last_epoch):
                 return Look.AGAIN  # it is kept with the last version
             if not held and self._checkpoints.may_finish() and not state.awaits_chief(stay):
-                chief = state.is_chief(stay, state.last_epoch)
+                chief = state.chiefs.tell(stay, state.last_epoch)
                 self.job.changed.notify_all()
                 return self._taken(state, incarnation, finished=True, version=state.version, chief=chief)
             if held and state.rounds.takes_part(worker) and not self.job.behind:
                 state.rounds.hand_out(worker)
                 if request.early and not request.HasField("epoch"):
-                    state.loops[worker] = held[
+                    state.chiefs.loops[worker] = held[
                         0
                     ].epoch  # its script asks for epochs, and begins with this one
                 return self._taken(state, incarnation, held, version=state.version)
@@ -174,7 +174,7 @@ class StepCalls:
             state.stop_computing(stay, abandoned=request.abandoned)
             state.starved.discard(stay.worker)
             if request.leaves:
-                state.resign(stay)
+                state.chiefs.resign(stay)
             self.job.told()
         self._commit.drive()
 

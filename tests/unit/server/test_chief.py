@@ -249,7 +249,7 @@ def test_a_chief_that_has_left_its_loop_keeps_nobody_waiting_at_the_end(server: 
     state = server.coordinator.job.state
     state.open_ledger(10, 1, lanes=0)
     state.choose_chief(other, state.last_epoch + 1)
-    assert state.chiefs == {0: 0, 1: 0}
+    assert state.chiefs.of == {0: 0, 1: 0}
     server.coordinator.release(0, chief.incarnation, call=1, leaves=True)
     assert asks(server, other, 1)
 
@@ -268,7 +268,7 @@ def test_a_worker_that_passes_an_epoch_is_not_its_chief(server: Server) -> None:
     slow, other = start(server.coordinator, 0), start(server.coordinator, 1)
     state = server.coordinator.job.state
     state.open_ledger(10, 4, lanes=0)
-    state.loops[0] = 0
+    state.chiefs.loops[0] = 0
     assert not server.coordinator.is_chief(0, slow.incarnation, epoch=1, passes=True)
     assert asks(server, other, 1)
     assert not server.coordinator.is_chief(0, slow.incarnation, epoch=2, passes=True)
@@ -278,7 +278,7 @@ def test_a_worker_that_is_chosen_before_it_passes_an_epoch_comes_to_it(server: S
     slow, other = start(server.coordinator, 0), start(server.coordinator, 1)
     state = server.coordinator.job.state
     state.open_ledger(10, 4, lanes=0)
-    state.loops[0] = 0
+    state.chiefs.loops[0] = 0
     assert not asks(server, other, 1)
     assert server.coordinator.is_chief(0, slow.incarnation, epoch=1, passes=True)
 

@@ -86,7 +86,7 @@ class Rig:
         state.ledger = Ledger(RECORDS, 1, RECORDS)
         state.ledger.apply(1, state.ledger.take(1, batch=RECORDS, workers=1, fresh=False))
         assert state.finished
-        state.chiefs[state.last_epoch] = 0
+        state.chiefs.of[state.last_epoch] = 0
 
     def may_finish(self) -> bool:
         with self.job.changed:
@@ -149,7 +149,7 @@ def test_a_checkpoint_of_the_last_version_is_told_of_the_end(rig: Rig) -> None:
     state = rig.disk.newest()[0].state
     assert state["ledger"] == record.to_checkpoint(rig.job.state)["ledger"]
     assert state["chiefs"] == [[0, 0]]
-    rig.job.state.chiefs[0] = 1
+    rig.job.state.chiefs.of[0] = 1
     assert not rig.may_finish()
     rig.checkpoints.keep_what_must_be()
     assert rig.may_finish()
@@ -158,7 +158,7 @@ def test_a_checkpoint_of_the_last_version_is_told_of_the_end(rig: Rig) -> None:
 
 def test_the_last_version_is_kept_before_anybody_asks_for_the_end(rig: Rig) -> None:
     rig.finish()
-    rig.job.state.chiefs.clear()
+    rig.job.state.chiefs.of.clear()
     rig.checkpoints.keep_what_must_be()
     assert rig.written == 1
     assert not rig.may_finish()

@@ -13,6 +13,7 @@ import pytest
 from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import Data
+from elastic_ps.core.chiefs import Chiefs
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.fingerprint import Mark, to_text
 from elastic_ps.core.lanes import Lanes
@@ -113,12 +114,12 @@ def test_a_checkpoint_holds_all_that_the_job_goes_on_with(lanes: int) -> None:
     ]
     committed(state, steps)
     state.drop(0, "left")
-    state.chiefs, state.script_state = {0: 1, 1: 0}, '{"best": 0.5}'
+    state.chiefs, state.script_state = Chiefs(0, {0: 1, 1: 0}), '{"best": 0.5}'
     saved = json.loads(json.dumps(record.to_checkpoint(state)))
     again = next_term(saved, version=1, data=Data(shard_records=10))
     assert (again.version, again.term, again.initialised, again.resumed) == (1, 2, True, True)
     assert again.settings == state.settings
-    assert (again.chiefs, again.chief, again.stopped) == ({0: 1, 1: 0}, 0, "")
+    assert (again.chiefs.of, again.chiefs.now, again.stopped) == ({0: 1, 1: 0}, 0, "")
     assert again.script_state == '{"best": 0.5}'
     assert (again.metrics, again.loss.points) == (state.metrics, state.loss.points)
     assert again.last_round == json.loads(json.dumps(state.last_round))

@@ -1,0 +1,54 @@
+"""Whether the data set that a worker names is the job's, and large enough: what is wrong, in words."""
+
+from __future__ import annotations
+
+from elastic_ps.api.consistency import Consistency
+from elastic_ps.core.lanes import Lanes
+from elastic_ps.core.ledger import Ledger
+
+
+def other(ledger: Ledger | Lanes, records: int, epochs: int, *, resumed: bool) -> str:
+    """Why a worker's records and epochs are not those of the job; "" if they are.
+
+    Args:
+        resumed: the job continues from a checkpoint. It may train more epochs than it was to train before.
+    """
+    if (ledger.records, ledger.epochs) == (records, epochs):
+        return ""
+    advice = ""
+    if resumed and records != ledger.records:
+        advice = (
+            ". A job that continues from a checkpoint must have as many records as before, because the "
+            f"checkpoint says by their positions which are trained. Give it the {ledger.records} "
+            "records, or begin a new job"
+        )
+    elif resumed:
+        advice = ". A job that continues from a checkpoint may train more epochs, not fewer"
+    return (
+        f"this worker's data set has {records} records for {epochs} epochs; the job trains "
+        f"{ledger.records} records for {ledger.epochs} epochs{advice}"
+    )
+
+
+def too_small(ledger: Ledger | Lanes, batch: int, consistency: Consistency, *, begins: bool) -> str:
+    """Why no version can be made of as many steps or records as the job wants; "" if one can.
+
+    Args:
+        batch: records in a batch.
+        begins: the job has no version but the first.
+    """
+    records, epochs = ledger.records, ledger.epochs
+    if (consistency.global_batch_size or 0) > records:
+        return (
+            f"consistency.globalBatchSize is {consistency.global_batch_size}, but the data set has "
+            f"only {records} records, and a version has records of one epoch. Set globalBatchSize to "
+            f"{records} or less"
+        )
+    steps = -(-records // batch) * epochs
+    if (consistency.gradients or 0) <= steps or not begins:
+        return ""
+    return (
+        f"consistency.gradients is {consistency.gradients}, but the job has only {steps} steps: "
+        f"{records} records for {epochs} epochs, in batches of {batch}. So no version could be made of "
+        f"so many. Set gradients to {steps} or less; a version should be made of far fewer"
+    )
