@@ -20,7 +20,7 @@ import copy
 import enum
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, fields, replace
-from typing import Self
+from typing import Any, Self
 
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.transitions import Transitions
@@ -56,6 +56,13 @@ class Contribution:
     def ranges(self) -> tuple[Range, ...]:
         """All records that are done with when it is in a version."""
         return *self.records, *self.skipped
+
+    def record(self, staleness: int) -> dict[str, Any]:
+        """What histories say of it. `staleness`: in versions, when it went into one."""
+        said = {"worker": self.worker, "incarnation": self.incarnation, "step": self.step}
+        said |= {"samples": self.samples, "staleness": staleness}
+        skipped = {"skipped": [list(r) for r in self.skipped]} if self.skipped else {}
+        return {**said, "records": [list(r) for r in self.records], **skipped}
 
 
 class Entry(enum.Enum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elastic_ps.api.consistency import Consistency
+from elastic_ps.core import fingerprint
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger
 
@@ -52,3 +53,19 @@ def too_small(ledger: Ledger | Lanes, batch: int, consistency: Consistency, *, b
         f"{records} records for {epochs} epochs, in batches of {batch}. So no version could be made of "
         f"so many. Set gradients to {steps} or less; a version should be made of far fewer"
     )
+
+
+def other_records(ours: str, given: str, *, resumed: bool) -> str:
+    """Why a worker's records are not those of the job, by what identifies them; "" if they may be.
+
+    Args:
+        ours, given: see `core.fingerprint`; "" for nothing.
+    """
+    try:
+        names = fingerprint.differing(ours, given)
+    except ValueError as error:
+        return str(error)
+    if not names:
+        return ""
+    whose = "those of the checkpoint that the job continues from" if resumed else "the job's"
+    return f"this worker's records are not {whose}: {fingerprint.other_records(names)}"

@@ -120,9 +120,9 @@ class Changes:
     def _moved(self, state: JobState, before: Tuning) -> Tuning | None:
         """How the job's objective is kept from now on, if that is another way; the lock is held."""
         most = before.consistency.max_staleness_p99
-        if most is None or state.recent.count < self._job.limits.window:
+        if most is None or state.results.recent.count < self._job.limits.window:
             return None
-        p99, state.recent = state.recent.percentile(99), Distribution()
+        p99, state.results.recent = state.results.recent.percentile(99), Distribution()
         known = ways(before.wished)
         at = known.index(before.consistency) if before.consistency in known else len(known) - 1
         step = self._objective.decide(p99, most)

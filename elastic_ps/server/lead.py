@@ -175,4 +175,4 @@ class Lead:
     def loss(self) -> list[tuple[int, float]]:
         """The loss curve: (version, sample-weighted mean of what the scripts reported)."""
         with self.job.lock:
-            return list(self.job.state.loss.points)
+            return list(self.job.state.results.loss.points)

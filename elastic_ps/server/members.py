@@ -299,9 +299,9 @@ class MemberCalls:
             self._callers.require_present(request.caller, incoming)
             self._callers.require_member(request.caller)
         with self._job.lock:
-            keep(self._job.state.metrics, request.metrics)
+            keep(self._job.state.results.metrics, request.metrics)
             if not math.isfinite(request.metrics.get("loss", 0.0)):
-                self._job.state.judge(math.nan)
+                self._job.state.results.judge(math.nan, self._job.state.ledger)
 
 
 def _link(request: pb.JoinRequest) -> Link | None:

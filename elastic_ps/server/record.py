@@ -36,8 +36,9 @@ from elastic_ps.core.membership import Stay
 from elastic_ps.core.pace import Pace
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.portions import PortionedLedger
-from elastic_ps.core.progress import Curve, Distribution, Rate
+from elastic_ps.core.progress import Curve, Distribution
 from elastic_ps.core.reduced import Custody
+from elastic_ps.core.results import Results
 from elastic_ps.core.script_state import from_text
 from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints
 from elastic_ps.core.sizing import CROWDED, SMALLEST
@@ -76,10 +77,10 @@ class JobRecord(BaseModel):
             fingerprint=state.fingerprint,
             order=state.data.model_dump(include={"shuffle", "seed"}),
             members=state.members.stays(),
-            metrics=state.metrics,
-            loss=state.loss.points,
-            trend=state.trend,
-            staleness=(list(state.staleness.counts.items()), state.staleness.largest),
+            metrics=state.results.metrics,
+            loss=state.results.loss.points,
+            trend=state.results.trend,
+            staleness=(list(state.results.staleness.counts.items()), state.results.staleness.largest),
             round=state.last_round,
             stopped=state.stopped,
             assigned=state.assigned,
@@ -138,15 +139,15 @@ class JobRecord(BaseModel):
                 stay.reason = change
             stay.ended = None
             state.members.departed.append(stay)
-        state.metrics, state.last_round, state.stopped = self.metrics, self.round, self.stopped
+        state.last_round, state.stopped = self.round, self.stopped
         state.assigned, state.bucket_bytes = self.assigned, self.bucket_bytes
         chiefs = dict(self.chiefs)
         state.chiefs = Chiefs(self.chief, chiefs, dict.fromkeys(chiefs))
         state.script_state = self.script_state
-        state.loss, state.trend = Curve(points=self.loss), self.trend
-        state.trend.begin_again()
         counts, largest = self.staleness
-        state.staleness = Distribution(dict(counts), largest)
+        staleness = Distribution(dict(counts), largest)
+        state.results = Results(self.metrics, Curve(points=self.loss), self.trend, staleness=staleness)
+        self.trend.begin_again()
         return state
 
 
@@ -163,12 +164,7 @@ def foreseen(state: JobState, contributions: Sequence[Contribution], *, decided:
     after.members = state.members.copy()
     after.rounds = state.rounds.copy()
     after.ledger = state.ledger.copy() if state.ledger else None
-    after.metrics = dict(state.metrics)
-    after.staleness = replace(state.staleness, counts=dict(state.staleness.counts))
-    after.recent = Distribution()
-    after.trend = replace(state.trend)
-    after.loss = replace(state.loss, points=list(state.loss.points))
-    after.rate, after.pace, after.balance = Rate(), Pace(), Balance()
+    after.results, after.pace, after.balance = state.results.copy(), Pace(), Balance()
     after.book(contributions, decided, decided=decided)
     return to_checkpoint(after)
 

@@ -1,11 +1,10 @@
 """What shard 0 knows of a job: members, records, the open round, settings and what scripts reported.
 
-Plain state and what changes it, without threads, clocks or I/O; `coordinator` guards it and tells the shards.
+Plain state and what changes it, without threads, clocks or I/O; `guarded` guards it, and `commit` tells the shards.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -15,26 +14,24 @@ from typing import Any
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import Data
 from elastic_ps.api.tuning import Tuning
-from elastic_ps.core import damping, dataset, scales
+from elastic_ps.core import dataset, schedules
 from elastic_ps.core.balance import Balance
 from elastic_ps.core.calls import Calls
 from elastic_ps.core.chiefs import Chiefs
 from elastic_ps.core.consistency import After, AskedRounds, Contribution, Entry, SyncRounds
-from elastic_ps.core.divergence import Trend
-from elastic_ps.core.fingerprint import differing, other_records
 from elastic_ps.core.lanes import Lanes
 from elastic_ps.core.ledger import Ledger, LedgerError, Range
-from elastic_ps.core.membership import Membership, Stay, eldest
-from elastic_ps.core.metrics import Metrics, keep, reduce_all
+from elastic_ps.core.membership import Membership, Stay
 from elastic_ps.core.modes import rounds_of
 from elastic_ps.core.pace import Pace, Waiting
 from elastic_ps.core.partition import Layout
 from elastic_ps.core.portions import LEAST, PortionedLedger
-from elastic_ps.core.progress import Curve, Distribution, Rate
 from elastic_ps.core.reduced import Custody, ReducedRounds
+from elastic_ps.core.results import Results
 from elastic_ps.core.script_state import EMPTY
-from elastic_ps.core.settings import Made, Position, Settings, read_settings
+from elastic_ps.core.settings import Settings
 from elastic_ps.core.stages import STAGES, Stage, StageEvent
+from elastic_ps.core.turned_away import TurnedAway
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import layout_to_message
@@ -42,13 +39,8 @@ from elastic_ps.transport.convert import layout_to_message
 INCARNATIONS_PER_TERM = 1 << 32
 """Incarnations start at a multiple of this in each term, so that none is given twice after a roll-back."""
 
-
 GRACE = 0.25
 """With `grace: auto`, the share of a worker's mean time between two exchanges that a round waits for more."""
-
-
-PATIENCE = 2
-"""A step on the same records may come too late so often. The next one has a place in its round."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +81,9 @@ class JobState:
         assigned: the last version that was made of values that a script assigned; 0 for none.
         chiefs: who evaluates and saves at the end of each epoch.
         script_state: what scripts keep with the job, JSON; see `core.script_state`.
-        trend: of the losses so far, by which it is seen that the job learns nothing.
-        staleness: of all steps that are in the model.
-        recent: of those that are in it since this was emptied last; see `changes`.
+        results: what its steps have reported.
         batch: how many records a worker has in a batch, as the last one to ask has said; 0 before.
-        turned_away: where records begin whose steps came too late, by epoch and position, and how often.
+        turned_away: records whose steps came too late.
         starved: workers that have asked for records when there were none to hand out.
         tuning: what a checkpoint of the present version says of how the next ones are made; None for nothing.
         opened_with: the settings of the version, while the open round is decided, and `settings` are those of
@@ -120,15 +110,10 @@ class JobState:
     assigned: int = 0
     script_state: str = EMPTY
     chiefs: Chiefs = field(default_factory=Chiefs)
-    metrics: dict[str, float] = field(default_factory=dict)
-    loss: Curve = field(default_factory=Curve)
-    trend: Trend = field(default_factory=Trend)
-    rate: Rate = field(default_factory=Rate)
-    staleness: Distribution = field(default_factory=Distribution)
-    recent: Distribution = field(default_factory=Distribution)
+    results: Results = field(default_factory=Results)
     last_round: dict[str, Any] = field(default_factory=dict)
     batch: int = 0
-    turned_away: Counter[tuple[int, int]] = field(default_factory=Counter)
+    turned_away: TurnedAway = field(default_factory=TurnedAway)
     starved: set[int] = field(default_factory=set)
     waiting: Waiting = field(default_factory=Waiting)
     lagging: Waiting = field(default_factory=Waiting)
@@ -158,12 +143,6 @@ class JobState:
         if self.ledger.finished and not (self.consistency.fragments or 1) > 1:
             return True
         return (self.ledger.finished or bool(self.stopped)) and self.rounds.resting
-
-    def judge(self, loss: float) -> None:
-        """Take a loss in that the job has now; NaN if a worker's gradient was not finite."""
-        ledger = self.ledger
-        done = 0.0 if ledger is None else (ledger.applied + ledger.skipped) / max(1, ledger.expected)
-        self.trend.add(done, loss)
 
     @property
     def required(self) -> frozenset[int]:
@@ -268,23 +247,17 @@ class JobState:
         stay.last_begun = step
         took_part = self.rounds.takes_part(stay.worker)
         if isinstance(self.rounds, AskedRounds):
-            self.rounds.owed = self._owed
+            live = self.members.live.items()
+            self.rounds.owed = self.turned_away.owed(
+                lambda: {worker: self.to_compute_on(each.incarnation) for worker, each in live}
+            )
         entry = self.rounds.begin(stay.worker, version=version)
         if entry is Entry.LATE:
             if took_part and self.ledger is not None and (held := self.to_compute_on(stay.incarnation)):
-                self.turned_away[held[0].epoch, held[0].start] += 1
+                self.turned_away.add(held[0])
             stay.late += took_part
             self.give_back(stay.incarnation)
         return entry
-
-    @property
-    def _owed(self) -> set[int]:
-        """The workers that hold records whose steps were turned away `PATIENCE` times: now they count."""
-        overdue = [place for place, times in self.turned_away.items() if times >= PATIENCE]
-        if not overdue or self.ledger is None:
-            return set()
-        held = {worker: self.to_compute_on(stay.incarnation) for worker, stay in self.members.live.items()}
-        return {worker for worker, ranges in held.items() if any(_is_in(place, ranges) for place in overdue)}
 
     def after_step(self, stay: Stay, *, attempt: int, step: int, now: float) -> After | None:
         """What a worker does that has pushed a step, in mode `accumulate`; None: it waits.
@@ -369,23 +342,12 @@ class JobState:
             self.ledger.extend(epochs)
         if wrong := dataset.other(self.ledger, records, epochs, resumed=self.resumed):
             return wrong
-        if wrong := self._match_records(data):
+        if wrong := dataset.other_records(self.fingerprint, data, resumed=self.resumed):
             return wrong
+        self.fingerprint = self.fingerprint or data
         if self.resumed:
             self.note(StageEvent.TAKE)
         return dataset.too_small(self.ledger, batch, self.consistency, begins=not self.version)
-
-    def _match_records(self, data: str) -> str:
-        """Compare what identifies a worker's records with what the job has."""
-        try:
-            names = differing(self.fingerprint, data)
-        except ValueError as error:
-            return str(error)
-        self.fingerprint = self.fingerprint or data
-        if not names:
-            return ""
-        whose = "those of the checkpoint that the job continues from" if self.resumed else "the job's"
-        return f"this worker's records are not {whose}: {other_records(names)}"
 
     def take(self, worker: int, incarnation: int, batch: int) -> list[Range]:
         """Hand records to a worker; none when the training was stopped."""
@@ -563,7 +525,6 @@ class JobState:
         return [c for c in self.rounds.contributions if c.incarnation == incarnation]
 
     def _finished_by(self, incarnation: int) -> list[Range]:
-        """Their records."""
         return [r for c in self._finished(incarnation) for r in c.ranges]
 
     def _give_back_steps(self, void: Iterable[Contribution]) -> None:
@@ -588,59 +549,22 @@ class JobState:
         return self.settings if self.opened_with is None else self.opened_with
 
     def decide_settings(self, contributions: Sequence[Contribution]) -> None:
-        """The settings of the version that the round makes are in force; see `settings_after`.
+        """The settings of the version that the round makes are in force; see `schedules.after`.
 
         Workers may pull that version before it is booked. The settings are decided once for a round, however
         often the shards are ordered to make it: they count the version as a step.
         """
         if self.opened_with is None:
-            self.opened_with, self.settings = self.settings, self.settings_after(contributions)
-
-    def settings_after(self, contributions: Sequence[Contribution]) -> Settings:
-        """The settings to step with. They are in force until the next version is made."""
-        if any(c.assigns for c in contributions):
-            return self.settings  # no step is made, so that schedules make none
-        sent = self.settings_of(contributions)
-        settings = read_settings(sent) if sent else self.settings
-        position, made = self._position_after(contributions), _made_of(contributions)
-        return settings.of_version(position, made, self.settings)
+            self.opened_with, stale = self.settings, self.consistency.may_be_stale
+            self.settings = schedules.after(
+                self.settings, contributions, self.members, self.ledger, may_be_stale=stale
+            )
 
     def settings_to_step_with(self, contributions: Sequence[Contribution]) -> Settings:
-        """The settings in force; a stale step may have another learning rate, and another momentum.
-
-        So may an exchange; see `Consistency.scale` and `Consistency.warms_momentum`.
-        """
-        scale, settings = self.consistency.scale, self.settings
+        """The settings in force, as these steps are made with them; see `schedules.to_step_with`."""
         stalest = max(self.rounds.staleness[c.worker] for c in contributions)
-        if (divisor := scales.divisor(scale, stalest)) != 1:
-            settings = settings.slowed(divisor)
-        if scale == "damped" and stalest:
-            settings = settings.with_momentum(lambda momentum, _: damping.when_stale(momentum, stalest))
-        return damping.warmed(settings, self.consistency, self.settings_of_version.position.version)
-
-    def _position_after(self, contributions: Sequence[Contribution]) -> Position:
-        steps = self.settings.position.version + 1
-        if self.ledger is None:
-            return Position(steps)
-        after = self.ledger.copy()
-        for c in contributions:
-            after.apply(c.incarnation, c.records)
-            after.skip(c.incarnation, c.skipped)
-        return Position(steps, after.applied + after.skipped, after.complete_epochs)
-
-    def settings_of(self, contributions: Sequence[Contribution]) -> str:
-        """The settings that the contributors want, as JSON; "" for those that are in force.
-
-        They are those of the contributor that has made most steps. With bounded staleness, where most
-        versions lack most workers, they change only if no member has made more steps: so a schedule does not
-        go back whenever a slow worker's step arrives.
-        """
-        sent = {c.incarnation: c.settings for c in contributions}
-        first = eldest(self.members.stay(c.worker, c.incarnation) for c in contributions)
-        if self.consistency.may_be_stale:
-            most = max((stay.steps for stay in self.members.live.values()), default=0)
-            return sent[first.incarnation] if first.steps >= most else ""
-        return sent[first.incarnation]
+        version = self.settings_of_version.position.version
+        return schedules.to_step_with(self.settings, self.consistency, stalest=stalest, version=version)
 
     def book(self, contributions: Sequence[Contribution], now: float, *, decided: float) -> None:
         """The shards have applied the round, decided at `decided`: count it, and open the next one."""
@@ -649,14 +573,11 @@ class JobState:
             if self.ledger is not None:
                 self.ledger.apply(c.incarnation, c.records)
                 self.ledger.skip(c.incarnation, c.skipped)
-            for place in [place for place in self.turned_away if _is_in(place, c.ranges)]:
-                del self.turned_away[place]
+            self.turned_away.trained(c.ranges)
             stay = self.members.stay(c.worker, c.incarnation)
             stay.steps, stay.last_step = stay.steps + (not c.assigns), c.step
             stay.staleness = staleness[c.worker]
             stay.records += sum(r.records for r in c.records)
-        for distribution in (self.staleness, self.recent):
-            distribution.add(staleness[c.worker] for c in contributions if not c.assigns)
         if self.custody is not None:
             self.custody.holders = sent
         self.rounds.end_commit()
@@ -668,31 +589,10 @@ class JobState:
         self.pace.opened(here, now, beginning=beginning)
         if self.consistency.balance == "speed":
             self.balance.follow(self.pace.of_a_record, here)
-        steps = [
-            {"worker": c.worker, "incarnation": c.incarnation, "step": c.step, "samples": c.samples}
-            | {"staleness": staleness[c.worker], "records": [list(r) for r in c.records]}
-            | ({"skipped": [list(r) for r in c.skipped]} if c.skipped else {})
-            for c in contributions
-        ]
         self.last_round = {
             "term": self.term,
             "version": self.version,
             "decided": decided,
-            "contributions": steps,
+            "contributions": [c.record(staleness[c.worker]) for c in contributions],
         }
-        reported = reduce_all([Metrics(c.metrics, c.reductions, c.samples) for c in contributions])
-        if (loss := reported.pop("loss", None)) is not None:
-            self.loss.add(self.version, loss)
-            self.judge(loss)
-        keep(self.metrics, reported)
-        self.rate.add(self.ledger.applied if self.ledger else 0, now)
-
-
-def _is_in(place: tuple[int, int], ranges: Iterable[Range]) -> bool:
-    """Whether the record of this epoch and position is one of `ranges`."""
-    epoch, position = place
-    return any(each.epoch == epoch and each.start <= position < each.stop for each in ranges)
-
-
-def _made_of(contributions: Sequence[Contribution]) -> Made:
-    return Made(len({c.worker for c in contributions}), sum(c.samples for c in contributions))
+        self.results.add(contributions, self.version, self.ledger, now, staleness=staleness)

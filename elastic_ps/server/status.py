@@ -188,8 +188,8 @@ def progress(state: JobState, now: float, durable: tuple[int, float] | None) -> 
     version, written = durable if durable is not None else (None, None)
     progress = Progress(
         version=state.version,
-        loss=state.loss.points[-1][1] if state.loss.points else None,
-        metrics=dict(state.metrics),
+        loss=state.results.loss.points[-1][1] if state.results.loss.points else None,
+        metrics=dict(state.results.metrics),
         staleness=_staleness(state),
         durable_version=version,
         durable_time=None if written is None else _utc(written),
@@ -198,7 +198,7 @@ def progress(state: JobState, now: float, durable: tuple[int, float] | None) -> 
         return progress
     done = state.ledger.applied + state.ledger.skipped
     left = state.ledger.expected - done
-    rate = state.rate.per_second(state.ledger.applied, now)
+    rate = state.results.rate.per_second(state.ledger.applied, now)
     return progress.model_copy(
         update={
             "epoch": state.ledger.complete_epochs,
@@ -217,18 +217,20 @@ def progress(state: JobState, now: float, durable: tuple[int, float] | None) -> 
 
 def divergence(state: JobState, compression: Compression) -> Divergence | None:
     """Why the job learns nothing, and what to change; None if it learns, or if that cannot be said."""
-    if (found := state.trend.found) is None:
+    if (found := state.results.trend.found) is None:
         return None
     text = f"{found.text}. {advice(found, state.consistency, compression)}"
     return Divergence(reason=found.reason, message=text)
 
 
 def _staleness(state: JobState) -> Staleness | None:
-    may_be = state.consistency.may_be_stale or state.staleness.largest  # it was, before the job has changed
-    if not (may_be and state.staleness.counts):
+    may_be = (
+        state.consistency.may_be_stale or state.results.staleness.largest
+    )  # it was, before the job has changed
+    if not (may_be and state.results.staleness.counts):
         return None
-    p50, p99 = (state.staleness.percentile(percent) for percent in (50, 99))
-    return Staleness(p50=p50, p99=p99, max=state.staleness.largest)
+    p50, p99 = (state.results.staleness.percentile(percent) for percent in (50, 99))
+    return Staleness(p50=p50, p99=p99, max=state.results.staleness.largest)
 
 
 def member(state: JobState, stay: Stay, now: float) -> Member:

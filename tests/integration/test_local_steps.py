@@ -438,7 +438,7 @@ def test_schedulers_and_the_optimizers_state_are_the_workers_own(tmp_path: Path)
     with running_job(tmp_path, consistency=local(5)) as job:
         job.start(0, script)
         job.join()
-        curve = job.coordinator.job.state.loss.points
+        curve = job.coordinator.job.state.results.loss.points
     assert rates == [0.01 * 0.5 ** (n // 3) for n in range(1, 11)]
     assert [version for version, _ in curve] == [1, 2]
     # The last local step's loss is reported after its exchange, at once.

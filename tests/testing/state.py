@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
+from elastic_ps.core import schedules
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.partition import Rule, TensorSpec, partition
+from elastic_ps.core.settings import Settings
 from elastic_ps.core.stages import Stage
 from elastic_ps.server.state import JobState, Model
 
@@ -50,3 +53,14 @@ def two(state: JobState) -> tuple[Stay, Stay]:
     state.book(state.rounds.begin_commit(), 0, decided=0)
     state.take(first.worker, first.incarnation, 10)
     return first, second
+
+
+def settings_wanted(state: JobState, steps: Sequence[Contribution]) -> str:
+    """What the contributors want, as JSON."""
+    return schedules.wanted(steps, state.members, may_be_stale=state.consistency.may_be_stale)
+
+
+def settings_after(state: JobState, steps: Sequence[Contribution]) -> Settings:
+    """What the version is made with that these steps would become."""
+    stale = state.consistency.may_be_stale
+    return schedules.after(state.settings, steps, state.members, state.ledger, may_be_stale=stale)

@@ -19,7 +19,16 @@ from elastic_ps.core.stages import Stage, StageEvent
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server import record, status
 from elastic_ps.server.state import JobState
-from tests.testing.state import MODEL, contribution, finish, join, training, two
+from tests.testing.state import (
+    MODEL,
+    contribution,
+    finish,
+    join,
+    settings_after,
+    settings_wanted,
+    training,
+    two,
+)
 
 
 @pytest.fixture
@@ -172,7 +181,7 @@ def bounded_step(state: JobState, stay: Stay, *, schedule: int) -> str:
     done = replace(contribution(state, stay, step=stay.last_step + 1), settings=str(schedule))
     state.rounds.finish(done, version=state.version, attempt=state.rounds.attempt)
     contributions = state.rounds.begin_commit()
-    settings = state.settings_of(contributions)
+    settings = settings_wanted(state, contributions)
     state.book(contributions, 0, decided=0)
     state.take(stay.worker, stay.incarnation, 10)
     return settings
@@ -292,11 +301,11 @@ def test_the_settings_of_the_worker_that_has_made_most_steps_are_in_force(state:
         replace(contribution(state, second), settings=theirs),
         replace(contribution(state, first), settings=ours),
     ]
-    assert state.settings_of(steps) == ours
-    after = state.settings_after(steps)
+    assert settings_wanted(state, steps) == ours
+    after = settings_after(state, steps)
     assert after.groups == ({"lr": 0.5},)
     assert (after.position.samples, after.position.epochs) == (30, 0)
-    assert state.settings_after(steps[:1]).groups == ({"lr": 0.25},)
+    assert settings_after(state, steps[:1]).groups == ({"lr": 0.25},)
     assert state.version == 1, "nothing has changed by asking"
     assert state.ledger is not None
     assert state.ledger.applied == 10
@@ -361,6 +370,6 @@ def test_a_schedule_counts_steps_also_without_a_data_set() -> None:
     sent = Settings(({"lr": 0.5},))
     step = Contribution(worker=0, incarnation=stay.incarnation, step=0, samples=1, settings=sent.to_json())
     for version in (1, 2):
-        state.settings = state.settings_after([step])
+        state.settings = settings_after(state, [step])
         assert state.settings.groups == ({"lr": 0.5},)
         assert state.settings.position == Position(version)

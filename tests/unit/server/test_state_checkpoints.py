@@ -121,7 +121,10 @@ def test_a_checkpoint_holds_all_that_the_job_goes_on_with(lanes: int) -> None:
     assert again.settings == state.settings
     assert (again.chiefs.of, again.chiefs.now, again.stopped) == ({0: 1, 1: 0}, 0, "")
     assert again.script_state == '{"best": 0.5}'
-    assert (again.metrics, again.loss.points) == (state.metrics, state.loss.points)
+    assert (again.results.metrics, again.results.loss.points) == (
+        state.results.metrics,
+        state.results.loss.points,
+    )
     assert again.last_round == json.loads(json.dumps(state.last_round))
     assert isinstance(again.ledger, Lanes if lanes else Ledger)
     assert state.ledger is not None
@@ -142,10 +145,10 @@ def test_the_loss_of_a_version_is_the_mean_over_its_samples(state: JobState) -> 
         replace(steps[1], samples=30, metrics={"loss": 2.0, "b": 2.0}),
     ]
     committed(state, steps)
-    assert state.loss.points == [(2, 1.75)]
-    assert state.metrics == {"a": 1.0, "b": 2.0}
+    assert state.results.loss.points == [(2, 1.75)]
+    assert state.results.metrics == {"a": 1.0, "b": 2.0}
     committed(state, [contribution(state, first, step=1), contribution(state, second, step=1)])
-    assert len(state.loss.points) == 1, "nobody reported one"
+    assert len(state.results.loss.points) == 1, "nobody reported one"
 
 
 def test_that_the_job_learns_nothing_is_seen_and_by_the_next_term_again(state: JobState) -> None:

@@ -270,7 +270,7 @@ def test_records_that_came_too_late_twice_have_a_place_in_their_round(consistenc
         assert is_late(coordinator, stays[0], version=version, step=steps[0]), "the place is the other one's"
         assert not is_late(coordinator, stays[1], version=version, step=steps[1])
         assert finish(coordinator, stays[1], hands[1], step=steps[1])
-        assert (dropped.epoch, dropped.start) not in coordinator.job.state.turned_away
+        assert (dropped.epoch, dropped.start) not in coordinator.job.state.turned_away.times
 
 
 def test_a_script_that_skips_a_step_which_was_late_leaves_its_records_to_others() -> None:

@@ -1,0 +1,67 @@
+"""How training goes, by what its steps report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.divergence import Trend
+from elastic_ps.core.lanes import Lanes
+from elastic_ps.core.ledger import Ledger
+from elastic_ps.core.metrics import Metrics, keep, reduce_all
+from elastic_ps.core.progress import Curve, Distribution, Rate
+
+
+@dataclass
+class Results:
+    """What a job's steps have reported.
+
+    Attributes:
+        metrics: the last value of each name.
+        loss: of each version.
+        trend: of the losses so far, by which it is seen that the job learns nothing.
+        rate: of the records that are in the model.
+        staleness: of all steps that are in the model.
+        recent: of those that are in it since this was emptied last.
+    """
+
+    metrics: dict[str, float] = field(default_factory=dict)
+    loss: Curve = field(default_factory=Curve)
+    trend: Trend = field(default_factory=Trend)
+    rate: Rate = field(default_factory=Rate)
+    staleness: Distribution = field(default_factory=Distribution)
+    recent: Distribution = field(default_factory=Distribution)
+
+    def add(
+        self,
+        contributions: Sequence[Contribution],
+        version: int,
+        ledger: Ledger | Lanes | None,
+        now: float,
+        *,
+        staleness: Mapping[int, int],
+    ) -> None:
+        """The steps have become `version`. `staleness`: by worker; see `SyncRounds.staleness`."""
+        for distribution in (self.staleness, self.recent):
+            distribution.add(staleness[c.worker] for c in contributions if not c.assigns)
+        reported = reduce_all([Metrics(c.metrics, c.reductions, c.samples) for c in contributions])
+        if (loss := reported.pop("loss", None)) is not None:
+            self.loss.add(version, loss)
+            self.judge(loss, ledger)
+        keep(self.metrics, reported)
+        self.rate.add(ledger.applied if ledger else 0, now)
+
+    def judge(self, loss: float, ledger: Ledger | Lanes | None) -> None:
+        """Take a loss in that the job has now; NaN if a worker's gradient was not finite."""
+        done = 0.0 if ledger is None else (ledger.applied + ledger.skipped) / max(1, ledger.expected)
+        self.trend.add(done, loss)
+
+    def copy(self) -> Results:
+        """The same, but for what says how fast and how stale steps are lately: that is empty."""
+        return Results(
+            dict(self.metrics),
+            replace(self.loss, points=list(self.loss.points)),
+            replace(self.trend),
+            staleness=replace(self.staleness, counts=dict(self.staleness.counts)),
+        )

@@ -1,0 +1,73 @@
+"""The settings that a version is made with: those that its workers want, at the place that training is at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elastic_ps.api.consistency import Consistency
+from elastic_ps.core import damping, scales
+from elastic_ps.core.consistency import Contribution
+from elastic_ps.core.lanes import Lanes
+from elastic_ps.core.ledger import Ledger
+from elastic_ps.core.membership import Membership, eldest
+from elastic_ps.core.settings import Made, Position, Settings, read_settings
+
+
+def after(
+    settings: Settings,
+    contributions: Sequence[Contribution],
+    members: Membership,
+    ledger: Ledger | Lanes | None,
+    *,
+    may_be_stale: bool,
+) -> Settings:
+    """The settings to step with, after `settings`. They are in force until the next version is made.
+
+    Args:
+        may_be_stale: see `wanted`.
+    """
+    if any(c.assigns for c in contributions):
+        return settings  # no step is made, so that schedules make none
+    sent = wanted(contributions, members, may_be_stale=may_be_stale)
+    made = Made(len({c.worker for c in contributions}), sum(c.samples for c in contributions))
+    position = _position(settings.position.version + 1, contributions, ledger)
+    return (read_settings(sent) if sent else settings).of_version(position, made, settings)
+
+
+def _position(steps: int, contributions: Sequence[Contribution], ledger: Ledger | Lanes | None) -> Position:
+    if ledger is None:
+        return Position(steps)
+    then = ledger.copy()
+    for c in contributions:
+        then.apply(c.incarnation, c.records)
+        then.skip(c.incarnation, c.skipped)
+    return Position(steps, then.applied + then.skipped, then.complete_epochs)
+
+
+def wanted(contributions: Sequence[Contribution], members: Membership, *, may_be_stale: bool) -> str:
+    """The settings that the contributors want, as JSON; "" for those that are in force.
+
+    They are those of the contributor that has made most steps. With bounded staleness, where most
+    versions lack most workers, they change only if no member has made more steps: so a schedule does not
+    go back whenever a slow worker's step arrives.
+    """
+    sent = {c.incarnation: c.settings for c in contributions}
+    first = eldest(members.stay(c.worker, c.incarnation) for c in contributions)
+    most = max((stay.steps for stay in members.live.values()), default=0)
+    return "" if may_be_stale and first.steps < most else sent[first.incarnation]
+
+
+def to_step_with(settings: Settings, consistency: Consistency, *, stalest: int, version: int) -> Settings:
+    """The settings in force; a stale step may have another learning rate, and another momentum.
+
+    So may an exchange; see `Consistency.scale` and `Consistency.warms_momentum`.
+
+    Args:
+        stalest: versions between the stalest step's own and the one that is made.
+        version: that the round continues from, as schedules count.
+    """
+    if (divisor := scales.divisor(consistency.scale, stalest)) != 1:
+        settings = settings.slowed(divisor)
+    if consistency.scale == "damped" and stalest:
+        settings = settings.with_momentum(lambda momentum, _: damping.when_stale(momentum, stalest))
+    return damping.warmed(settings, consistency, version)
