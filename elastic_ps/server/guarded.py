@@ -136,31 +136,14 @@ class Guarded:
         return self.spec.worker.lease_duration
 
     @property
-    def settings(self) -> str:
-        """The settings in force, as JSON."""
-        with self.lock:
-            return self.state.settings.to_json()
-
-    @property
     def stopped(self) -> str:
         """See `JobState.stopped`."""
         with self.lock:
             return self.state.stopped
 
-    def said_to(self, worker: int) -> tuple[str, str, int]:
-        """What is said to a worker that has pulled: `settings`, `stopped`, and `JobState.steps`."""
-        with self.lock:
-            state = self.state
-            return state.settings.to_json(), state.stopped, state.steps(worker)
-
     @property
     def _is_settled(self) -> bool:
         return self.closing or (self.course is Course.RUNNING and not self.state.rounds.committing)
-
-    def standing(self, worker: int, version: int) -> tuple[int, int]:
-        """See `JobState.standing`."""
-        with self.changed:
-            return self.state.standing(worker, version)
 
     @contextmanager
     def settled(self) -> Iterator[JobState]:

@@ -19,9 +19,9 @@ from elastic_ps.core.reduced import Peer
 from elastic_ps.core.sizing import Link, Turn
 from elastic_ps.core.stages import Stage, StageEvent
 from elastic_ps.errors import Malformed, RefusalCode, Refused
-from elastic_ps.server.dispatch import Callers, refuse_to_end, require_permitted
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.orders import settings_from_message
+from elastic_ps.server.service import Callers, refuse_to_end, require_permitted
 from elastic_ps.server.shard import Shard
 from elastic_ps.server.state import JobState, Model
 from elastic_ps.transport import calls
@@ -47,13 +47,8 @@ class MemberCalls:
         self._callers, self._job, self._commit = callers, lead.job, lead.commit
         self._checkpoints, self._history, self._shard = lead.checkpoints, lead.history, shard
         self._turn = Turn()
-        self._join_header, self._model_known = 0, False
+        self._join_header = 0
         self._waste = bytearray()  # what a Probe brings goes here, also of several at the same time
-
-    @property
-    def model_header(self) -> int | None:
-        """The longest header of a Join so far; None as long as any model may still come."""
-        return self._join_header if self._model_known else None
 
     # --- members
 
@@ -144,7 +139,8 @@ class MemberCalls:
         assert state.model is not None
         initialise = state.initialiser == stay.worker
         self._join_header = max(self._join_header, len(incoming.header))
-        self._model_known |= not initialise
+        if not initialise or self._callers.model_header is not None:
+            self._callers.model_header = self._join_header
         return pb.JoinReply(
             term=state.term,
             incarnation=stay.incarnation,
@@ -184,7 +180,7 @@ class MemberCalls:
             self._take_version(request)
         else:
             self._take_first(request.caller)
-        self._model_known = True
+        self._callers.model_header = self._join_header
 
     def _take_version(self, request: pb.InitDoneRequest) -> None:
         with self._job.member(request.caller) as (state, _):

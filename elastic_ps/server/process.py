@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,16 +24,17 @@ from elastic_ps.server.changes import Wishes
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.limits import USUAL, Patience, ServerLimits
+from elastic_ps.server.members import MemberCalls
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import RemoteShard, ShardControl
 from elastic_ps.server.record import require_usable
-from elastic_ps.server.service import Service
+from elastic_ps.server.service import Callers, DeskService, Service
+from elastic_ps.server.shard_service import ShardService
 from elastic_ps.server.standby import Follower
+from elastic_ps.server.steps import StepCalls
 from elastic_ps.tensors.store import TensorStore
 from elastic_ps.transport.base import Connection, Server
-
-logger = logging.getLogger(__name__)
-
+from elastic_ps.transport.calls import At
 
 RELEASE = timedelta(seconds=25)
 """For how long a shard that is asked to end waits for shard 0 to have its part of the last checkpoint."""
@@ -121,7 +121,7 @@ class ParameterServer:
         try:
             if index == 0 and leads:
                 self._take_the_lead(environment, store, connect, connect_standby)
-            server.serve(Service(environment.job, self.node, self.lead, self._tensors, standby=not leads))
+            server.serve(service_of(environment.job, self.node, self.lead, self._tensors, standby=not leads))
         except BaseException:
             self.close(keep=False)
             raise
@@ -270,6 +270,22 @@ class ParameterServer:
             self.node.store.close()
         self._history.close()
         self._trace.close()
+
+
+def service_of(job: str, node: Node, lead: Lead | None, *beside: object, standby: bool = False) -> Service:
+    """What answers the calls to a shard; to the lead of its job, on shard 0; or to a standby.
+
+    Args:
+        beside: what answers other calls.
+    """
+    callers = Callers(job, node, lead.job if lead is not None else None)
+    steps = StepCalls(callers, lead) if lead is not None else None
+    parts = [ShardService(callers, node, steps), steps, *beside]
+    if lead is not None:
+        parts.append(MemberCalls(callers, lead, lambda: node.shard))
+        if lead.desk is not None:
+            parts.append(DeskService(lead))
+    return Service(callers, parts, At.STANDBY if standby else At.LEAD if lead is not None else At.OTHER)
 
 
 def waiting_status(environment: ProcessEnvironment, patience: Patience) -> ServerStatus:

@@ -1,67 +1,170 @@
-"""The calls that a parameter server answers: what each shard does, and on shard 0 what its lead does, too."""
+"""From a call's bytes to the handler of its request; what `transport.calls` says is checked on the way.
+
+Who may call what is decided by the identity that the caller's certificate gives it. A caller without an
+identity may do everything: `transport.base.Incoming.peer` says when there is none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
+from google.protobuf.message import Message
+
+from elastic_ps.contract.identity import Identity
 from elastic_ps.errors import Malformed, RefusalCode, Refused
-from elastic_ps.server.dispatch import Callers, answer, methods, refuse, require_permitted
+from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.lead import Lead
-from elastic_ps.server.members import MemberCalls
 from elastic_ps.server.node import Node
-from elastic_ps.server.shard_service import ShardService
-from elastic_ps.server.steps import StepCalls
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming
-from elastic_ps.transport.calls import At, Call, answers
+from elastic_ps.transport.calls import CALLS, Answer, At, By, Call, Sender, answers
 
 HEADER = 2 * 1024 * 1024
 """Bytes of a header at most, unless it describes a model. Parsed, it takes up to forty times that."""
+
+
+def require_permitted(problem: str | None) -> None:
+    """Raises Refused (FORBIDDEN) if there is a problem with a call."""
+    if problem is not None:
+        raise Refused(RefusalCode.FORBIDDEN, problem)
+
+
+class Callers:
+    """Checks what requests say of whoever has sent them.
+
+    Args:
+        job: the job's name.
+        node: the shard, or its standby.
+        lead: the job's state, on shard 0.
+
+    Attributes:
+        job, node: see above.
+        model_header: the longest header of a Join so far; None as long as any model may still come.
+    """
+
+    def __init__(self, job: str, node: Node, lead: Guarded | None) -> None:
+        self.job, self.node, self._lead = job, node, lead
+        self.model_header: int | None = None
+
+    def check(self, sender: Sender, request: Any, incoming: Incoming) -> None:
+        """Raises Refused, see `Sender`."""
+        if sender is Sender.JOB:
+            self._require_job(request.job)
+        elif sender is Sender.WORKER:
+            self.require_worker(request.caller, incoming)
+        else:
+            self.require_present(request.caller, incoming)
+
+    def _require_job(self, named: str) -> None:
+        """Who does not know the job's name is not told it."""
+        if named != self.job:
+            text = f"this is the parameter server of another job than {named!r}"
+            raise Refused(RefusalCode.WRONG_JOB, text)
+
+    def require_worker(self, caller: pb.Caller, incoming: Incoming) -> None:
+        """Raises Refused if a worker that calls is not who it says, or of another job."""
+        require_permitted(refuse_to_speak_for(incoming.peer, caller.worker))
+        self._require_job(caller.job)
+
+    def require_present(self, caller: pb.Caller, incoming: Incoming) -> None:
+        """The same; also if it is of another term, or is known to be no member before there is a model."""
+        self.require_worker(caller, incoming)
+        term = self._lead.term if self._lead is not None else self.node.term
+        if caller.term != term:
+            text = f"message of term {caller.term}; this is term {term}"
+            raise Refused(RefusalCode.STALE_TERM if term else RefusalCode.NOT_READY, text)
+        if not self.node.configured:
+            self.require_member(caller)
+
+    def require_member(self, caller: pb.Caller) -> None:
+        """Raise Refused if shard 0 knows that the caller is no member.
+
+        To be asked also where a message is too early. Terms are counted anew if the checkpoints are lost, so
+        an earlier worker may name this one, and versions that are far away.
+        """
+        if self._lead is not None:
+            with self._lead.lock:
+                self._lead.check(caller)
+
+
+def refuse(peer: Identity | None, method: str, *, shard: int, standby: bool) -> str | None:
+    """Why this caller may not make this call at all; None if it may.
+
+    Args:
+        shard: the index of the shard that is called, or whose standby is.
+        standby: whether it is the standby.
+    """
+    if peer is None or (method in CALLS and CALLS[method].by & _parts(peer, shard=shard, standby=standby)):
+        return None
+    return f"the certificate of {peer} does not permit it to call {method} here"
+
+
+def _parts(peer: Identity, *, shard: int, standby: bool) -> By:
+    """What the caller is to the process that it calls."""
+    if peer.role == "server":
+        lead = By.LEAD if peer.index == 0 else By(0)
+        return lead | By.LEADER if standby and peer.index == shard else lead
+    return By(0) if standby or peer.role == "standby" else By[peer.role.upper()]
+
+
+def refuse_to_end(peer: Identity | None, worker: int) -> str | None:
+    """Why this caller may not say that a process of `worker` has ended; None if it may."""
+    return None if peer is not None and peer.role == "operator" else refuse_to_speak_for(peer, worker)
+
+
+def refuse_to_speak_for(peer: Identity | None, worker: int) -> str | None:
+    """Why this caller may not call in the name of `worker`; None if it may."""
+    if peer is None or (peer.role == "worker" and peer.index == worker):
+        return None
+    return f"the certificate of {peer} does not permit it to speak for worker {worker}"
 
 
 class Service:
     """A `transport.base.Handler` for one parameter server.
 
     Args:
-        lead: on shard 0.
-        beside: what answers other calls.
+        parts: what answers the calls; see `transport.calls.answers`.
+        at: which of the calls it answers.
 
     Attributes:
-        methods: what answers calls, by their names.
+        methods: for the names of calls, these, and what answers them.
     """
 
-    def __init__(
-        self,
-        job: str,
-        node: Node,
-        lead: Lead | None,
-        *beside: object,
-        standby: bool = False,
-    ) -> None:
-        callers = Callers(job, node, lead.job if lead is not None else None)
-        at = At.STANDBY if standby else At.LEAD if lead is not None else At.OTHER
-        self._node, self._callers, self._standby = node, callers, standby
-        self._members = MemberCalls(callers, lead, lambda: node.shard) if lead is not None else None
-        steps = StepCalls(callers, lead) if lead is not None else None
-        desk = DeskService(lead) if lead is not None and lead.desk is not None else None
-        self.methods = methods([ShardService(callers, node, steps), self._members, steps, desk, *beside], at)
+    def __init__(self, callers: Callers, parts: Iterable[object], at: At) -> None:
+        self._callers, self._index, self._standby = callers, callers.node.index, at is At.STANDBY
+        self.methods: dict[str, tuple[Call[Any, Any], Callable[[Any, Incoming], Answer[Any]]]] = {}
+        for part in parts:
+            for name, function in inspect.getmembers(type(part), inspect.isfunction):
+                call: Call[Any, Any] | None = getattr(function, "answers", None)
+                if call is not None and call.at & at:
+                    self.methods[call.name] = call, getattr(part, name)
 
     def __call__(self, method: str, incoming: Incoming) -> Iterator[Frame]:
-        index = self._node.index
-        require_permitted(refuse(incoming.peer, method, shard=index, standby=self._standby))
+        require_permitted(refuse(incoming.peer, method, shard=self._index, standby=self._standby))
         if method not in self.methods:
-            raise Refused(RefusalCode.UNKNOWN_METHOD, f"shard {index} has no method {method}")
-        found = self.methods[method]
-        self._check_header(found.call, len(incoming.header))
-        request = found.call.parse(incoming.header)
-        self._callers.check(found.call.sender, request, incoming)
-        return answer(found, request, incoming)
+            raise Refused(RefusalCode.UNKNOWN_METHOD, f"shard {self._index} has no method {method}")
+        call, handler = self.methods[method]
+        self._check_header(call, len(incoming.header))
+        request = call.parse(incoming.header)
+        self._callers.check(call.sender, request, incoming)
+        return self._frames(call, partial(handler, request, incoming))
+
+    def _frames(self, call: Call[Any, Any], handler: Callable[[], Answer[Any]]) -> Iterator[Frame]:
+        said = handler()
+        if said is None:
+            said = call.reply() if call.reply is pb.Done else call.reply(pending=True)
+        if isinstance(said, Message):
+            yield Frame(said.SerializeToString(), last=True)
+        else:
+            yield from said
 
     def _check_header(self, call: Call[Any, Any], size: int) -> None:
         """Raise Malformed for one that is longer than any of ours, before it is parsed."""
-        known = self._members.model_header if self._members else None
+        known = self._callers.model_header
         if call.describes and known is None:
             return
         limit = max(HEADER, 2 * known) if call.describes and known is not None else HEADER

@@ -11,7 +11,6 @@ next one is stepped. Whoever needs both locks takes the bucket's first.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -43,8 +42,6 @@ from elastic_ps.server.values import BucketValues
 from elastic_ps.transport.base import Incoming
 from elastic_ps.transport.buffers import Buffers
 from elastic_ps.transport.memory import shared_if_possible
-
-logger = logging.getLogger(__name__)
 
 
 class BucketSum(NamedTuple):

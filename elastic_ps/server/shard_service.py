@@ -10,7 +10,6 @@ from elastic_ps.codec.optimizers import Entry
 from elastic_ps.codec.state import Part
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import CheckpointError, InvalidJob, RefusalCode, Refused
-from elastic_ps.server.dispatch import Callers
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import (
     OrderId,
@@ -21,6 +20,7 @@ from elastic_ps.server.orders import (
     settings_from_message,
 )
 from elastic_ps.server.pulls import Pull, Pulled, RestartedAs
+from elastic_ps.server.service import Callers
 from elastic_ps.server.shard import Shard
 from elastic_ps.server.steps import StepCalls
 from elastic_ps.transport import calls
@@ -141,10 +141,15 @@ class ShardService:
             return
         if request.contributor:
             self._callers.require_member(caller)
-        job, worker = self._lead.job, caller.worker
-        reply.settings, reply.stopped, reply.steps = job.said_to(worker)
-        if not request.HasField("held"):  # else its step is in the version
-            reply.standing.version, reply.standing.steps = job.standing(worker, reply.version)
+        with self._lead.job.lock:
+            state, worker = self._lead.job.state, caller.worker
+            reply.settings, reply.stopped, reply.steps = (
+                state.settings.to_json(),
+                state.stopped,
+                state.steps(worker),
+            )
+            if not request.HasField("held"):  # else its step is in the version
+                reply.standing.version, reply.standing.steps = state.standing(worker, reply.version)
 
     @answers(calls.OPTIMIZER_STATE)
     def _optimizer_state(self, _: pb.OptimizerStateRequest, __: Incoming) -> Iterator[Frame]:

@@ -1,6 +1,6 @@
 """What shard 0 knows of a job: members, records, the open round, settings and what scripts reported.
 
-Plain state and what changes it, without threads, clocks or I/O; `guarded` guards it, and `commit` tells the shards.
+Plain state and what changes it, without threads, clocks or I/O: `guarded` guards it, `commit` gives orders.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ from elastic_ps.core.membership import Stay
 from elastic_ps.core.reduced import Place
 from elastic_ps.core.stages import CourseEvent
 from elastic_ps.errors import InvalidModel, Malformed, RefusalCode, Refused
-from elastic_ps.server.dispatch import Callers
 from elastic_ps.server.guarded import Look
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.orders import settings_from_message
+from elastic_ps.server.service import Callers
 from elastic_ps.server.state import JobState
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb

@@ -1,6 +1,6 @@
 """The calls, as a table: for each its messages, and who may make it of whom. Both ends look into it.
 
-`messages.proto` says what is in the messages. `server.dispatch` enforces the table for all handlers alike.
+`messages.proto` says what is in the messages. `server.service` enforces the table for all handlers alike.
 """
 
 from __future__ import annotations

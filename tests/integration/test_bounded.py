@@ -17,7 +17,6 @@ import torch
 from torch.optim import lr_scheduler
 
 from elastic_ps.core.ledger import Range
-from elastic_ps.core.settings import Settings
 from elastic_ps.data.order import permutation
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
@@ -440,7 +439,7 @@ def test_a_schedule_does_not_go_back_when_a_slow_worker_contributes(tmp_path: Pa
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()
-            rates.append(Settings.from_json(coordinator.job.settings).groups[0]["lr"])
+            rates.append(coordinator.job.state.settings.groups[0]["lr"])
             if len(rates) > 20:
                 joined.set()
 

@@ -20,12 +20,12 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.core.sizing import Link
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.checkpointer import Checkpointer
-from elastic_ps.server.dispatch import Callers
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.members import MemberCalls
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Configuration, Report
+from elastic_ps.server.service import Callers
 from elastic_ps.server.steps import StepCalls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming

@@ -20,7 +20,7 @@ from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Application, Configuration, RemoteShard, Standing
-from elastic_ps.server.service import Service
+from elastic_ps.server.process import service_of
 from elastic_ps.server.standby import Follower, for_standby
 from elastic_ps.transport.base import Frame, Incoming
 from elastic_ps.transport.inproc import InprocServer, connect
@@ -40,7 +40,7 @@ class Pair:
         self.layout, self.optimizer, self.version = layout, optimizer, 0
         self.standby = self._node(None)
         self._listener = InprocServer()
-        self._service = Service("job", self.standby, None, standby=True)
+        self._service = service_of("job", self.standby, None, standby=True)
         self._listener.serve(self._serve)
         self.connection = connect(self._listener)
         self.follower = Follower(RemoteShard("job", self.connection, start=timedelta(0)), limits)

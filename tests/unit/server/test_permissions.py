@@ -14,10 +14,10 @@ from google.protobuf.message import Message
 from elastic_ps.contract.identity import Identity, Role
 from elastic_ps.errors import Malformed, RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
-from elastic_ps.server.dispatch import refuse, refuse_to_end, refuse_to_speak_for
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.node import Node
-from elastic_ps.server.service import HEADER, Service
+from elastic_ps.server.process import service_of
+from elastic_ps.server.service import HEADER, Service, refuse, refuse_to_end, refuse_to_speak_for
 from elastic_ps.server.shard_service import ShardService
 from elastic_ps.tensors.store import TensorStore
 from elastic_ps.transport import messages_pb2 as pb
@@ -92,9 +92,9 @@ def services() -> dict[At, Service]:
     nothing = dict.fromkeys(("job", "commit", "checkpoints", "history", "last_version"))
     lead = cast(Lead, Namespace(**nothing, desk=object()))
     return {
-        At.LEAD: Service("secret", node(0), lead, tensors(0)),
-        At.OTHER: Service("secret", node(1), None, tensors(1)),
-        At.STANDBY: Service("secret", node(1), None, tensors(1), standby=True),
+        At.LEAD: service_of("secret", node(0), lead, tensors(0)),
+        At.OTHER: service_of("secret", node(1), None, tensors(1)),
+        At.STANDBY: service_of("secret", node(1), None, tensors(1), standby=True),
     }
 
 
@@ -172,7 +172,7 @@ def test_the_end_of_a_step_is_not_in_another_workers_name(monkeypatch: pytest.Mo
     job = Namespace(term=1, lock=nullcontext(), check=lambda _: None)
     knows = Namespace(job=job, commit=None, checkpoints=None, history=None, desk=None)
     node = Node(0, 2, store=None, consistency=SYNC, trace=Trace(None, ""))
-    lead, own = Service("secret", node, cast(Any, knows)), pb.Caller(job="secret", worker=3, term=1)
+    lead, own = service_of("secret", node, cast(Any, knows)), pb.Caller(job="secret", worker=3, term=1)
     request = pb.PushRequest(caller=own, finish=pb.FinishRequest(caller=CALLER))
     error = failed(lead, "Push", request.SerializeToString(), Identity(JOB, "worker", 3))
     assert error.code is RefusalCode.FORBIDDEN
