@@ -28,7 +28,7 @@ CHUNK = 4 * 1024 * 1024
 """Bytes of a file in one frame."""
 
 
-class Desk:
+class EvaluationQueue:
     """The evaluator's work, on shard 0. Thread-safe.
 
     Args:

@@ -31,7 +31,7 @@ from elastic_ps.errors import (
     Refused,
     TransportError,
 )
-from elastic_ps.evaluation.queue import Desk
+from elastic_ps.evaluation.queue import EvaluationQueue
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.limits import USUAL, ServerLimits, retry
 from elastic_ps.server.orders import Advance, Written
@@ -67,7 +67,7 @@ class Checkpointer:
         shards: how many parts make a checkpoint.
         times: when they are taken, and how many stay on disk.
         check: what a checkpoint must pass, besides being whole, so that the job can continue from it.
-        desk: of the job's evaluator, for which checkpoints are written and kept, too; None if it has none.
+        evaluation_queue: for which checkpoints are written and kept, too; None if the job has no evaluator.
         known: a version of which it is known that a checkpoint was written; see `newest`.
 
     Attributes:
@@ -85,7 +85,7 @@ class Checkpointer:
         times: Times,
         now: float = 0.0,
         check: Check = lambda _: None,
-        desk: Desk | None = None,
+        evaluation_queue: EvaluationQueue | None = None,
         known: int | None = None,
         limits: ServerLimits = USUAL,
     ) -> None:
@@ -95,7 +95,7 @@ class Checkpointer:
         self._problem = ""
         self._unsure = ""  # why it is not known whether another parameter server has taken over
         self._looks = self._last_look = 0
-        self._store, self._check, self._desk, self._known = store, check, desk, known
+        self._store, self._check, self._evaluations, self._known = store, check, evaluation_queue, known
         self._name, self._term, self._shards, self._times = job, term, shards, times
         self._lock = threading.Lock()
         self._durable: tuple[int, float] | None = None
@@ -182,7 +182,9 @@ class Checkpointer:
             every = self._times.every_versions
             passed = every is not None and version - self._last_version >= every
             timely = now - self._last >= self._times.interval.total_seconds()
-            asked = self._desk is not None and self._desk.asks(version, since=self._last_version)
+            asked = self._evaluations is not None and self._evaluations.asks(
+                version, since=self._last_version
+            )
             return timely or passed or asked
 
     def leads(self) -> bool:
@@ -234,8 +236,8 @@ class Checkpointer:
                     self._term += 1
                     raise NoCheckpoint("there is no checkpoint directory")
                 self._term = self._store.next_term(after=self._term, above=above)
-                if self._desk is not None:
-                    self._desk.term = self._term
+                if self._evaluations is not None:
+                    self._evaluations.term = self._term
         except Fenced as error:
             self.fence(error)
             raise
@@ -258,8 +260,8 @@ class Checkpointer:
             self._durable, self._durable_at = (manifest.version, written), time.monotonic()
             self._last_version = manifest.version  # later ones are to be made, and kept, again
             self._problem = "; ".join(problems)
-        if self._desk is not None:
-            self._desk.go_back(manifest.version)
+        if self._evaluations is not None:
+            self._evaluations.go_back(manifest.version)
         return manifest
 
     @property
@@ -400,7 +402,7 @@ class Checkpointer:
             assert self._store is not None
             problem, fenced = "", False
             try:
-                held = self._desk.held if self._desk is not None else ()
+                held = self._evaluations.held if self._evaluations is not None else ()
                 with self._lock:
                     keep = self._times.keep
                 self._store.commit(manifest, keep=keep, held=held)
@@ -416,8 +418,8 @@ class Checkpointer:
                     self._pending, self._problem = None, problem
                 if not problem and (self._durable is None or manifest.version >= self._durable[0]):
                     self._durable, self._durable_at = (manifest.version, time.time()), time.monotonic()
-            if not problem and self._desk is not None:
-                self._desk.written(manifest.version)
+            if not problem and self._evaluations is not None:
+                self._evaluations.written(manifest.version)
 
     def may_finish(self) -> bool:
         """Whether workers may be told that the job is finished. The job's lock is held.

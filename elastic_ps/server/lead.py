@@ -12,7 +12,7 @@ from elastic_ps.api.tuning import Tuning, describe
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.core.stages import CourseEvent, TellingEvent
 from elastic_ps.evaluation.decisions import Evaluation
-from elastic_ps.evaluation.queue import Desk
+from elastic_ps.evaluation.queue import EvaluationQueue
 from elastic_ps.process.telemetry import History
 from elastic_ps.server import status
 from elastic_ps.server.changes import Changes, Wishes
@@ -33,7 +33,7 @@ class Lead:
         shards: in order; the first is this process's own.
         standbys: of each shard, in order; empty without `durability: standby`.
         checkpoints: decides when they are written, and finishes them. Closed by `close`.
-        desk: of the job's evaluator; None if it has none.
+        evaluation_queue: None if the job has no evaluator.
         history: where commits, joins and skipped records are recorded.
         tuning: what of the spec may change, as it is now; None for what the spec says.
         wishes: what a person wants of the running job; None if nobody can change it.
@@ -42,7 +42,7 @@ class Lead:
     Attributes:
         job: its state.
         commit: gives the shards their orders.
-        checkpoints, desk, history: see above.
+        checkpoints, evaluation_queue, history: see above.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Lead:
         *,
         standbys: Sequence[RemoteShard] = (),
         checkpoints: Checkpointer,
-        desk: Desk | None = None,
+        evaluation_queue: EvaluationQueue | None = None,
         history: History,
         clock: Callable[[], float] | None = None,
         tuning: Tuning | None = None,
@@ -63,7 +63,7 @@ class Lead:
         limits: ServerLimits = USUAL,
     ) -> None:
         self._name, self._shards = name, len(shards)
-        self.checkpoints, self.desk, self.history = checkpoints, desk, history
+        self.checkpoints, self.evaluation_queue, self.history = checkpoints, evaluation_queue, history
         self.job = Guarded(spec, term, clock=clock, tuning=tuning, limits=limits)
         self.commit = CommitCoordinator(
             self.job, shards, standbys=standbys, checkpoints=checkpoints, history=history, crowded=crowded
@@ -136,7 +136,7 @@ class Lead:
             durable = checkpoints.durable
             found = {
                 "diverged": status.divergence(state, job.spec.compression),
-                "evaluation": self.desk.status() if self.desk is not None else None,
+                "evaluation": self.evaluation_queue.status() if self.evaluation_queue is not None else None,
             }
             progress = status.progress(state, now, durable).model_copy(update=found)
             return ServerStatus(
@@ -170,7 +170,7 @@ class Lead:
 
     def evaluations(self) -> list[Evaluation]:
         """What the job's evaluator has found, in the order of evaluation."""
-        return self.desk.results() if self.desk is not None else []
+        return self.evaluation_queue.results() if self.evaluation_queue is not None else []
 
     def loss(self) -> list[tuple[int, float]]:
         """The loss curve: (version, sample-weighted mean of what the scripts reported)."""

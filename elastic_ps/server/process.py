@@ -18,7 +18,7 @@ from elastic_ps.contract.env import ProcessEnvironment
 from elastic_ps.core import scales
 from elastic_ps.errors import InvalidJob, NoCheckpoint
 from elastic_ps.evaluation.decisions import Evaluation
-from elastic_ps.evaluation.queue import Desk
+from elastic_ps.evaluation.queue import EvaluationQueue
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.changes import Wishes
 from elastic_ps.server.checkpointer import Checkpointer
@@ -28,7 +28,7 @@ from elastic_ps.server.members import MemberCalls
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import RemoteShard, ShardControl
 from elastic_ps.server.record import require_usable
-from elastic_ps.server.service import Callers, DeskService, Service
+from elastic_ps.server.service import Callers, EvaluatorCalls, Service
 from elastic_ps.server.shard_service import ShardService
 from elastic_ps.server.standby import Follower
 from elastic_ps.server.steps import StepCalls
@@ -117,7 +117,7 @@ class ParameterServer:
         )
         self.lead: Lead | None = None
         self.term = 1
-        self._desk: Desk | None = None
+        self._evaluations: EvaluationQueue | None = None
         try:
             if index == 0 and leads:
                 self._take_the_lead(environment, store, connect, connect_standby)
@@ -155,7 +155,7 @@ class ParameterServer:
             controls,
             standbys=standbys,
             checkpoints=checkpoints,
-            desk=self._desk,
+            evaluation_queue=self._evaluations,
             history=self._history,
             tuning=tuning,
             wishes=wishes,
@@ -191,7 +191,9 @@ class ParameterServer:
         if store is not None:
             store.discard_partial()
         if store is not None and evaluator is not None:
-            self._desk = self._patience.until_done(partial(Desk, store, evaluator, self.term))
+            self._evaluations = self._patience.until_done(
+                partial(EvaluationQueue, store, evaluator, self.term)
+            )
         checkpoints = Checkpointer(
             store,
             job=environment.job,
@@ -200,14 +202,14 @@ class ParameterServer:
             times=Tuning.of(environment.spec).checkpoint,
             now=time.monotonic(),
             check=partial(require_usable, spec=environment.spec),
-            desk=self._desk,
+            evaluation_queue=self._evaluations,
             known=environment.durable,
             limits=self._limits,
         )
         try:
             found = self._find(environment, checkpoints) if store is not None else None
-            if found is None and self._desk is not None:  # what an earlier run has left says nothing
-                self._patience.until_done(partial(self._desk.go_back, 0))
+            if found is None and self._evaluations is not None:  # what an earlier run has left says nothing
+                self._patience.until_done(partial(self._evaluations.go_back, 0))
             if found is not None and found.term >= self.term:  # it was written elsewhere, and copied
                 self._patience.until_done(partial(checkpoints.begin_term, above=found.term))
                 self.term = checkpoints.term
@@ -283,8 +285,8 @@ def service_of(job: str, node: Node, lead: Lead | None, *beside: object, standby
     parts = [ShardService(callers, node, steps), steps, *beside]
     if lead is not None:
         parts.append(MemberCalls(callers, lead, lambda: node.shard))
-        if lead.desk is not None:
-            parts.append(DeskService(lead))
+        if lead.evaluation_queue is not None:
+            parts.append(EvaluatorCalls(lead))
     return Service(callers, parts, At.STANDBY if standby else At.LEAD if lead is not None else At.OTHER)
 
 

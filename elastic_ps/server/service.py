@@ -172,23 +172,23 @@ class Service:
             raise Malformed(f"{call.name}: a header of {size} bytes; the limit is {limit}")
 
 
-class DeskService:
+class EvaluatorCalls:
     """Answers the job's evaluator, for a `Service`."""
 
     def __init__(self, lead: Lead) -> None:
-        assert lead.desk is not None
-        self._desk, self._last = lead.desk, lead.last_version
+        assert lead.evaluation_queue is not None
+        self._evaluations, self._last = lead.evaluation_queue, lead.last_version
 
     @answers(calls.EVALUATE)
     def _evaluate(self, request: pb.EvaluateRequest, _: Incoming) -> pb.EvaluateReply:
         if request.HasField("version"):
-            self._desk.finish(request.version, dict(request.metrics), request.problem)
-        version, over = self._desk.begin(request.process, self._last())
+            self._evaluations.finish(request.version, dict(request.metrics), request.problem)
+        version, over = self._evaluations.begin(request.process, self._last())
         return pb.EvaluateReply(version=version, over=over)
 
     @answers(calls.READ_FILE)
     def _read_file(self, request: pb.ReadFileRequest, _: Incoming) -> Iterator[Frame]:
         header = pb.Done().SerializeToString()
-        for piece in self._desk.read(request.version, request.file):
+        for piece in self._evaluations.read(request.version, request.file):
             yield Frame(header, piece)
         yield Frame(header)

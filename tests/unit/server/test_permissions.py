@@ -90,7 +90,7 @@ def services() -> dict[At, Service]:
         return TensorStore(index, 2, bucket_bytes=1024, most_bytes=1024, clock=time.monotonic)
 
     nothing = dict.fromkeys(("job", "commit", "checkpoints", "history", "last_version"))
-    lead = cast(Lead, Namespace(**nothing, desk=object()))
+    lead = cast(Lead, Namespace(**nothing, evaluation_queue=object()))
     return {
         At.LEAD: service_of("secret", node(0), lead, tensors(0)),
         At.OTHER: service_of("secret", node(1), None, tensors(1)),
@@ -170,7 +170,7 @@ def test_no_call_is_made_in_another_workers_name(name: str) -> None:
 def test_the_end_of_a_step_is_not_in_another_workers_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ShardService, "_added", lambda *_: True)
     job = Namespace(term=1, lock=nullcontext(), check=lambda _: None)
-    knows = Namespace(job=job, commit=None, checkpoints=None, history=None, desk=None)
+    knows = Namespace(job=job, commit=None, checkpoints=None, history=None, evaluation_queue=None)
     node = Node(0, 2, store=None, consistency=SYNC, trace=Trace(None, ""))
     lead, own = service_of("secret", node, cast(Any, knows)), pb.Caller(job="secret", worker=3, term=1)
     request = pb.PushRequest(caller=own, finish=pb.FinishRequest(caller=CALLER))
