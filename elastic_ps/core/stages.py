@@ -64,7 +64,7 @@ class Course(enum.Enum):
     """Whether shard 0 makes versions and answers calls."""
 
     RUNNING = "running"
-    HELD = "held"
+    PAUSED = "paused"
     """No round is committed, and calls of workers wait: the version is being kept, to continue from."""
     ROLLING_BACK = "rolling back"
     """All shards go back to the newest checkpoint, in a new term: one has lost the model, or another tuning
@@ -78,9 +78,9 @@ class Course(enum.Enum):
 class CourseEvent(enum.Enum):
     """What changes the course of shard 0."""
 
-    HOLD = "hold"
-    RELEASE = "release"
-    SPOIL = "spoil"
+    PAUSE = "pause"
+    RESUME = "resume"
+    ROLL_BACK = "roll back"
     RESTORE = "restore"
     CLOSE = "close"
 
@@ -88,25 +88,25 @@ class CourseEvent(enum.Enum):
 COURSES = Transitions(
     "shard 0",
     {
-        (Course.RUNNING, CourseEvent.HOLD): Course.HELD,
-        (Course.RUNNING, CourseEvent.RELEASE): Course.RUNNING,
-        (Course.RUNNING, CourseEvent.SPOIL): Course.ROLLING_BACK,
+        (Course.RUNNING, CourseEvent.PAUSE): Course.PAUSED,
+        (Course.RUNNING, CourseEvent.RESUME): Course.RUNNING,
+        (Course.RUNNING, CourseEvent.ROLL_BACK): Course.ROLLING_BACK,
         (Course.RUNNING, CourseEvent.RESTORE): Course.RUNNING,
         (Course.RUNNING, CourseEvent.CLOSE): Course.CLOSING,
-        (Course.HELD, CourseEvent.RELEASE): Course.RUNNING,
-        (Course.HELD, CourseEvent.SPOIL): Course.ROLLING_BACK,
-        (Course.HELD, CourseEvent.RESTORE): Course.HELD,
-        (Course.HELD, CourseEvent.CLOSE): Course.CLOSING,
-        (Course.ROLLING_BACK, CourseEvent.RELEASE): Course.ROLLING_BACK,
-        (Course.ROLLING_BACK, CourseEvent.SPOIL): Course.ROLLING_BACK,
+        (Course.PAUSED, CourseEvent.RESUME): Course.RUNNING,
+        (Course.PAUSED, CourseEvent.ROLL_BACK): Course.ROLLING_BACK,
+        (Course.PAUSED, CourseEvent.RESTORE): Course.PAUSED,
+        (Course.PAUSED, CourseEvent.CLOSE): Course.CLOSING,
+        (Course.ROLLING_BACK, CourseEvent.RESUME): Course.ROLLING_BACK,
+        (Course.ROLLING_BACK, CourseEvent.ROLL_BACK): Course.ROLLING_BACK,
         (Course.ROLLING_BACK, CourseEvent.RESTORE): Course.RUNNING,
         (Course.ROLLING_BACK, CourseEvent.CLOSE): Course.CLOSING_LOST,
-        (Course.CLOSING, CourseEvent.RELEASE): Course.CLOSING,
-        (Course.CLOSING, CourseEvent.SPOIL): Course.CLOSING_LOST,
+        (Course.CLOSING, CourseEvent.RESUME): Course.CLOSING,
+        (Course.CLOSING, CourseEvent.ROLL_BACK): Course.CLOSING_LOST,
         (Course.CLOSING, CourseEvent.RESTORE): Course.CLOSING,
         (Course.CLOSING, CourseEvent.CLOSE): Course.CLOSING,
-        (Course.CLOSING_LOST, CourseEvent.RELEASE): Course.CLOSING_LOST,
-        (Course.CLOSING_LOST, CourseEvent.SPOIL): Course.CLOSING_LOST,
+        (Course.CLOSING_LOST, CourseEvent.RESUME): Course.CLOSING_LOST,
+        (Course.CLOSING_LOST, CourseEvent.ROLL_BACK): Course.CLOSING_LOST,
         (Course.CLOSING_LOST, CourseEvent.RESTORE): Course.CLOSING,
         (Course.CLOSING_LOST, CourseEvent.CLOSE): Course.CLOSING_LOST,
     },

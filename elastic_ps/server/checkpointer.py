@@ -463,7 +463,7 @@ class Checkpointer:
                 return
             first = state.stage is Stage.ARRIVED
             last = state.initialised and state.finished and not self.is_kept() and state.values_are_here
-            if not (first or last) or self._writing or job.closing or job.spoiled or self.fenced:
+            if not (first or last) or self._writing or job.closing or job.rolling_back or self.fenced:
                 return
             self._writing = True
         kept = False

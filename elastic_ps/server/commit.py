@@ -159,7 +159,7 @@ class CommitCoordinator:
                 job.changed.wait_for(lambda: not job.giving)
                 state = job.state
                 late = job.clock() > deadline  # mutant: equal
-                if self.fenced or job.spoiled or not state.initialised or late:
+                if self.fenced or job.rolling_back or not state.initialised or late:
                     return False
                 if not state.rounds.decided:
                     return True
@@ -202,7 +202,7 @@ class CommitCoordinator:
                 job.state.note(StageEvent.LAY_OUT if model is not None else StageEvent.FAIL)
                 job.state.model, job.state.bucket_bytes = model, chosen
                 job.state.settings = Settings(settings.groups, settings.schedulers, first=settings.groups)
-                job.told()
+                job.note_change()
 
     def _laid_out(
         self, tensors: Sequence[TensorSpec], settings: Settings, link: Link | None
@@ -276,16 +276,16 @@ class CommitCoordinator:
             if not closing and time.monotonic() < self._not_before:
                 return False
             if job.state.orphaned and not job.state.rounds.committing:
-                job.turn(CourseEvent.SPOIL)
-            spoiled, held = job.spoiled, job.course is Course.HELD
-            contributions = job.state.begin_commit() if job.state.ready and not held else []
-            if not (spoiled or contributions or job.behind):
+                job.turn(CourseEvent.ROLL_BACK)
+            rolling_back, paused = job.rolling_back, job.course is Course.PAUSED
+            contributions = job.state.begin_commit() if job.state.ready and not paused else []
+            if not (rolling_back or contributions or job.behind):
                 return False
             job.tell(TellingEvent.GIVE)
             decided = time.monotonic()  # before the look at the fence
             advance = self._commit(contributions, decided) if contributions else self._current()
         try:
-            done = self._roll_back() if spoiled else self._tell(advance, contributions, decided, model)
+            done = self._roll_back() if rolling_back else self._tell(advance, contributions, decided, model)
             if done:
                 self._pause = 0.0
             return done
@@ -389,7 +389,7 @@ class CommitCoordinator:
             if refused is RefusalCode.INVALID and self._ordered != advance.version:
                 job.state.restart_round()
             elif refused is not None and job.state.model is model:
-                job.turn(CourseEvent.SPOIL)
+                job.turn(CourseEvent.ROLL_BACK)
 
     def _roll_back(self) -> bool:
         """Take all shards back to the newest checkpoint, in a new term; see `Course.ROLLING_BACK`."""
@@ -411,7 +411,7 @@ class CommitCoordinator:
             return False
         with job.lock:
             job.turn(CourseEvent.RESTORE)
-            job.told()
+            job.note_change()
         return True
 
     def _restore(self, found: Manifest, term: int) -> None:

@@ -92,7 +92,7 @@ class Guarded:
         return self.course in (Course.CLOSING, Course.CLOSING_LOST)
 
     @property
-    def spoiled(self) -> bool:
+    def rolling_back(self) -> bool:
         """Whether the job has to go back to a checkpoint."""
         return self.course in (Course.ROLLING_BACK, Course.CLOSING_LOST)
 
@@ -161,7 +161,7 @@ class Guarded:
             if not settled:
                 doing = {
                     Course.ROLLING_BACK: "going back to a checkpoint",
-                    Course.HELD: "writing one to continue from",
+                    Course.PAUSED: "writing one to continue from",
                 }.get(self.course, "committing a round")
                 raise Refused(RefusalCode.NOT_READY, f"the parameter server is still {doing}; ask again")
             yield self.state
@@ -204,7 +204,7 @@ class Guarded:
                     return None
                 self.changed.wait(min(left, self.limits.tick.total_seconds()))  # mutant: equal
 
-    def told(self) -> None:
+    def note_change(self) -> None:
         """Note that something has changed for shards or waiting threads. The lock is held."""
         self.tell(TellingEvent.CHANGE)
         self.changed.notify_all()
@@ -223,7 +223,7 @@ class Guarded:
             logger.info(
                 "the round on version %d starts again, as attempt %d", state.version, state.rounds.attempt
             )
-        self.told()
+        self.note_change()
 
     def hasten(self) -> None:
         """See `JobState.hasten`. To be called when the round may have got its quorum. The lock is held."""
@@ -231,7 +231,7 @@ class Guarded:
         left = self.state.hasten(now)
         self.grace_until = now + left if left else None
         if left == 0:
-            self.told()
+            self.note_change()
         elif self.grace_until is not None and (before is None or self.grace_until < before):
             self.ticking.notify_all()
 

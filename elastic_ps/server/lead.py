@@ -15,12 +15,12 @@ from elastic_ps.evaluation.decisions import Evaluation
 from elastic_ps.evaluation.queue import EvaluationQueue
 from elastic_ps.process.telemetry import History
 from elastic_ps.server import status
-from elastic_ps.server.changes import Changes, Wishes
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.commit import CommitCoordinator
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.limits import USUAL, Patience, ServerLimits
 from elastic_ps.server.orders import RemoteShard, ShardControl, Standing
+from elastic_ps.server.reconfiguration import DesiredConfiguration, Reconfiguration
 
 
 class Lead:
@@ -36,7 +36,7 @@ class Lead:
         evaluation_queue: None if the job has no evaluator.
         history: where commits, joins and skipped records are recorded.
         tuning: what of the spec may change, as it is now; None for what the spec says.
-        wishes: what a person wants of the running job; None if nobody can change it.
+        desired: what a person wants of the running job; None if nobody can change it.
         crowded: see `core.sizing.bucket_bytes`.
 
     Attributes:
@@ -58,7 +58,7 @@ class Lead:
         history: History,
         clock: Callable[[], float] | None = None,
         tuning: Tuning | None = None,
-        wishes: Wishes | None = None,
+        desired: DesiredConfiguration | None = None,
         crowded: bool = False,
         limits: ServerLimits = USUAL,
     ) -> None:
@@ -69,7 +69,7 @@ class Lead:
             self.job, shards, standbys=standbys, checkpoints=checkpoints, history=history, crowded=crowded
         )
         checkpoints.serve(self.job, self.commit)
-        self._changes = Changes(self.job, self.commit, checkpoints, wishes)
+        self._reconfiguration = Reconfiguration(self.job, self.commit, checkpoints, desired)
         self._ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
 
     def start(self, found: Manifest | None, patience: Patience | None = None) -> None:
@@ -126,7 +126,7 @@ class Lead:
                     job.tell(TellingEvent.CHANGE)
             self.commit.drive()
             self.checkpoints.keep_what_must_be()
-            self._changes.look()
+            self._reconfiguration.look()
 
     def status(self) -> ServerStatus:
         """Progress and members, at this moment."""
@@ -154,8 +154,8 @@ class Lead:
                     consistency=describe(job.tuning.consistency),
                     compression=describe(job.spec.compression),
                     since=job.tuning.since,
-                    asked=self._changes.asked,
-                    problem=self._changes.problem,
+                    asked=self._reconfiguration.asked,
+                    problem=self._reconfiguration.problem,
                 ),
                 bucket_bytes=state.bucket_bytes,
                 standbys=[standing is Standing.FOLLOWING for standing in self.commit.standings],

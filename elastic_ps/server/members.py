@@ -115,7 +115,7 @@ class MemberCalls:
                 state.custody.introduce(stay.incarnation, peer, live)
             if not state.initialised:
                 state.note(StageEvent.BRING, initialiser=worker)
-                job.told()
+                job.note_change()
             reply = self._joined(state, stay, incoming)
         said = {"incarnation": reply.incarnation, "version": reply.version, "term": reply.term}
         self._history.record("join", worker=worker, **said)
@@ -198,7 +198,7 @@ class MemberCalls:
         with self._job.member(caller) as (state, _):
             if state.initialiser == caller.worker:
                 state.note(StageEvent.ARRIVE)
-                self._job.told()
+                self._job.note_change()
             elif state.stage not in (Stage.ARRIVED, Stage.TRAINING):
                 text = f"worker {caller.worker} with incarnation {caller.incarnation} is not the one that"
                 raise Refused(RefusalCode.STALE_INCARNATION, f"{text} brings the model")
@@ -218,7 +218,7 @@ class MemberCalls:
         if request.HasField("version"):
             with self._job.member(request.caller) as (state, stay):
                 if state.rounds.computes_on(stay.worker, request.version):
-                    self._job.told()
+                    self._job.note_change()
             self._commit.drive()
 
     @answers(calls.LEAVE)
@@ -281,7 +281,7 @@ class MemberCalls:
                 state.stopped = request.reason
                 text = "worker %d stops the training at version %d: %s"
                 logger.info(text, stay.worker, state.version, request.reason)
-                self._job.told()
+                self._job.note_change()
         self._commit.drive()
 
     @answers(calls.REPORT)

@@ -20,13 +20,13 @@ from elastic_ps.errors import InvalidJob, NoCheckpoint
 from elastic_ps.evaluation.decisions import Evaluation
 from elastic_ps.evaluation.queue import EvaluationQueue
 from elastic_ps.process.telemetry import History, Trace
-from elastic_ps.server.changes import Wishes
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.limits import USUAL, Patience, ServerLimits
 from elastic_ps.server.members import MemberCalls
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import RemoteShard, ShardControl
+from elastic_ps.server.reconfiguration import DesiredConfiguration
 from elastic_ps.server.record import require_usable
 from elastic_ps.server.service import Callers, EvaluatorCalls, Service
 from elastic_ps.server.shard_service import ShardService
@@ -144,7 +144,11 @@ class ParameterServer:
         if connect_standby is not None:
             standbys = [RemoteShard(environment.job, connect_standby(shard)) for shard in range(self._shards)]
         self._remotes = [*remotes, *standbys]
-        wishes = Wishes(environment.tuning, environment.run) if environment.tuning is not None else None
+        desired = (
+            DesiredConfiguration(environment.tuning, environment.run)
+            if environment.tuning is not None
+            else None
+        )
         tuning = Tuning.of(environment.spec, run=environment.run)
         said = tuning.consistency.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         self._history.record("start", term=self.term, consistency=said)
@@ -158,7 +162,7 @@ class ParameterServer:
             evaluation_queue=self._evaluations,
             history=self._history,
             tuning=tuning,
-            wishes=wishes,
+            desired=desired,
             crowded=environment.crowded,
             limits=self._limits,
         )

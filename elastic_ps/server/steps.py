@@ -139,7 +139,7 @@ class StepCalls:
         else:  # it may be late, and has to stay known as that
             state.give_back(stay.incarnation)
         state.starved.add(stay.worker)
-        self.job.told()
+        self.job.note_change()
 
     def _hold(self, state: JobState, stay: Stay, batch: int) -> list[Range]:
         """The records of a worker that waits for some; with them it is admitted. The lock is held."""
@@ -149,7 +149,7 @@ class StepCalls:
             takes_part = state.rounds.takes_part(worker)
             state.withdraw(worker)
             if takes_part and not state.rounds.takes_part(worker):  # the shards may wait for its push
-                self.job.told()
+                self.job.note_change()
             return []
         held = state.to_compute_on(incarnation) or state.take(worker, incarnation, batch)
         if held:
@@ -158,10 +158,10 @@ class StepCalls:
             state.starved.add(worker)
             if worker in state.rounds.turned_away:  # it is not coming back to the open round
                 state.withdraw(worker)
-                self.job.told()
+                self.job.note_change()
         if held and not state.rounds.knows(worker):  # else two that wait would wake each other
             state.admit(worker, self.job.clock())
-            self.job.told()
+            self.job.note_change()
         return held
 
     @answers(calls.RELEASE)
@@ -175,7 +175,7 @@ class StepCalls:
             state.starved.discard(stay.worker)
             if request.leaves:
                 state.chiefs.resign(stay)
-            self.job.told()
+            self.job.note_change()
         self._commit.drive()
 
     # --- steps
@@ -196,7 +196,7 @@ class StepCalls:
             stay = self.job.check(request.caller)
             entry = Entry.IN if round_ is not None else state.begin(stay, version=version, step=request.step)
             if entry is Entry.LATE:
-                self.job.told()
+                self.job.note_change()
                 late = Refused(
                     RefusalCode.LATE,
                     f"worker {worker} wants to push a step on version {version}, but the round on version "
@@ -258,7 +258,7 @@ class StepCalls:
                 return reply
             if rounds.assigner is None and not rounds.decided and state.assigned <= version:
                 state.assign(stay)
-                self.job.told()
+                self.job.note_change()
                 return Look.AGAIN
             return reply if rounds.assigner == worker and worker not in rounds.done and settled else None
 
@@ -352,7 +352,7 @@ class StepCalls:
                 text = "the group of version %d, attempt %d, has lost the connection: worker %d tells it"
                 logger.info(text, version, attempt, worker)
                 state.begin_again()
-                self.job.told()
+                self.job.note_change()
                 return Look.AGAIN
             if place is None:
                 return None
@@ -367,7 +367,7 @@ class StepCalls:
                 return None
             if place is Place.GRADIENTS or rounds.source is not None or state.values_are_here:
                 return _met(state, worker, place)
-            self.job.turn(CourseEvent.SPOIL)  # nobody of the group has the version
+            self.job.turn(CourseEvent.ROLL_BACK)  # nobody of the group has the version
             return Look.AGAIN
 
         return self.job.poll(decide, self._commit.drive)

@@ -127,7 +127,7 @@ def test_a_parameter_server_that_dies_at_a_change(tmp_path: Path, durability: st
         before = job.coordinator.job
         if generation % 2:  # in the middle of the change
             eventually(
-                lambda: job.changed(generation) or before.course is Course.HELD, "the change has begun"
+                lambda: job.changed(generation) or before.course is Course.PAUSED, "the change has begun"
             )
         job.restart(0)
 
@@ -172,7 +172,7 @@ def test_the_compression_changes_while_parameter_servers_die_and_workers_join(
         if generation == 2:  # it joins just then
             job.start(2, script)
         if generation == 3:  # in the middle of the change
-            eventually(lambda: job.changed(3) or before.course is Course.HELD, "the change has begun")
+            eventually(lambda: job.changed(3) or before.course is Course.PAUSED, "the change has begun")
             job.restart(0)
         if generation == 4:
             job.restart(1)

@@ -22,7 +22,7 @@ from elastic_ps.core.ledger import Range
 from elastic_ps.core.objective import Objective
 from elastic_ps.data.batches import Batches
 from elastic_ps.errors import NoCheckpoint
-from elastic_ps.server import changes
+from elastic_ps.server import reconfiguration
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.worker import bootstrap, group
 from tests.simulator.cluster import Cluster, Plan, halved, pid_of, scratch
@@ -203,7 +203,7 @@ def run(plan: Plan, base: Path, arrange: Callable[[Cluster], None] | None = None
         patch(session, "os", parent)
         patch(bootstrap, "Store", Store)
         patch(group, "_c10d", Collectives(here, cluster.network.process).module())
-        patch(changes, "Objective", partial(Objective, needed=1))
+        patch(reconfiguration, "Objective", partial(Objective, needed=1))
         patch(Batches, "add", _noted(cluster))
         patch(store.Store, "commit", _watched(cluster))
         patch(store.Store, "newest", _found(cluster))

@@ -16,7 +16,7 @@ from elastic_ps.api.tuning import Tuning, describe, read_tuning
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.cli.setting import assignment, changed, in_force
 from elastic_ps.errors import InvalidJob, UserError
-from elastic_ps.server.changes import Wishes
+from elastic_ps.server.reconfiguration import DesiredConfiguration
 from elastic_ps.server.record import tuning_of
 
 ALIKE: list[dict[str, Any]] = [
@@ -96,17 +96,17 @@ def test_the_newer_word_counts_of_checkpoint_and_process() -> None:
     assert tuning_of(found(None), newer) == newer
 
 
-def test_wishes_are_told_once(tmp_path: Path) -> None:
+def test_a_desired_configuration_is_told_once(tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
-    wishes = Wishes(path, "r")
-    assert wishes.newest() is None
+    desired = DesiredConfiguration(path, "r")
+    assert desired.newest() is None
     path.write_text(tuning(2, mode="async").to_json())
-    assert wishes.newest() == tuning(2, "r", mode="async")
-    assert wishes.newest() is None
+    assert desired.newest() == tuning(2, "r", mode="async")
+    assert desired.newest() is None
     path.write_text('{"consistency": {"mode": "quick"}}')
     with pytest.raises(InvalidJob, match=r"tuning.json: consistency.mode"):
-        wishes.newest()
-    assert wishes.newest() is None
+        desired.newest()
+    assert desired.newest() is None
 
 
 JOB = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob", "metadata": {"name": "digits"}}

@@ -297,7 +297,7 @@ def test_a_thread_that_comes_while_another_one_writes_does_not_wait(rig: Rig) ->
     assert rig.written == 1
 
 
-@pytest.mark.parametrize("why", [CourseEvent.CLOSE, CourseEvent.SPOIL, None])
+@pytest.mark.parametrize("why", [CourseEvent.CLOSE, CourseEvent.ROLL_BACK, None])
 def test_nothing_is_written_by_a_server_that_ends_or_whose_model_is_lost(
     rig: Rig, why: CourseEvent | None
 ) -> None:

@@ -170,7 +170,7 @@ def test_a_model_that_goes_before_the_job_can_go_back_is_not_missed() -> None:
         joined = join(running.coordinator, 0, instance="first", call=1)
         assert not joined.pending
         with job.changed:
-            job.turn(CourseEvent.SPOIL)
+            job.turn(CourseEvent.ROLL_BACK)
             job.drop(0, "lost")
         joined = join(running.coordinator, 0, instance="second", call=1)
         assert not joined.pending

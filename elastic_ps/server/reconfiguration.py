@@ -35,7 +35,7 @@ PAUSE = timedelta(seconds=10)
 """After a change that could not be written to disk, the time until the next try. Training waits for each."""
 
 
-class Changes:
+class Reconfiguration:
     """Carries out what is wanted. `look` belongs to one thread.
 
     Args:
@@ -43,7 +43,7 @@ class Changes:
         commit: takes the shards to the new term.
         checkpoints: writes the version that the new term continues from. If nothing is written, nothing but
             the times of checkpoints can change.
-        wishes: None if nobody can change the job.
+        desired: None if nobody can change the job.
 
     Attributes:
         asked: the number of the newest wish; 0 for none.
@@ -51,10 +51,14 @@ class Changes:
     """
 
     def __init__(
-        self, job: Guarded, commit: CommitCoordinator, checkpoints: Checkpointer, wishes: Wishes | None
+        self,
+        job: Guarded,
+        commit: CommitCoordinator,
+        checkpoints: Checkpointer,
+        desired: DesiredConfiguration | None,
     ) -> None:
         self.asked, self.problem = 0, ""
-        self._job, self._commit, self._checkpoints, self._wishes = job, commit, checkpoints, wishes
+        self._job, self._commit, self._checkpoints, self._desired = job, commit, checkpoints, desired
         self._objective = Objective()
         self._wanted: Tuning | None = None
         self._not_before = 0.0
@@ -88,13 +92,13 @@ class Changes:
                 return
             if state.finished or not self._may_begin(state):
                 return
-            job.turn(CourseEvent.HOLD)
+            job.turn(CourseEvent.PAUSE)
             state.tuning = wanted.model_copy(update={"since": state.version})
         kept = self._checkpoints.write(amend=True)
         with job.lock:
-            job.turn(CourseEvent.RELEASE)
+            job.turn(CourseEvent.RESUME)
             if kept:
-                job.turn(CourseEvent.SPOIL)
+                job.turn(CourseEvent.ROLL_BACK)
             else:
                 state.tuning = before
                 self._not_before = job.clock() + PAUSE.total_seconds()
@@ -109,7 +113,7 @@ class Changes:
         """What a person wants now, if that is news, and why it cannot be used. Imports what it names."""
         newest = None
         try:
-            newest = self._wishes.newest() if self._wishes is not None else None
+            newest = self._desired.newest() if self._desired is not None else None
             if newest is not None:
                 scales.check(newest.consistency.staleness_scale)
                 Plan(newest.compression)
@@ -137,7 +141,7 @@ class Changes:
     def _may_begin(self, state: JobState) -> bool:
         """Whether a new term can begin from the version that the model has. The lock is held."""
         job, rounds = self._job, state.rounds
-        busy = job.closing or job.spoiled or rounds.committing or rounds.decided
+        busy = job.closing or job.rolling_back or rounds.committing or rounds.decided
         return state.initialised and not busy and job.clock() >= self._not_before
 
     def _unreachable(self, wanted: Tuning, state: JobState) -> str:
@@ -178,7 +182,7 @@ LIMIT = 1 << 20
 """Most bytes of the file."""
 
 
-class Wishes:
+class DesiredConfiguration:
     """Reads the file when it has been replaced. Not thread-safe.
 
     Args:
