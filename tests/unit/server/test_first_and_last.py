@@ -305,7 +305,8 @@ def test_nothing_is_written_by_a_server_that_ends_or_whose_model_is_lost(
     if why is None:
         rig.checkpoints.fenced = True
     else:
-        rig.job.turn(why)
+        with rig.job.lock:
+            rig.job.turn(why)
     rig.checkpoints.keep_what_must_be()
     assert rig.written == 0
 
