@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
@@ -42,14 +41,6 @@ from elastic_ps.server.values import BucketValues
 from elastic_ps.transport.base import Incoming
 from elastic_ps.transport.buffers import Buffers
 from elastic_ps.transport.memory import shared_if_possible
-
-
-class BucketSum(NamedTuple):
-    """The sum of a bucket in a round: flat, in the dtype that sums are kept in."""
-
-    bucket: int
-    present: Sequence[bool]
-    total: torch.Tensor
 
 
 class Shard:
@@ -472,11 +463,9 @@ class Shard:
 
     # --- standby
 
-    def sums(self) -> Iterator[BucketSum]:
-        """The sums of the open round, live: nothing may be added to them meanwhile."""
-        for bucket in self._stepped:
-            values = self._buckets[bucket.index]
-            yield BucketSum(bucket.index, values.present, values.sum)
+    def sums(self) -> Iterator[BucketValues]:
+        """The buckets that have sums of the open round, live: nothing may be added to them meanwhile."""
+        return (self._buckets[bucket.index] for bucket in self._stepped)
 
     def take_sum(self, key: PushKey, present: Sequence[bool], incoming: Incoming) -> None:
         """Take the sum of a bucket over from the shard that this one follows. Blocks while it is received.

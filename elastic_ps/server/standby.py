@@ -180,16 +180,10 @@ class Follower:
         self._standby.advance(for_standby(Advance(version, attempt, {}, behind, term=order.term, next=order)))
         copy.note(FollowingEvent.ROUND)
         self._send_buckets(shard, copy)
-        for part in shard.sums():
-            if part.bucket in copy.buckets:
-                self._standby.sum(
-                    part.bucket,
-                    as_bytes(part.total),
-                    part.present,
-                    term=shard.term,
-                    version=version,
-                    attempt=attempt,
-                )
+        place = {"term": shard.term, "version": version, "attempt": attempt}
+        for values in shard.sums():
+            if (index := values.bucket.index) in copy.buckets:
+                self._standby.sum(index, as_bytes(values.sum), values.present, **place)
         if copy.state is Following.CATCHING_UP and shard.buckets <= copy.buckets:
             logger.info("the standby has every round from version %d on", version)
             copy.note(FollowingEvent.COMPLETE)

@@ -49,7 +49,7 @@ class StatusServer:
             "/evaluations": lambda: (
                 200,
                 "application/json",
-                json.dumps([asdict(each) for each in self._evaluations()]),
+                json.dumps([*map(asdict, self._evaluations())]),
             ),
             "/healthz": lambda: (200, "text/plain", "ok\n"),
             "/readyz": lambda: (

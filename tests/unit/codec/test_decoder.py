@@ -67,7 +67,7 @@ class Pushing:
     @property
     def sum(self) -> torch.Tensor:
         (found,) = self.rig.shard.sums()
-        return found.total.clone()
+        return found.sum.clone()
 
 
 def gradients(count: int, seed: int = 0, dtype: str = "float32") -> list[torch.Tensor]:

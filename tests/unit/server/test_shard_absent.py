@@ -53,7 +53,7 @@ def test_a_standby_is_sent_zeros_for_what_nobody_has_a_gradient_for() -> None:
     rig.commit(0, samples=1)
     rig.push(0, Body(torch.empty(0)), present=ABSENT)
     (part,) = rig.shard.sums()
-    assert (part.present, part.total.tolist()) == ([False, False], [0.0] * 4)
+    assert (part.present, part.sum.tolist()) == ([False, False], [0.0] * 4)
 
 
 def test_limits_hold_without_a_gradient_too() -> None:

@@ -36,7 +36,7 @@ def send(rig: Rig, standby: Shard, **change: int) -> None:
     """What a follower sends of the open round."""
     place = {"term": TERM, "bucket": 0, "version": rig.version, "attempt": rig.attempt} | change
     for part in rig.shard.sums():
-        standby.take_sum(sum_key(**place), part.present, Body(part.total))
+        standby.take_sum(sum_key(**place), part.present, Body(part.sum))
 
 
 def carry_out(standby: Shard, application: Application, version: int) -> None:
@@ -157,8 +157,8 @@ def test_a_sum_is_taken_once_and_not_while_it_comes(threads: ThreadPoolExecutor)
     gate.set()
     first.result(10)
     standby.take_sum(key, [True], Body(torch.zeros(4)))
-    ((_, _, total),) = standby.sums()
-    assert total.tolist() == [1.0] * 4
+    (values,) = standby.sums()
+    assert values.sum.tolist() == [1.0] * 4
 
 
 def test_a_sum_that_is_cut_off_is_taken_again() -> None:
@@ -168,5 +168,5 @@ def test_a_sum_that_is_cut_off_is_taken_again() -> None:
     with pytest.raises(ConnectionLost):
         standby.take_sum(key, [True], Body(torch.zeros(4), cut_off=True))
     standby.take_sum(key, [True], Body(torch.ones(4)))
-    ((_, _, total),) = standby.sums()
-    assert total.tolist() == [1.0] * 4
+    (values,) = standby.sums()
+    assert values.sum.tolist() == [1.0] * 4
