@@ -73,7 +73,7 @@ class ParameterServer:
         patience: Patience | None = None,
         limits: ServerLimits = USUAL,
     ) -> None:
-        self._limits = limits
+        self._environment, self._limits = environment, limits
         spec, index = environment.spec, environment.index
         codecs = Plan(spec.compression)
         optimizers = Optimizers(spec.parameter_server.optimizers)
@@ -84,16 +84,12 @@ class ParameterServer:
         self._server = server
         self._patience = patience or Patience()
         self._remotes: list[RemoteShard] = []
-        store = Store(environment.checkpoints) if environment.checkpoints else None
-        leads, follower = environment.role == "ps", None
-        self._leads = leads
-        if leads and connect_standby is not None and store is not None:
-            follower = Follower(
-                RemoteShard(
-                    environment.job, connect_standby(index), start=timedelta(0), timeout=STANDBY_TIMEOUT
-                ),
-                limits,
-            )
+        self._store = store = Store(environment.checkpoints) if environment.checkpoints else None
+        self._leads, follower = environment.role == "ps", None
+        if self._leads and connect_standby is not None and store is not None:
+            connection, at_once = connect_standby(index), timedelta(0)
+            standby = RemoteShard(environment.job, connection, start=at_once, timeout=STANDBY_TIMEOUT)
+            follower = Follower(standby, limits)
         self.node = Node(
             index,
             shards,
@@ -106,7 +102,7 @@ class ParameterServer:
             follower=follower,
             limits=limits,
         )
-        self._index, self._job, self._shards = index, environment.job, shards
+        self._shards = shards
         self._tensors = TensorStore(
             index,
             shards,
@@ -119,36 +115,32 @@ class ParameterServer:
         self.term = 1
         self._evaluations: EvaluationQueue | None = None
         try:
-            if index == 0 and leads:
-                self._take_the_lead(environment, store, connect, connect_standby)
-            server.serve(service_of(environment.job, self.node, self.lead, self._tensors, standby=not leads))
+            if index == 0 and self._leads:
+                self._take_the_lead(connect, connect_standby)
+            parts = environment.job, self.node, self.lead, self._tensors
+            server.serve(service_of(*parts, standby=not self._leads))
         except BaseException:
             self.close(keep=False)
             raise
 
     def _take_the_lead(
-        self,
-        environment: ProcessEnvironment,
-        store: Store | None,
-        connect: Callable[[int], Connection],
-        connect_standby: Callable[[int], Connection] | None,
+        self, connect: Callable[[int], Connection], connect_standby: Callable[[int], Connection] | None
     ) -> None:
         """Shard 0: count this start, find the checkpoint, look after the members."""
+        environment = self._environment
         scales.check(environment.spec.consistency.staleness_scale)
-        if store is not None:
-            self._enter(environment, store)
-        checkpoints, found = self._checkpointer(environment, store)
+        if self._store is not None:
+            self._enter(self._store)
+        checkpoints, found = self._checkpointer()
         remotes = [RemoteShard(environment.job, connect(shard)) for shard in range(1, self._shards)]
         controls: list[ShardControl] = [self.node, *remotes]
         standbys = []
         if connect_standby is not None:
             standbys = [RemoteShard(environment.job, connect_standby(shard)) for shard in range(self._shards)]
         self._remotes = [*remotes, *standbys]
-        desired = (
-            DesiredConfiguration(environment.tuning, environment.run)
-            if environment.tuning is not None
-            else None
-        )
+        desired, file = None, environment.tuning
+        if file is not None:
+            desired = DesiredConfiguration(file, environment.run)
         tuning = Tuning.of(environment.spec, run=environment.run)
         said = tuning.consistency.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         self._history.record("start", term=self.term, consistency=said)
@@ -169,9 +161,10 @@ class ParameterServer:
         lead.start(found, self._patience)
         self.lead = lead
 
-    def _enter(self, environment: ProcessEnvironment, store: Store) -> None:
+    def _enter(self, store: Store) -> None:
         """Make the checkpoint directory this job's, and count this start there. A refusal changes nothing."""
-        wait, resume, known = self._patience.until_done, environment.resume, environment.durable
+        environment, wait = self._environment, self._patience.until_done
+        resume, known = environment.resume, environment.durable
         if known is not None:  # before anything is written: the directory may be the mount point of a volume
             wait(lambda: store.require_version(known))
         versions = wait(store.versions)
@@ -187,10 +180,9 @@ class ParameterServer:
         # What an interrupted write left behind may be what fills the disk.
         self.term = wait(store.next_term, between=store.discard_partial)
 
-    def _checkpointer(
-        self, environment: ProcessEnvironment, store: Store | None
-    ) -> tuple[Checkpointer, Manifest | None]:
+    def _checkpointer(self) -> tuple[Checkpointer, Manifest | None]:
         """What writes the checkpoints, and the one to continue from."""
+        environment, store = self._environment, self._store
         evaluator = environment.spec.evaluator
         if store is not None:
             store.discard_partial()
@@ -211,7 +203,7 @@ class ParameterServer:
             limits=self._limits,
         )
         try:
-            found = self._find(environment, checkpoints) if store is not None else None
+            found = self._find(checkpoints) if store is not None else None
             if found is None and self._evaluations is not None:  # what an earlier run has left says nothing
                 self._patience.until_done(partial(self._evaluations.go_back, 0))
             if found is not None and found.term >= self.term:  # it was written elsewhere, and copied
@@ -222,14 +214,14 @@ class ParameterServer:
             checkpoints.close()
             raise
 
-    def _find(self, environment: ProcessEnvironment, checkpoints: Checkpointer) -> Manifest | None:
+    def _find(self, checkpoints: Checkpointer) -> Manifest | None:
         """The checkpoint to continue from; None to start from scratch."""
-        if environment.resume == "no":
+        if self._environment.resume == "no":
             return None
         try:
             return self._patience.until_done(checkpoints.newest)
         except NoCheckpoint:
-            if environment.resume == "require":
+            if self._environment.resume == "require":
                 raise
             return None
 
@@ -239,8 +231,8 @@ class ParameterServer:
             status = self.lead.status()
         else:
             status = ServerStatus(
-                job=self._job,
-                shard=self._index,
+                job=self._environment.job,
+                shard=self._environment.index,
                 shards=self._shards,
                 term=self.term,
                 ready=self.node.configured,
@@ -272,8 +264,8 @@ class ParameterServer:
         for remote in self._remotes:
             remote.close()
         self.node.close()
-        if self.node.store is not None:
-            self.node.store.close()
+        if self._store is not None:
+            self._store.close()
         self._history.close()
         self._trace.close()
 
