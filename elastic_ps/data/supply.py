@@ -7,17 +7,16 @@ from collections.abc import Callable
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.portions import LEAST
 from elastic_ps.data.order import permutation
+from elastic_ps.data.source import Source
 
 
 class Supply:
     """Cuts ranges into batches. Belongs to the training thread.
 
     Args:
-        records: in the data set.
-        batch_size: records in a batch.
-        shuffle, seed: whether the order of records is random, and which one it is; the same on all workers.
-        drop_last: an epoch's records that do not fill a batch are left out; with `version_records`, those
-            that do not fill a version.
+        source: with `drop_last`, an epoch's records that do not fill a batch are left out, or those that do
+            not fill a version.
+        seed: of the order, where it is random: the same on all workers.
         version_records: that a version is made of, if their number is fixed. A batch has records of one
             version only.
 
@@ -25,19 +24,9 @@ class Supply:
         in_hand: the ranges that are in no batch yet, in their order.
     """
 
-    def __init__(
-        self,
-        *,
-        records: int,
-        batch_size: int,
-        shuffle: bool,
-        seed: int,
-        drop_last: bool,
-        version_records: int | None = None,
-    ) -> None:
+    def __init__(self, source: Source, *, seed: int, version_records: int | None = None) -> None:
         self.in_hand: list[Range] = []
-        self._records, self._batch_size, self._version_records = records, batch_size, version_records
-        self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
+        self._source, self._seed, self._version_records = source, seed, version_records
 
     def cut(
         self, more: Callable[[], bool], *, only: int | None = None
@@ -52,7 +41,7 @@ class Supply:
             only: later epochs than this one stay in hand.
         """
         batch: list[Range] = []
-        missing = self._batch_size
+        missing = self._source.batch_size
         while missing:
             one_version = self._version_records is not None
             if not self.in_hand and ((batch and one_version) or not more()):
@@ -66,22 +55,24 @@ class Supply:
             batch.append(taken)
             missing -= taken.records
             self.in_hand[:1] = [first._replace(start=taken.stop)] if taken.stop < first.stop else []
-        return batch, None if self._drop_last and self._is_rest(batch) else self._indices(batch)
+        return batch, None if self._source.drop_last and self._is_rest(batch) else self._indices(batch)
 
     def _leaves_one(self) -> bool:
         """Whether a whole batch leaves a single record of what this worker has of the version."""
-        left = sum(each.records for each in self.in_hand) - self._batch_size
-        return left == 1 and self._batch_size > LEAST
+        left = sum(each.records for each in self.in_hand) - self._source.batch_size
+        return left == 1 and self._source.batch_size > LEAST
 
     def _is_rest(self, batch: list[Range]) -> bool:
         """Whether the epoch has no more records for a whole batch, or for a whole version."""
         if batch and self._version_records is not None:
-            return batch[0].start >= self._records // self._version_records * self._version_records
-        return sum(each.records for each in batch) < self._batch_size
+            return batch[0].start >= self._source.records // self._version_records * self._version_records
+        return sum(each.records for each in batch) < self._source.batch_size
 
     def _indices(self, batch: list[Range]) -> list[int]:
         result: list[int] = []
         for each in batch:
-            order = permutation(self._records, each.epoch, shuffle=self._shuffle, seed=self._seed)
+            order = permutation(
+                self._source.records, each.epoch, shuffle=self._source.shuffle, seed=self._seed
+            )
             result.extend(order[each.start : each.stop])
         return result

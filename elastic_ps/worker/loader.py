@@ -114,18 +114,11 @@ class ElasticLoader:
         self.batch_size = source.batch_size
         self.epoch = 0
         self.dataset = source.dataset
-        self._source, self._epochs = source, epochs
+        self._source = source
         self._data_set = DataSet(
             source.records, epochs, source.batch_size, fingerprint(source.dataset, source.records)
         )
-        self._supply = Supply(
-            records=source.records,
-            batch_size=source.batch_size,
-            shuffle=source.shuffle,
-            seed=data.seed,
-            drop_last=source.drop_last,
-            version_records=consistency.global_batch_size,
-        )
+        self._supply = Supply(source, seed=data.seed, version_records=consistency.global_batch_size)
         self._drops = engine.records.drops  # as of the records in hand
         self._issued: deque[list[Range]] = deque()  # what torch's DataLoader was told to fetch, and has not
         self._fetching: DataLoader[Any] | None = None
@@ -167,10 +160,10 @@ class ElasticLoader:
     def _next_epoch(self, last: int) -> int | None:
         """The epoch to yield after the `last` one; None after all of them. Blocks."""
         engine, records = self._engine, self._engine.records
-        if self._least == self._epochs and not engine.stopped:
+        if self._least == self._data_set.epochs and not engine.stopped:
             return None
         some = self._await_some()
-        epoch = max(self._supply.in_hand[0].epoch, self._least) if some else self._epochs
+        epoch = max(self._supply.in_hand[0].epoch, self._least) if some else self._data_set.epochs
         for each in range(last + 1, 0 if last == _NO_EPOCH or engine.stopped else epoch):
             if records.comes_to(each):
                 records.note(LoopEvent.PASS)
@@ -303,7 +296,7 @@ class ElasticLoader:
         ranges = self._engine.records.take(
             self._data_set,
             wait=wait,
-            early=only is not None and only < self._epochs - 1,
+            early=only is not None and only < self._data_set.epochs - 1,
             epoch=None if only == _NO_EPOCH else only,
         )
         if wait:
@@ -405,7 +398,7 @@ class ElasticLoader:
         if epoch is None or engine.stopped:
             self._await_end()
             return None
-        if epoch < self._epochs - 1:
+        if epoch < self._data_set.epochs - 1:
             return records.is_chief_of(epoch)
         if records.over:
             return None
