@@ -42,7 +42,6 @@ PACKAGES = (
     "elastic_ps.worker.gradients",
     "elastic_ps.worker.bootstrap",
     "elastic_ps.worker.local_world",
-    "elastic_ps.worker.measuring",
     "elastic_ps.worker.values",
     "elastic_ps.worker.all_reduce",
     "elastic_ps.worker.replica",
