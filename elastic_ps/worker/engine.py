@@ -3,7 +3,7 @@
 Everything that a script does comes here as one of a few events: a batch is handed to it, a step's first
 gradient is there, a bucket is complete, the step ends. Which records the worker is given is `Records`' to
 ask; how steps become versions is the `Strategy`'s; who the worker is,
-`Member`'s; how its model comes into the job, `Bootstrap`'s; which settings it has, `Schedule`'s.
+and how its model comes into the job, `Member`'s; which settings it has, `Schedule`'s.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import ranges_to_message
-from elastic_ps.worker.bootstrap import Bootstrap, Member
 from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.dialogue import Step
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.local_world import Drained, LocalWorld
 from elastic_ps.worker.measuring import Phases
+from elastic_ps.worker.member import Member
 from elastic_ps.worker.model import Described
 from elastic_ps.worker.records import Records, Stopping
 from elastic_ps.worker.schedule import Interval, Schedule
@@ -78,7 +78,6 @@ class Engine:
         client: closed by `close`.
         trace, history: closed by `close`.
         world: the processes of this worker.
-        host: this host's address, as other workers reach it.
 
     Attributes:
         slices: this process's of the batches.
@@ -96,14 +95,12 @@ class Engine:
 
     def __init__(
         self,
-        spec: TrainingJobSpec,
         client: Client,
         member: Member,
         *,
         trace: Trace,
         history: History,
         world: LocalWorld | None = None,
-        host: str = "127.0.0.1",
     ) -> None:
         self.world = world or LocalWorld()
         self.slices = Slices(self.world.rank, self.world.size)
@@ -119,17 +116,6 @@ class Engine:
         self._stopped = Stopping(client, self.world)
         self.records = Records(self, client, self.world, self.batches, self._stopped)
         self.state = ScriptState(self, client, self.world)
-        self._bootstrap = Bootstrap(
-            spec,
-            client,
-            member,
-            self.world,
-            self.weights,
-            lambda: self.make_step(),
-            host=host,
-            trace=trace,
-            history=history,
-        )
         self.phases = Phases(trace)
         self.model: torch.nn.Module | None = None
         self._steps = 0
@@ -143,23 +129,23 @@ class Engine:
     @property
     def spec(self) -> TrainingJobSpec:
         """How to train the job, as of the last time that this worker has joined."""
-        return self._bootstrap.spec
+        return self.member.spec
 
     @property
     def entered(self) -> bool:
         """Whether the model has been given to the job, or has got the job's values."""
-        return self._bootstrap.strategy is not None and self.working.state is not State.JOINING
+        return self.member.strategy is not None and self.working.state is not State.JOINING
 
     @property
     def strategy(self) -> Strategy:
         """Of the model, from `enter` on."""
-        assert self._bootstrap.strategy is not None, "the model has been given to session.optimizer"
-        return self._bootstrap.strategy
+        assert self.member.strategy is not None, "the model has been given to session.optimizer"
+        return self.member.strategy
 
     @property
     def schedule(self) -> Schedule:
         """Of the model, from `enter` on."""
-        return self._bootstrap.schedule
+        return self.member.schedule
 
     @property
     def stopped(self) -> str:
@@ -171,7 +157,7 @@ class Engine:
         """The version of the model that this worker has; one that is under way is not taken over yet."""
         if self.local is not None and self.local.started is not None:
             return self.local.started.version
-        return self._bootstrap.strategy.version if self._bootstrap.strategy else 0
+        return self.member.strategy.version if self.member.strategy else 0
 
     @property
     def has_been_chief(self) -> bool:
@@ -183,7 +169,7 @@ class Engine:
         """What the version that this worker has was made of."""
         if self.local is not None and self.local.started is not None:
             return self.local.started.made
-        strategy = self._bootstrap.strategy
+        strategy = self.member.strategy
         text = strategy.told.settings if strategy else ""
         return read_settings(text).made if text else NOTHING
 
@@ -203,10 +189,11 @@ class Engine:
     ) -> Flat:
         """Join the job with this model; returns the memory that it has from now on. Blocks.
 
-        See `Bootstrap.enter`.
+        See `Member.enter`.
         """
-        flat = self._bootstrap.enter(described, model, optimizer, imported)
-        self.working.note(Event.ENTER)
+        flat = self.member.enter(
+            described, model, optimizer, imported, weights=self.weights, make_step=lambda: self.make_step()
+        )
         self.model = model
         self.phases.watch(model)
         return flat
@@ -220,7 +207,7 @@ class Engine:
         logger.warning("joining again: %s", reason)
         while True:
             self.drop_step()
-            version = self._bootstrap.join_again()
+            version = self.member.join_again()
             try:
                 self.strategy.fetch(version, contributor=False)
                 self._stopped.repeat()
@@ -265,7 +252,7 @@ class Engine:
             logger.warning(_LEFT, self.batches.samples)
         for call in self.at_close:
             call()
-        strategy = self._bootstrap.strategy
+        strategy = self.member.strategy
         if strategy is not None:
             self.client.hasten()
             try:
@@ -304,7 +291,7 @@ class Engine:
 
     def add_scheduler(self, scheduler: LRScheduler, interval: Interval | None) -> None:
         """Keep a scheduler's state on the parameter server, and take over the state in force."""
-        self._bootstrap.add_scheduler(scheduler, interval)
+        self.member.add_scheduler(scheduler, interval)
 
     def begin_step(self) -> None:
         """The first gradient of a step is there. Raises UsageError if it belongs to no batch."""
@@ -397,7 +384,7 @@ class Engine:
             raise UsageError("backward() ran for two batches before optimizer.step(); call step() first")
         self.note_skipped(batches.decide(keep_new=True))
         settings = self.schedule.current()
-        self._bootstrap.check(settings)
+        self.member.check(settings)
         ending = pb.FinishRequest(
             ranges=ranges_to_message(batches.computed),
             settings=settings.to_json(),

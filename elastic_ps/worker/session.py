@@ -24,7 +24,6 @@ from elastic_ps.errors import UsageError
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.tensors.client import Tensors
 from elastic_ps.transport.base import Connection
-from elastic_ps.worker.bootstrap import Member
 from elastic_ps.worker.checks import Averages, together
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import USUAL, WorkerLimits
@@ -32,6 +31,7 @@ from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.loader import ElasticLoader
 from elastic_ps.worker.local_steps import outer_optimizer, refuse_limits
 from elastic_ps.worker.local_world import LocalWorld
+from elastic_ps.worker.member import Member
 from elastic_ps.worker.model import Described
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.schedule import Interval, check_interval
@@ -77,22 +77,23 @@ class Session:
         self._world = world = world or LocalWorld()
         self.spec = spec
         self.worker = worker
-        history = history or History(None, "")
+        trace, history = trace or Trace(None, ""), history or History(None, "")
         pid = None if world.alone else os.getppid()
         client = Client(
             job, worker, connections, instance=instance, pid=pid, hostname=hostname, limits=limits
         )
-        self._member = Member(client, history=history, on_hung=on_hung, on_joined=on_joined, world=world)
-        self._on_joined = on_joined
-        self._engine = Engine(
+        self._member = Member(
             spec,
             client,
-            self._member,
-            trace=trace or Trace(None, ""),
+            trace=trace,
             history=history,
+            on_hung=on_hung,
+            on_joined=on_joined,
             world=world,
             host=host,
         )
+        self._on_joined = on_joined
+        self._engine = Engine(client, self._member, trace=trace, history=history, world=world)
         self._averages = Averages(lambda: self._engine.records.over)
         self._engine.at_close.append(self._averages.close)
         self._owner = os.getpid()

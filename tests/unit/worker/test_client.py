@@ -16,13 +16,13 @@ import pytest
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, InvalidModel, RefusalCode, Refused
 from elastic_ps.process.lifecycle import tell_joined
-from elastic_ps.process.telemetry import History
+from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker import current
-from elastic_ps.worker.bootstrap import Member
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import WorkerLimits
+from elastic_ps.worker.member import Member
 from tests.testing.service import environment
 
 
@@ -56,7 +56,9 @@ def test_a_worker_tells_its_starter_when_it_has_joined() -> None:
     reply = pb.JoinReply(lease_ms=3_600_000)
     client: Any = SimpleNamespace(join=lambda *_: reply, leave=lambda: None, close=lambda: None)
     described: Any = SimpleNamespace(specs=[], optimizer="sgd")
-    member = Member(client, history=History(None, ""), on_joined=lambda: told.append("joined"))
+    trace, history = Trace(None, ""), History(None, "")
+    spec = environment().spec
+    member = Member(spec, client, trace=trace, history=history, on_joined=lambda: told.append("joined"))
     assert told == []
     member.join(described, Settings(()))
     member.leave(in_step=False)

@@ -1,4 +1,4 @@
-"""A model's way into the job, and back to where the job is after its worker had to join again."""
+"""A worker's way into the job with its model, back into it where it had to join again, and out of it."""
 
 from __future__ import annotations
 
@@ -49,16 +49,18 @@ from elastic_ps.worker.values import Values
 logger = logging.getLogger(__name__)
 
 
-class Bootstrap:
-    """Brings one model into the job. Belongs to the training thread.
+class Member:
+    """This worker as a member of the job, over all its stays. Belongs to the training thread, except `drain`.
 
     Args:
-        world: the processes of this worker.
-        weights: for each of them, its share of the samples of the step that begins.
-        make_step: has the script's own optimizer make a step on this worker.
+        trace, history: where this process records what it does.
+        on_hung: called, on another thread, with the reason, if this worker is declared hung.
+        on_joined: called when this worker has become a member.
+        world: the processes of this worker; process 0 alone is heard of.
         host: this host's address, as other workers reach it.
 
     Attributes:
+        working: what this worker is doing.
         spec: how to train the job, as of the last time that this worker has joined.
         strategy, schedule: of the model; `strategy` is None before `enter`, which sets both.
     """
@@ -67,23 +69,24 @@ class Bootstrap:
         self,
         spec: TrainingJobSpec,
         client: Client,
-        member: Member,
-        world: LocalWorld,
-        weights: Callable[[], Sequence[float]],
-        make_step: Callable[[], object],
         *,
-        host: str,
         trace: Trace,
         history: History,
+        on_hung: Callable[[str], None] | None = None,
+        on_joined: Callable[[], None] = lambda: None,
+        world: LocalWorld | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
-        self.spec = spec
+        self.spec, self.working = spec, Working()
         self.strategy: Strategy | None = None
         self.schedule: Schedule
-        self._client, self._member, self._world, self._weights = client, member, world, weights
-        self._make_step, self._host = make_step, host
+        self._client, self._world, self._host = client, world or LocalWorld(), host
+        self._trace, self._history = trace, history
+        self._on_hung, self._on_joined = on_hung, on_joined
+        self._heart: Heart | None = None
+        self._described: Described
         self._layout: pb.Layout | None = None  # of the memory that the model has; None before `enter`
         self._store: Store | None = None  # where the other workers find this one, if they speak to each other
-        self._trace, self._history = trace, history
         self._codecs = Plan(spec.compression)
 
     def enter(
@@ -91,11 +94,17 @@ class Bootstrap:
         described: Described,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        imported: ImportedState | None = None,
+        imported: ImportedState | None,
+        *,
+        weights: Callable[[], Sequence[float]],
+        make_step: Callable[[], object],
     ) -> Flat:
         """Join the job with this model; returns the memory that it has from now on. Blocks.
 
-        `imported` is the state with which the optimizer begins, if this worker brings the model.
+        Args:
+            imported: the state with which the optimizer begins, if this worker brings the model.
+            weights: for each process, its share of the samples of the step that begins.
+            make_step: has the script's own optimizer make a step on this worker.
 
         Raises:
             InvalidModel, ModelMismatch: the model or optimizer cannot be trained in this job.
@@ -111,7 +120,7 @@ class Bootstrap:
         self.schedule = Schedule(optimizer, own=local)
         if imported is not None:
             self.schedule.has_state()
-        joined = self._member.join(described, self.schedule.current())
+        joined = self.join(described, self.schedule.current())
         self._adopt(joined)
         self.check(self.schedule.current())
         self._layout = joined.layout
@@ -122,13 +131,35 @@ class Bootstrap:
             world=self._world,
             registered=described.registered,
         )
-        self.strategy = strategy = self._make_strategy(flat, optimizer)
+        self.strategy = strategy = self._make_strategy(flat, optimizer, weights, make_step)
         strategy.steps_here = local or self.spec.all_reduce
         joined = self._initialise(strategy, joined, flat, imported)
         if not joined.initialise:
             self.schedule.joined(Settings.from_json(strategy.told.settings))
-        self._member.note_join(joined.version)
+        self.note_join(joined.version)
+        self.working.note(Event.ENTER)
         return flat
+
+    def join(self, described: Described, settings: Settings) -> pb.JoinReply:
+        """Become a member with this model. Blocks while another worker initialises it.
+
+        Raises:
+            ModelMismatch, InvalidModel: the parameter server cannot train this model in this job; or the
+                processes of this worker do not have the same one.
+        """
+        self._described = described
+
+        def join(models: list[tuple[Sequence[TensorSpec], str]]) -> pb.JoinReply:
+            _check_same(models)
+            return self._client.join(described.specs, described.optimizer, settings)
+
+        mine: tuple[Sequence[TensorSpec], str] = described.specs, described.optimizer
+        joined = self._world.gather("session.optimizer(...)", mine, join)
+        self.working.note(Event.JOIN)
+        if self._world.leads:
+            self._heart = Heart(self._client, timedelta(milliseconds=joined.lease_ms) / 3, self._on_hung)
+            self._on_joined()
+        return joined
 
     def add_scheduler(self, scheduler: LRScheduler, interval: Interval | None) -> None:
         """Let the job step a scheduler. Raises InvalidModel: it has made a second momentum."""
@@ -147,7 +178,13 @@ class Bootstrap:
         if problem := second_momentum(settings.groups, sent):
             raise InvalidModel(problem)
 
-    def _make_strategy(self, flat: Flat, optimizer: torch.optim.Optimizer) -> Strategy:
+    def _make_strategy(
+        self,
+        flat: Flat,
+        optimizer: torch.optim.Optimizer,
+        weights: Callable[[], Sequence[float]],
+        make_step: Callable[[], object],
+    ) -> Strategy:
         same = self.spec.consistency.mode == "local"
         if not self._world.leads:
             return GroupFollower(self._world, flat, same=same)
@@ -159,7 +196,7 @@ class Bootstrap:
                 flat,
                 Replica(self._client, flat, optimizer, values),
                 optimizer,
-                self._make_step,
+                make_step,
                 store=self._store,
                 trace=trace,
                 history=self._history,
@@ -174,7 +211,7 @@ class Bootstrap:
         )
         make: Callable[..., PushPull] = PushPull
         if not self._world.alone:
-            make = partial(GroupLeader, self._world, self._weights, same=same)
+            make = partial(GroupLeader, self._world, weights, same=same)
         return make(
             self._client,
             flat,
@@ -209,7 +246,7 @@ class Bootstrap:
                     raise
                 logger.warning("joining again: %s", refusal)
             strategy.reset()
-            joined = self._member.join_again(self.schedule.current(), trained=not own)
+            joined = self._join_anew(trained=not own)
             self._adopt(joined)
 
     def _adopt(self, joined: pb.JoinReply) -> None:
@@ -260,40 +297,25 @@ class Bootstrap:
     def join_again(self) -> int:
         """Become a member again; returns the version that is to be fetched. Blocks."""
         assert self.strategy is not None, "enter was called"
-        joined = self._member.join_again(self.schedule.current(), trained=True)
+        joined = self._join_anew(trained=True)
         self.strategy.reset()
         self._adopt(joined)
         return joined.version
 
+    def _join_anew(self, *, trained: bool) -> pb.JoinReply:
+        """Begin another stay. `trained`: the model is not as it was at first any more."""
+        described, settings = self._described, self.schedule.current()
+        return self._world.decide(
+            "the place where it joins again",
+            lambda: self._client.join(described.specs, described.optimizer, settings, again=trained),
+        )
 
-class Member:
-    """This worker's membership, over all its stays. Belongs to the training thread, except `drain`.
+    def note_join(self, version: int, *, again: bool = False) -> None:
+        """Write down that a stay has begun, with the values of this version."""
+        term = {"term": self._client.term} if again else {}
+        self._history.record("join", incarnation=self._client.incarnation, version=version, **term)
 
-    Args:
-        on_hung: called, on another thread, with the reason, if this worker is declared hung.
-        on_joined: called when this worker has become a member.
-        world: the processes of this worker; process 0 alone is heard of.
-
-    Attributes:
-        working: what this worker is doing.
-    """
-
-    def __init__(
-        self,
-        client: Client,
-        *,
-        history: History,
-        on_hung: Callable[[str], None] | None = None,
-        on_joined: Callable[[], None] = lambda: None,
-        world: LocalWorld | None = None,
-    ) -> None:
-        self.working = Working()
-        self._world = world or LocalWorld()
-        self._client = client
-        self._history = history
-        self._on_hung, self._on_joined = on_hung, on_joined
-        self._heart: Heart | None = None
-        self._described: Described
+    # --- leaving
 
     @property
     def draining(self) -> bool:
@@ -304,40 +326,6 @@ class Member:
     def asked_to_leave(self) -> bool:
         """Whether this process was asked to leave; others of the worker may not know yet."""
         return self._world.wished(DRAIN)
-
-    def join(self, described: Described, settings: Settings) -> pb.JoinReply:
-        """Become a member with this model. Blocks while another worker initialises it.
-
-        Raises:
-            ModelMismatch, InvalidModel: the parameter server cannot train this model in this job; or the
-                processes of this worker do not have the same one.
-        """
-        self._described = described
-
-        def join(models: list[tuple[Sequence[TensorSpec], str]]) -> pb.JoinReply:
-            _check_same(models)
-            return self._client.join(described.specs, described.optimizer, settings)
-
-        mine: tuple[Sequence[TensorSpec], str] = described.specs, described.optimizer
-        joined = self._world.gather("session.optimizer(...)", mine, join)
-        self.working.note(Event.JOIN)
-        if self._world.leads:
-            self._heart = Heart(self._client, timedelta(milliseconds=joined.lease_ms) / 3, self._on_hung)
-            self._on_joined()
-        return joined
-
-    def join_again(self, settings: Settings, *, trained: bool) -> pb.JoinReply:
-        """Begin another stay. `trained`: the model is not as it was at first any more."""
-        described = self._described
-        return self._world.decide(
-            "the place where it joins again",
-            lambda: self._client.join(described.specs, described.optimizer, settings, again=trained),
-        )
-
-    def note_join(self, version: int, *, again: bool = False) -> None:
-        """Write down that a stay has begun, with the values of this version."""
-        term = {"term": self._client.term} if again else {}
-        self._history.record("join", incarnation=self._client.incarnation, version=version, **term)
 
     def drain(self) -> None:
         """Leave at the next opportunity. May be called from a signal handler."""
