@@ -22,14 +22,14 @@ from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.lead import Lead
 from elastic_ps.server.limits import USUAL, ServerLimits
-from elastic_ps.server.members import MemberCalls
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Configuration, Report
+from elastic_ps.server.process import service_of
 from elastic_ps.server.service import Callers
 from elastic_ps.server.steps import StepCalls
+from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.transport.base import Incoming
-from elastic_ps.transport.calls import A, Q
+from elastic_ps.transport.calls import A, Call, Q
 from elastic_ps.transport.convert import ranges_from_message, ranges_to_message, tensors_to_message
 from tests.testing.shard import Body
 
@@ -74,22 +74,18 @@ class Asked:
 
     def __init__(self, lead: Lead, node: Node) -> None:
         self.job = lead.job
-        callers = Callers("job", node, lead.job)
-        self._members = MemberCalls(callers, lead, lambda: node.shard)
-        self._steps = StepCalls(callers, lead)
+        self._methods = service_of("job", node, lead).methods
+        self._steps = StepCalls(Callers("job", node, lead.job), lead)
 
-    def _told(self, kind: type[A], handler: Callable[[Q, Incoming], object], request: Q) -> A:
-        answer = self._asked(kind, handler, request)
-        assert answer is not None
+    def _ask(
+        self, call: Call[Q, A], worker: int, incarnation: int = 0, number: int = 0, **fields: Any
+    ) -> A | None:
+        """The answer; None: there is nothing to say."""
+        caller = pb.Caller(job="job", term=self.job.term, worker=worker, incarnation=incarnation, call=number)
+        _, handler = self._methods[call.name]
+        answer = handler(call.request(caller=caller, **fields), NOTHING)
+        assert answer is None or isinstance(answer, call.reply)
         return answer
-
-    def _asked(self, kind: type[A], handler: Callable[[Q, Incoming], object], request: Q) -> A | None:
-        answer = handler(request, NOTHING)
-        assert answer is None or isinstance(answer, kind)
-        return answer
-
-    def _caller(self, worker: int, incarnation: int, call: int = 0) -> pb.Caller:
-        return pb.Caller(job="job", term=self.job.term, worker=worker, incarnation=incarnation, call=call)
 
     def join(
         self,
@@ -103,90 +99,81 @@ class Asked:
         link: Link | None = None,
         **fields: Any,
     ) -> pb.JoinReply:
-        request = pb.JoinRequest(
-            caller=self._caller(worker, follows, call),
-            tensors=tensors_to_message(tensors),
-            optimizer=pb.Optimizer(name=optimizer, groups=settings.to_json()),
-            link=pb.Link(rate=link.rate, seconds=link.seconds) if link is not None else None,
-            **fields,
-        )
-        return self._told(pb.JoinReply, self._members.join, request)
+        if link is not None:
+            fields["link"] = pb.Link(rate=link.rate, seconds=link.seconds)
+        fields["optimizer"] = pb.Optimizer(name=optimizer, groups=settings.to_json())
+        reply = self._ask(calls.JOIN, worker, follows, call, tensors=tensors_to_message(tensors), **fields)
+        assert reply is not None
+        return reply
 
     def initialised(self, worker: int, incarnation: int) -> None:
-        self._members.init_done(pb.InitDoneRequest(caller=self._caller(worker, incarnation)), NOTHING)
+        self._ask(calls.INIT_DONE, worker, incarnation)
 
     def heartbeat(self, worker: int, incarnation: int) -> None:
-        self._members.heartbeat(pb.HeartbeatRequest(caller=self._caller(worker, incarnation)), NOTHING)
+        self._ask(calls.HEARTBEAT, worker, incarnation)
 
     def computes_on(self, worker: int, incarnation: int, *, version: int) -> None:
-        request = pb.HeartbeatRequest(caller=self._caller(worker, incarnation), version=version)
-        self._members.heartbeat(request, NOTHING)
+        self._ask(calls.HEARTBEAT, worker, incarnation, version=version)
 
     def leave(self, worker: int, incarnation: int, *, call: int) -> None:
-        self._members.leave(pb.LeaveRequest(caller=self._caller(worker, incarnation, call)), NOTHING)
+        self._ask(calls.LEAVE, worker, incarnation, call)
 
     def gone(self, worker: int, instance: str) -> None:
-        self._members.gone(pb.GoneRequest(job="job", worker=worker, instance=instance), NOTHING)
+        _, handler = self._methods[calls.GONE.name]
+        handler(pb.GoneRequest(job="job", worker=worker, instance=instance), NOTHING)
 
     def is_chief(self, worker: int, incarnation: int, **fields: Any) -> bool:
-        request = pb.ChiefRequest(caller=self._caller(worker, incarnation), **fields)
-        return self._told(pb.ChiefReply, self._members.chief, request).chief
+        reply = self._ask(calls.CHIEF, worker, incarnation, **fields)
+        return reply is not None and reply.chief
 
     def read_state(self) -> str:
-        return self._told(pb.ReadStateReply, self._members.read_state, pb.ReadStateRequest()).text
+        reply = self._ask(calls.READ_STATE, 0)
+        assert reply is not None
+        return reply.text
 
-    def write_state(
-        self, worker: int, incarnation: int, text: str, *, call: int, again: bool = False
-    ) -> None:
-        caller = self._caller(worker, incarnation, call)
-        self._members.write_state(pb.WriteStateRequest(caller=caller, text=text, again=again), NOTHING)
+    def write_state(self, worker: int, incarnation: int, text: str, *, call: int, **fields: Any) -> None:
+        self._ask(calls.WRITE_STATE, worker, incarnation, call, text=text, **fields)
 
     def stop(self, worker: int, incarnation: int, reason: str) -> None:
-        self._members.stop(pb.StopRequest(caller=self._caller(worker, incarnation), reason=reason), NOTHING)
+        self._ask(calls.STOP, worker, incarnation, reason=reason)
 
     def take(
         self, worker: int, incarnation: int, *, call: int, skipped: Sequence[Range] = (), **fields: Any
     ) -> pb.TakeReply:
-        caller, ranges = self._caller(worker, incarnation, call), ranges_to_message(skipped)
-        request = pb.TakeRequest(caller=caller, skipped=ranges, **fields)
-        return self._told(pb.TakeReply, self._steps.take, request)
+        skips = ranges_to_message(skipped)
+        reply = self._ask(calls.TAKE, worker, incarnation, call, skipped=skips, **fields)
+        assert reply is not None
+        return reply
 
-    def release(
-        self, worker: int, incarnation: int, *, call: int, skipped: Sequence[Range] = (), **fields: Any
-    ) -> None:
-        caller, ranges = self._caller(worker, incarnation, call), ranges_to_message(skipped)
-        self._steps.release(pb.ReleaseRequest(caller=caller, skipped=ranges, **fields), NOTHING)
+    def release(self, worker: int, incarnation: int, *, call: int, **fields: Any) -> None:
+        self._ask(calls.RELEASE, worker, incarnation, call, **fields)
 
     def begin(self, worker: int, incarnation: int, **fields: Any) -> pb.BeginReply | None:
-        request = pb.BeginRequest(caller=self._caller(worker, incarnation), **fields)
-        return self._asked(pb.BeginReply, self._steps.begin, request)
+        return self._ask(calls.BEGIN, worker, incarnation, **fields)
 
     def await_version(self, worker: int, incarnation: int, **fields: Any) -> pb.AwaitReply | None:
-        request = pb.AwaitRequest(caller=self._caller(worker, incarnation), **fields)
-        return self._asked(pb.AwaitReply, self._steps.await_version, request)
+        return self._ask(calls.AWAIT, worker, incarnation, **fields)
 
     def assign(self, worker: int, incarnation: int, *, version: int) -> pb.AssignReply | None:
-        request = pb.AssignRequest(caller=self._caller(worker, incarnation), version=version)
-        return self._asked(pb.AssignReply, self._steps.assign, request)
+        return self._ask(calls.ASSIGN, worker, incarnation, version=version)
 
     def finish(self, step: Contribution, *, version: int, attempt: int) -> bool:
-        request = pb.FinishRequest(
-            caller=self._caller(step.worker, step.incarnation),
+        said = ("step", "samples", "settings", "metrics", "reductions", "assigns")
+        reply = self._ask(
+            calls.FINISH,
+            step.worker,
+            step.incarnation,
             version=version,
             attempt=attempt,
             ranges=ranges_to_message(step.records),
             skipped=ranges_to_message(step.skipped),
-            metrics=step.metrics,
-            reductions=step.reductions,
-            step=step.step,
-            samples=step.samples,
-            settings=step.settings,
-            assigns=step.assigns,
+            **{name: getattr(step, name) for name in said},
         )
-        return not self._told(pb.Done, self._steps.finish, request).duplicate
+        return reply is not None and not reply.duplicate
 
     def is_applied(self, worker: int, incarnation: int, step: int) -> bool:
-        return self._steps.is_applied(pb.PushRequest(caller=self._caller(worker, incarnation), step=step))
+        caller = pb.Caller(worker=worker, incarnation=incarnation)
+        return self._steps.is_applied(pb.PushRequest(caller=caller, step=step))
 
 
 NOTHING = Body(torch.empty(0))
