@@ -105,11 +105,6 @@ class CommitCoordinator:
         self._fan_out = ThreadPoolExecutor(max(1, len(shards) - 1), thread_name_prefix="advance")
 
     @property
-    def fenced(self) -> bool:
-        """Whether another parameter server has taken over: then this one must not apply or write anything."""
-        return self._checkpoints.fenced
-
-    @property
     def asks_shards(self) -> bool:
         """Whether the shards are to be asked now and then.
 
@@ -159,7 +154,7 @@ class CommitCoordinator:
                 job.changed.wait_for(lambda: not job.giving)
                 state = job.state
                 late = job.clock() > deadline  # mutant: equal
-                if self.fenced or job.rolling_back or not state.initialised or late:
+                if self._checkpoints.fenced or job.rolling_back or not state.initialised or late:
                     return False
                 if not state.rounds.decided:
                     return True
@@ -169,7 +164,7 @@ class CommitCoordinator:
     def _release(self) -> None:
         """Tell the other shards that they may end."""
         with self._job.lock:
-            if self._job.state.model is None or self.fenced or len(self._shards) == 1:
+            if self._job.state.model is None or self._checkpoints.fenced or len(self._shards) == 1:
                 return
             last = replace(self._current(), last=True)
         for order in [self._fan_out.submit(shard.advance, last) for shard in self._shards[1:]]:
@@ -309,7 +304,7 @@ class CommitCoordinator:
         """
         job = self._job
         if contributions and not self._checkpoints.leads():
-            if not self.fenced:  # it cannot be told at the moment, and the ticker tries again
+            if not self._checkpoints.fenced:  # it cannot be told at the moment, and the ticker tries again
                 self._back_off()
                 with job.lock:
                     job.state.rounds.fail_commit()

@@ -97,11 +97,6 @@ class Lead:
         self.commit.close()
         self.checkpoints.close()
 
-    @property
-    def fenced(self) -> bool:
-        """Whether another parameter server has taken over, so that this one has to end."""
-        return self.commit.fenced
-
     def _tick(self) -> None:
         """Every tick: declare silent members gone, collect checkpoint parts, repeat what failed.
 

@@ -243,7 +243,7 @@ class ParameterServer:
     @property
     def fenced(self) -> bool:
         """Whether another process has taken this one's place, so that it has to end."""
-        return self.lead is not None and self.lead.fenced
+        return self.lead is not None and self.lead.checkpoints.fenced
 
     def loss(self) -> list[tuple[int, float]]:
         """The loss curve; empty on other shards than 0."""

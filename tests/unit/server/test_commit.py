@@ -133,7 +133,7 @@ def test_a_job_ends_although_a_shard_is_not_reached_any_more(job: Job) -> None:
 def test_a_job_that_was_taken_over_keeps_nothing_and_ends_nobody(job: Job) -> None:
     job.decide()
     job.store.next_term()
-    eventually(lambda: job.lead.fenced, "it knows that it was replaced")
+    eventually(lambda: job.lead.checkpoints.fenced, "it knows that it was replaced")
     job.close(keep=True)
     assert job.store.versions() == [0]
     assert not any(order.last for order in job.shards[1].orders)

@@ -373,7 +373,7 @@ def test_a_shard_of_another_term_s_orders_fences_this_server(tmp_path: Path) -> 
         coordinator = lead.coordinator
         shards[1].refuse = lambda _: raise_(Refused(RefusalCode.STALE_TERM, "term 7 gives the orders now"))
         join(coordinator, 0)
-        eventually(lambda: lead.fenced, "it knows that it was replaced")
+        eventually(lambda: lead.checkpoints.fenced, "it knows that it was replaced")
         assert lead.status().progress.version == 0
 
 
