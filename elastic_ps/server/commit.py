@@ -28,7 +28,7 @@ from elastic_ps.core.fragments import fragments
 from elastic_ps.core.partition import Layout, TensorSpec, cut_rows, partition
 from elastic_ps.core.settings import MAX_NORM, Settings
 from elastic_ps.core.sizing import LARGEST, Link, bucket_bytes
-from elastic_ps.core.stages import Course, CourseEvent, StageEvent, TellingEvent
+from elastic_ps.core.stages import Course, CourseEvent, Following, StageEvent, TellingEvent
 from elastic_ps.errors import (
     CheckpointError,
     Fenced,
@@ -50,7 +50,6 @@ from elastic_ps.server.orders import (
     RemoteShard,
     Report,
     ShardControl,
-    Standing,
 )
 from elastic_ps.server.record import JobRecord, foreseen, of_same_run, to_checkpoint, tuning_of
 from elastic_ps.server.standby import held, rescue
@@ -93,7 +92,7 @@ class CommitCoordinator:
     ) -> None:
         self._job, self._crowded = job, crowded and len(shards) == 1
         self._shards, self._standbys = shards, standbys
-        self.standings = [Standing.NONE for _ in standbys]
+        self.standings: list[Following | None] = [None for _ in standbys]
         self.queued: frozenset[int] = frozenset()
         self._prepared: Advance | None = None  # the last order that every shard's standby can carry out
         self._checkpoints = checkpoints
@@ -458,7 +457,7 @@ class CommitCoordinator:
         with job.lock:
             job.state = state
             job.tune(tuning)
-            self.standings = [Standing.NONE for _ in self._standbys]  # of this term nothing is known yet
+            self.standings = [None for _ in self._standbys]  # of this term nothing is known yet
             self.queued = frozenset()
             job.changed.notify_all()
         logger.info("term %d continues from version %d", term, found.version)

@@ -10,7 +10,7 @@ from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.status import ServerStatus, TuningStatus
 from elastic_ps.api.tuning import Tuning, describe
 from elastic_ps.checkpoint.manifest import Manifest
-from elastic_ps.core.stages import CourseEvent, TellingEvent
+from elastic_ps.core.stages import CourseEvent, Following, TellingEvent
 from elastic_ps.evaluation.decisions import Evaluation
 from elastic_ps.evaluation.queue import EvaluationQueue
 from elastic_ps.process.telemetry import History
@@ -19,7 +19,7 @@ from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.commit import CommitCoordinator
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.limits import USUAL, Patience, ServerLimits
-from elastic_ps.server.orders import RemoteShard, ShardControl, Standing
+from elastic_ps.server.orders import RemoteShard, ShardControl
 from elastic_ps.server.reconfiguration import DesiredConfiguration, Reconfiguration
 
 
@@ -153,7 +153,7 @@ class Lead:
                     problem=self._reconfiguration.problem,
                 ),
                 bucket_bytes=state.bucket_bytes,
-                standbys=[standing is Standing.FOLLOWING for standing in self.commit.standings],
+                standbys=[standing is Following.WHOLE for standing in self.commit.standings],
                 members=[status.member(state, stay, now) for stay in state.members.stays()],
             )
 

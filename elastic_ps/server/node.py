@@ -31,7 +31,6 @@ from elastic_ps.server.orders import (
     OrderId,
     OrderLog,
     Report,
-    Standing,
     Written,
 )
 from elastic_ps.server.shard import Shard
@@ -257,8 +256,8 @@ class Node:
     def _report(self) -> Report:
         with self._lock:
             written, shard = self._written, self._shard
-        standing = self._follower.standing if self._follower else Standing.NONE
-        return Report(written, standing, queued=frozenset() if shard is None else shard.queued)
+        standby = self._follower.state if self._follower else None
+        return Report(written, standby, queued=frozenset() if shard is None else shard.queued)
 
     def _copy(self, shard: Shard, advance: Advance) -> None:
         """Copy the shard and have the copy written in the background.

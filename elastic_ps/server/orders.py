@@ -5,7 +5,6 @@ Shard 0's coordinator drives its own shard directly and the others by calls; bot
 
 from __future__ import annotations
 
-import enum
 import itertools
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -18,6 +17,7 @@ from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.codec.state import Part
 from elastic_ps.core.partition import Layout
 from elastic_ps.core.settings import Settings, read_settings
+from elastic_ps.core.stages import Following
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, InvalidJob, Malformed
 from elastic_ps.server.limits import retry
 from elastic_ps.transport import calls
@@ -92,19 +92,6 @@ class Advance:
     rescue: bool = False
 
 
-class Standing(enum.IntEnum):
-    """How far a shard's standby is."""
-
-    NONE = 0
-    """The shard has none."""
-    AWAY = 1
-    """It does not answer, or has not been told of the model yet."""
-    CATCHING_UP = 2
-    """It gets the shard's buckets, some with each round."""
-    FOLLOWING = 3
-    """It has every round before the shard applies it."""
-
-
 @dataclass(frozen=True)
 class Written:
     """The outcome of writing a shard's part of a checkpoint: `file`, or the reason in `error`.
@@ -123,6 +110,10 @@ class Written:
     pause: timedelta
 
 
+_STANDBYS: Sequence[Following | None] = (None, *Following)
+"""By their numbers in messages; None: the shard has none."""
+
+
 @dataclass(frozen=True)
 class Report:
     """What a shard answers to an order: its part of the last checkpoint, once written, and its standby.
@@ -133,7 +124,7 @@ class Report:
     """
 
     written: Written | None = None
-    standby: Standing = Standing.NONE
+    standby: Following | None = None
     norm: float = 0.0
     queued: frozenset[int] = frozenset()
 
@@ -258,20 +249,19 @@ def report_to_message(report: Report) -> pb.AdvanceReply:
         pause_us=round(part.pause.total_seconds() * 1e6),
         **vars(file) if file else {"file": ""},
     )
-    return to_message(pb.AdvanceReply, report, written=written, queued=sorted(report.queued))
+    standby = _STANDBYS.index(report.standby)
+    return to_message(pb.AdvanceReply, report, written=written, standby=standby, queued=sorted(report.queued))
 
 
 def report_from_message(message: pb.AdvanceReply) -> Report:
-    """Raises Malformed for a standing that does not exist."""
-    try:
-        standing = Standing(message.standby)
-    except ValueError as error:
-        raise Malformed(str(error)) from error
+    """Raises Malformed for a state of a standby that does not exist."""
+    if message.standby >= len(_STANDBYS):
+        raise Malformed(f"{message.standby} is not how far a standby can be")
     part, written = message.written, None
     if message.HasField("written"):
         file = None if part.error else from_message(ShardFile, part)
         written = from_message(Written, part, file=file, pause=timedelta(microseconds=part.pause_us))
-    return Report(written, standing, message.norm, frozenset(message.queued))
+    return Report(written, _STANDBYS[message.standby], message.norm, frozenset(message.queued))
 
 
 def _tuning(text: str) -> Tuning:

@@ -34,7 +34,7 @@ from elastic_ps.core.stages import FOLLOWING, Following, FollowingEvent
 from elastic_ps.errors import AskedToEnd, Fenced, RefusalCode, Refused, StorageUnavailable, TransportError
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.limits import USUAL, ServerLimits, retry
-from elastic_ps.server.orders import Advance, Application, Configuration, RemoteShard, ShardControl, Standing
+from elastic_ps.server.orders import Advance, Application, Configuration, RemoteShard, ShardControl
 from elastic_ps.server.shard import Shard
 
 logger = logging.getLogger(__name__)
@@ -106,11 +106,10 @@ class Follower:
         self._thread.start()
 
     @property
-    def standing(self) -> Standing:
+    def state(self) -> Following:
+        """How far the standby is."""
         with self._changed:
-            state = Following.AWAY if self._copy is None else self._copy.state
-            known = {Following.AWAY: Standing.AWAY, Following.WHOLE: Standing.FOLLOWING}
-            return known.get(state, Standing.CATCHING_UP)
+            return Following.AWAY if self._copy is None else self._copy.state
 
     def reset(self, base: Configuration) -> None:
         """The shard has a new state. Its standby has nothing of it yet."""

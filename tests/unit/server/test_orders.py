@@ -9,6 +9,7 @@ import pytest
 from elastic_ps.api.tuning import Tuning
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.core.settings import Settings
+from elastic_ps.core.stages import Following
 from elastic_ps.errors import Malformed
 from elastic_ps.server.orders import (
     Advance,
@@ -17,7 +18,6 @@ from elastic_ps.server.orders import (
     OrderId,
     OrderLog,
     Report,
-    Standing,
     Written,
     advance_from_message,
     advance_to_message,
@@ -69,9 +69,9 @@ def test_a_model_arrives_as_it_was_described(load_version: int | None, follows: 
     "report",
     [
         Report(),
-        Report(standby=Standing.CATCHING_UP),
+        Report(standby=Following.CATCHING_UP),
         Report(Written(1, 2, 3, ShardFile("part", "digest", 99), "", timedelta(microseconds=1234567))),
-        Report(Written(1, 2, 3, None, "No space left", timedelta(0)), Standing.FOLLOWING),
+        Report(Written(1, 2, 3, None, "No space left", timedelta(0)), Following.WHOLE),
     ],
 )
 def test_an_answer_arrives_as_it_was_given(report: Report) -> None:
@@ -80,7 +80,7 @@ def test_an_answer_arrives_as_it_was_given(report: Report) -> None:
 
 
 def test_what_nobody_can_have_said_is_refused() -> None:
-    with pytest.raises(Malformed, match="9 is not a valid Standing"):
+    with pytest.raises(Malformed, match="9 is not how far a standby can be"):
         report_from_message(pb.AdvanceReply(standby=9))
     for text in ("", "{", "[]", "{}"):
         with pytest.raises(Malformed, match="not the settings of an optimizer"):

@@ -15,11 +15,12 @@ from elastic_ps.codec.state import Part
 from elastic_ps.core.partition import Layout, Rule, partition
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
+from elastic_ps.core.stages import Following
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
-from elastic_ps.server.orders import Advance, Application, Configuration, RemoteShard, Standing
+from elastic_ps.server.orders import Advance, Application, Configuration, RemoteShard
 from elastic_ps.server.process import service_of
 from elastic_ps.server.standby import Follower, for_standby
 from elastic_ps.transport.base import Frame, Incoming
@@ -92,12 +93,12 @@ class Pair:
     def told(self) -> None:
         """The standby is told of the model."""
         self.gate.set()
-        eventually(lambda: self.follower.standing is not Standing.AWAY, "the standby is told of the model")
+        eventually(lambda: self.follower.state is not Following.AWAY, "the standby is told of the model")
 
     @property
     def follows(self) -> bool:
         """Whether the standby has every round, as far as the shard knows."""
-        return self.follower.standing is Standing.FOLLOWING
+        return self.follower.state is Following.WHOLE
 
     def close(self) -> None:
         self.gate.set()
@@ -149,7 +150,7 @@ def test_what_both_hold_does_not_grow_with_the_rounds_that_a_standby_lacks(limit
         assert held() - alone < model // 8, "before it has been told of the model"
         pair.told()
         most = 0
-        while pair.follower.standing is not Standing.FOLLOWING:
+        while pair.follower.state is not Following.WHOLE:
             pair.round()
             most = max(most, held())
         own = 4 * model  # values, a sum, and Adam's two moments
@@ -176,10 +177,10 @@ def test_it_has_the_shards_bits_when_it_has_caught_up(pair: Pair, before: int) -
         pair.round()
     pair.told()
     for bucket in range(len(pair.layout.buckets)):
-        assert pair.follower.standing is Standing.CATCHING_UP
+        assert pair.follower.state is (Following.CATCHING_UP if bucket else Following.READY)
         pair.round()
         assert len(list(pair.standby.shard.values())) == bucket + 1
-    assert pair.follower.standing is Standing.FOLLOWING
+    assert pair.follower.state is Following.WHOLE
     pair.round()
     assert_same_bits(pair)
 
@@ -248,15 +249,15 @@ def test_a_shard_that_begins_anew_has_its_standby_begin_anew(pair: Pair) -> None
     eventually(lambda: pair.standby.term == 2, "the standby is told of it")
     assert list(pair.standby.shard.values()) == []
     for _ in pair.layout.buckets:
-        eventually(lambda: pair.follower.standing is not Standing.AWAY, "it is there")
+        eventually(lambda: pair.follower.state is not Following.AWAY, "it is there")
         pair.round()
-    assert pair.follower.standing is Standing.FOLLOWING
+    assert pair.follower.state is Following.WHOLE
 
 
 def test_a_small_shard_is_followed_from_the_next_round_on(pair: Pair) -> None:
     pair.told()
     pair.round()
-    assert pair.follower.standing is Standing.FOLLOWING
+    assert pair.follower.state is Following.WHOLE
 
 
 def test_a_shard_without_buckets_is_followed() -> None:
@@ -267,7 +268,7 @@ def test_a_shard_without_buckets_is_followed() -> None:
         pair.told()
         for _ in range(2):
             pair.round()
-            assert pair.follower.standing is Standing.FOLLOWING
+            assert pair.follower.state is Following.WHOLE
             assert [order.version for order in pair.standby.held(0)][-1] == pair.version
     finally:
         pair.close()
@@ -380,6 +381,6 @@ def test_a_standby_that_is_not_there_is_asked_now_and_then() -> None:
             eventually(lambda: asked > 0, "it is asked")
             threading.Event().wait(0.05)
         assert asked == 1
-        assert follower.standing is Standing.AWAY
+        assert follower.state is Following.AWAY
     finally:
         follower.close()
