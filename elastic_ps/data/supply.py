@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.portions import LEAST
-from elastic_ps.data.order import permutation
+from elastic_ps.data.shuffle import permutation
 from elastic_ps.data.source import Source
 
 

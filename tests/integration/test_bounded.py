@@ -17,7 +17,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from elastic_ps.core.ledger import Range
-from elastic_ps.data.order import permutation
+from elastic_ps.data.shuffle import permutation
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob, RefusalCode, Refused

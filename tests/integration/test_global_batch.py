@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from elastic_ps.data.order import permutation
+from elastic_ps.data.shuffle import permutation
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob, InvalidModel, UsageError

@@ -282,7 +282,7 @@ def test_a_mixture_of_precisions(tmp_path: Path) -> None:
     model = models[0]
     reference = Mixed(torch.float32)  # the parameter server steps a master in single precision
     optimizer = sgd(reference)
-    from elastic_ps.data.order import permutation
+    from elastic_ps.data.shuffle import permutation
 
     data = Numbers(40)
     order = permutation(40, 0, shuffle=True, seed=0)

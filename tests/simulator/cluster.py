@@ -22,7 +22,7 @@ from elastic_ps.api.tuning import Tuning
 from elastic_ps.contract.env import ProcessEnvironment
 from elastic_ps.core.ledger import Range
 from elastic_ps.data.batches import slice_sizes
-from elastic_ps.data.order import permutation
+from elastic_ps.data.shuffle import permutation
 from elastic_ps.errors import ElasticPSError, Fenced, RefusalCode, Refused
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.limits import Patience, ServerLimits

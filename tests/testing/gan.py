@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from elastic_ps.core.ledger import Range
-from elastic_ps.data.order import permutation
+from elastic_ps.data.shuffle import permutation
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, make_mlp
 from tests.testing.oracle import Commit

@@ -17,7 +17,7 @@ import torch
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.core.ledger import Range
-from elastic_ps.data.order import permutation
+from elastic_ps.data.shuffle import permutation
 
 Loss = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor], Any]
 """Gives a tensor. It is called Any because torch leaves `Tensor.backward` without annotations."""

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ps.data.order import MOST_RECORDS, Shuffled, permutation
+from elastic_ps.data.shuffle import MOST_RECORDS, Shuffled, permutation
 
 
 @pytest.mark.parametrize("records", [*range(40), 97, 100, 256, 257, 1000, 1024, 4095, 4097, 65537, 70_001])
