@@ -25,15 +25,15 @@ OFTEN = 10
 """From so many beginnings in an epoch on, a log tells that the stream is read again and again."""
 
 
-class Place(NamedTuple):
-    """Where an item stands: the epoch, and its number in the stream, both from 0."""
+class ItemIndex(NamedTuple):
+    """The epoch, and an item's number in the stream, both from 0."""
 
     epoch: int
     number: int
 
 
 class Numbered(Dataset[Any]):
-    """A map-style data set of a stream's items, whose indexes are `Place`s.
+    """A map-style data set of a stream's items, indexed by `ItemIndex`.
 
     It reads on from where it stands if that is possible, and otherwise begins the stream again. If the
     stream has a method `iterate_from(number)`, which returns an iterator that begins with that item, it is
@@ -72,61 +72,61 @@ class Numbered(Dataset[Any]):
         self._records, self._said, self._ends = records, said, ends
         self._near, self._seeks = near, callable(getattr(stream, "iterate_from", None))
         self._keep = 0 if self._seeks else keep
-        self._kept: dict[Place, Any] = {}
+        self._kept: dict[ItemIndex, Any] = {}
         self._seed, self._random = seed, OwnRandom()
         self._items: Iterator[Any] | None = None
-        self._next = Place(0, 0)  # of the item that comes next
+        self._next = ItemIndex(0, 0)  # of the item that comes next
         self._begun = 0  # times in this epoch
         self._sought: int | None = None  # what `iterate_from` was called with; None: it was not
-        self._first: Place | None = None  # of the item that is compared with what comes there again
+        self._first: ItemIndex | None = None  # of the item that is compared with what comes there again
         self._first_item: Any = None
 
     def __len__(self) -> int:
         return self._records
 
-    def __getitem__(self, place: Place) -> Any:
-        return self.__getitems__([place])[0]
+    def __getitem__(self, index: ItemIndex) -> Any:
+        return self.__getitems__([index])[0]
 
-    def __getitems__(self, places: Sequence[Place]) -> list[Any]:
-        """The items at these places, in this order.
+    def __getitems__(self, indexes: Sequence[ItemIndex]) -> list[Any]:
+        """The items with these indexes, in this order.
 
         Raises:
             UsageError: the stream has fewer items than `records`, or more although it `ends`.
         """
         try:
             with _undivided(), self._random.in_force():
-                return [self._item(place) for place in places]
+                return [self._item(index) for index in indexes]
         except BaseException:
             self._items = None  # nobody knows where it stands
             raise
 
-    def _item(self, place: Place) -> Any:
-        if place in self._kept:
-            return copy.deepcopy(self._kept[place])  # the script may change what it gets
-        passed = place.number - self._next.number
-        goes_on = self._items is not None and place.epoch == self._next.epoch and passed >= 0
+    def _item(self, index: ItemIndex) -> Any:
+        if index in self._kept:
+            return copy.deepcopy(self._kept[index])  # the script may change what it gets
+        passed = index.number - self._next.number
+        goes_on = self._items is not None and index.epoch == self._next.epoch and passed >= 0
         if not goes_on or (self._seeks and passed > self._near):
-            self._begin(place)
-        while self._next != place:
+            self._begin(index)
+        while self._next != index:
             self._read()
         item = self._read()
         if self._ends and self._next.number == self._records:
             self._require_end()
         return item
 
-    def _begin(self, place: Place) -> None:
-        self._begun = self._begun + 1 if place.epoch == self._next.epoch else 1
+    def _begin(self, index: ItemIndex) -> None:
+        self._begun = self._begun + 1 if index.epoch == self._next.epoch else 1
         self._items = None  # files of the last iterator are closed
-        self._random.seed(f"stream/{self._seed}/{place.epoch}")
+        self._random.seed(f"stream/{self._seed}/{index.epoch}")
         if callable(set_epoch := getattr(self._stream, "set_epoch", None)):
-            set_epoch(place.epoch)
-        _seed_pipes(self._stream, self._seed + place.epoch)
+            set_epoch(index.epoch)
+        _seed_pipes(self._stream, self._seed + index.epoch)
         if self._seeks:
             stream: Any = self._stream
-            self._sought = place.number
-            self._items, self._next = iter(stream.iterate_from(place.number)), place
+            self._sought = index.number
+            self._items, self._next = iter(stream.iterate_from(index.number)), index
             return
-        self._items, self._next = iter(self._stream), place._replace(number=0)
+        self._items, self._next = iter(self._stream), index._replace(number=0)
         if self._begun == OFTEN:
             logger.warning(
                 "%s is begun for the %dth time in epoch %d, because records before its place were given back "
@@ -135,7 +135,7 @@ class Numbered(Dataset[Any]):
                 "docs/scripts.md",
                 self._name,
                 OFTEN,
-                place.epoch,
+                index.epoch,
             )
 
     def _read(self) -> Any:
@@ -171,14 +171,14 @@ class Numbered(Dataset[Any]):
                 self._next.epoch,
             )
 
-    def _keep_for_later(self, place: Place, item: Any) -> None:
+    def _keep_for_later(self, index: ItemIndex, item: Any) -> None:
         """Keep a copy: the script may change the item, and a stream may fill one buffer each time."""
         if not self._keep:
             return
-        self._kept.pop(place, None)  # it becomes the last one
+        self._kept.pop(index, None)  # it becomes the last one
         if (kept := _copied(item)) is None:
             return
-        self._kept[place] = kept
+        self._kept[index] = kept
         if len(self._kept) > self._keep:
             del self._kept[next(iter(self._kept))]
 

@@ -22,7 +22,7 @@ from elastic_ps.data.fingerprint import fingerprint
 from elastic_ps.data.prepared import check_loop
 from elastic_ps.data.source import read_source
 from elastic_ps.data.states import Loop, LoopEvent
-from elastic_ps.data.stream import Numbered, Place
+from elastic_ps.data.stream import ItemIndex, Numbered
 from elastic_ps.data.supply import Supply
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.engine import Engine
@@ -310,7 +310,7 @@ class ElasticLoader:
             self._drops = self._engine.records.drops
             self._supply.in_hand.clear()
 
-    def _next_batch(self) -> list[int] | list[Place]:
+    def _next_batch(self) -> list[int] | list[ItemIndex]:
         """What torch is to fetch next; [] if there is nothing at the moment.
 
         With a global batch size there is nothing either when all that this worker has of the open version is
@@ -326,7 +326,7 @@ class ElasticLoader:
                 continue
             self._issued.append(batch)
             own = self._engine.slices.own(indices)
-            return [Place(batch[0].epoch, index) for index in own] if self._placed else own
+            return [ItemIndex(batch[0].epoch, index) for index in own] if self._placed else own
         return []
 
     def _leave(self, *, leaves: bool = False) -> None:
@@ -430,7 +430,7 @@ class ElasticLoader:
 class _Sampler:
     """A DataLoader's batch sampler: `following` says what is to be fetched next."""
 
-    following: Callable[[], list[int] | list[Place]]
+    following: Callable[[], list[int] | list[ItemIndex]]
 
-    def __iter__(self) -> Iterator[list[int] | list[Place]]:
+    def __iter__(self) -> Iterator[list[int] | list[ItemIndex]]:
         return iter(self.following, [])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, get_worker_info
 
-from elastic_ps.data.stream import Place
+from elastic_ps.data.stream import ItemIndex
 from tests.unit.data.test_stream import Stream, numbered
 
 
@@ -27,7 +27,7 @@ class Divided(Stream):
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_a_stream_that_shares_itself_out_among_processes_is_whole(processes: int) -> None:
-    batches = [[Place(0, n) for n in range(start, start + 4)] for start in range(0, 20, 4)]
+    batches = [[ItemIndex(0, n) for n in range(start, start + 4)] for start in range(0, 20, 4)]
     loader: DataLoader[Any] = DataLoader(
         numbered(Divided()), batch_sampler=batches, num_workers=processes, collate_fn=with_process
     )

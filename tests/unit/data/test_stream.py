@@ -18,7 +18,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from elastic_ps.api.job import Data
 from elastic_ps.data.seed import seed_everything
 from elastic_ps.data.source import read_source
-from elastic_ps.data.stream import OFTEN, Numbered, Place
+from elastic_ps.data.stream import OFTEN, ItemIndex, Numbered
 from elastic_ps.errors import InvalidModel, UsageError
 
 
@@ -69,7 +69,7 @@ def numbered(stream: IterableDataset[Any], *, ends: bool = True, near: int = 0, 
 
 
 def items(data: Numbered, *numbers: int, epoch: int = 0) -> list[int]:
-    return data.__getitems__([Place(epoch, number) for number in numbers])
+    return data.__getitems__([ItemIndex(epoch, number) for number in numbers])
 
 
 def test_it_reads_on() -> None:
@@ -77,7 +77,7 @@ def test_it_reads_on() -> None:
     data = numbered(stream)
     assert items(data, 0, 1) == [0, 1]
     assert items(data, 7, 8, 12) == [7, 8, 12]
-    assert data[Place(0, 13)] == 13
+    assert data[ItemIndex(0, 13)] == 13
     assert (stream.begun, stream.read) == ([0], 14)
 
 
@@ -131,9 +131,9 @@ def test_a_script_may_change_what_it_gets() -> None:
     for of, begun in ((7, 1), (threading.Lock(), 2)):
         stream = Lists(of)
         data = numbered(stream, keep=4)
-        data[Place(0, 3)].clear()
-        data[Place(0, 4)].clear()
-        assert data[Place(0, 3)] == [3, of]
+        data[ItemIndex(0, 3)].clear()
+        data[ItemIndex(0, 4)].clear()
+        assert data[ItemIndex(0, 3)] == [3, of]
         assert stream.begun == begun, "what cannot be copied is read again"
 
 
@@ -144,7 +144,7 @@ def test_a_stream_may_fill_one_buffer_each_time() -> None:
             return (buffer.fill_(number) for number in range(20))
 
     data = Numbered(Filled(), records=20, said="its __len__", ends=False, near=0, keep=4)
-    assert [data[Place(0, number)].item() for number in (0, 1, 2, 4, 2, 3, 2)] == [0, 1, 2, 4, 2, 3, 2]
+    assert [data[ItemIndex(0, number)].item() for number in (0, 1, 2, 4, 2, 3, 2)] == [0, 1, 2, 4, 2, 3, 2]
 
 
 @pytest.mark.parametrize(
