@@ -155,7 +155,7 @@ class ElasticLoader:
         finally:
             self._only = None
             records.note(LoopEvent.LEAVE_EPOCHS)
-            self._give_up()
+            self._leave(for_good=True)
 
     def _next_epoch(self, last: int) -> int | None:
         """The epoch to yield after the `last` one; None after all of them. Blocks."""
@@ -206,12 +206,12 @@ class ElasticLoader:
             engine.batches.drop()
             if self._only is not None:
                 self._least = self._only + 1
-                self._leave()
+                self._leave(for_good=False)
             raise
         finally:
             records.note(end)
             if self._only is None:
-                self._give_up()
+                self._leave(for_good=True)
 
     def _batches(self, fetching: Iterable[Any]) -> Generator[Any, None, LoopEvent]:
         """Yield the batches of a loop over the epoch, or over all of them; returns how it ends. Blocks."""
@@ -329,15 +329,11 @@ class ElasticLoader:
             return [ItemIndex(batch[0].epoch, index) for index in own] if self._placed else own
         return []
 
-    def _leave(self, *, leaves: bool = False) -> None:
-        """The script leaves a loop: what is in hand goes to others, or to this worker's next loop."""
-        self._supply.in_hand.clear()
-        self._engine.records.stop_computing(leaves=leaves)
-
-    def _give_up(self) -> None:
-        """Nobody iterates any more: what is in hand goes to others."""
+    def _leave(self, *, for_good: bool) -> None:
+        """A loop is left: what is in hand goes to others, or to this worker's next loop if there is one."""
         if not self._engine.records.over:
-            self._leave(leaves=True)
+            self._supply.in_hand.clear()
+            self._engine.records.stop_computing(leaves=for_good)
 
     def close(self) -> None:
         """End the processes that fetch. Waits a while for them; those that are late end later. Idempotent.
@@ -423,7 +419,7 @@ class ElasticLoader:
                 "script that accumulates gradients trains these, too, if it writes `for epoch in "
                 "loader.epochs()` and iterates over the loader inside"
             )
-            self._give_up()
+            self._leave(for_good=True)
 
 
 @dataclass
