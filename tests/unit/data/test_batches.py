@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ps.core.ledger import Range
-from elastic_ps.data.batches import Batches
+from elastic_ps.data.batches import Batches, checked
+from elastic_ps.errors import UsageError
 
 
 def compute(batches: Batches, number: int, **metrics: float) -> None:
@@ -106,3 +110,62 @@ def test_each_record_is_in_one_place(doings: list[str]) -> None:
     places = [*trained, *told, *batches.computed, *batches.skipped]
     assert len(places) == len(set(places))
     assert set(places) == given
+
+
+def test_the_last_value_of_a_batch_counts_and_batches_become_one() -> None:
+    batches = Batches()
+
+    def compute(start: int, stop: int) -> None:
+        batches.add([Range(0, start, stop)])
+        batches.compute()
+
+    compute(0, 3)
+    batches.report({"loss": 9.0, "tokens": 9.0}, "sum")
+    batches.report({"tokens": torch.tensor(2)}, "sum")
+    batches.report({"loss": 1.0})
+    compute(3, 4)
+    batches.report({"loss": 5.0})
+    batches.report({"tokens": 4.0}, "sum")
+    assert batches.metrics() == {"loss": 2.0, "tokens": 6.0}
+    batches.keep()
+    compute(4, 8)
+    batches.report({"loss": 2.0})
+    batches.report({"tokens": 10.0}, "max")
+    batches.keep()
+    batches.gather()
+    assert batches.metrics() == {"loss": 2.0, "tokens": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.zeros(2, 3), r"a tensor of torch\.float32 with shape \[2, 3\]"),
+        (torch.zeros((), dtype=torch.complex64), "a tensor of torch.complex64"),
+        ("good", "'good'"),
+        (None, "None"),
+    ],
+)
+def test_what_is_no_number_is_named(value: object, words: str) -> None:
+    with pytest.raises(UsageError, match=f"'accuracy' has to be one number, but is {words}"):
+        checked({"loss": 1.0, "accuracy": value}, "mean")
+
+
+def test_an_unknown_reduction_is_named() -> None:
+    with pytest.raises(UsageError, match="got reduce='median'; expected one of mean, sum, max"):
+        checked({"loss": 1.0}, "median")
+
+
+def test_gradients_do_not_stay() -> None:
+    loss = torch.ones(1, requires_grad=True) * 2
+    assert not checked({"loss": loss}, "mean")["loss"].requires_grad
+
+
+@pytest.mark.parametrize("name", ["", "x" * 201, "two\nlines", "\ud800", 5, None])
+def test_a_name_is_a_short_text(name: Any) -> None:
+    with pytest.raises(UsageError, match="is a text of 1 to 200 printable characters; given: "):
+        checked({name: 1.0}, "mean")
+
+
+def test_a_number_that_is_too_large_is_none() -> None:
+    with pytest.raises(UsageError, match="'loss' has to be one number, but is 1000000"):
+        checked({"loss": 10**400}, "mean")
