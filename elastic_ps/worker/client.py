@@ -203,7 +203,7 @@ class Client:
             self._once(calls.PROBE, 0, frame, _reply)
             return time.monotonic() - started
 
-        return self._retry(attempt)
+        return self.retry(attempt)
 
     def initialise(self, bucket: int, shard: int, values: memoryview, *, version: int | None = None) -> None:
         """Send a bucket's first values.
@@ -246,7 +246,7 @@ class Client:
                     self.heartbeat()
                 raise
 
-        self._retry(send)
+        self.retry(send)
 
     def initialised(self) -> None:
         """All first values were sent."""
@@ -503,7 +503,7 @@ class Client:
             if call.numbered:
                 self._pending = 0  # a call for records is over, whether it was answered or not
         frame = Frame(request.SerializeToString(), body)
-        return self._retry(lambda: self._once(call, shard, frame, read))
+        return self.retry(lambda: self._once(call, shard, frame, read))
 
     def _settle(self, call: Call[Q, A], request: Q) -> A:
         """Ask until something has happened. Blocks."""
@@ -533,8 +533,11 @@ class Client:
     def _call(self, shard: int, method: str, frame: Frame) -> Iterator[Incoming]:
         return self._connections[shard].call(method, frame, timeout=TIMEOUT)
 
-    def _retry(self, attempt: Callable[[], T]) -> T:
-        """Repeat what fails on the way, or is answered with "not yet", with growing pauses and jitter."""
+    def retry(self, attempt: Callable[[], T]) -> T:
+        """Repeat what fails on the way, or is answered with "not yet", with growing pauses and jitter.
+
+        Blocks. Raises Refused, and ConnectionLost when nobody has answered for `WorkerLimits.patience`.
+        """
         since = time.monotonic()
         pause, most = FIRST_PAUSE, LONGEST_PAUSE_CALLING
         while True:

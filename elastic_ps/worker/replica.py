@@ -7,8 +7,8 @@ some versions. One that has it sends it to the parameter server when that asks.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +16,12 @@ import torch
 from elastic_ps.codec import dtype_of, name_of
 from elastic_ps.codec.state import OptimizerState, state_dict_of
 from elastic_ps.core.partition import Rule
-from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, RefusalCode, Refused
+from elastic_ps.errors import Malformed, RefusalCode, Refused
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.group import Group
 from elastic_ps.worker.values import Values
-
-PAUSE = 0.1
-"""Seconds between two tries to get values that are not there yet."""
 
 
 class Replica:
@@ -56,20 +53,8 @@ class Replica:
         missing = {bucket.index for bucket in self._flat.layout.buckets}
         self._flat.check(thorough=True)
         self._flat.expect()
-        began = time.monotonic()
         while missing:
-            try:
-                missing -= self._fetch_once(version, missing)
-                began = time.monotonic()
-            except (ConnectionLost, DeadlineExceeded) as error:
-                self._client.notice(began, error)
-                if self._client.is_lost(began) or self._client.closed:
-                    raise
-                time.sleep(PAUSE)
-            except Refused as refusal:
-                if refusal.code is not RefusalCode.NOT_READY or self._client.closed:
-                    raise
-                time.sleep(PAUSE)
+            missing -= self._client.retry(partial(self._fetch_once, version, missing))
         self._flat.publish()
         entries = self._client.optimizer_state(0)
         state = state_dict_of(entries, self._flat.layout, self._flat.tensors, self._optimizer)
