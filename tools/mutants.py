@@ -28,7 +28,13 @@ from tools.noticing import Project, Reach, copied, noticed  # noqa: E402
 
 GROUPS = {
     "core": ["elastic_ps/core/*.py"],
-    "server": ["elastic_ps/server/*.py"],
+    "server": [
+        "elastic_ps/server/*.py",
+        *(
+            f"elastic_ps/{name}.py"
+            for name in ("tensors/store", "tensors/spread", "codec/decoder", "codec/values")
+        ),
+    ],
     "operator": ["operator/elastic_operator/*.py"],
     "decisions": [
         f"operator/elastic_operator/{name}.py"
