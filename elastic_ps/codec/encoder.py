@@ -140,7 +140,6 @@ class Encoder:
         self,
         bucket: Bucket,
         gradient: torch.Tensor,
-        raw: memoryview,
         present: Sequence[bool],
         *,
         step: int,
@@ -153,7 +152,7 @@ class Encoder:
         it, or keep it for later steps. So is one that float32 cannot hold.
 
         Args:
-            gradient: flat, of the bucket's dtype; `raw` are its bytes.
+            gradient: flat, of the bucket's dtype. It is not copied if it is sent as it is.
             present: for each piece, whether it has a gradient; empty: all have.
             step: its number; what comes of an earlier one than the present is not kept.
             version: that the step is computed on.
@@ -167,9 +166,9 @@ class Encoder:
             with self._lock:
                 payload = self._made.get(bucket.index) if step == self._step else None
             if payload is None:
-                payload = self._encoded(bucket, gradient, raw, present, step=step, version=version)
+                payload = self._encoded(bucket, gradient, present, step=step, version=version)
         ended = time.monotonic_ns()
-        size, plain, seconds = len(payload.body), len(raw), 0.0
+        size, plain, seconds = len(payload.body), gradient.nbytes, 0.0
         if payload.runs:
             seconds = (ended - started) / 1e9
             self._trace.complete("encode", started, ended, bucket=bucket.index, bytes=size, plain=plain)
@@ -180,7 +179,6 @@ class Encoder:
         self,
         bucket: Bucket,
         gradient: torch.Tensor,
-        raw: memoryview,
         present: Sequence[bool],
         *,
         step: int,
@@ -193,7 +191,7 @@ class Encoder:
                 n: {**self._feedback.state(bucket.index, n), "version": version} for n in range(len(runs))
             }
         if not (runs or waiting is not None) or not _is_encodable(gradient):
-            return Payload(raw, present=present, plain=bool(runs))
+            return Payload(as_bytes(gradient), present=present, plain=bool(runs))
         made = BucketFeedback(waiting, gradient, bucket.absent(present))
         if not runs:
             payload = Payload(as_bytes(made.plain(slice(0, bucket.elements))), present=present)

@@ -462,7 +462,6 @@ class PushPull(Strategy):
         return self.encoder.encode(
             bucket,
             self.flat.contribution_of(bucket),
-            self.flat.contribution_bytes(bucket),
             present,
             step=step.number,
             version=step.base,

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from elastic_ps.api.compression import Compression
-from elastic_ps.codec import as_bytes
 from elastic_ps.codec.decoder import Decoder
 from elastic_ps.codec.encoder import Encoder
 from elastic_ps.codec.plan import Plan
@@ -51,7 +50,7 @@ def trained(*, lost: bool = False, undone: bool = False) -> tuple[float, torch.T
         loss = torch.nn.functional.cross_entropy(scores(weight, images[chosen]), labels[chosen])
         gradient = torch.autograd.grad(loss, weight)[0].flatten()
         encoder.begin(step)
-        payload = encoder.encode(BUCKET, gradient, as_bytes(gradient), (), step=step, version=step)
+        payload = encoder.encode(BUCKET, gradient, (), step=step, version=step)
         encoder.applied()
         decoded = arrived_of(decoder, BUCKET, payload)
         given, arrived = given + gradient, arrived + decoded

@@ -12,7 +12,7 @@ from elastic_ps.api.compression import Compression
 from elastic_ps.codec import decoder
 from elastic_ps.codec.base import Codec, Encoded, Payload, Sparse
 from elastic_ps.codec.encoder import Encoder
-from elastic_ps.codec.memory import as_bytes, dtype_of
+from elastic_ps.codec.memory import dtype_of
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import RefusalCode, Refused
@@ -48,8 +48,7 @@ class Pushing:
         encoder = self.encoders[worker]
         encoder.begin(self.rig.version)
         version = self.rig.version
-        raw = as_bytes(gradient)
-        return encoder.encode(self.bucket, gradient, raw, present, step=version, version=version)
+        return encoder.encode(self.bucket, gradient, present, step=version, version=version)
 
     def push(self, worker: int, payload: Payload, samples: int = 1) -> bool:
         key = self.rig.key(worker)

@@ -19,7 +19,7 @@ from elastic_ps.codec.base import Codec, Encoded, Payload, Sparse
 from elastic_ps.codec.builtin import SignSGD
 from elastic_ps.codec.decoder import AT_A_TIME, Decoder
 from elastic_ps.codec.encoder import Encoder
-from elastic_ps.codec.memory import as_bytes, dtype_of
+from elastic_ps.codec.memory import as_bytes, as_tensor, dtype_of
 from elastic_ps.codec.plan import BUILT_IN, Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import RefusalCode, Refused
@@ -52,9 +52,7 @@ class Worker:
     ) -> tuple[list[float], Payload]:
         """What the shard gets, and what was sent."""
         gradient = torch.tensor(values)
-        payload = self.encoder.encode(
-            BUCKET, gradient, as_bytes(gradient), present, step=step, version=version
-        )
+        payload = self.encoder.encode(BUCKET, gradient, present, step=step, version=version)
         return self.decoded(payload), payload
 
     def decoded(self, payload: Payload) -> list[float]:
@@ -117,7 +115,7 @@ def test_a_codec_of_few_elements_may_send_the_memory_that_it_gets(dtype: str, le
     for step, (first, arrives) in enumerate([(1.0, 1.0), (1.0, 1.0), (0.0, ALMOST_ONE)]):
         encoder.begin(step)
         gradient[0] = first
-        payload = encoder.encode(bucket, gradient, as_bytes(gradient), (), step=step, version=2 * step)
+        payload = encoder.encode(bucket, gradient, (), step=step, version=2 * step)
         assert torch.frombuffer(payload.body, dtype=torch.float32).item() == arrives
         encoder.applied()
     assert encoder.left_over[0].tolist() == [left] + [1 + 1.5 + 1.75] * 7
@@ -402,7 +400,7 @@ def test_another_codec_than_the_jobs_is_refused() -> None:
     worker = Worker(plan(codec="bf16"), server=plan(codec="int8"))
     worker.encoder.begin(0)
     gradient = torch.ones(8)
-    payload = worker.encoder.encode(BUCKET, gradient, as_bytes(gradient), (), step=0, version=0)
+    payload = worker.encoder.encode(BUCKET, gradient, (), step=0, version=0)
     assert "'bf16'" in refused(worker, payload)
     assert "same spec.compression" in refused(worker, payload)
 
@@ -413,7 +411,7 @@ def test_a_gradient_without_a_codec_is_refused_where_the_job_has_one(rules: list
     worker = Worker(plan(codec="none"), server=job)
     worker.encoder.begin(0)
     gradient = torch.ones(8)
-    payload = worker.encoder.encode(BUCKET, gradient, as_bytes(gradient), (), step=0, version=0)
+    payload = worker.encoder.encode(BUCKET, gradient, (), step=0, version=0)
     said = refused(worker, payload)
     assert "codec 'none' (none)" in said
     assert "int8" in said
@@ -440,7 +438,7 @@ def test_another_version_of_the_users_codec_is_refused() -> None:
     worker = Worker(older, server=plan(codec="int8", rules=[{"match": "*", "codec": name}]))
     worker.encoder.begin(0)
     gradient = torch.ones(8)
-    payload = worker.encoder.encode(BUCKET, gradient, as_bytes(gradient), (), step=0, version=0)
+    payload = worker.encoder.encode(BUCKET, gradient, (), step=0, version=0)
     said = refused(worker, payload)
     assert f"{name} version 1" in said
     assert f"{name} version 2" in said
@@ -499,7 +497,7 @@ def test_an_error_in_decode_on_the_server_names_the_worker() -> None:
     worker = Worker(failing("never"), server=failing("decode"))
     worker.encoder.begin(0)
     gradient = torch.ones(8)
-    payload = worker.encoder.encode(BUCKET, gradient, as_bytes(gradient), (), step=0, version=0)
+    payload = worker.encoder.encode(BUCKET, gradient, (), step=0, version=0)
     assert "IndexError" in refused(worker, payload)
 
 
@@ -530,7 +528,7 @@ def test_what_float32_cannot_hold_arrives_as_it_is(codec: str) -> None:
         replace(LAYOUT, buckets=(bucket,)), plan(codec=codec), worker=3, seed=0, traffic=Traffic()
     )
     gradient = torch.full((8,), 1e300, dtype=torch.float64)
-    payload = encoder.encode(bucket, gradient, as_bytes(gradient), (), step=0, version=0)
+    payload = encoder.encode(bucket, gradient, (), step=0, version=0)
     assert (payload.codec, bytes(payload.body)) == ("none", bytes(as_bytes(gradient)))
 
 
@@ -543,7 +541,7 @@ def test_what_a_half_precision_model_rounds_away_waits_too() -> None:
     sent, steps = torch.zeros(8, dtype=torch.float64), 800
     for step in range(steps):
         encoder.begin(step)
-        payload = encoder.encode(bucket, gradient, as_bytes(gradient), (), step=step, version=step)
+        payload = encoder.encode(bucket, gradient, (), step=step, version=step)
         sent += arrived(decoder, bucket, payload)
         encoder.applied()
     assert torch.allclose(sent, gradient.double() * steps, rtol=0, atol=2)
@@ -560,7 +558,7 @@ def test_a_half_precision_script_may_set_that_dtype_as_default(codec: str) -> No
     torch.set_default_dtype(torch.bfloat16)
     try:
         encoder.begin(0)
-        payload = encoder.encode(bucket, gradient, as_bytes(gradient), (), step=0, version=0)
+        payload = encoder.encode(bucket, gradient, (), step=0, version=0)
         sent = arrived(decoder, bucket, payload)
         encoder.applied()
     finally:
@@ -593,7 +591,7 @@ def test_what_a_codec_makes_is_never_too_long(dtype: str, codec: str, options: d
         signs = SignSGD(**options)
         signs.decode(signs.encode(torch.ones(elements), {}, torch.Generator()), gradient)
     encoder = Encoder(layout, used, worker=3, seed=0, traffic=Traffic())
-    payload = encoder.encode(bucket, gradient, as_bytes(gradient), (), step=0, version=0)
+    payload = encoder.encode(bucket, gradient, (), step=0, version=0)
     assert torch.allclose(arrived(Decoder(used, layout), bucket, payload), gradient)
 
 
@@ -688,8 +686,8 @@ def test_what_is_left_over_is_sent_with_another_codec() -> None:
     assert not worker.encoder.left_over
     worker.encoder.begin(3)
     gradient = torch.ones(8)
-    raw = as_bytes(gradient)
-    assert worker.encoder.encode(BUCKET, gradient, raw, (), step=3, version=3).body is raw
+    body = worker.encoder.encode(BUCKET, gradient, (), step=3, version=3).body
+    assert as_tensor(body).data_ptr() == gradient.data_ptr(), "it is not copied"
 
 
 @pytest.mark.parametrize("codec", [*sorted(BUILT_IN), "auto"])
@@ -732,7 +730,7 @@ def test_what_float16_cannot_hold_goes_on_waiting_with_another_codec(later: dict
             encoder.adopt(used)
         gradient = torch.full((8,), 60_000.0 if step < 3 else 0.0, dtype=torch.float16)
         encoder.begin(step)
-        payload = encoder.encode(bucket, gradient, as_bytes(gradient), (), step=step, version=step)
+        payload = encoder.encode(bucket, gradient, (), step=step, version=step)
         there = arrived(Decoder(used, layout), bucket, payload)
         assert bool(there.isfinite().all())
         got += there
@@ -762,7 +760,7 @@ def test_a_step_in_the_sums_of_a_round_that_starts_again_leaves_nothing_over() -
     worker.encoder.begin(1)
     gradient = torch.tensor([0.0, 1, 2, 0, 0, 0, 0, 0])
     payloads = [
-        worker.encoder.encode(BUCKET, gradient, as_bytes(gradient), (), step=1, version=0, into=(0, attempt))
+        worker.encoder.encode(BUCKET, gradient, (), step=1, version=0, into=(0, attempt))
         for attempt in (0, 1)
     ]
     assert payloads[0] is payloads[1]
