@@ -90,7 +90,6 @@ class Codec(abc.ABC):
 
     Attributes:
         lossless: `decode` gives back exactly what was encoded.
-        unbiased: the mean of what `decode` gives back, over the generator's numbers, is what was encoded.
         feedback: what is lost is added to the next step's gradient; for codecs that are biased.
         momentum: with `feedback`, from 0 to below 1. Above 0 the worker makes momentum of its gradients
             before they are encoded, and sets it to zero where something is sent (Lin et al. 2018, "Deep
@@ -103,7 +102,6 @@ class Codec(abc.ABC):
 
     version = ""
     lossless = False
-    unbiased = False
     feedback = False
     momentum = 0.0
     bits = False

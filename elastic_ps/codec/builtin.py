@@ -71,7 +71,6 @@ class _Integers(Codec):
     them by chance, so that it is right on average.
     """
 
-    unbiased = True
     _most: int
 
     def __init__(self, block: int = 256) -> None:

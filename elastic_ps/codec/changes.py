@@ -105,7 +105,7 @@ class Changed(Codec):
     momentum or weight decay, or the rows of an embedding that a batch has used.
     """
 
-    lossless = unbiased = bits = True
+    lossless = bits = True
     version = "2"
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:  # noqa: ARG002

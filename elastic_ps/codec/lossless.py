@@ -26,7 +26,7 @@ HEADER = 16
 class Plain(Codec):
     """The elements as they are."""
 
-    lossless = unbiased = True
+    lossless = True
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:  # noqa: ARG002
         return Encoded({"values": tensor})
@@ -59,7 +59,7 @@ class Compressed(Codec):
                 f"compression.lossless {self.name} needs the package {self.package}, for the workers and for "
                 f"the parameter server: pip install 'elastic-ps[{self.name}]'"
             ) from error
-        self.lossless, self.unbiased, self.feedback = inner.lossless, inner.unbiased, inner.feedback
+        self.lossless, self.feedback = inner.lossless, inner.feedback
         self.momentum, self.bits = inner.momentum, inner.bits
 
     @abc.abstractmethod
