@@ -46,7 +46,7 @@ Sender: TypeAlias = tuple[int, str]
 
 
 @dataclass
-class _Kept:
+class _Tensor:
     """A tensor, or what of it is there.
 
     Attributes:
@@ -107,7 +107,7 @@ class TensorStore:
         self._buffers = Buffers(bucket_bytes)
         self.life = life or secrets.randbits(62) + 1
         self._lock = threading.Lock()
-        self._kept: dict[str, _Kept] = {}
+        self._tensors: dict[str, _Tensor] = {}
         self._births = 0
         self._used = False
 
@@ -125,7 +125,7 @@ class TensorStore:
 
     @property
     def _nbytes(self) -> int:
-        return sum(kept.nbytes for kept in self._kept.values())
+        return sum(tensor.nbytes for tensor in self._tensors.values())
 
     # --- the calls
 
@@ -162,13 +162,13 @@ class TensorStore:
         if part is None:
             return pb.PutTensorReply(later=True)
         with self._receive(kind, part, incoming) as values, self._lock:
-            kept = self._kept.get(kind.name)
-            if kept is None or kept.birth != birth or kept.holder not in (None, who):
+            tensor = self._tensors.get(kind.name)
+            if tensor is None or tensor.birth != birth or tensor.holder not in (None, who):
                 raise _gone(kind.name)
-            if part.start not in kept.values:
-                kept.values[part.start] = values.clone()
-            if kept.complete:
-                kept.holder = None
+            if part.start not in tensor.values:
+                tensor.values[part.start] = values.clone()
+            if tensor.complete:
+                tensor.holder = None
         return pb.PutTensorReply()
 
     @answers(calls.PUSH_TENSOR)
@@ -184,31 +184,31 @@ class TensorStore:
         who, rule = _sender(request), request.rule
         if rule not in PUSH_RULES:
             raise Malformed(f"unknown rule {rule[:50]!r}; known: {', '.join(PUSH_RULES)}")
-        kept = self._get(request)
-        part = self._slice(kept, request.start)
-        with nullcontext() if rule == "zero" else self._receive(kept.kind, part, incoming) as values:
-            kept, now = self._get(request), (request.number, request.start)
-            with kept.lock:
-                if now <= kept.last.get(who, (-1, -1)):
+        tensor = self._get(request)
+        part = self._slice(tensor, request.start)
+        with nullcontext() if rule == "zero" else self._receive(tensor.kind, part, incoming) as values:
+            tensor, now = self._get(request), (request.number, request.start)
+            with tensor.lock:
+                if now <= tensor.last.get(who, (-1, -1)):
                     return pb.Done(duplicate=True)
-                target = kept.values[request.start]
+                target = tensor.values[request.start]
                 if values is None:
                     target.zero_()
                 else:
                     (target.add_ if rule == "add" else target.copy_)(values)
-                kept.last[who] = now
-                kept.last.move_to_end(who)
-                if len(kept.last) > self._limits.senders:
-                    kept.last.popitem(last=False)
+                tensor.last[who] = now
+                tensor.last.move_to_end(who)
+                if len(tensor.last) > self._limits.senders:
+                    tensor.last.popitem(last=False)
         return pb.Done()
 
     @answers(calls.PULL_TENSOR)
     def pull(self, request: pb.PullTensorRequest, _: Incoming) -> Iterator[Frame]:
         """Each of the shard's slices, in order: a copy. Raises Refused (GONE)."""
-        kept = self._get(request)
-        for start in kept.slices:
-            with kept.lock:
-                values = kept.values[start].clone()
+        tensor = self._get(request)
+        for start in tensor.slices:
+            with tensor.lock:
+                values = tensor.values[start].clone()
             yield Frame(pb.PullTensorReply(start=start).SerializeToString(), as_bytes(values))
         yield Frame(pb.PullTensorReply(done=True).SerializeToString(), last=True)
 
@@ -216,10 +216,10 @@ class TensorStore:
     def free(self, request: pb.FreeTensorRequest, _: Incoming) -> pb.Done:
         """Forget a tensor, unless another one has its name by now."""
         with self._lock:
-            kept = self._kept.get(request.name)
-            there = kept is not None and kept.birth == request.birth
+            tensor = self._tensors.get(request.name)
+            there = tensor is not None and tensor.birth == request.birth
             if there:
-                del self._kept[request.name]
+                del self._tensors[request.name]
         return pb.Done(duplicate=not there)
 
     def _receive(self, kind: Kind, part: Slice, incoming: Incoming) -> AbstractContextManager[torch.Tensor]:
@@ -227,7 +227,7 @@ class TensorStore:
         nbytes = part.length * ITEM_SIZE[kind.dtype]
         return self._buffers.values(what, kind.dtype, nbytes, incoming, timeout=WAIT)
 
-    def _get(self, request: pb.PushTensorRequest | pb.PullTensorRequest) -> _Kept:
+    def _get(self, request: pb.PushTensorRequest | pb.PullTensorRequest) -> _Tensor:
         if request.life != self.life:
             raise Refused(
                 RefusalCode.GONE,
@@ -235,26 +235,26 @@ class TensorStore:
                 "it, was started again. Call session.server.init with the values to go on from",
             )
         with self._lock:
-            kept = self._kept.get(request.name)
-            if kept is None or kept.birth != request.birth or not kept.complete:
+            tensor = self._tensors.get(request.name)
+            if tensor is None or tensor.birth != request.birth or not tensor.complete:
                 raise _gone(request.name)
-            return kept
+            return tensor
 
     # --- the lock is held
 
     def _declare(self, who: Sender, kind: Kind, request: pb.DeclareTensorRequest) -> pb.DeclareTensorReply:
         """What its home says of a tensor."""
         now = self._sweep()
-        kept = self._kept.get(kind.name)
-        if kept is not None and kept.birth != request.lost:
-            self._require_same(kept, kind)
-            if kept.complete:
-                return pb.DeclareTensorReply(birth=kept.birth)
-            if kept.holder != who:
-                return pb.DeclareTensorReply(birth=kept.birth, pending=True)
-            kept.until = now + self._limits.bring.total_seconds()
-            if kept.birth.number > request.above:
-                return pb.DeclareTensorReply(birth=kept.birth, bring=True)
+        tensor = self._tensors.get(kind.name)
+        if tensor is not None and tensor.birth != request.lost:
+            self._require_same(tensor, kind)
+            if tensor.complete:
+                return pb.DeclareTensorReply(birth=tensor.birth)
+            if tensor.holder != who:
+                return pb.DeclareTensorReply(birth=tensor.birth, pending=True)
+            tensor.until = now + self._limits.bring.total_seconds()
+            if tensor.birth.number > request.above:
+                return pb.DeclareTensorReply(birth=tensor.birth, bring=True)
         self._births = max(self._births, request.above) + 1
         birth = pb.Birth(number=self._births, origin=self.life)
         self._make(kind, birth, now, holder=who)
@@ -264,25 +264,25 @@ class TensorStore:
         """Whether this shard, which is not the tensor's home, has all of its slices."""
         if not self._slices(kind):
             return pb.DeclareTensorReply(birth=birth)
-        kept = self._kept.get(kind.name)
-        present = kept is not None and kept.birth == birth and kept.complete
-        return pb.DeclareTensorReply(birth=kept.birth if kept is not None else None, bring=not present)
+        tensor = self._tensors.get(kind.name)
+        present = tensor is not None and tensor.birth == birth and tensor.complete
+        return pb.DeclareTensorReply(birth=tensor.birth if tensor is not None else None, bring=not present)
 
     def _expected(self, who: Sender, kind: Kind, birth: pb.Birth, start: int) -> Slice | None:
         """The slice that a worker is about to bring; None: it would replace a later tensor."""
         now = self._sweep()
-        kept = self._kept.get(kind.name)
-        if kept is None or kept.birth != birth:
+        tensor = self._tensors.get(kind.name)
+        if tensor is None or tensor.birth != birth:
             if home_of(kind.name, self._shards) == self._shard:
                 raise _gone(kind.name)
-            if kept is not None and kept.birth.number >= birth.number:
+            if tensor is not None and tensor.birth.number >= birth.number:
                 return None
-            kept = self._make(kind, birth, now, holder=None)
-        if kept.holder not in (None, who):
+            tensor = self._make(kind, birth, now, holder=None)
+        if tensor.holder not in (None, who):
             raise _gone(kind.name)
-        self._require_same(kept, kind)
-        kept.until = now + self._limits.bring.total_seconds()
-        return self._slice(kept, start)
+        self._require_same(tensor, kind)
+        tensor.until = now + self._limits.bring.total_seconds()
+        return self._slice(tensor, start)
 
     def _slices(self, kind: Kind) -> dict[int, Slice]:
         """This shard's slices of such a tensor. Raises Refused (INVALID) if there can be none such."""
@@ -300,22 +300,22 @@ class TensorStore:
             return {each.start: each for each in slices if each.shard == self._shard}
         raise Refused(RefusalCode.INVALID, problem)
 
-    def _make(self, kind: Kind, birth: pb.Birth, now: float, *, holder: Sender | None) -> _Kept:
+    def _make(self, kind: Kind, birth: pb.Birth, now: float, *, holder: Sender | None) -> _Tensor:
         """A tensor of which nothing is here yet; one of the same name is dropped."""
         name, slices = kind.name, self._slices(kind)
         if holder is not None and 0 not in slices:
             text = f"the tensor {name!r} is not at home on shard {self._shard}"
             raise Refused(RefusalCode.MALFORMED, text)
-        before = self._kept.get(name)
-        kept = _Kept(kind, birth, slices, holder, now + self._limits.bring.total_seconds())
+        before = self._tensors.get(name)
+        tensor = _Tensor(kind, birth, slices, holder, now + self._limits.bring.total_seconds())
         free = self._most_bytes - self._nbytes + (before.nbytes if before is not None else 0)
-        if kept.nbytes > free:
-            raise Refused(RefusalCode.INVALID, self._no_room(name, kept.nbytes, free))
-        if before is None and len(self._kept) >= (most := self._limits.tensors):
+        if tensor.nbytes > free:
+            raise Refused(RefusalCode.INVALID, self._no_room(name, tensor.nbytes, free))
+        if before is None and len(self._tensors) >= (most := self._limits.tensors):
             text = f"there are {most} tensors already, so there is no place for {name!r}; free some"
             raise Refused(RefusalCode.INVALID, text)
-        self._kept[name] = kept
-        return kept
+        self._tensors[name] = tensor
+        return tensor
 
     def _no_room(self, name: str, nbytes: int, free: int) -> str:
         return (
@@ -327,24 +327,24 @@ class TensorStore:
     def _sweep(self) -> float:
         """Drop what nobody brings to an end any more; returns the time."""
         now = self._clock()
-        for name, kept in list(self._kept.items()):
-            if not kept.complete and now > kept.until:
-                del self._kept[name]
+        for name, tensor in list(self._tensors.items()):
+            if not tensor.complete and now > tensor.until:
+                del self._tensors[name]
         return now
 
-    def _require_same(self, kept: _Kept, kind: Kind) -> None:
-        if kept.kind != kind:
+    def _require_same(self, tensor: _Tensor, kind: Kind) -> None:
+        if tensor.kind != kind:
             raise Refused(
                 RefusalCode.INVALID,
-                f"this worker has {kind.name!r} as {kind}, but it was initialised as {kept.kind}. All "
+                f"this worker has {kind.name!r} as {kind}, but it was initialised as {tensor.kind}. All "
                 "workers must give the same shape and dtype, or another name",
             )
 
-    def _slice(self, kept: _Kept, start: int) -> Slice:
-        if start not in kept.slices:
-            text = f"no slice of {kept.kind.name!r} on shard {self._shard} begins at element {start}"
+    def _slice(self, tensor: _Tensor, start: int) -> Slice:
+        if start not in tensor.slices:
+            text = f"no slice of {tensor.kind.name!r} on shard {self._shard} begins at element {start}"
             raise Refused(RefusalCode.MALFORMED, text)
-        return kept.slices[start]
+        return tensor.slices[start]
 
 
 def _gone(name: str) -> Refused:
