@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,14 +25,6 @@ WIDE = {"float16": torch.float32, "bfloat16": torch.float32}
 """Half precision is too coarse to add small numbers up in. Sums of gradients are kept in single precision,
 and so is what the optimizer steps, the *master* (Micikevicius et al. 2018, "Mixed Precision Training").
 """
-
-
-class Entry(NamedTuple):
-    """One tensor of a parameter's state: key, dtype, and whether it is one number for all elements."""
-
-    key: str
-    dtype: str
-    scalar: bool
 
 
 def second_momentum(groups: Iterable[Mapping[str, Any]], sent: float) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from elastic_ps.codec.finite import require_finite
 from elastic_ps.codec.memory import Body, as_bytes, as_tensor, dtype_of, name_of
-from elastic_ps.codec.optimizers import VALUE, WIDE, Entry, usual_numbers, usual_state, with_numbers
+from elastic_ps.codec.optimizers import VALUE, WIDE, usual_numbers, usual_state, with_numbers
 from elastic_ps.codec.several import Kind, Several, kinds_of, parts_of
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule
 from elastic_ps.core.settings import CONSTRAINTS, plain_group
@@ -53,7 +53,7 @@ class OptimizerState:
     """The state that an optimizer has, in the form that the parameter server takes."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._entries: dict[int, dict[Entry, torch.Tensor]] = {}  # by the parameters' ids
+        self._entries: dict[int, list[tuple[str, torch.Tensor, bool]]] = {}  # by the parameters' ids
         states = [part.state for part in parts_of(optimizer) for _ in part.param_groups]
         kinds = kinds_of(optimizer)
         for number, group in enumerate(optimizer.param_groups):
@@ -61,32 +61,23 @@ class OptimizerState:
             for position, parameter in enumerate(group["params"]):
                 if found := states[number].get(parameter):
                     what = f"parameter {position} of group {number}"
-                    self._entries[id(parameter)] = dict(
-                        _entries(kinds[number], values, parameter, found, what)
-                    )
+                    entries = _entries(kinds[number], values, parameter, found, what)
+                    self._entries[id(parameter)] = list(entries)
 
-    def pieces(
-        self, bucket: Bucket, tensors: Sequence[torch.Tensor]
-    ) -> Iterator[tuple[int, list[Entry], memoryview]]:
-        """For each piece of a bucket that has a state: its index, what there is, and all bytes of that.
+    def pieces(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[Stored]]]:
+        """For each piece of a bucket that has a state: its index, and what there is.
 
         Args:
             tensors: the model's, by the numbers of the bucket's layout.
         """
-        if bucket.rule is not Rule.GRADIENT:
-            return
-        for index, piece in enumerate(bucket.pieces):
-            entries = self._entries.get(id(tensors[piece.tensor]))
-            if entries:
-                parts = [
-                    value if entry.scalar else value[piece.start : piece.start + piece.length]
-                    for entry, value in entries.items()
-                ]
-                yield (
-                    index,
-                    list(entries),
-                    memoryview(b"".join(as_bytes(part.contiguous()) for part in parts)),
-                )
+        for index, piece in enumerate(bucket.pieces if bucket.rule is Rule.GRADIENT else ()):
+            own = slice(piece.start, piece.start + piece.length)
+            state = [
+                Stored(piece.tensor, piece.start, key, value if scalar else value[own], scalar)
+                for key, value, scalar in self._entries.get(id(tensors[piece.tensor]), ())
+            ]
+            if state:
+                yield index, state
 
 
 class ImportedState(OptimizerState):
@@ -170,8 +161,8 @@ def state_dict_of(
 
 def _entries(
     kind: Kind, group: Mapping[str, Any], parameter: torch.nn.Parameter, found: Mapping[str, Any], what: str
-) -> Iterator[tuple[Entry, torch.Tensor]]:
-    """A parameter's state, flat, on the CPU, and in the dtypes of the parameter server."""
+) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """A parameter's state, flat, on the CPU, and in the dtypes of the parameter server; is it one number?"""
     usual = usual_state(kind, group, WIDE.get(name_of(parameter.dtype), parameter.dtype))
     for key, (dtype, scalar) in usual.items():
         value = found.get(key)
@@ -183,13 +174,13 @@ def _entries(
                 f"state has no {key!r} of the shape {[] if scalar else list(parameter.shape)} for {what}; it "
                 f"has {sorted(found)}"
             )
-        yield Entry(key, dtype, scalar), value.detach().to("cpu", dtype_of(dtype)).reshape(-1)
+        yield key, value.detach().to("cpu", dtype_of(dtype)).reshape(-1), scalar
 
 
 def read_state(
     bucket: Bucket,
     piece: int,
-    entries: Sequence[Entry],
+    entries: Sequence[tuple[str, str, bool]],
     incoming: Body,
     *,
     usual: Mapping[str, tuple[str, bool]],
@@ -197,14 +188,14 @@ def read_state(
     """Read the optimizer's state of a piece of a bucket. Blocks.
 
     Args:
-        entries: what the body holds, one after the other.
+        entries: what the body holds, one after the other: key, dtype, and whether it is one number.
         usual: what the optimizer keeps; dtype and whether it is one number, by key.
 
     Raises:
         Refused: MALFORMED: it is not all of that. NOT_FINITE.
     """
     length = bucket.pieces[piece].length if usual else 0
-    sizes = [(1 if entry.scalar else length) * ITEM_SIZE.get(entry.dtype, 0) for entry in entries]
+    sizes = [(1 if scalar else length) * ITEM_SIZE.get(dtype, 0) for _, dtype, scalar in entries]
     given = {key: (dtype, scalar) for key, dtype, scalar in entries}
     if not given or given != usual or len(given) != len(entries) or incoming.size != sum(sizes):
         raise Refused(
@@ -215,10 +206,10 @@ def read_state(
     body = memoryview(bytearray(incoming.size))
     incoming.read_into(body)
     state, at = {}, 0
-    for entry, size in zip(entries, sizes, strict=True):
-        value = as_tensor(body[at : at + size], dtype_of(entry.dtype)).clone()
-        require_finite(value, f"{entry.key} of bucket {bucket.index}")
-        state[entry.key], at = value.reshape(()) if entry.scalar else value, at + size
+    for (key, dtype, scalar), size in zip(entries, sizes, strict=True):
+        value = as_tensor(body[at : at + size], dtype_of(dtype)).clone()
+        require_finite(value, f"{key} of bucket {bucket.index}")
+        state[key], at = value.reshape(()) if scalar else value, at + size
     return state
 
 

@@ -25,7 +25,7 @@ from elastic_ps.codec import as_bytes
 from elastic_ps.codec.base import Payload, Sparse
 from elastic_ps.codec.decoder import Decoder
 from elastic_ps.codec.finite import WHAT_TO_DO, require_finite
-from elastic_ps.codec.optimizers import Entry, Optimizers
+from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.plan import Plan
 from elastic_ps.codec.state import Catching, Part, Source, Stored, read_state
 from elastic_ps.codec.values import ValueEncoder
@@ -196,7 +196,7 @@ class Shard:
         self,
         index: int,
         piece: int,
-        entries: Sequence[Entry],
+        entries: Sequence[tuple[str, str, bool]],
         worker: int,
         incarnation: int,
         incoming: Incoming,
@@ -207,7 +207,7 @@ class Shard:
 
         Args:
             version: see `initialise`.
-            entries: what the body holds, one after the other; all that the optimizer keeps, but for SGD.
+            entries: what the body holds, see `read_state`; all that the optimizer keeps, but for SGD.
 
         Raises:
             Refused: as `initialise`. Nothing changes.

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from elastic_ps import codec
 from elastic_ps.codec.base import Payload
-from elastic_ps.codec.optimizers import Entry
 from elastic_ps.codec.state import Part
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import CheckpointError, InvalidJob, RefusalCode, Refused
@@ -54,7 +53,7 @@ class ShardService:
         self._node.shard.initialise_state(
             request.bucket,
             request.piece,
-            [from_message(Entry, entry) for entry in request.entries],
+            [(entry.key, entry.dtype, entry.scalar) for entry in request.entries],
             request.caller.worker,
             request.caller.incarnation,
             incoming,

@@ -20,9 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from elastic_ps.codec import as_tensor, dtype_of
+from elastic_ps.codec import as_bytes, as_tensor, dtype_of
 from elastic_ps.codec.base import Payload
-from elastic_ps.codec.optimizers import Entry
 from elastic_ps.codec.state import Stored
 from elastic_ps.core.partition import TensorSpec
 from elastic_ps.core.reduced import Place
@@ -218,24 +217,18 @@ class Client:
         self._send_first(calls.INIT, shard, Frame(request.SerializeToString(), values))
 
     def initialise_state(
-        self,
-        bucket: int,
-        shard: int,
-        piece: int,
-        entries: Sequence[Entry],
-        body: memoryview,
-        *,
-        version: int | None = None,
+        self, bucket: int, shard: int, piece: int, state: Sequence[Stored], *, version: int | None = None
     ) -> None:
         """Send the optimizer's state of a piece, after the bucket's values. Raises as `initialise`."""
         request = pb.InitStateRequest(
             caller=self.stay.caller(),
             bucket=bucket,
             piece=piece,
-            entries=[to_message(pb.InitStateRequest.Entry, entry) for entry in entries],
+            entries=[to_message(pb.InitStateRequest.Entry, each, dtype=each.dtype) for each in state],
             version=version,
         )
-        self._send_first(calls.INIT_STATE, shard, Frame(request.SerializeToString(), body))
+        body = b"".join(as_bytes(each.value.contiguous()) for each in state)
+        self._send_first(calls.INIT_STATE, shard, Frame(request.SerializeToString(), memoryview(body)))
 
     def _send_first(self, call: Call[Q, pb.Done], shard: int, frame: Frame) -> None:
         def send() -> None:

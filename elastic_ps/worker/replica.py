@@ -83,8 +83,8 @@ class Replica:
                     continue  # it never changes
                 index, shard = bucket.index, bucket.shard
                 self._client.initialise(index, shard, self._flat.value_bytes(bucket), version=version)
-                for piece, entries, body in state.pieces(bucket, self._flat.tensors):
-                    self._client.initialise_state(index, shard, piece, entries, body, version=version)
+                for piece in state.pieces(bucket, self._flat.tensors):
+                    self._client.initialise_state(index, shard, *piece, version=version)
             self._client.sent(version)
         except Refused as refusal:
             if refusal.code is not RefusalCode.WRONG_VERSION:

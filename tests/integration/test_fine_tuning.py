@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.codec.optimizers import Entry
+from elastic_ps.codec.state import Stored
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
@@ -136,16 +136,15 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entries", "size"),
+    "state",
     [
-        ([], 0),
-        ([Entry("exp_avg", "float32", False)], 64),
-        ([Entry("step", "float32", True), Entry("evil", "float32", True)], 8),
+        [],
+        [Stored(0, 0, "exp_avg", torch.zeros(16))],
+        [Stored(0, 0, key, torch.zeros(1), scalar=True) for key in ("step", "evil")],
     ],
+    ids=["nothing", "one", "another"],
 )
-def test_a_parameter_server_takes_only_what_its_optimizer_keeps(
-    tmp_path: Path, entries: list[Entry], size: int
-) -> None:
+def test_a_parameter_server_takes_only_what_its_optimizer_keeps(tmp_path: Path, state: list[Stored]) -> None:
     def script(session: Session) -> None:
         model = make_mlp((4, 4, 1))
         client = engine_of(session).client
@@ -153,7 +152,7 @@ def test_a_parameter_server_takes_only_what_its_optimizer_keeps(
 
         def spoil() -> None:
             with pytest.raises(Refused) as caught:
-                client.initialise_state(0, 0, 0, entries, memoryview(bytearray(size)))
+                client.initialise_state(0, 0, 0, state)
             assert caught.value.code is RefusalCode.MALFORMED
             initialised()
 

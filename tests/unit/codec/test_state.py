@@ -24,11 +24,12 @@ def assert_state(
     kept: OptimizerState, parameter: torch.nn.Parameter, expected: torch.optim.Optimizer
 ) -> None:
     """It is the state of the one parameter of another optimizer."""
-    ((piece, entries, body),) = kept.pieces(LAYOUT.buckets[0], [parameter])
+    ((piece, entries),) = kept.pieces(LAYOUT.buckets[0], [parameter])
     assert piece == 0
     (state,) = expected.state_dict()["state"].values()
     assert [entry.key for entry in entries] == list(state)
-    assert bytes(body) == b"".join(bytes(as_bytes(value.reshape(-1))) for value in state.values())
+    body = b"".join(bytes(as_bytes(entry.value)) for entry in entries)
+    assert body == b"".join(bytes(as_bytes(value.reshape(-1))) for value in state.values())
 
 
 def test_a_state_may_be_one_that_only_a_gpu_goes_on_with() -> None:
