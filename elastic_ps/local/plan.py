@@ -483,9 +483,13 @@ def _workers(desired: Desired, observed: Observed, now: float) -> Iterator[Actio
 
 
 def _stays_out(process: Process, observed: Observed, now: float) -> bool:
-    """Whether a worker computes something else, and has not joined the job since the first one was done."""
-    done = [each.ended or now for each in observed.of("worker") if each.ending == "done"]
-    if process.joined or not done:
+    """Whether a worker computes something else, and has not joined the job since the first one was done.
+
+    One in the place of a process that had joined may have to save what that could not.
+    """
+    workers = observed.of("worker")
+    done = [each.ended or now for each in workers if each.ending == "done"]
+    if not done or any(each.joined for each in workers if each.index == process.index):
         return False
     return now - max(process.started, min(done)) > FINISHED_GRACE.total_seconds()
 

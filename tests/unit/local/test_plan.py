@@ -223,6 +223,10 @@ def test_a_worker_that_never_joins_keeps_a_finished_job_open_for_a_minute(
         assert "has not come to elastic_ps.connect()" in actions[0].reason
         gone = ended(1, -15, asked=NOW)
         assert verdict(first, gone, progress=FINISHED, asked_at=NOW + 1).phase == "Succeeded"
+        before = ended(1, -9, pid=99, joined=True, started=NOW - 400, ended=NOW - 300)
+        assert plan(DESIRED, observed(first, before, late, progress=FINISHED), NOW) == [], (
+            "it may have to save"
+        )
 
 
 def test_a_worker_that_someone_else_asked_to_leave_is_not_done_and_is_replaced() -> None:
