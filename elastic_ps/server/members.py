@@ -69,8 +69,7 @@ class MemberCalls:
                 return self._joined(state, known, incoming)
             if state.model is not None and state.initialised:
                 _require_same(state.model, tensors, optimizer)  # before it takes anybody's place
-            peer = Peer(request.address, request.torch)
-            _require_speakable(state, worker, peer)
+            _require_speakable(state, worker, _peer(request))
             job.drop(worker, "lost")
             may_join = job.changed.wait_for(
                 lambda: job.closing or self._may_join(worker, has_to_measure=has_to_measure),
@@ -99,30 +98,34 @@ class MemberCalls:
             if not self._may_join(worker):  # another one has begun to initialise the model since
                 return pb.JoinReply(pending=True)
             _require_same(state.model, tensors, optimizer)
-            stay = state.members.join(
-                worker,
-                pid=request.pid,
-                host=request.host,
-                version=state.version,
-                now=job.clock(),
-                instance=request.instance,
-                transport=incoming.transport,
-                call=call,
-                follows=request.caller.incarnation,
-            )
-            if state.custody is not None:
-                live = [each.incarnation for each in state.members.live.values()]
-                state.custody.introduce(stay.incarnation, peer, live)
-            if not state.initialised:
-                state.note(StageEvent.BRING, initialiser=worker)
-                job.note_change()
-            reply = self._joined(state, stay, incoming)
+            reply = self._joined(state, self._admit(state, request, incoming), incoming)
         said = {"incarnation": reply.incarnation, "version": reply.version, "term": reply.term}
         self._history.record("join", worker=worker, **said)
         text = "worker %d (pid %d on %s) joined at version %d; its calls come over %s"
         logger.info(text, worker, request.pid, request.host, reply.version, incoming.transport)
         self._commit.drive()
         return reply
+
+    def _admit(self, state: JobState, request: pb.JoinRequest, incoming: Incoming) -> Stay:
+        """The worker is a member, and brings the model if there is none; the lock is held."""
+        stay = state.members.join(
+            request.caller.worker,
+            pid=request.pid,
+            host=request.host,
+            version=state.version,
+            now=self._job.clock(),
+            instance=request.instance,
+            transport=incoming.transport,
+            call=request.caller.call,
+            follows=request.caller.incarnation,
+        )
+        if state.custody is not None:
+            live = [each.incarnation for each in state.members.live.values()]
+            state.custody.introduce(stay.incarnation, _peer(request), live)
+        if not state.initialised:
+            state.note(StageEvent.BRING, initialiser=stay.worker)
+            self._job.note_change()
+        return stay
 
     @property
     def _size_is_open(self) -> bool:
@@ -298,6 +301,11 @@ class MemberCalls:
             keep(self._job.state.results.metrics, request.metrics)
             if not math.isfinite(request.metrics.get("loss", 0.0)):
                 self._job.state.results.judge(math.nan, self._job.state.ledger)
+
+
+def _peer(request: pb.JoinRequest) -> Peer:
+    """What the other workers have to know of it, with `strategy: all-reduce`."""
+    return Peer(request.address, request.torch)
 
 
 def _link(request: pb.JoinRequest) -> Link | None:
