@@ -27,6 +27,7 @@ from elastic_ps.core.reduced import Place
 from elastic_ps.core.settings import Settings, clip_divisor
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.process.telemetry import History, Trace
+from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Step
@@ -204,7 +205,9 @@ class AllReduce(Strategy):
         if self._held is None:
             return
         term, version = self._held
-        if term == self._client.term and self._client.parts(self._client.stay, version):
+        if term != self._client.term:
+            return
+        if self._client.ask(calls.MEET, pb.MeetRequest(version=version, parts=True)).send:
             self._replica.send(version)
 
     def has(self, version: int) -> bool:

@@ -241,12 +241,8 @@ class Client:
 
         self.retry(send)
 
-    def initialised(self) -> None:
-        """All first values were sent."""
-        self.ask(calls.INIT_DONE, pb.InitDoneRequest())
-
-    def sent(self, version: int) -> None:
-        """All values of this version were sent."""
+    def initialised(self, version: int | None = None) -> None:
+        """All first values were sent, or all of this version."""
         self.ask(calls.INIT_DONE, pb.InitDoneRequest(version=version))
 
     def heartbeat(self, *, computes_on: int | None = None) -> None:
@@ -279,16 +275,19 @@ class Client:
         """This worker is about to end: from now on calls that fail are repeated for `goodbye` only."""
         self._patience = self.limits.goodbye
 
-    def leave(self) -> None:
-        """Say goodbye; what this worker holds goes to others. Tried for `goodbye` only."""
-        self.hasten()
-        self.ask(calls.LEAVE, pb.LeaveRequest())
+    def leave(self, *, in_step: bool) -> None:
+        """Say goodbye; what this worker holds goes to others. Tried for `goodbye` only.
 
-    def gone(self) -> None:
-        """End the stay in the middle of a step, which is void by that. Tried for `goodbye` only."""
+        Args:
+            in_step: a step has begun, which is void by that.
+        """
         self.hasten()
-        request = pb.GoneRequest(job=self.stay.job, worker=self.worker, instance=self.instance)
-        self.ask(calls.GONE, request)
+        if in_step:
+            self.ask(
+                calls.GONE, pb.GoneRequest(job=self.stay.job, worker=self.worker, instance=self.instance)
+            )
+        else:
+            self.ask(calls.LEAVE, pb.LeaveRequest())
 
     def report(self, metrics: Mapping[str, float]) -> None:
         """Values outside a step."""
@@ -310,22 +309,6 @@ class Client:
             raise
         self._pending = number if reply.pending else 0
         return reply
-
-    def is_chief(self, epoch: int, *, passes: bool = False) -> bool:
-        """Whether this worker is the one to evaluate and save in this epoch."""
-        return self.ask(calls.CHIEF, pb.ChiefRequest(epoch=epoch, passes=passes)).chief
-
-    def read_state(self) -> str:
-        """What scripts keep with the job, as JSON."""
-        return self.ask(calls.READ_STATE, pb.ReadStateRequest()).text
-
-    def write_state(self, text: str, *, again: bool) -> None:
-        """What they keep from now on. Raises Refused (INVALID): this worker is not the chief.
-
-        Args:
-            again: it was written before this worker has joined again.
-        """
-        self.ask(calls.WRITE_STATE, pb.WriteStateRequest(text=text, again=again))
 
     def stop(self, reason: str) -> None:
         """End the training before all records are in the model."""
@@ -436,11 +419,6 @@ class Client:
             step, ending = ended
             request.finish.CopyFrom(self._finish(step, attempt or 0, ending))
         return self._settle(calls.MEET, request)
-
-    def parts(self, stay: Stay, version: int) -> bool:
-        """This worker stops making rounds: is it to send its values, which are of `version`, before?"""
-        request = pb.MeetRequest(caller=stay.caller(), version=version, parts=True)
-        return self.ask(calls.MEET, request).send
 
     def assign(self, version: int) -> pb.AssignReply:
         """Values that the script changed at `version` are to become the next one. Blocks.

@@ -371,14 +371,7 @@ def add_means(own: torch.Tensor, others: Sequence[tuple[torch.Tensor, float]]) -
 
 
 class _Mine(NamedTuple):
-    """What a process tells process 0: which parameters have a gradient, and the loss, if it is a number."""
-
-    present: Sequence[bool]
-    loss: float | None
-
-
-class _Mean(NamedTuple):
-    """What process 0 answers; the gradients are in its part of the memory."""
+    """Which parameters have a gradient, and the loss, if it is a number: of a process, or the mean of all."""
 
     present: Sequence[bool]
     loss: float | None
@@ -491,7 +484,7 @@ class MeanGradients:
             else:
                 view.copy_(parameter.grad)
 
-    def _add_up(self, every: Sequence[_Mine], weights: Sequence[float]) -> _Mean:
+    def _add_up(self, every: Sequence[_Mine], weights: Sequence[float]) -> _Mine:
         """In process 0, when all are here: so nobody reads the last step's mean any more, which lies here."""
         self._put()
         own, *others = self._parts
@@ -502,7 +495,7 @@ class MeanGradients:
                 [(part.flat[name], share) for part, share in zip(others, weights[1:], strict=True)],
             )
         counted = [mine.present for mine, share in zip(every, weights, strict=True) if share]
-        return _Mean([any(each) for each in zip(*counted, strict=True)], _mean_of(every, weights))
+        return _Mine([any(each) for each in zip(*counted, strict=True)], _mean_of(every, weights))
 
     def _require_dense(self) -> None:
         for parameter, name in zip(self._parameters, self._names, strict=True):

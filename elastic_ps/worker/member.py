@@ -341,10 +341,7 @@ class Member:
         if self._heart is not None:
             self._heart.close()
             try:
-                if in_step:
-                    self._client.gone()
-                else:
-                    self._client.leave()
+                self._client.leave(in_step=in_step)
             except ElasticPSError as error:
                 logger.info("the parameter server could not be told that this worker leaves: %s", error)
         self._client.close()

@@ -216,7 +216,10 @@ class Records:
     def _ask_chief(self, what: str, epoch: int, *, passes: bool) -> bool:
         while True:
             try:
-                chief = self._world.decide(what, partial(self._client.is_chief, epoch, passes=passes))
+                chief = self._world.decide(
+                    what,
+                    lambda: self._client.ask(calls.CHIEF, pb.ChiefRequest(epoch=epoch, passes=passes)).chief,
+                )
             except Refused as refusal:
                 if not expelled(refusal):
                     raise

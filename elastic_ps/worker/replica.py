@@ -85,7 +85,7 @@ class Replica:
                 self._client.initialise(index, shard, self._flat.value_bytes(bucket), version=version)
                 for piece in state.pieces(bucket, self._flat.tensors):
                     self._client.initialise_state(index, shard, *piece, version=version)
-            self._client.sent(version)
+            self._client.initialised(version)
         except Refused as refusal:
             if refusal.code is not RefusalCode.WRONG_VERSION:
                 raise

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from elastic_ps.core import script_state
 from elastic_ps.errors import RefusalCode, Refused, UsageError
+from elastic_ps.transport import calls
+from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.local_world import LocalWorld
 
@@ -85,7 +87,7 @@ class State(MutableMapping[str, Any]):
                 "session.state is read and written by process 0 of a worker: use it where session.is_chief "
                 "is true, or where LOCAL_RANK is 0"
             )
-        return script_state.from_text(self._client.read_state())
+        return script_state.from_text(self._client.ask(calls.READ_STATE, pb.ReadStateRequest()).text)
 
     def _write(self, state: dict[str, Any]) -> None:
         text = script_state.to_text(state)
@@ -104,7 +106,7 @@ class State(MutableMapping[str, Any]):
 
     def _say(self, text: str, *, again: bool) -> None:
         try:
-            self._client.write_state(text, again=again)
+            self._client.ask(calls.WRITE_STATE, pb.WriteStateRequest(text=text, again=again))
         except Refused as refusal:
             if refusal.code is not RefusalCode.INVALID:
                 raise

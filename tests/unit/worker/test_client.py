@@ -54,7 +54,7 @@ def test_a_worker_calls_its_host_what_its_starter_does(given: str, told: str | N
 def test_a_worker_tells_its_starter_when_it_has_joined() -> None:
     told: list[str] = []
     reply = pb.JoinReply(lease_ms=3_600_000)
-    client: Any = SimpleNamespace(join=lambda *_: reply, leave=lambda: None, close=lambda: None)
+    client: Any = SimpleNamespace(join=lambda *_: reply, leave=lambda **_: None, close=lambda: None)
     described: Any = SimpleNamespace(specs=[], optimizer="sgd")
     trace, history = Trace(None, ""), History(None, "")
     spec = environment().spec
