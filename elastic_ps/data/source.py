@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from elastic_ps.api.job import Data
-from elastic_ps.data.prepared import is_prepared
 from elastic_ps.data.stream import Numbered
 from elastic_ps.errors import InvalidModel, UsageError
 
@@ -33,6 +32,10 @@ _NOT_OPTIONS = {"sampler", "batch_sampler", "shuffle"}
 
 _KEPT_BATCHES = 8
 """Batches that are kept where records of late steps come back: most are of the last few batches."""
+
+
+LIGHTNING = ("lightning", "pytorch_lightning", "lightning_fabric")
+_LIBRARIES = ("accelerate", "transformers", *LIGHTNING)
 
 
 class Source(NamedTuple):
@@ -209,3 +212,13 @@ def _length(stream: IterableDataset[Any]) -> int | None:
         return len(stream)
     except (TypeError, NotImplementedError):
         return None
+
+
+def is_prepared(given: object) -> bool:
+    """Whether this is of a library that has prepared it to divide work among processes itself."""
+    return library_of(given) in _LIBRARIES
+
+
+def library_of(given: object) -> str:
+    """The name of the library that its class is of, which need not be installed."""
+    return type(given).__module__.partition(".")[0]

@@ -12,6 +12,9 @@ summed up when they arrive, and again before they are replaced. Of much memory m
 of each page, chosen at random: a change of 4 KiB or more is noticed at once, a smaller one when it is
 repeated. Values that a step does not replace, or that are on another device, are looked at less often, and
 when torch's counters say that they were written to. (The counters miss what is written through `.data`.)
+
+`check_wrapper`, `check_model`, `check_loop`: another library has prepared an object to divide work among
+processes itself. It is recognised by its name, and need not be installed.
 """
 
 from __future__ import annotations
@@ -24,15 +27,18 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
+from traceback import extract_tb
 from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from elastic_ps.codec import naming
 from elastic_ps.codec.several import Several
 from elastic_ps.core.partition import Layout, Rule, uncompiled
+from elastic_ps.data.source import LIGHTNING, is_prepared, library_of
 from elastic_ps.errors import InvalidModel, UsageError
 
 _PARAMETER = (
@@ -389,3 +395,82 @@ def together(optimizers: Mapping[str, torch.optim.Optimizer], model: torch.nn.Mo
                         f"{which} is in the optimizers {first!r} and {name!r}; give it to one of them"
                     )
     return Several(optimizers)
+
+
+_LOOP = (
+    "the loop over the data is Lightning's, which divides the work among processes itself and expects as "
+    "many batches on each of them, but here each worker gets those that are there. Write the loop yourself: "
+    "build the LightningModule without a Trainer, call session.optimizer(optimizer, model), and iterate over "
+    "session.loader(...)"
+)
+
+_GROUP = (
+    "the script sets up torch.distributed, as for torchrun, which fails: {error}. A job needs no process "
+    "group: leave out init_process_group and DistributedDataParallel, and pass session.optimizer(...) the "
+    "plain model, and session.loader(...) the data set without a DistributedSampler"
+)
+
+_RESIZED = (
+    "{where}: {error}. If that is a buffer of the model, the job has memory for the shape that it had in "
+    "session.optimizer(...). When the first forward gives it its shape, as quantisation does with scales of "
+    "each channel, run the model once on a batch before session.optimizer(...). If each worker has its own, "
+    "name it in session.optimizer(..., own=[...])"
+)
+
+
+def check_wrapper(optimizer: object) -> None:
+    """Raise InvalidModel if another library has wrapped the optimizer to divide the work itself."""
+    if is_prepared(optimizer):
+        raise InvalidModel(
+            f"the optimizer is {library_of(optimizer)}'s {type(optimizer).__name__}, which divides the work "
+            "among processes itself. Pass session.optimizer the torch optimizer and the model that you had "
+            f"before {_preparing(optimizer)}"
+        )
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raise InvalidModel if the model is wrapped, and UsageError if another library's loop trains it."""
+    kind = type(model).__name__
+    sharded = kind == "FullyShardedDataParallel" and library_of(model) == "torch"
+    if sharded or isinstance(model, DistributedDataParallel):
+        raise InvalidModel(
+            f"the model is wrapped in torch's {kind}, which adds up gradients over a process group of its "
+            "own, and the job's workers add them up, too. Leave out the wrapper and init_process_group, and "
+            "pass session.optimizer(...) the model within"
+        )
+    if library_of(model) in ("accelerate", *LIGHTNING) and not _is_lightning_module(model):
+        raise InvalidModel(
+            f"the model is {library_of(model)}'s {kind}. Pass session.optimizer(...) the model that you had "
+            f"before {_preparing(model)}"
+        )
+    check_loop(model)
+
+
+def check_loop(model: torch.nn.Module) -> None:
+    """Raise UsageError if a Trainer of Lightning, or its Fabric, trains the model."""
+    attached = getattr(model, "_trainer", None) is not None or getattr(model, "_fabric", None) is not None
+    if attached and _is_lightning_module(model):
+        raise UsageError(_LOOP)
+
+
+def left_over(error: BaseException) -> str:
+    """What to do about an error of torch's that a script gets only in a job; "" if it is another one."""
+    text = str(error)
+    wants = "environment variable" in text and "expected, but not set" in text
+    if wants or "Default process group has not been initialized" in text:
+        return _GROUP.format(error=text)
+    if "resize storage that is not resizable" in text:
+        where = "".join(f"{each.filename}:{each.lineno}" for each in extract_tb(error.__traceback__)[-1:])
+        return _RESIZED.format(where=where, error=text)
+    return ""
+
+
+def _is_lightning_module(model: torch.nn.Module) -> bool:
+    return any(
+        kind.__name__ == "LightningModule" and kind.__module__.partition(".")[0] in LIGHTNING
+        for kind in type(model).__mro__
+    )
+
+
+def _preparing(given: object) -> str:
+    return "fabric.setup(...)" if library_of(given) in LIGHTNING else "accelerator.prepare(...)"

@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.portions import LEAST
 from elastic_ps.data.fingerprint import fingerprint
-from elastic_ps.data.prepared import check_loop
 from elastic_ps.data.source import read_source
 from elastic_ps.data.states import Loop, LoopEvent
 from elastic_ps.data.stream import ItemIndex, Numbered
 from elastic_ps.data.supply import Supply
 from elastic_ps.errors import UsageError
+from elastic_ps.worker.checks import check_loop
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.records import DataSet
 

@@ -19,9 +19,8 @@ from elastic_ps.core.settings import (
     check_one_limit,
     plain_group,
 )
-from elastic_ps.data.prepared import check_wrapper
 from elastic_ps.errors import InvalidModel
-from elastic_ps.worker.checks import Registered, overlaps
+from elastic_ps.worker.checks import Registered, check_wrapper, overlaps
 
 
 class Described:

@@ -71,9 +71,8 @@ def main() -> int:
     if env.in_job() and (environment := env.read()).spec.worker.processes > 1 and not environment.links:
         return run_processes(environment)
     with lifecycle.importing():
-        from elastic_ps.data import prepared
         from elastic_ps.process import compiler
-        from elastic_ps.worker import current
+        from elastic_ps.worker import checks, current
     from elastic_ps.worker.local_world import Drained
 
     try:
@@ -99,7 +98,7 @@ def main() -> int:
             print(f"left in the middle of a step: {error}", file=sys.stderr)
             return exits.LEFT
         current.close(failed=True)
-        if left := prepared.left_over(error):
+        if left := checks.left_over(error):
             return _invalid(left)
         traceback.print_exc()
         lifecycle.leave_reason(traceback.format_exc()[-2000:])

@@ -18,13 +18,12 @@ from elastic_ps.codec.state import ImportedState
 from elastic_ps.core.metrics import Reduction
 from elastic_ps.core.settings import CLAMP, MAX_GRAD_NORM
 from elastic_ps.core.working import State
-from elastic_ps.data.prepared import check_model, check_wrapper
 from elastic_ps.data.seed import seed_everything
 from elastic_ps.errors import UsageError
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.tensors.client import Tensors
 from elastic_ps.transport.base import Connection
-from elastic_ps.worker.checks import Averages, together
+from elastic_ps.worker.checks import Averages, check_model, check_wrapper, together
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import USUAL, WorkerLimits
 from elastic_ps.worker.engine import Engine

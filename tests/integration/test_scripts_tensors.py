@@ -13,8 +13,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from elastic_ps.core.partition import partition
-from elastic_ps.data.prepared import left_over
 from elastic_ps.errors import InvalidModel, UsageError
+from elastic_ps.worker.checks import left_over
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.model import Described
 from elastic_ps.worker.session import Session
