@@ -150,11 +150,11 @@ def test_a_parameter_server_takes_only_what_its_optimizer_keeps(tmp_path: Path, 
         client = engine_of(session).client
         initialised = client.initialised
 
-        def spoil() -> None:
+        def spoil(version: int | None = None) -> None:
             with pytest.raises(Refused) as caught:
                 client.initialise_state(0, 0, 0, state)
             assert caught.value.code is RefusalCode.MALFORMED
-            initialised()
+            initialised(version)
 
         client.initialised = spoil  # type: ignore[method-assign]
         session.optimizer(adam(model), model)
