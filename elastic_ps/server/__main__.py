@@ -96,7 +96,7 @@ def _leave_last_words(server: ParameterServer) -> None:
     """Hand over how far training is: nobody can ask when the process has ended."""
     from elastic_ps.process import lifecycle
 
-    if server.lead is not None and not server.fenced:
+    if server.shard_zero is not None and not server.fenced:
         lifecycle.leave_reason(server.status().last_words())
 
 

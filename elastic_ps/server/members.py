@@ -19,10 +19,10 @@ from elastic_ps.core.reduced import Peer
 from elastic_ps.core.sizing import Link, Turn
 from elastic_ps.core.stages import Stage, StageEvent
 from elastic_ps.errors import Malformed, RefusalCode, Refused
-from elastic_ps.server.lead import Lead
 from elastic_ps.server.orders import settings_from_message
 from elastic_ps.server.service import Callers, refuse_to_end, require_permitted
 from elastic_ps.server.shard import Shard
+from elastic_ps.server.shard_zero import ShardZero
 from elastic_ps.server.state import JobState, Model
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
@@ -43,9 +43,9 @@ class MemberCalls:
         shard: this process's; raises Refused (NOT_READY) before it knows the model.
     """
 
-    def __init__(self, callers: Callers, lead: Lead, shard: Callable[[], Shard]) -> None:
-        self._callers, self._job, self._commit = callers, lead.job, lead.commit
-        self._checkpoints, self._history, self._shard = lead.checkpoints, lead.history, shard
+    def __init__(self, callers: Callers, shard_zero: ShardZero, shard: Callable[[], Shard]) -> None:
+        self._callers, self._job, self._commit = callers, shard_zero.job, shard_zero.commit
+        self._checkpoints, self._history, self._shard = shard_zero.checkpoints, shard_zero.history, shard
         self._turn = Turn()
         self._join_header = 0
         self._waste = bytearray()  # what a Probe brings goes here, also of several at the same time

@@ -1,4 +1,4 @@
-"""A parameter server process put together: node, lead on shard 0, transport, HTTP."""
+"""A parameter server process put together: node, the job on shard 0, transport, HTTP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from elastic_ps.evaluation.decisions import Evaluation
 from elastic_ps.evaluation.queue import EvaluationQueue
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.checkpointer import Checkpointer
-from elastic_ps.server.lead import Lead
 from elastic_ps.server.limits import USUAL, Patience, ServerLimits
 from elastic_ps.server.members import MemberCalls
 from elastic_ps.server.node import Node
@@ -30,6 +29,7 @@ from elastic_ps.server.reconfiguration import DesiredConfiguration
 from elastic_ps.server.record import require_usable
 from elastic_ps.server.service import Callers, EvaluatorCalls, Service
 from elastic_ps.server.shard_service import ShardService
+from elastic_ps.server.shard_zero import ShardZero
 from elastic_ps.server.standby import Follower
 from elastic_ps.server.steps import StepCalls
 from elastic_ps.tensors.store import TensorStore
@@ -111,13 +111,13 @@ class ParameterServer:
             clock=time.monotonic,
             limits=limits.tensors,
         )
-        self.lead: Lead | None = None
+        self.shard_zero: ShardZero | None = None
         self.term = 1
         self._evaluations: EvaluationQueue | None = None
         try:
             if index == 0 and self._leads:
                 self._take_the_lead(connect, connect_standby)
-            parts = environment.job, self.node, self.lead, self._tensors
+            parts = environment.job, self.node, self.shard_zero, self._tensors
             server.serve(service_of(*parts, standby=not self._leads))
         except BaseException:
             self.close(keep=False)
@@ -144,7 +144,7 @@ class ParameterServer:
         tuning = Tuning.of(environment.spec, run=environment.run)
         said = tuning.consistency.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         self._history.record("start", term=self.term, consistency=said)
-        lead = Lead(
+        shard_zero = ShardZero(
             environment.job,
             environment.spec,
             self.term,
@@ -158,8 +158,8 @@ class ParameterServer:
             crowded=environment.crowded,
             limits=self._limits,
         )
-        lead.start(found, self._patience)
-        self.lead = lead
+        shard_zero.start(found, self._patience)
+        self.shard_zero = shard_zero
 
     def _enter(self, store: Store) -> None:
         """Make the checkpoint directory this job's, and count this start there. A refusal changes nothing."""
@@ -227,8 +227,8 @@ class ParameterServer:
 
     def status(self) -> ServerStatus:
         """What GET /status says; only shard 0 knows of members and progress."""
-        if self.lead is not None:
-            status = self.lead.status()
+        if self.shard_zero is not None:
+            status = self.shard_zero.status()
         else:
             status = ServerStatus(
                 job=self._environment.job,
@@ -243,20 +243,20 @@ class ParameterServer:
     @property
     def fenced(self) -> bool:
         """Whether another process has taken this one's place, so that it has to end."""
-        return self.lead is not None and self.lead.checkpoints.fenced
+        return self.shard_zero is not None and self.shard_zero.checkpoints.fenced
 
     def loss(self) -> list[tuple[int, float]]:
         """The loss curve; empty on other shards than 0."""
-        return self.lead.loss() if self.lead is not None else []
+        return self.shard_zero.loss() if self.shard_zero is not None else []
 
     def evaluations(self) -> list[Evaluation]:
         """What the job's evaluator has found; empty on other shards than 0."""
-        return self.lead.evaluations() if self.lead is not None else []
+        return self.shard_zero.evaluations() if self.shard_zero is not None else []
 
     def close(self, *, keep: bool = True) -> None:
         """Stop serving and end all threads; with `keep`, write a last checkpoint before. Blocks."""
-        if self.lead is not None:
-            self.lead.close(keep=keep)
+        if self.shard_zero is not None:
+            self.shard_zero.close(keep=keep)
         elif keep and self._leads and self.node.configured:
             self.node.await_release(RELEASE, quiet=QUIET)
         self.node.retire()
@@ -270,20 +270,24 @@ class ParameterServer:
         self._trace.close()
 
 
-def service_of(job: str, node: Node, lead: Lead | None, *beside: object, standby: bool = False) -> Service:
-    """What answers the calls to a shard; to the lead of its job, on shard 0; or to a standby.
+def service_of(
+    job: str, node: Node, shard_zero: ShardZero | None, *beside: object, standby: bool = False
+) -> Service:
+    """What answers the calls to a shard; to the job, on shard 0; or to a standby.
 
     Args:
         beside: what answers other calls.
     """
-    callers = Callers(job, node, lead.job if lead is not None else None)
-    steps = StepCalls(callers, lead) if lead is not None else None
+    callers = Callers(job, node, shard_zero.job if shard_zero is not None else None)
+    steps = StepCalls(callers, shard_zero) if shard_zero is not None else None
     parts = [ShardService(callers, node, steps), steps, *beside]
-    if lead is not None:
-        parts.append(MemberCalls(callers, lead, lambda: node.shard))
-        if lead.evaluation_queue is not None:
-            parts.append(EvaluatorCalls(lead))
-    return Service(callers, parts, At.STANDBY if standby else At.LEAD if lead is not None else At.OTHER)
+    if shard_zero is not None:
+        parts.append(MemberCalls(callers, shard_zero, lambda: node.shard))
+        if shard_zero.evaluation_queue is not None:
+            parts.append(EvaluatorCalls(shard_zero))
+    return Service(
+        callers, parts, At.STANDBY if standby else At.SHARD_ZERO if shard_zero is not None else At.OTHER
+    )
 
 
 def waiting_status(environment: ProcessEnvironment, patience: Patience) -> ServerStatus:

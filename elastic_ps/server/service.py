@@ -16,8 +16,8 @@ from google.protobuf.message import Message
 from elastic_ps.contract.identity import Identity
 from elastic_ps.errors import Malformed, RefusalCode, Refused
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.lead import Lead
 from elastic_ps.server.node import Node
+from elastic_ps.server.shard_zero import ShardZero
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming
@@ -39,15 +39,15 @@ class Callers:
     Args:
         job: the job's name.
         node: the shard, or its standby.
-        lead: the job's state, on shard 0.
+        guarded: the job's state, on shard 0.
 
     Attributes:
         job, node: see above.
         model_header: the longest header of a Join so far; None as long as any model may still come.
     """
 
-    def __init__(self, job: str, node: Node, lead: Guarded | None) -> None:
-        self.job, self.node, self._lead = job, node, lead
+    def __init__(self, job: str, node: Node, guarded: Guarded | None) -> None:
+        self.job, self.node, self._guarded = job, node, guarded
         self.model_header: int | None = None
 
     def check(self, sender: Sender, request: Any, incoming: Incoming) -> None:
@@ -73,7 +73,7 @@ class Callers:
     def require_present(self, caller: pb.Caller, incoming: Incoming) -> None:
         """The same; also if it is of another term, or is known to be no member before there is a model."""
         self.require_worker(caller, incoming)
-        term = self._lead.term if self._lead is not None else self.node.term
+        term = self._guarded.term if self._guarded is not None else self.node.term
         if caller.term != term:
             text = f"message of term {caller.term}; this is term {term}"
             raise Refused(RefusalCode.STALE_TERM if term else RefusalCode.NOT_READY, text)
@@ -86,9 +86,9 @@ class Callers:
         To be asked also where a message is too early. Terms are counted anew if the checkpoints are lost, so
         an earlier worker may name this one, and versions that are far away.
         """
-        if self._lead is not None:
-            with self._lead.lock:
-                self._lead.check(caller)
+        if self._guarded is not None:
+            with self._guarded.lock:
+                self._guarded.check(caller)
 
 
 def refuse(peer: Identity | None, method: str, *, shard: int, standby: bool) -> str | None:
@@ -106,8 +106,8 @@ def refuse(peer: Identity | None, method: str, *, shard: int, standby: bool) -> 
 def _parts(peer: Identity, *, shard: int, standby: bool) -> By:
     """What the caller is to the process that it calls."""
     if peer.role == "server":
-        lead = By.LEAD if peer.index == 0 else By(0)
-        return lead | By.LEADER if standby and peer.index == shard else lead
+        allowed = By.SHARD_ZERO if peer.index == 0 else By(0)
+        return allowed | By.LEADER if standby and peer.index == shard else allowed
     return By(0) if standby or peer.role == "standby" else By[peer.role.upper()]
 
 
@@ -175,9 +175,9 @@ class Service:
 class EvaluatorCalls:
     """Answers the job's evaluator, for a `Service`."""
 
-    def __init__(self, lead: Lead) -> None:
-        assert lead.evaluation_queue is not None
-        self._evaluations, self._last = lead.evaluation_queue, lead.last_version
+    def __init__(self, shard_zero: ShardZero) -> None:
+        assert shard_zero.evaluation_queue is not None
+        self._evaluations, self._last = shard_zero.evaluation_queue, shard_zero.last_version
 
     @answers(calls.EVALUATE)
     def _evaluate(self, request: pb.EvaluateRequest, _: Incoming) -> pb.EvaluateReply:

@@ -33,11 +33,11 @@ class ShardService:
     """Answers for a `Service`.
 
     Args:
-        lead: of shard 0, which knows the members, and ends a step with its last push.
+        steps: of shard 0, which knows the members, and ends a step with its last push.
     """
 
-    def __init__(self, callers: Callers, node: Node, lead: StepCalls | None) -> None:
-        self._callers, self._node, self._lead = callers, node, lead
+    def __init__(self, callers: Callers, node: Node, steps: StepCalls | None) -> None:
+        self._callers, self._node, self._steps = callers, node, steps
 
     # --- to workers
 
@@ -64,20 +64,20 @@ class ShardService:
     def _push(self, request: pb.PushRequest, incoming: Incoming) -> pb.Done | Iterator[Frame]:
         caller = request.caller
         key = from_message(PushKey, request, **fields(caller, "term", "worker", "incarnation"))
-        ends = self._lead is not None and request.HasField("finish")
+        ends = self._steps is not None and request.HasField("finish")
         try:
             added = self._added(key, request, incoming)
         except Refused as refusal:
             if refusal.code is RefusalCode.WRONG_VERSION:
                 self._callers.require_member(caller)
             if refusal.code is not RefusalCode.STALE_ATTEMPT or not (
-                ends and self._lead is not None and self._lead.is_applied(request)
+                ends and self._steps is not None and self._steps.is_applied(request)
             ):
                 raise
             added = False  # its answer was lost; the version is there
         else:
-            if ends and self._lead is not None:
-                added = self._lead.finished(request.finish, incoming) or added
+            if ends and self._steps is not None:
+                added = self._steps.finished(request.finish, incoming) or added
         if request.HasField("pull"):
             return self._pulled(request.pull, caller)
         return pb.Done(duplicate=not added)
@@ -96,7 +96,7 @@ class ShardService:
         return self._pulled(request, request.caller)
 
     def _pulled(self, request: pb.PullRequest, caller: pb.Caller) -> Iterator[Frame]:
-        told = request.contributor and self._lead is not None
+        told = request.contributor and self._steps is not None
         if told:  # who was declared gone would wait in vain, and could not join again meanwhile
             self._callers.require_member(caller)
         version, shard = request.version, self._node.shard
@@ -136,12 +136,12 @@ class ShardService:
         Raises:
             Refused: the caller was declared gone while it waited, so its step may not be in the version.
         """
-        if self._lead is None:
+        if self._steps is None:
             return
         if request.contributor:
             self._callers.require_member(caller)
-        with self._lead.job.lock:
-            state, worker = self._lead.job.state, caller.worker
+        with self._steps.job.lock:
+            state, worker = self._steps.job.state, caller.worker
             reply.settings, reply.stopped, reply.steps = (
                 state.settings.to_json(),
                 state.stopped,

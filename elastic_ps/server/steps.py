@@ -19,9 +19,9 @@ from elastic_ps.core.reduced import Place
 from elastic_ps.core.stages import CourseEvent
 from elastic_ps.errors import InvalidModel, Malformed, RefusalCode, Refused
 from elastic_ps.server.guarded import Look
-from elastic_ps.server.lead import Lead
 from elastic_ps.server.orders import settings_from_message
 from elastic_ps.server.service import Callers
+from elastic_ps.server.shard_zero import ShardZero
 from elastic_ps.server.state import JobState
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
@@ -39,9 +39,9 @@ class StepCalls:
         job: its state.
     """
 
-    def __init__(self, callers: Callers, lead: Lead) -> None:
-        self._callers, self.job, self._commit = callers, lead.job, lead.commit
-        self._checkpoints, self._history = lead.checkpoints, lead.history
+    def __init__(self, callers: Callers, shard_zero: ShardZero) -> None:
+        self._callers, self.job, self._commit = callers, shard_zero.job, shard_zero.commit
+        self._checkpoints, self._history = shard_zero.checkpoints, shard_zero.history
 
     def _drive_and_keep(self) -> None:
         self._commit.drive()

@@ -28,8 +28,7 @@ class By(Flag):
     WORKER = auto()
     EVALUATOR = auto()
     OPERATOR = auto()
-    LEAD = auto()
-    """Shard 0."""
+    SHARD_ZERO = auto()
     LEADER = auto()
     """The shard whose standby is called."""
 
@@ -37,8 +36,7 @@ class By(Flag):
 class At(Flag):
     """Who answers it. A process answers only what somebody has to ask it: shard 0 takes no orders."""
 
-    LEAD = auto()
-    """Shard 0."""
+    SHARD_ZERO = auto()
     OTHER = auto()
     """The other shards."""
     STANDBY = auto()
@@ -87,15 +85,15 @@ class Call(Generic[Q, A]):
             raise Malformed(f"not a {self.request.__name__}: {error}") from error
 
 
-_SHARDS = At.LEAD | At.OTHER
+_SHARDS = At.SHARD_ZERO | At.OTHER
 _ORDERED = At.OTHER | At.STANDBY
-_SHARD_OF = By.LEAD | By.LEADER
+_SHARD_OF = By.SHARD_ZERO | By.LEADER
 
 CONFIGURE = Call(pb.ConfigureRequest, pb.Done, _SHARD_OF, _ORDERED, Sender.JOB, describes=True)
 ADVANCE = Call(pb.AdvanceRequest, pb.AdvanceReply, _SHARD_OF, _ORDERED, Sender.JOB)
 STATE = Call(pb.StateRequest, pb.Done, By.LEADER, At.STANDBY, Sender.JOB)
 SUM = Call(pb.SumRequest, pb.Done, By.LEADER, At.STANDBY, Sender.JOB)
-HELD = Call(pb.HeldRequest, pb.HeldReply, By.LEAD, At.STANDBY, Sender.JOB)
+HELD = Call(pb.HeldRequest, pb.HeldReply, By.SHARD_ZERO, At.STANDBY, Sender.JOB)
 
 INIT = Call(pb.InitRequest, pb.Done, By.WORKER, _SHARDS)
 INIT_STATE = Call(pb.InitStateRequest, pb.Done, By.WORKER, _SHARDS)
@@ -103,24 +101,24 @@ PUSH = Call(pb.PushRequest, pb.Done, By.WORKER, _SHARDS)
 PULL = Call(pb.PullRequest, pb.PullReply, By.WORKER, _SHARDS)
 OPTIMIZER_STATE = Call(pb.OptimizerStateRequest, pb.OptimizerStateReply, By.WORKER, _SHARDS, Sender.WORKER)
 
-JOIN = Call(pb.JoinRequest, pb.JoinReply, By.WORKER, At.LEAD, Sender.WORKER, describes=True)
-PROBE = Call(pb.ProbeRequest, pb.Done, By.WORKER, At.LEAD, Sender.WORKER)
-INIT_DONE = Call(pb.InitDoneRequest, pb.Done, By.WORKER, At.LEAD)
-TAKE = Call(pb.TakeRequest, pb.TakeReply, By.WORKER, At.LEAD, numbered=True)
-RELEASE = Call(pb.ReleaseRequest, pb.Done, By.WORKER, At.LEAD, numbered=True)
-STOP = Call(pb.StopRequest, pb.Done, By.WORKER, At.LEAD)
-CHIEF = Call(pb.ChiefRequest, pb.ChiefReply, By.WORKER, At.LEAD)
-READ_STATE = Call(pb.ReadStateRequest, pb.ReadStateReply, By.WORKER, At.LEAD, Sender.WORKER)
-WRITE_STATE = Call(pb.WriteStateRequest, pb.Done, By.WORKER, At.LEAD, numbered=True)
-BEGIN = Call(pb.BeginRequest, pb.BeginReply, By.WORKER, At.LEAD)
-AWAIT = Call(pb.AwaitRequest, pb.AwaitReply, By.WORKER, At.LEAD)
-ASSIGN = Call(pb.AssignRequest, pb.AssignReply, By.WORKER, At.LEAD)
-FINISH = Call(pb.FinishRequest, pb.Done, By.WORKER, At.LEAD)
-MEET = Call(pb.MeetRequest, pb.MeetReply, By.WORKER, At.LEAD)
-HEARTBEAT = Call(pb.HeartbeatRequest, pb.Done, By.WORKER, At.LEAD)
-LEAVE = Call(pb.LeaveRequest, pb.Done, By.WORKER, At.LEAD, numbered=True)
-REPORT = Call(pb.ReportRequest, pb.Done, By.WORKER, At.LEAD, Sender.WORKER)
-GONE = Call(pb.GoneRequest, pb.Done, By.WORKER | By.OPERATOR, At.LEAD, Sender.JOB)
+JOIN = Call(pb.JoinRequest, pb.JoinReply, By.WORKER, At.SHARD_ZERO, Sender.WORKER, describes=True)
+PROBE = Call(pb.ProbeRequest, pb.Done, By.WORKER, At.SHARD_ZERO, Sender.WORKER)
+INIT_DONE = Call(pb.InitDoneRequest, pb.Done, By.WORKER, At.SHARD_ZERO)
+TAKE = Call(pb.TakeRequest, pb.TakeReply, By.WORKER, At.SHARD_ZERO, numbered=True)
+RELEASE = Call(pb.ReleaseRequest, pb.Done, By.WORKER, At.SHARD_ZERO, numbered=True)
+STOP = Call(pb.StopRequest, pb.Done, By.WORKER, At.SHARD_ZERO)
+CHIEF = Call(pb.ChiefRequest, pb.ChiefReply, By.WORKER, At.SHARD_ZERO)
+READ_STATE = Call(pb.ReadStateRequest, pb.ReadStateReply, By.WORKER, At.SHARD_ZERO, Sender.WORKER)
+WRITE_STATE = Call(pb.WriteStateRequest, pb.Done, By.WORKER, At.SHARD_ZERO, numbered=True)
+BEGIN = Call(pb.BeginRequest, pb.BeginReply, By.WORKER, At.SHARD_ZERO)
+AWAIT = Call(pb.AwaitRequest, pb.AwaitReply, By.WORKER, At.SHARD_ZERO)
+ASSIGN = Call(pb.AssignRequest, pb.AssignReply, By.WORKER, At.SHARD_ZERO)
+FINISH = Call(pb.FinishRequest, pb.Done, By.WORKER, At.SHARD_ZERO)
+MEET = Call(pb.MeetRequest, pb.MeetReply, By.WORKER, At.SHARD_ZERO)
+HEARTBEAT = Call(pb.HeartbeatRequest, pb.Done, By.WORKER, At.SHARD_ZERO)
+LEAVE = Call(pb.LeaveRequest, pb.Done, By.WORKER, At.SHARD_ZERO, numbered=True)
+REPORT = Call(pb.ReportRequest, pb.Done, By.WORKER, At.SHARD_ZERO, Sender.WORKER)
+GONE = Call(pb.GoneRequest, pb.Done, By.WORKER | By.OPERATOR, At.SHARD_ZERO, Sender.JOB)
 
 DECLARE_TENSOR = Call(pb.DeclareTensorRequest, pb.DeclareTensorReply, By.WORKER, _SHARDS, Sender.WORKER)
 PUT_TENSOR = Call(pb.PutTensorRequest, pb.PutTensorReply, By.WORKER, _SHARDS, Sender.WORKER)
@@ -128,8 +126,8 @@ PUSH_TENSOR = Call(pb.PushTensorRequest, pb.Done, By.WORKER, _SHARDS, Sender.WOR
 PULL_TENSOR = Call(pb.PullTensorRequest, pb.PullTensorReply, By.WORKER, _SHARDS, Sender.WORKER)
 FREE_TENSOR = Call(pb.FreeTensorRequest, pb.Done, By.WORKER, _SHARDS, Sender.WORKER)
 
-EVALUATE = Call(pb.EvaluateRequest, pb.EvaluateReply, By.EVALUATOR, At.LEAD, Sender.JOB)
-READ_FILE = Call(pb.ReadFileRequest, pb.Done, By.EVALUATOR, At.LEAD, Sender.JOB)
+EVALUATE = Call(pb.EvaluateRequest, pb.EvaluateReply, By.EVALUATOR, At.SHARD_ZERO, Sender.JOB)
+READ_FILE = Call(pb.ReadFileRequest, pb.Done, By.EVALUATOR, At.SHARD_ZERO, Sender.JOB)
 
 CALLS: Mapping[str, Call[Any, Any]] = {
     each.name: each for each in tuple(globals().values()) if isinstance(each, Call)

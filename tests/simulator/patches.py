@@ -28,7 +28,7 @@ PACKAGES = (
     "elastic_ps.server.commit",
     "elastic_ps.server.guarded",
     "elastic_ps.server.checkpointer",
-    "elastic_ps.server.lead",
+    "elastic_ps.server.shard_zero",
     "elastic_ps.server.node",
     "elastic_ps.server.limits",
     "elastic_ps.server.process",

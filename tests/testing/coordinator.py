@@ -1,4 +1,4 @@
-"""Shard 0's lead with shards that only take notes, and what workers ask of it."""
+"""Shard 0 with shards that only take notes, and what workers ask of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from elastic_ps.server.zero import ShardZero
 
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import Times, TrainingJobSpec
@@ -20,7 +21,6 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.core.sizing import Link
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.checkpointer import Checkpointer
-from elastic_ps.server.lead import Lead
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Configuration, Report
@@ -69,13 +69,13 @@ class Asked:
     """What workers ask of shard 0, with the fields of their requests as keywords.
 
     Args:
-        node: of the lead's process. It has none of the model unless the caller sees to that.
+        node: of shard 0's process. It has none of the model unless the caller sees to that.
     """
 
-    def __init__(self, lead: Lead, node: Node) -> None:
-        self.job = lead.job
-        self._methods = service_of("job", node, lead).methods
-        self._steps = StepCalls(Callers("job", node, lead.job), lead)
+    def __init__(self, zero: ShardZero, node: Node) -> None:
+        self.job = zero.job
+        self._methods = service_of("job", node, zero).methods
+        self._steps = StepCalls(Callers("job", node, zero.job), zero)
 
     def _ask(
         self, call: Call[Q, A], worker: int, incarnation: int = 0, number: int = 0, **fields: Any
@@ -180,8 +180,8 @@ NOTHING = Body(torch.empty(0))
 """The body of a call that has none."""
 
 
-class AskedLead(Lead):
-    """A lead whose shards need not be of this process, and what is asked of it."""
+class AskedShardZero(ShardZero):
+    """Shard 0 whose shards need not be of this process, and what is asked of it."""
 
     @cached_property
     def coordinator(self) -> Asked:
@@ -200,14 +200,14 @@ class AskedLead(Lead):
 def running(shards: Sequence[Notes], *, limits: ServerLimits = USUAL, **fields: Any) -> Iterator[Asked]:
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", **fields})
     nothing = History(None, "")
-    lead = AskedLead("job", spec, 1, shards, checkpoints=unwritten(), history=nothing, limits=limits)
-    lead.start(None)
+    zero = AskedShardZero("job", spec, 1, shards, checkpoints=unwritten(), history=nothing, limits=limits)
+    zero.start(None)
     try:
-        yield lead.coordinator
+        yield zero.coordinator
     finally:
         for shard in shards:
             shard.refuse = lambda _: None
-        lead.close(keep=False)
+        zero.close(keep=False)
 
 
 def join(

@@ -172,9 +172,9 @@ class Job:
     @property
     def coordinator(self) -> Asked:
         """What can be asked of shard 0 as it is now."""
-        lead = self.servers[0].lead
-        assert lead is not None
-        return Asked(lead, self.servers[0].node)
+        zero = self.servers[0].zero
+        assert zero is not None
+        return Asked(zero, self.servers[0].node)
 
     def declare_gone(self, worker: int) -> None:
         """Tell shard 0 that a worker's process has ended, as who has started it would."""

@@ -21,7 +21,7 @@ from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
 from elastic_ps.transport import messages_pb2 as pb
-from tests.testing.coordinator import Asked, AskedLead, finish, start, take
+from tests.testing.coordinator import Asked, AskedShardZero, finish, start, take
 from tests.testing.polling import eventually
 from tests.testing.shard import Body
 
@@ -46,7 +46,7 @@ class Server:
         self.node = Node(0, 1, store=self.store, consistency=Consistency(), trace=Trace(None, ""))
         spec = TrainingJobSpec.model_validate({"entrypoint": "train:main"})
         history = History(None, "")
-        self._lead = AskedLead(
+        self._zero = AskedShardZero(
             "job",
             spec,
             self.term,
@@ -59,19 +59,19 @@ class Server:
             found = self.checkpoints.newest()
         except NoCheckpoint:
             found = None
-        self._lead.start(found)
+        self._zero.start(found)
 
     @property
     def problem(self) -> str:
         """What the status says is wrong."""
-        return self._lead.status().problem
+        return self._zero.status().problem
 
     @property
     def coordinator(self) -> Asked:
-        return self._lead.coordinator
+        return self._zero.coordinator
 
     def lose(self) -> None:
-        self._lead.close(keep=False)
+        self._zero.close(keep=False)
         self.node.close()
         self.store.close()
 

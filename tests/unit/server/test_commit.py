@@ -20,7 +20,7 @@ from elastic_ps.server.commit import CommitCoordinator
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Advance, Configuration, Report, Written
-from tests.testing.coordinator import AskedLead, Notes, finish, join, start, take, unwritten
+from tests.testing.coordinator import AskedShardZero, Notes, finish, join, start, take, unwritten
 from tests.testing.polling import eventually
 
 
@@ -66,26 +66,26 @@ class Job:
             {"entrypoint": "train:main", "parameterServer": {"replicas": 2}}
         )
         nothing = History(None, "")
-        self.lead = AskedLead(
+        self.zero = AskedShardZero(
             "job", spec, 1, self.shards, checkpoints=self.checkpoints, history=nothing, limits=limits
         )
-        self.lead.start(None)
+        self.zero.start(None)
         self._closed = False
 
     def close(self, *, keep: bool = False) -> None:
         """As when the process is asked to end."""
         if not self._closed:
             self._closed = True
-            self.lead.close(keep=keep)
+            self.zero.close(keep=keep)
 
     def decide(self) -> None:
         """A worker's step is decided, but shard 1 cannot be reached to apply it."""
-        coordinator = self.lead.coordinator
+        coordinator = self.zero.coordinator
         stay = start(coordinator)
         taken = take(coordinator, stay, call=1)
         self.shards[1].refuse = unreachable
         finish(coordinator, stay, taken)
-        assert self.lead.status().progress.version == 0
+        assert self.zero.status().progress.version == 0
 
 
 def unreachable(advance: Advance) -> None:
@@ -133,7 +133,7 @@ def test_a_job_ends_although_a_shard_is_not_reached_any_more(job: Job) -> None:
 def test_a_job_that_was_taken_over_keeps_nothing_and_ends_nobody(job: Job) -> None:
     job.decide()
     job.store.next_term()
-    eventually(lambda: job.lead.checkpoints.fenced, "it knows that it was replaced")
+    eventually(lambda: job.zero.checkpoints.fenced, "it knows that it was replaced")
     job.close(keep=True)
     assert job.store.versions() == [0]
     assert not any(order.last for order in job.shards[1].orders)
@@ -141,7 +141,7 @@ def test_a_job_that_was_taken_over_keeps_nothing_and_ends_nobody(job: Job) -> No
 
 @pytest.mark.parametrize("limits", [ServerLimits(settled=timedelta(milliseconds=10))], ids=["soon"])
 def test_going_back_to_a_checkpoint_is_tried_until_it_works_and_the_status_says_so(job: Job) -> None:
-    coordinator = job.lead.coordinator
+    coordinator = job.zero.coordinator
     stay = start(coordinator)
     job.shards[1].broken = True
 
@@ -151,13 +151,13 @@ def test_going_back_to_a_checkpoint_is_tried_until_it_works_and_the_status_says_
 
     job.shards[1].refuse = lost
     words = "the job has to go back to a checkpoint, and that failed so far: nobody serves there"
-    eventually(lambda: job.lead.status().problem == words, "the status says so")
+    eventually(lambda: job.zero.status().problem == words, "the status says so")
     with pytest.raises(Refused, match="is still going back to a checkpoint") as refused:
         coordinator.is_applied(0, stay.incarnation, 0)
     assert refused.value.code is RefusalCode.NOT_READY
     job.shards[1].broken = False
-    eventually(lambda: job.lead.status().term > 1, "it has worked")
-    assert job.lead.status().problem == ""
+    eventually(lambda: job.zero.status().term > 1, "it has worked")
+    assert job.zero.status().problem == ""
     assert [shard.loaded[-1] for shard in job.shards] == [0, 0]
     joined = join(coordinator, 1)
     assert not joined.pending

@@ -9,12 +9,12 @@ from typing import Any, cast, get_args
 
 import pytest
 import torch
+from elastic_ps.server.zero import ShardZero
 from google.protobuf.message import Message
 
 from elastic_ps.contract.identity import Identity, Role
 from elastic_ps.errors import Malformed, RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
-from elastic_ps.server.lead import Lead
 from elastic_ps.server.node import Node
 from elastic_ps.server.process import service_of
 from elastic_ps.server.service import HEADER, Service, refuse, refuse_to_end, refuse_to_speak_for
@@ -90,9 +90,9 @@ def services() -> dict[At, Service]:
         return TensorStore(index, 2, bucket_bytes=1024, most_bytes=1024, clock=time.monotonic)
 
     nothing = dict.fromkeys(("job", "commit", "checkpoints", "history", "last_version"))
-    lead = cast(Lead, Namespace(**nothing, evaluation_queue=object()))
+    zero = cast(ShardZero, Namespace(**nothing, evaluation_queue=object()))
     return {
-        At.LEAD: service_of("secret", node(0), lead, tensors(0)),
+        At.SHARD_ZERO: service_of("secret", node(0), zero, tensors(0)),
         At.OTHER: service_of("secret", node(1), None, tensors(1)),
         At.STANDBY: service_of("secret", node(1), None, tensors(1), standby=True),
     }
@@ -108,7 +108,7 @@ def test_a_call_is_answered_where_somebody_may_make_it(call: Call[Any, Any]) -> 
     """Whoever may not is refused before the header is parsed, and is told nothing of the job."""
     for at, service in services().items():
         assert (call.name in service.methods) == bool(call.at & at)
-        shard, standby = int(at is not At.LEAD), at is At.STANDBY
+        shard, standby = int(at is not At.SHARD_ZERO), at is At.STANDBY
         problems = [refuse(peer, call.name, shard=shard, standby=standby) for peer in EVERYBODY]
         assert not call.at & at or None in problems
         for peer, problem in zip(EVERYBODY, problems, strict=True):
@@ -162,7 +162,7 @@ CALLER = pb.Caller(job="secret", worker=4, term=1)
 def test_no_call_is_made_in_another_workers_name(name: str) -> None:
     call = CALLS[name]
     request: Message = pb.GoneRequest(job="secret", worker=4) if call is GONE else call.request(caller=CALLER)
-    error = failed(services()[At.LEAD], name, request.SerializeToString(), Identity(JOB, "worker", 3))
+    error = failed(services()[At.SHARD_ZERO], name, request.SerializeToString(), Identity(JOB, "worker", 3))
     assert error.code is RefusalCode.FORBIDDEN
     assert ("worker 4" in str(error), "secret" in str(error)) == (True, False)
 
@@ -172,7 +172,7 @@ def test_the_end_of_a_step_is_not_in_another_workers_name(monkeypatch: pytest.Mo
     job = Namespace(term=1, lock=nullcontext(), check=lambda _: None)
     knows = Namespace(job=job, commit=None, checkpoints=None, history=None, evaluation_queue=None)
     node = Node(0, 2, store=None, consistency=SYNC, trace=Trace(None, ""))
-    lead, own = service_of("secret", node, cast(Any, knows)), pb.Caller(job="secret", worker=3, term=1)
+    zero, own = service_of("secret", node, cast(Any, knows)), pb.Caller(job="secret", worker=3, term=1)
     request = pb.PushRequest(caller=own, finish=pb.FinishRequest(caller=CALLER))
-    error = failed(lead, "Push", request.SerializeToString(), Identity(JOB, "worker", 3))
+    error = failed(zero, "Push", request.SerializeToString(), Identity(JOB, "worker", 3))
     assert error.code is RefusalCode.FORBIDDEN

@@ -206,7 +206,7 @@ def nonsense(kind: type[Message], data: st.DataObject) -> Message:
     return message
 
 
-@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.at & At.LEAD])
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.at & At.SHARD_ZERO])
 def test_whatever_a_call_says_is_answered_or_refused(name: str) -> None:
     """Anything else would be a `TransportError`, which names what the handler has raised."""
     limits = ServerLimits(answer=timedelta(milliseconds=5), shard_answer=timedelta(milliseconds=5))

@@ -36,9 +36,9 @@ from elastic_ps.server.members import PROBE
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import layout_from_message
 from elastic_ps.worker.measuring import BODIES, BODY_CALLS, EMPTY_CALLS, LONG, measure
-from tests.testing.coordinator import SOON, AskedLead, Notes, waits
+from tests.testing.coordinator import SOON, AskedShardZero, Notes, waits
 from tests.testing.service import Worker, environment, serving
-from tests.unit.server.test_lead import leading
+from tests.unit.server.test_shard_zero import leading
 
 KIB = 1024
 
@@ -154,13 +154,13 @@ SLOW = Link(12.5e6, 0.0)
 
 
 @contextmanager
-def choosing(**server: Any) -> Iterator[AskedLead]:
-    with leading([Notes()], parameterServer=server) as lead:
-        yield lead
+def choosing(**server: Any) -> Iterator[AskedShardZero]:
+    with leading([Notes()], parameterServer=server) as zero:
+        yield zero
 
 
-def joining(lead: AskedLead, worker: int = 0, *, settings: Settings = LR, **said: Any) -> pb.JoinReply:
-    join = lead.coordinator.join
+def joining(zero: AskedShardZero, worker: int = 0, *, settings: Settings = LR, **said: Any) -> pb.JoinReply:
+    join = zero.coordinator.join
     return join(worker, pid=1, host="here", tensors=TENSORS, optimizer="SGD", settings=settings, **said)
 
 
@@ -170,15 +170,15 @@ def sizes(joined: pb.JoinReply) -> set[int]:
 
 
 def test_the_first_worker_measures_and_the_others_are_not_asked() -> None:
-    with choosing() as lead:
-        assert joining(lead, measures=True).measure
-        assert lead.status().bucket_bytes == 0
-        first = joining(lead, measures=True, link=SLOW)
+    with choosing() as zero:
+        assert joining(zero, measures=True).measure
+        assert zero.status().bucket_bytes == 0
+        first = joining(zero, measures=True, link=SLOW)
         assert sizes(first) == {64 * KIB}
-        assert lead.status().bucket_bytes == 64 * KIB
+        assert zero.status().bucket_bytes == 64 * KIB
         assert not first.pending
-        lead.coordinator.initialised(0, first.incarnation)
-        assert sizes(joining(lead, 1, measures=True)) == {64 * KIB}
+        zero.coordinator.initialised(0, first.incarnation)
+        assert sizes(joining(zero, 1, measures=True)) == {64 * KIB}
 
 
 def test_buckets_are_large_where_nothing_goes_on_beside_backward() -> None:
@@ -199,59 +199,59 @@ def test_buckets_are_large_where_nothing_goes_on_beside_backward() -> None:
 def test_a_job_on_a_crowded_host_gets_few_buckets() -> None:
     wide = (TensorSpec("w", (6 * 1024, 1024), "float32", Rule.GRADIENT, 0),)
     join: dict[str, Any] = {"pid": 1, "host": "here", "tensors": wide, "optimizer": "SGD", "settings": LR}
-    with leading([Notes()], crowded=True) as lead:
-        joined = lead.coordinator.join(0, **join, measures=True, link=NEAR)
+    with leading([Notes()], crowded=True) as zero:
+        joined = zero.coordinator.join(0, **join, measures=True, link=NEAR)
         assert sizes(joined) == {24 * 1024 * KIB}
-        assert lead.status().bucket_bytes == CROWDED
+        assert zero.status().bucket_bytes == CROWDED
 
 
 def test_one_worker_measures_at_a_time() -> None:
     """Else each finds what its share of shard 0's link is like."""
     now = 100.0
-    with leading([Notes()], clock=lambda: now, limits=SOON) as lead:
-        assert joining(lead, 0, measures=True).measure
-        assert waits(joining(lead, 1, measures=True))
-        assert joining(lead, 0, measures=True).measure, "its answer was lost, or its process"
+    with leading([Notes()], clock=lambda: now, limits=SOON) as zero:
+        assert joining(zero, 0, measures=True).measure
+        assert waits(joining(zero, 1, measures=True))
+        assert joining(zero, 0, measures=True).measure, "its answer was lost, or its process"
         now += TURN
-        assert joining(lead, 1, measures=True).measure, "nobody has heard from the other one"
-        assert waits(joining(lead, 0, measures=True))
-        assert sizes(joining(lead, 0, measures=True, link=SLOW)) == {64 * KIB}, "it has measured, though late"
+        assert joining(zero, 1, measures=True).measure, "nobody has heard from the other one"
+        assert waits(joining(zero, 0, measures=True))
+        assert sizes(joining(zero, 0, measures=True, link=SLOW)) == {64 * KIB}, "it has measured, though late"
 
 
 def test_another_one_measures_at_once_if_the_first_is_lost_while_it_brings_the_model() -> None:
-    with leading([Notes()], clock=lambda: 100.0) as lead:
-        assert joining(lead, 0, measures=True).measure
-        assert not joining(lead, 0, measures=True, link=SLOW).pending
-        lead.coordinator.gone(0, "")
-        assert joining(lead, 1, measures=True).measure
+    with leading([Notes()], clock=lambda: 100.0) as zero:
+        assert joining(zero, 0, measures=True).measure
+        assert not joining(zero, 0, measures=True, link=SLOW).pending
+        zero.coordinator.gone(0, "")
+        assert joining(zero, 1, measures=True).measure
 
 
 def test_a_worker_that_waits_for_another_ones_measurement_gets_the_model_at_once() -> None:
-    with leading([Notes()]) as lead, ThreadPoolExecutor() as pool:
-        assert joining(lead, 0, measures=True).measure
-        other = pool.submit(joining, lead, 1, measures=True)
-        first = joining(lead, 0, measures=True, link=SLOW)
+    with leading([Notes()]) as zero, ThreadPoolExecutor() as pool:
+        assert joining(zero, 0, measures=True).measure
+        other = pool.submit(joining, zero, 1, measures=True)
+        first = joining(zero, 0, measures=True, link=SLOW)
         assert not first.pending
-        lead.coordinator.initialised(0, first.incarnation)
+        zero.coordinator.initialised(0, first.incarnation)
         assert sizes(other.result(USUAL.answer.total_seconds() / 2)) == {64 * KIB}
 
 
 def test_a_worker_that_cannot_measure_gets_buckets_of_the_usual_size() -> None:
-    with choosing() as lead:
-        assert sizes(joining(lead)) == {512 * KIB}, "an eighth of the model"
-        assert lead.status().bucket_bytes == 0
+    with choosing() as zero:
+        assert sizes(joining(zero)) == {512 * KIB}, "an eighth of the model"
+        assert zero.status().bucket_bytes == 0
 
 
 def test_a_size_that_is_given_stays() -> None:
-    with choosing(bucketBytes=256 * KIB) as lead:
-        assert sizes(joining(lead, measures=True, link=SLOW)) == {256 * KIB}
-        assert lead.status().bucket_bytes == 0
+    with choosing(bucketBytes=256 * KIB) as zero:
+        assert sizes(joining(zero, measures=True, link=SLOW)) == {256 * KIB}
+        assert zero.status().bucket_bytes == 0
 
 
 def test_rows_whose_norm_is_limited_are_not_divided_by_a_size_that_is_chosen() -> None:
     wide = (TensorSpec("e", (8, 32 * KIB), "float32", Rule.GRADIENT, 0),)
-    with choosing() as lead:
-        joined = lead.coordinator.join(
+    with choosing() as zero:
+        joined = zero.coordinator.join(
             0,
             pid=1,
             host="here",
@@ -262,7 +262,7 @@ def test_rows_whose_norm_is_limited_are_not_divided_by_a_size_that_is_chosen() -
             link=SLOW,
         )
         assert sizes(joined) == {256 * KIB}
-        assert lead.status().bucket_bytes == 0
+        assert zero.status().bucket_bytes == 0
 
 
 def test_what_is_no_network_and_a_body_that_is_too_large_are_refused() -> None:

@@ -32,7 +32,7 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import ranges_from_message
 from tests.testing.coordinator import (
     SETTINGS,
-    AskedLead,
+    AskedShardZero,
     Notes,
     at_version,
     finish,
@@ -53,18 +53,18 @@ def leading(
     crowded: bool = False,
     limits: ServerLimits = USUAL,
     **fields: Any,
-) -> Iterator[AskedLead]:
+) -> Iterator[AskedShardZero]:
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", **fields})
     checkpoints = checkpoints or unwritten()
     given: dict[str, Any] = {"checkpoints": checkpoints, "clock": clock, "crowded": crowded, "limits": limits}
-    lead = AskedLead("job", spec, 1, shards, history=History(None, ""), **given)
-    lead.start(None)
+    zero = AskedShardZero("job", spec, 1, shards, history=History(None, ""), **given)
+    zero.start(None)
     try:
-        yield lead
+        yield zero
     finally:
         for shard in shards:
             shard.refuse = lambda _: None
-        lead.close(keep=False)
+        zero.close(keep=False)
 
 
 @pytest.fixture
@@ -73,14 +73,14 @@ def shard() -> Notes:
 
 
 @pytest.fixture
-def lead(shard: Notes) -> Iterator[AskedLead]:
-    with leading([shard]) as lead:
-        yield lead
+def zero(shard: Notes) -> Iterator[AskedShardZero]:
+    with leading([shard]) as zero:
+        yield zero
 
 
-def members(lead: AskedLead) -> dict[int, Member]:
+def members(zero: AskedShardZero) -> dict[int, Member]:
     """The newest stay of each worker."""
-    return {member.worker: member for member in lead.status().members}
+    return {member.worker: member for member in zero.status().members}
 
 
 class Clock:
@@ -117,24 +117,24 @@ def test_a_parameter_server_whose_shard_refuses_the_checkpoint_does_not_start(
 
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", "parameterServer": {"replicas": 2}})
     nothing = History(None, "")
-    lead = AskedLead("job", spec, 2, [Notes(), Refusing()], checkpoints=unwritten(2), history=nothing)
+    zero = AskedShardZero("job", spec, 2, [Notes(), Refusing()], checkpoints=unwritten(2), history=nothing)
     tensors = [asdict(TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0))]
     state = {"settings": SETTINGS.to_json(), "bucket_bytes": 0, "tuning": ""}
     found = Manifest(job="job", version=1, term=1, tensors=tensors, optimizer="SGD", state=state)
     with pytest.raises(expected, match="term 3"):
-        lead.start(found)
+        zero.start(found)
 
 
 def test_a_worker_that_is_silent_for_its_lease_is_lost_and_one_that_speaks_is_not(clock: Clock) -> None:
-    with leading([Notes()], clock=clock, worker={"leaseDuration": "10s"}) as lead:
-        coordinator = lead.coordinator
+    with leading([Notes()], clock=clock, worker={"leaseDuration": "10s"}) as zero:
+        coordinator = zero.coordinator
         silent, alive = start(coordinator, 0), start(coordinator, 1)
         clock.now += 9.0
         coordinator.heartbeat(1, alive.incarnation)
         clock.now += 2.0
-        eventually(lambda: members(lead)[0].state == "lost", "worker 0 is declared lost")
-        assert members(lead)[1].state == "idle"
-        assert members(lead)[0].reason == "silent for 10 s"
+        eventually(lambda: members(zero)[0].state == "lost", "worker 0 is declared lost")
+        assert members(zero)[1].state == "idle"
+        assert members(zero)[0].reason == "silent for 10 s"
         with pytest.raises(Refused, match="was declared gone") as refused:
             coordinator.heartbeat(0, silent.incarnation)
         assert refused.value.code is RefusalCode.STALE_INCARNATION
@@ -214,8 +214,8 @@ def test_other_shards_are_told_that_they_may_end_if_they_know_a_model() -> None:
 
 
 def test_how_long_a_worker_s_steps_take_is_reported_after_the_first_one(clock: Clock) -> None:
-    with leading([Notes()], clock=clock) as lead:
-        coordinator = lead.coordinator
+    with leading([Notes()], clock=clock) as zero:
+        coordinator = zero.coordinator
         stay = start(coordinator, 0)
         seen: list[float | None] = []
         for step in range(3):
@@ -223,7 +223,7 @@ def test_how_long_a_worker_s_steps_take_is_reported_after_the_first_one(clock: C
             clock.now += 3.0
             finish(coordinator, stay, at_version(taken, step), step=step)
             eventually(lambda: coordinator.job.state.version == len(seen) + 1, "the next version")
-            seen.append(members(lead)[0].step_seconds)
+            seen.append(members(zero)[0].step_seconds)
         assert seen == [None, 3.0, 3.0]
 
 
@@ -231,8 +231,8 @@ def test_a_worker_that_keeps_others_waiting_is_declared_hung_and_its_records_go_
     clock: Clock,
 ) -> None:
     patience = {"progressTimeout": "20s", "leaseDuration": "10h"}
-    with leading([Notes()], clock=clock, worker=patience) as lead:
-        coordinator, state = lead.coordinator, lead.coordinator.job.state
+    with leading([Notes()], clock=clock, worker=patience) as zero:
+        coordinator, state = zero.coordinator, zero.coordinator.job.state
         first = start(coordinator, 0)
         taken = take(coordinator, first, call=1)
         take(coordinator, first, call=2, wait=False)
@@ -257,18 +257,18 @@ def test_a_worker_that_keeps_others_waiting_is_declared_hung_and_its_records_go_
 
         def hung() -> bool:
             clock.now += 0.5
-            return members(lead)[0].state == "hung"
+            return members(zero)[0].state == "hung"
 
         eventually(hung, "the first is declared hung")
-        assert "have waited for its step for" in members(lead)[0].reason
-        assert members(lead)[1].state != "hung"
+        assert "have waited for its step for" in members(zero)[0].reason
+        assert members(zero)[1].state != "hung"
         with pytest.raises(Refused) as refused:
             coordinator.heartbeat(0, first.incarnation)
         assert refused.value.code is RefusalCode.HUNG
 
 
-def test_shards_know_who_takes_part_before_a_worker_may_push(shard: Notes, lead: AskedLead) -> None:
-    coordinator = lead.coordinator
+def test_shards_know_who_takes_part_before_a_worker_may_push(shard: Notes, zero: AskedShardZero) -> None:
+    coordinator = zero.coordinator
     stay = start(coordinator)
     take(coordinator, stay, call=1)
     last = shard.orders[-1]
@@ -280,8 +280,10 @@ def test_shards_know_who_takes_part_before_a_worker_may_push(shard: Notes, lead:
     assert len(shard.orders) == before, "a repeated call changes nothing"
 
 
-def test_a_round_is_ordered_with_its_contributors_samples_and_settings(shard: Notes, lead: AskedLead) -> None:
-    coordinator = lead.coordinator
+def test_a_round_is_ordered_with_its_contributors_samples_and_settings(
+    shard: Notes, zero: AskedShardZero
+) -> None:
+    coordinator = zero.coordinator
     stay = start(coordinator)
     taken = take(coordinator, stay, call=1)
     assert not coordinator.is_applied(0, stay.incarnation, 0)
@@ -294,11 +296,11 @@ def test_a_round_is_ordered_with_its_contributors_samples_and_settings(shard: No
     assert order.apply.contributors == [(0, stay.incarnation, 0)]
     assert (order.apply.samples, order.apply.attempt) == (10, 0)
     assert order.apply.settings.groups == ({"lr": 0.1},)
-    assert lead.coordinator.job.state.settings.to_json() == order.apply.settings.to_json()
+    assert zero.coordinator.job.state.settings.to_json() == order.apply.settings.to_json()
 
 
-def test_an_order_that_was_not_delivered_is_given_again(shard: Notes, lead: AskedLead) -> None:
-    coordinator = lead.coordinator
+def test_an_order_that_was_not_delivered_is_given_again(shard: Notes, zero: AskedShardZero) -> None:
+    coordinator = zero.coordinator
     stay = start(coordinator)
     taken = take(coordinator, stay, call=1)
     failures = 0
@@ -311,15 +313,15 @@ def test_an_order_that_was_not_delivered_is_given_again(shard: Notes, lead: Aske
 
     shard.refuse = lose
     finish(coordinator, stay, taken)
-    eventually(lambda: lead.status().progress.version == 1, "it arrives in the end")
+    eventually(lambda: zero.status().progress.version == 1, "it arrives in the end")
     assert failures == 2
-    assert lead.status().progress.records_applied == sum(r.stop - r.start for r in taken.ranges)
+    assert zero.status().progress.records_applied == sum(r.stop - r.start for r in taken.ranges)
     assert coordinator.job.state.settings.position.version == 1, "schedules count a version as one step"
 
 
-def test_a_shard_that_is_not_reached_is_not_tried_by_every_call(shard: Notes, lead: AskedLead) -> None:
+def test_a_shard_that_is_not_reached_is_not_tried_by_every_call(shard: Notes, zero: AskedShardZero) -> None:
     """Each of them would try at once, and wake up the others, which would do so, too."""
-    coordinator = lead.coordinator
+    coordinator = zero.coordinator
     stay = start(coordinator)
     taken = take(coordinator, stay, call=1)
 
@@ -335,13 +337,13 @@ def test_a_shard_that_is_not_reached_is_not_tried_by_every_call(shard: Notes, le
     allowed = 3 + (time.monotonic() - began) / RETRY.total_seconds()
     assert 1 <= len(shard.orders) <= allowed
     shard.refuse = lambda _: None
-    eventually(lambda: lead.status().progress.version == 1, "it arrives in the end")
+    eventually(lambda: zero.status().progress.version == 1, "it arrives in the end")
 
 
 def test_a_round_that_starts_again_has_the_settings_that_it_was_opened_with() -> None:
     shards = [Notes(), Notes()]
-    with leading(shards) as lead:
-        coordinator, state = lead.coordinator, lead.coordinator.job.state
+    with leading(shards) as zero:
+        coordinator, state = zero.coordinator, zero.coordinator.job.state
         stay = start(coordinator)
         taken = take(coordinator, stay, call=1)
         before = state.settings.to_json()
@@ -369,12 +371,12 @@ def test_a_shard_of_another_term_s_orders_fences_this_server(tmp_path: Path) -> 
     store = Store(tmp_path)
     checkpoints = writing_to(store)
     shards = [Notes(), Notes()]
-    with leading(shards, checkpoints=checkpoints) as lead:
-        coordinator = lead.coordinator
+    with leading(shards, checkpoints=checkpoints) as zero:
+        coordinator = zero.coordinator
         shards[1].refuse = lambda _: raise_(Refused(RefusalCode.STALE_TERM, "term 7 gives the orders now"))
         join(coordinator, 0)
-        eventually(lambda: lead.checkpoints.fenced, "it knows that it was replaced")
-        assert lead.status().progress.version == 0
+        eventually(lambda: zero.checkpoints.fenced, "it knows that it was replaced")
+        assert zero.status().progress.version == 0
 
 
 def raise_(error: Exception) -> None:
@@ -393,12 +395,12 @@ def writing_to(store: Store, *, shards: int = 2) -> Checkpointer:
 
 def test_without_a_checkpoint_a_lost_model_is_begun_anew_in_another_term() -> None:
     shards = [Notes(), Notes()]
-    with leading(shards) as lead:
-        coordinator = lead.coordinator
+    with leading(shards) as zero:
+        coordinator = zero.coordinator
         start(coordinator)
         shards[1].refuse = lambda _: raise_(Refused(RefusalCode.NOT_READY, "it does not know the model"))
-        eventually(lambda: lead.status().term == 2, "the model is given up")
-        assert not lead.status().ready
+        eventually(lambda: zero.status().term == 2, "the model is given up")
+        assert not zero.status().ready
         shards[1].refuse = lambda _: None
         joined = join(coordinator, 1)
         assert not joined.pending
@@ -409,8 +411,8 @@ def test_without_a_checkpoint_a_lost_model_is_begun_anew_in_another_term() -> No
 
 def test_a_job_that_is_about_to_end_tells_nobody_anything_more() -> None:
     shards = [Notes(), Notes()]
-    with leading(shards) as lead:
-        coordinator = lead.coordinator
+    with leading(shards) as zero:
+        coordinator = zero.coordinator
         stay = start(coordinator)
     with pytest.raises(Refused, match="is stopping") as refused:
         coordinator.is_applied(0, stay.incarnation, 0)
@@ -421,14 +423,14 @@ def test_a_job_that_is_about_to_end_tells_nobody_anything_more() -> None:
 
 def test_another_shard_is_asked_again_and_again_whether_it_knows_the_model() -> None:
     shards = [Notes(), Notes()]
-    with leading(shards) as lead:
-        coordinator = lead.coordinator
+    with leading(shards) as zero:
+        coordinator = zero.coordinator
         start(coordinator)
         before = len(shards[1].orders)
         eventually(lambda: len(shards[1].orders) > before + 2, "it is asked")
     alone = Notes()
-    with leading([alone]) as lead:
-        coordinator = lead.coordinator
+    with leading([alone]) as zero:
+        coordinator = zero.coordinator
         start(coordinator)
         before = len(alone.orders)
         threading.Event().wait(USUAL.tick.total_seconds() * 3)
@@ -437,8 +439,8 @@ def test_another_shard_is_asked_again_and_again_whether_it_knows_the_model() -> 
 
 def test_rows_whose_norm_is_limited_must_not_be_divided() -> None:
     tensors = (TensorSpec("e", (4, 1024), "float32", Rule.GRADIENT, 0),)
-    with leading([Notes()], parameterServer={"bucketBytes": 2048}) as lead:
-        coordinator = lead.coordinator
+    with leading([Notes()], parameterServer={"bucketBytes": 2048}) as zero:
+        coordinator = zero.coordinator
 
         def joining(settings: Settings) -> pb.JoinReply:
             return coordinator.join(
@@ -458,14 +460,14 @@ def test_the_first_and_the_last_version_are_on_disk_before_workers_go_on(tmp_pat
     store = Store(tmp_path)
     checkpoints = writing_to(store, shards=1)
     shard = Writing(store)
-    with leading([shard], checkpoints=checkpoints) as lead:
-        coordinator = lead.coordinator
+    with leading([shard], checkpoints=checkpoints) as zero:
+        coordinator = zero.coordinator
         stay = start(coordinator)
         assert checkpoints.durable_version == 0
-        assert lead.status().progress.durable_version == 0
+        assert zero.status().progress.durable_version == 0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(time, "time", lambda: 0.0)
-            assert lead.status().durable_age_seconds == 0, "the machine's clock was put back"
+            assert zero.status().durable_age_seconds == 0, "the machine's clock was put back"
         step = 0
         while not (taken := take(coordinator, stay, call=step + 1)).finished:
             assert checkpoints.durable_version == 0, "the interval is an hour"
@@ -482,21 +484,21 @@ def test_a_version_that_cannot_be_kept_is_tried_again(
     checkpoints = writing_to(store, shards=1)
     shard = Writing(store)
     shard.problem = "No space left on device"
-    with leading([shard], checkpoints=checkpoints, clock=clock) as lead:
-        coordinator = lead.coordinator
+    with leading([shard], checkpoints=checkpoints, clock=clock) as zero:
+        coordinator = zero.coordinator
         joined = join(coordinator, 0)
         assert not joined.pending
         with pytest.raises(Refused, match=r"version 0 is not on disk yet\. No space left") as refused:
             coordinator.initialised(0, joined.incarnation)
         assert refused.value.code is RefusalCode.NOT_READY
-        assert not lead.status().ready
-        assert lead.status().problem == "No space left on device"
+        assert not zero.status().ready
+        assert zero.status().problem == "No space left on device"
         shard.problem = ""
         tried = shard.written
         threading.Event().wait(USUAL.tick.total_seconds() * 3)
         assert shard.written == tried, "not before a second has passed"
         clock.now += 1.0
-        eventually(lambda: lead.status().ready, "it is tried again")
+        eventually(lambda: zero.status().ready, "it is tried again")
         coordinator.initialised(0, joined.incarnation)
         assert checkpoints.durable_version == 0
 
@@ -516,21 +518,21 @@ def test_the_worker_that_has_brought_the_model_waits_while_another_thread_writes
     shard.refuse = slowly
     patient = ServerLimits(answer=timedelta(seconds=LIMIT))
     with (
-        leading([shard], checkpoints=writing_to(store, shards=1), limits=patient) as lead,
+        leading([shard], checkpoints=writing_to(store, shards=1), limits=patient) as zero,
         ThreadPoolExecutor(2) as pool,
     ):
-        joined = join(lead.coordinator, 0)
+        joined = join(zero.coordinator, 0)
         assert not joined.pending
-        first = pool.submit(lead.coordinator.initialised, 0, joined.incarnation)
+        first = pool.submit(zero.coordinator.initialised, 0, joined.incarnation)
         assert writing.wait(LIMIT)
-        second = pool.submit(lead.coordinator.initialised, 0, joined.incarnation)
+        second = pool.submit(zero.coordinator.initialised, 0, joined.incarnation)
         try:
             assert not wait([first, second], 0.5).done, "it is not on disk yet"
         finally:
             go_on.set()
         first.result(LIMIT)
         second.result(LIMIT)
-        assert lead.status().ready
+        assert zero.status().ready
 
 
 class Writing(Notes):

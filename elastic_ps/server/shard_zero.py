@@ -23,8 +23,8 @@ from elastic_ps.server.orders import RemoteShard, ShardControl
 from elastic_ps.server.reconfiguration import DesiredConfiguration, Reconfiguration
 
 
-class Lead:
-    """The lead of a job, from `start` to `close`.
+class ShardZero:
+    """Shard 0's part of a job, from `start` to `close`.
 
     Args:
         name: the job's.
