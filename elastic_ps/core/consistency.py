@@ -196,7 +196,7 @@ class SyncRounds:
         return worker in self.expected and worker not in self.gone
 
     @property
-    def turned_away(self) -> Set[int]:
+    def late_workers(self) -> Set[int]:
         """The workers that were too late with their last step and have not been admitted since."""
         return frozenset()
 
@@ -456,7 +456,7 @@ class AskedRounds(SyncRounds):
         super().admit(worker, at_once=at_once)
 
     @property
-    def turned_away(self) -> Set[int]:
+    def late_workers(self) -> Set[int]:
         return self.late
 
     def withdraw(self, worker: int) -> None:

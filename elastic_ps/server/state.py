@@ -20,6 +20,7 @@ from elastic_ps.core.calls import Calls
 from elastic_ps.core.chiefs import Chiefs
 from elastic_ps.core.consistency import After, AskedRounds, Contribution, Entry, SyncRounds
 from elastic_ps.core.lanes import Lanes
+from elastic_ps.core.late_records import LateRecords
 from elastic_ps.core.ledger import Ledger, LedgerError, Range
 from elastic_ps.core.membership import Membership, Stay
 from elastic_ps.core.modes import rounds_of
@@ -31,7 +32,6 @@ from elastic_ps.core.results import Results
 from elastic_ps.core.script_state import EMPTY
 from elastic_ps.core.settings import Settings
 from elastic_ps.core.stages import STAGES, Stage, StageEvent
-from elastic_ps.core.turned_away import TurnedAway
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import layout_to_message
@@ -83,7 +83,7 @@ class JobState:
         script_state: what scripts keep with the job, JSON; see `core.script_state`.
         results: what its steps have reported.
         batch: how many records a worker has in a batch, as the last one to ask has said; 0 before.
-        turned_away: records whose steps came too late.
+        late_records: records whose steps came too late.
         starved: workers that have asked for records when there were none to hand out.
         tuning: what a checkpoint of the present version says of how the next ones are made; None for nothing.
         opened_with: the settings of the version, while the open round is decided, and `settings` are those of
@@ -113,7 +113,7 @@ class JobState:
     results: Results = field(default_factory=Results)
     last_round: dict[str, Any] = field(default_factory=dict)
     batch: int = 0
-    turned_away: TurnedAway = field(default_factory=TurnedAway)
+    late_records: LateRecords = field(default_factory=LateRecords)
     starved: set[int] = field(default_factory=set)
     waiting: Waiting = field(default_factory=Waiting)
     lagging: Waiting = field(default_factory=Waiting)
@@ -248,13 +248,13 @@ class JobState:
         took_part = self.rounds.takes_part(stay.worker)
         if isinstance(self.rounds, AskedRounds):
             live = self.members.live.items()
-            self.rounds.owed = self.turned_away.owed(
+            self.rounds.owed = self.late_records.owed(
                 lambda: {worker: self.to_compute_on(each.incarnation) for worker, each in live}
             )
         entry = self.rounds.begin(stay.worker, version=version)
         if entry is Entry.LATE:
             if took_part and self.ledger is not None and (held := self.to_compute_on(stay.incarnation)):
-                self.turned_away.add(held[0])
+                self.late_records.add(held[0])
             stay.late += took_part
             self.give_back(stay.incarnation)
         return entry
@@ -362,7 +362,7 @@ class JobState:
                 return []  # it has to get the open round's version first
             return self.ledger.take_portion(incarnation, worker=worker, weights=weights, least=self._least)
         # Who was too late to compute on some records would be handed the same ones again.
-        fresh = worker in self.rounds.turned_away
+        fresh = worker in self.rounds.late_workers
         return self.ledger.take(incarnation, batch=batch, workers=len(self.members.live), fresh=fresh)
 
     def admit(self, worker: int, now: float) -> None:
@@ -573,7 +573,7 @@ class JobState:
             if self.ledger is not None:
                 self.ledger.apply(c.incarnation, c.records)
                 self.ledger.skip(c.incarnation, c.skipped)
-            self.turned_away.trained(c.ranges)
+            self.late_records.trained(c.ranges)
             stay = self.members.stay(c.worker, c.incarnation)
             stay.steps, stay.last_step = stay.steps + (not c.assigns), c.step
             stay.staleness = staleness[c.worker]

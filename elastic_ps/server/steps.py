@@ -156,7 +156,7 @@ class StepCalls:
             state.starved.discard(worker)
         else:
             state.starved.add(worker)
-            if worker in state.rounds.turned_away:  # it is not coming back to the open round
+            if worker in state.rounds.late_workers:  # it is not coming back to the open round
                 state.withdraw(worker)
                 self.job.note_change()
         if held and not state.rounds.knows(worker):  # else two that wait would wake each other

@@ -61,7 +61,7 @@ def test_with_fewer_gradients_than_workers_the_last_to_begin_is_turned_away() ->
     push(rounds, 1)
     assert rounds.begin(0, version=5) is Entry.IN
     assert rounds.begin(2, version=5) is Entry.LATE
-    assert (rounds.turned_away, rounds.takes_part(2)) == ({2}, False)
+    assert (rounds.late_workers, rounds.takes_part(2)) == ({2}, False)
     rounds.admit(2)
     assert not rounds.takes_part(2), "the round has all that it needs"
     assert rounds.finish(step(0), version=5, attempt=0)
@@ -74,14 +74,14 @@ def test_a_stale_gradient_is_refused() -> None:
     push(rounds, 0)
     assert commit(rounds) == [(0, 0)]
     assert rounds.begin(1, version=5) is Entry.LATE
-    assert rounds.turned_away == {1}
+    assert rounds.late_workers == {1}
 
 
 def test_the_step_of_a_worker_that_takes_no_part_is_late_and_it_is_not_expected_back() -> None:
     rounds = opened(0, 1, wanted=2)
     rounds.withdraw(1)
     assert rounds.begin(1, version=5) is Entry.LATE
-    assert rounds.turned_away == set()
+    assert rounds.late_workers == set()
 
 
 def test_a_step_that_will_come_too_late_is_not_waited_for() -> None:

@@ -75,14 +75,14 @@ def test_who_was_turned_away_counts_as_such_until_it_comes_back_or_gives_up() ->
     assert let_in(rounds, 1, version=5)
     assert not let_in(rounds, 2, version=5)
     assert not let_in(rounds, 3, version=5)
-    assert rounds.turned_away == {2, 3}
+    assert rounds.late_workers == {2, 3}
     rounds.admit(2)
-    assert rounds.turned_away == {3}
+    assert rounds.late_workers == {3}
     rounds.withdraw(3)
-    assert rounds.turned_away == set()
+    assert rounds.late_workers == set()
     assert not let_in(rounds, 0, version=4)
     rounds.lose(0)
-    assert rounds.turned_away == set()
+    assert rounds.late_workers == set()
 
 
 def test_who_was_turned_away_and_has_not_come_back_is_the_one_to_do_without() -> None:

@@ -270,7 +270,7 @@ def test_records_that_came_too_late_twice_have_a_place_in_their_round(consistenc
         assert is_late(coordinator, stays[0], version=version, step=steps[0]), "the place is the other one's"
         assert not is_late(coordinator, stays[1], version=version, step=steps[1])
         assert finish(coordinator, stays[1], hands[1], step=steps[1])
-        assert (dropped.epoch, dropped.start) not in coordinator.job.state.turned_away.times
+        assert (dropped.epoch, dropped.start) not in coordinator.job.state.late_records.times
 
 
 def test_a_script_that_skips_a_step_which_was_late_leaves_its_records_to_others() -> None:
@@ -461,9 +461,9 @@ def test_a_worker_that_was_too_late_and_gets_no_records_is_not_expected_back() -
         while take(coordinator, first, call=(call := call + 1), wait=False).ranges:
             pass
         rounds = coordinator.job.state.rounds
-        assert rounds.turned_away == {1}
+        assert rounds.late_workers == {1}
         assert take(coordinator, late, call=2).pending
-        assert rounds.turned_away == set()
+        assert rounds.late_workers == set()
         assert finish(coordinator, first, taken)
 
 

@@ -13,7 +13,7 @@ PATIENCE = 2
 
 
 @dataclass
-class TurnedAway:
+class LateRecords:
     """Where records begin whose steps came too late, by epoch and position, and how often."""
 
     times: Counter[tuple[int, int]] = field(default_factory=Counter)
