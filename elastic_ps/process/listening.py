@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
 
-class Place(NamedTuple):
+class ListenAddress(NamedTuple):
     """Attributes: `both`: a socket of the family takes connections of IPv4, too."""
 
     family: socket.AddressFamily
@@ -29,7 +29,7 @@ class Place(NamedTuple):
         return not self.host
 
 
-def place_of(host: str) -> Place:
+def listen_address(host: str) -> ListenAddress:
     """Where to listen on `host`, an address or a name.
 
     Each word for every address ("", 0.0.0.0, ::) means those of IPv4 and of IPv6, as it does for gRPC. Where
@@ -39,7 +39,7 @@ def place_of(host: str) -> Place:
     everywhere = host in ("", "0.0.0.0", "::")
     both = everywhere and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
-    return Place(family, "" if everywhere else host, both)
+    return ListenAddress(family, "" if everywhere else host, both)
 
 
 REQUESTS = 128
@@ -50,7 +50,7 @@ REQUEST = timedelta(seconds=10)
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Answers in a thread for each request. `address`: see `place_of`, and a port; 0 picks one."""
+    """Answers in a thread for each request. `address`: see `listen_address`, and a port; 0 picks one."""
 
     daemon_threads = True
     requests, limit = REQUESTS, REQUEST
@@ -58,13 +58,13 @@ class HttpServer(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self._open: dict[Any, float] = {}  # requests, and since when, the oldest first
         self._lock = threading.Lock()
-        self._place = place_of(address[0])
-        self.address_family = self._place.family
-        super().__init__((self._place.host, address[1]), handler)
+        self._listens = listen_address(address[0])
+        self.address_family = self._listens.family
+        super().__init__((self._listens.host, address[1]), handler)
 
     def server_bind(self) -> None:
         """Without looking up what the host is called, as `HTTPServer` does; that may take its time."""
-        if self._place.both:
+        if self._listens.both:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         socketserver.TCPServer.server_bind(self)
 

@@ -28,7 +28,7 @@ class StatusServer:
     """Serves what `status` and `loss` return.
 
     Args:
-        bind: `host:port`; see `listening.place_of`.
+        bind: `host:port`; see `listening.listen_address`.
         status: the parameter server's status now.
         loss: the loss curve.
 

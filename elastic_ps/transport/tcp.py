@@ -19,7 +19,7 @@ import time
 from datetime import timedelta
 
 from elastic_ps.errors import CannotListen
-from elastic_ps.process.listening import place_of
+from elastic_ps.process.listening import listen_address
 from elastic_ps.transport.base import Limits
 from elastic_ps.transport.credentials import Credentials, UntrustedError
 from elastic_ps.transport.stream import PROTOCOL, STALL, StreamConnection, StreamServer
@@ -75,7 +75,7 @@ class TcpServer(StreamServer):
         stall: timedelta = STALL,
         credentials: Credentials | None = None,
     ) -> None:
-        """Listen on `bind`, `host:port`; port 0 picks one; see `place_of`.
+        """Listen on `bind`, `host:port`; port 0 picks one; see `listen_address`.
 
         Args:
             known: the address that clients know, if this is its data port. Default: `bind`.
@@ -90,15 +90,15 @@ class TcpServer(StreamServer):
         if credentials is not None:
             credentials.accepting()
         host, port = split(bind)
-        place = place_of(host)
+        address = listen_address(host)
         try:
             listener = socket.create_server(
-                (place.host, port), family=place.family, backlog=BACKLOG, dualstack_ipv6=place.both
+                (address.host, port), family=address.family, backlog=BACKLOG, dualstack_ipv6=address.both
             )
         except (OSError, OverflowError) as error:
             raise CannotListen(f"cannot listen on {bind}: {error}") from error
         _, at, *_ = listener.getsockname()
-        here = f"{'127.0.0.1' if place.everywhere else bind.rpartition(':')[0]}:{at}"
+        here = f"{'127.0.0.1' if address.everywhere else bind.rpartition(':')[0]}:{at}"
         _, number = split(known or here)
         super().__init__(
             listener,

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 PAGE = 250
 """Objects in a page of a listing: some megabytes of JSON."""
 
-Place: TypeAlias = tuple[Resource, str]
+Scope: TypeAlias = tuple[Resource, str]
 """A kind of object, and the namespace in which it is listed and watched; "" for all."""
 
 
@@ -94,17 +94,17 @@ class Listings:
         self.monitors = {resource: WatchMonitor() for resource in kinds}
         self.due = asyncio.Event()
         self._left_out: frozenset[str] = frozenset()
-        self._listed_by_kopf: set[Place] = set()
-        self._begun: Counter[Place] = Counter()
-        self._caught_up: Counter[Place] = Counter()
+        self._listed_by_kopf: set[Scope] = set()
+        self._begun: Counter[Scope] = Counter()
+        self._caught_up: Counter[Scope] = Counter()
 
-    def answered(self, verb: str, place: Place) -> None:
+    def answered(self, verb: str, scope: Scope) -> None:
         """The API server has answered kopf's listing, or has begun to answer its watch."""
         if verb == "list":
-            self._listed_by_kopf.add(place)
-        elif place in self._listed_by_kopf:
-            self._listed_by_kopf.remove(place)
-            self._begun[place] += 1
+            self._listed_by_kopf.add(scope)
+        elif scope in self._listed_by_kopf:
+            self._listed_by_kopf.remove(scope)
+            self._begun[scope] += 1
             self.due.set()
 
     def told(self, resource: Resource, event: Mapping[str, Any]) -> None:
@@ -158,8 +158,8 @@ class Listings:
 
     def _list(self, resource: Resource, namespace: str) -> dict[str, str]:
         """The versions by uid. If it fails, the store has what it had."""
-        place = (resource, namespace)
-        begun = self._begun[place]
+        scope = (resource, namespace)
+        begun = self._begun[scope]
         found: dict[str, str] = {}
         query = {"limit": str(PAGE)}
         if selector := selector_of(resource):
@@ -177,8 +177,8 @@ class Listings:
                 break
             query["continue"] = metadata["continue"]
         self._store.listed(resource, namespace, found, version)
-        if begun != self._caught_up[place]:
-            self._caught_up[place] = begun
+        if begun != self._caught_up[scope]:
+            self._caught_up[scope] = begun
             self.monitors[resource].caught_up(found)
         return found
 
