@@ -51,13 +51,13 @@ class LiveDisplay:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._told = 0
+        self._shown = 0
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._live.start()
 
     def update(self, status: LocalStatus, record: Record) -> None:
-        events = record.events[self._told :]
-        self._told += len(events)
+        events = record.events[self._shown :]
+        self._shown += len(events)
         for event in events:
             self._console.print(event_line(event), soft_wrap=True)
         self._live.update(frame(status, record, height=self._console.height), refresh=True)
@@ -71,12 +71,12 @@ class PlainDisplay:
     """A line about every two seconds, and one for each event."""
 
     def __init__(self) -> None:
-        self._told = 0
+        self._shown = 0
         self._next = PLAIN_SECONDS
 
     def update(self, status: LocalStatus, record: Record) -> None:
-        events = record.events[self._told :]
-        self._told += len(events)
+        events = record.events[self._shown :]
+        self._shown += len(events)
         for event in events:
             print(event_line(event).plain)
         if status.elapsed >= self._next:

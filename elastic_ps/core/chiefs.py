@@ -20,7 +20,7 @@ class Chiefs:
             its script is in its loop; None before one is needed.
         of: for each epoch, who that is or was. The chief of the last epoch is that of the job's end, also if
             a script has stopped the job before.
-        told: for each epoch, the stay that was told last that it is the chief; None for one of an earlier
+        notified: for each epoch, the stay that was told last that it is the chief; None for one of an earlier
             term, which may have been told.
         early: workers that wait for records, and whose scripts have not begun the last epoch. They will not
             come to its end if training ends now.
@@ -29,7 +29,7 @@ class Chiefs:
 
     now: int | None = None
     of: dict[int, int] = field(default_factory=dict)
-    told: dict[int, Stay | None] = field(default_factory=dict)
+    notified: dict[int, Stay | None] = field(default_factory=dict)
     early: set[int] = field(default_factory=set)
     loops: dict[int, int] = field(default_factory=dict)
 
@@ -61,7 +61,7 @@ class Chiefs:
                 return False
             self.now = self._first_to_come(stay, epoch, live, ledger)
         assert self.now is not None
-        passed = any(told > epoch and self.of.get(told) == self.now for told in self.told)
+        passed = any(notified > epoch and self.of.get(notified) == self.now for notified in self.notified)
         self.of[epoch] = stay.worker if passed else self.now
         return True
 
@@ -88,18 +88,18 @@ class Chiefs:
         Nobody else is told of the end meanwhile: if that one leaves, there has to be another chief.
         """
         chief = self.of.get(last_epoch)
-        return chief in live and chief != stay.worker and last_epoch not in self.told
+        return chief in live and chief != stay.worker and last_epoch not in self.notified
 
     def tell(self, stay: Stay, epoch: int) -> bool:
         """Tell the member whether it is the one to evaluate and save at the end of the epoch.
 
         A process that takes the chief's place is the chief, too, unless the one before has said goodbye.
         """
-        before = self.told.get(epoch)
+        before = self.notified.get(epoch)
         said_goodbye = before is not None and before is not stay and before.outcome == "left"
         if self.of.get(epoch) != stay.worker or said_goodbye:
             return False
-        self.told[epoch] = stay
+        self.notified[epoch] = stay
         return True
 
     def require(self, stay: Stay, *, again: bool) -> None:
@@ -113,7 +113,7 @@ class Chiefs:
         """
         if again and self.now is None and not self.of:
             self.now = stay.worker
-        if stay.worker != self.now and not any(told is stay for told in self.told.values()):
+        if stay.worker != self.now and not any(notified is stay for notified in self.notified.values()):
             chief = "no worker is yet" if self.now is None else f"worker {self.now} is"
             raise Refused(
                 RefusalCode.INVALID,
@@ -128,7 +128,7 @@ class Chiefs:
         """
         if self.now == stay.worker:
             self.now = None
-        self.of = {e: w for e, w in self.of.items() if w != stay.worker or e in self.told}
+        self.of = {e: w for e, w in self.of.items() if w != stay.worker or e in self.notified}
         self.loops.pop(stay.worker, None)
 
     def gone(self, stay: Stay) -> None:

@@ -173,7 +173,7 @@ class Batches:
         self._computed += [batch for step in self._kept for batch in step]
         self._kept = []
 
-    def told(self) -> None:
+    def forget_skipped(self) -> None:
         """The parameter server knows what was skipped."""
         self._skipped = []
 

@@ -160,7 +160,7 @@ class Records:
                     continue
                 if wait:
                     worker.working.note(Event.TELL)
-                    self._batches.told()
+                    self._batches.forget_skipped()
                     self._accept(granted)
                 return ranges_from_message(granted.ranges)
             except Refused as refusal:

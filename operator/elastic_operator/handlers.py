@@ -126,8 +126,8 @@ def build_registry(
 
     def watch(resource: Resource) -> None:
         @kopf.on.event(group_of(resource), resource, id=resource, registry=registry)
-        async def told(event: kopf.RawEvent, **_: Any) -> None:
-            listings.told(resource, event)
+        async def notify(event: kopf.RawEvent, **_: Any) -> None:
+            listings.notify(resource, event)
 
     for resource in listings.monitors:
         watch(resource)

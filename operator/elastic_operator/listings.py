@@ -78,7 +78,7 @@ class WatchMonitor:
 
 
 class Listings:
-    """All of an operator's. `answered` and `told` are for kopf's event loop, the rest for any thread.
+    """All of an operator's. `answered` and `notify` are for kopf's event loop, the rest for any thread.
 
     Attributes:
         monitors: by each kind of object that is listed and watched.
@@ -107,7 +107,7 @@ class Listings:
             self._begun[scope] += 1
             self.due.set()
 
-    def told(self, resource: Resource, event: Mapping[str, Any]) -> None:
+    def notify(self, resource: Resource, event: Mapping[str, Any]) -> None:
         """kopf tells of an object; the event's type is None if it has listed it."""
         kind, manifest = event["type"], event["object"]
         if kind is not None:

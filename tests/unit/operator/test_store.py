@@ -335,7 +335,7 @@ def test_what_was_listed_before_a_watch_and_what_it_delivers_is_not_late(
     listings.list_all("trainingjobs")
     assert listings.ages()["trainingjobs"] > 0, "nobody watches yet"
     assert "networkpolicies" not in listings.ages(), "jobs get none"
-    listings.told("trainingjobs", {"type": None, "object": server.get(JOBS, "before")})
+    listings.notify("trainingjobs", {"type": None, "object": server.get(JOBS, "before")})
     listings.answered("list", ("trainingjobs", ""))
     listings.list_all("trainingjobs")
     assert listings.ages()["trainingjobs"] > 0, "it was listed by kopf, which does not watch yet"
@@ -347,10 +347,10 @@ def test_what_was_listed_before_a_watch_and_what_it_delivers_is_not_late(
     later = server.add_job("later")
     listings.list_all("trainingjobs")
     assert listings.ages()["trainingjobs"] > 0, "the watch has not told of it"
-    listings.told("trainingjobs", {"type": "ADDED", "object": later})
+    listings.notify("trainingjobs", {"type": "ADDED", "object": later})
     assert listings.ages()["trainingjobs"] == 0
     server.remove(JOBS, "before")
-    listings.told("trainingjobs", {"type": "DELETED", "object": {**later}})
+    listings.notify("trainingjobs", {"type": "DELETED", "object": {**later}})
     assert [*store.jobs()] == [("default", "before")]
     listings.due.clear()
     listings.answered("watch", ("trainingjobs", ""))
