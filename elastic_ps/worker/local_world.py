@@ -58,19 +58,19 @@ class _Arrival(NamedTuple):
 
     what: str
     mine: Any
-    wishes: dict[str, str]
+    proposals: dict[str, str]
 
 
 class _Answer(NamedTuple):
     """What process 0 tells the others; `problem` is an exception's type and arguments."""
 
     value: Any
-    wishes: dict[str, str]
+    proposals: dict[str, str]
     problem: tuple[type[ElasticPSError], tuple[Any, ...]] | None = None
 
 
 class LocalWorld:
-    """This process among those of its worker. Belongs to the training thread, but for `wish`.
+    """This process among those of its worker. Belongs to the training thread, but for `propose`.
 
     Args:
         rank: of this process, from 0.
@@ -84,7 +84,7 @@ class LocalWorld:
         self, rank: int = 0, links: Sequence[Links] = (), size: int = 1, *, ending: timedelta = ENDING
     ) -> None:
         self.rank, self.size, self.links, self._ending = rank, size, links, ending
-        self._wishes: dict[str, str] = {}
+        self._proposals: dict[str, str] = {}
         self._agreed: dict[str, str] = {}
         self._shared: list[SharedMemory] = []
 
@@ -98,20 +98,20 @@ class LocalWorld:
         """Whether the worker has a single process."""
         return self.size == 1
 
-    def wish(self, name: str, value: str) -> None:
+    def propose(self, name: str, value: str) -> None:
         """Something that this process wants; all have it from the next question on.
 
         May be called from a signal handler.
         """
-        self._wishes.setdefault(name, value)
+        self._proposals.setdefault(name, value)
 
     def agreed(self, name: str) -> str:
         """What some process has wished, as of the last question; "" if none has."""
-        return (self._wishes if self.alone else self._agreed).get(name, "")
+        return (self._proposals if self.alone else self._agreed).get(name, "")
 
-    def wished(self, name: str) -> bool:
+    def proposed(self, name: str) -> bool:
         """Whether this process has wished it, or all know that some process has."""
-        return name in self._wishes or name in self._agreed
+        return name in self._proposals or name in self._agreed
 
     def decide(self, what: str, call: Callable[[], T]) -> T:
         """As `gather`, where nothing is to be known of the others."""
@@ -133,10 +133,10 @@ class LocalWorld:
         if not self.leads:
             told: T = self._ask(what, mine)
             return told
-        arrivals = [_Arrival(what, mine, self._wishes.copy())]
+        arrivals = [_Arrival(what, mine, self._proposals.copy())]
         arrivals += [self._receive(rank, what) for rank in range(1, self.size)]
         for arrival in reversed(arrivals):
-            self._agreed |= arrival.wishes
+            self._agreed |= arrival.proposals
         try:
             _check_together(arrivals)
             answer = _Answer(call([arrival.mine for arrival in arrivals]), self._agreed)
@@ -196,11 +196,11 @@ class LocalWorld:
 
     def _ask(self, what: str, mine: object) -> Any:
         try:
-            self.links[0].questions.send(_Arrival(what, mine, self._wishes.copy()))
+            self.links[0].questions.send(_Arrival(what, mine, self._proposals.copy()))
             answer: _Answer = self.links[0].questions.recv()
         except (EOFError, OSError):
             self.ended(0, what)
-        self._agreed = answer.wishes
+        self._agreed = answer.proposals
         if answer.problem is not None:
             kind, given = answer.problem
             raise kind(*given)
@@ -227,9 +227,9 @@ class LocalWorld:
             Drained: the worker was asked to leave.
             UsageError: nobody has ended this process, since the other one's script came to its end.
         """
-        if DRAIN not in self._wishes:
+        if DRAIN not in self._proposals:
             time.sleep(self._ending.total_seconds())
-        if DRAIN in self._wishes:
+        if DRAIN in self._proposals:
             raise Drained
         raise UsageError(
             f"process {rank} of this worker has ended its script, but process {self.rank} is at {what}. With "

@@ -325,12 +325,12 @@ class Member:
     @property
     def asked_to_leave(self) -> bool:
         """Whether this process was asked to leave; others of the worker may not know yet."""
-        return self._world.wished(DRAIN)
+        return self._world.proposed(DRAIN)
 
     def drain(self) -> None:
         """Leave at the next opportunity. May be called from a signal handler."""
         self._client.expect_to_leave()
-        self._world.wish(DRAIN, "asked to leave")
+        self._world.propose(DRAIN, "asked to leave")
 
     def leave(self, *, in_step: bool) -> None:
         """Say goodbye and close the connections; what this worker holds goes to others.

@@ -323,7 +323,7 @@ class Stopping:
     def ask(self, reason: str) -> None:
         """End it on all workers. Blocks for the answer. Raises Refused."""
         if not self._world.alone:
-            self._world.wish(_STOP, reason)  # the other processes may not know of it yet
+            self._world.propose(_STOP, reason)  # the other processes may not know of it yet
             return
         self.learn(reason)
         self._client.stop(self.reason)

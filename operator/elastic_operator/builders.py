@@ -36,8 +36,8 @@ PS_GRACE_SECONDS = 120
 LOST_NODE_SECONDS = 30
 """After which the pods of a node that does not answer are deleted."""
 
-_WISHES: Manifest = {
-    "name": "wishes",
+_DESIRED_VOLUME: Manifest = {
+    "name": "desired",
     "downwardAPI": {
         "items": [
             {
@@ -287,7 +287,7 @@ def _contract(
         hostname=names.pod(name, role, index) if role == "worker" else "",
         tls=Path(names.TLS_DIRECTORY) if secured else None,
         joined=Path(names.JOINED) if role == "worker" else None,
-        tuning=Path(names.WISHES_DIRECTORY) / "tuning.json" if (role, index) == ("ps", 0) else None,
+        tuning=Path(names.DESIRED_DIRECTORY) / "tuning.json" if (role, index) == ("ps", 0) else None,
     )
     variables = environment.to_variables()
     contract: list[Manifest] = [{"name": name, "value": value} for name, value in variables.items()]
@@ -306,8 +306,8 @@ def _default_pod_spec(job: str, spec: TrainingJobSpec, role: Role, index: int) -
         mounts.append({"name": "checkpoints", "mountPath": names.CHECKPOINT_DIRECTORY})
         volumes.append({"name": "checkpoints", **_checkpoint_volume(job, spec)})
         if (role, index) == ("ps", 0):
-            mounts.append({"name": "wishes", "mountPath": names.WISHES_DIRECTORY, "readOnly": True})
-            volumes.append(_WISHES)
+            mounts.append({"name": "desired", "mountPath": names.DESIRED_DIRECTORY, "readOnly": True})
+            volumes.append(_DESIRED_VOLUME)
     else:
         mounts.append({"name": "shm", "mountPath": "/dev/shm"})
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})

@@ -53,7 +53,7 @@ EXPECTED = (
 """What a job may be called: a Service's name begins with a letter, and has at most 63 characters."""
 
 CHECKPOINT_DIRECTORY = "/var/lib/elastic-ps"
-WISHES_DIRECTORY = "/etc/elastic-ps"
+DESIRED_DIRECTORY = "/etc/elastic-ps"
 JOINED = "/tmp/elastic-ps-joined"
 """In a worker's pod, the file that it makes when it has joined."""
 

@@ -55,7 +55,7 @@ def test_a_process_that_ends_while_memory_is_shared_out_is_named(rank: int) -> N
 def test_a_process_knows_what_it_was_asked_before_the_others_do() -> None:
     """SIGTERM comes within a step, and the parameter server is gone: no question is asked any more."""
     world = LocalWorld(0, [], size=2)
-    world.wish("drain", "asked to leave")
-    assert world.wished("drain")
+    world.propose("drain", "asked to leave")
+    assert world.proposed("drain")
     assert not world.agreed("drain")
-    assert not world.wished("stop")
+    assert not world.proposed("stop")
