@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from elastic_ps.server.zero import ShardZero
 
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import Times, TrainingJobSpec
@@ -26,6 +25,7 @@ from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Configuration, Report
 from elastic_ps.server.process import service_of
 from elastic_ps.server.service import Callers
+from elastic_ps.server.shard_zero import ShardZero
 from elastic_ps.server.steps import StepCalls
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb

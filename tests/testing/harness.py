@@ -172,7 +172,7 @@ class Job:
     @property
     def coordinator(self) -> Asked:
         """What can be asked of shard 0 as it is now."""
-        zero = self.servers[0].zero
+        zero = self.servers[0].shard_zero
         assert zero is not None
         return Asked(zero, self.servers[0].node)
 

@@ -9,7 +9,6 @@ from typing import Any, cast, get_args
 
 import pytest
 import torch
-from elastic_ps.server.zero import ShardZero
 from google.protobuf.message import Message
 
 from elastic_ps.contract.identity import Identity, Role
@@ -19,6 +18,7 @@ from elastic_ps.server.node import Node
 from elastic_ps.server.process import service_of
 from elastic_ps.server.service import HEADER, Service, refuse, refuse_to_end, refuse_to_speak_for
 from elastic_ps.server.shard_service import ShardService
+from elastic_ps.server.shard_zero import ShardZero
 from elastic_ps.tensors.store import TensorStore
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.calls import CALLS, GONE, At, By, Call, Sender

@@ -66,7 +66,7 @@ def test_who_was_declared_gone_while_it_waited_is_not_told_that_its_step_was_mad
         assert waits.wait(60)
         lost.ask(pb.GoneRequest(job="job", worker=0, instance=lost.instance))
         assert not server.status().members[0].present
-        attempt = server.zero.job.state.rounds.attempt if server.zero is not None else 0
+        attempt = server.shard_zero.job.state.rounds.attempt if server.shard_zero is not None else 0
         other.push(0, 0, attempt=attempt, finish=other.finishing(0, taken[1], attempt=attempt))
         with pytest.raises(Refused) as refused:
             pulled.result(60)
