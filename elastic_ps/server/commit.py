@@ -346,12 +346,12 @@ class CommitCoordinator:
             samples=sum(c.samples for c in contributions),
             settings=state.settings_to_step_with(contributions),
             assigns=any(c.assigns for c in contributions),
-            elsewhere=state.custody is not None,
+            elsewhere=state.state_holders is not None,
         )
         version = rounds.version + 1
         due = self._checkpoints.due(version, job.clock())
-        if state.custody is not None:  # it is written when a worker has sent the values
-            state.custody.wanted = version if due else None
+        if state.state_holders is not None:  # it is written when a worker has sent the values
+            state.state_holders.wanted = version if due else None
             return Advance(version, 0, state.following, application, term=state.term)
         number = self._checkpoints.number() if due else 0
         order = Advance(version, 0, state.following, application, checkpoint=number, term=state.term)

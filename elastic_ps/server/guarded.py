@@ -15,8 +15,8 @@ from typing import TypeVar
 
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.tuning import Tuning
+from elastic_ps.core.all_reduce import StateHolders
 from elastic_ps.core.membership import Stay
-from elastic_ps.core.reduced import Custody
 from elastic_ps.core.stages import COURSES, TELLING, Course, CourseEvent, Telling, TellingEvent
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server.limits import USUAL, ServerLimits
@@ -113,8 +113,10 @@ class Guarded:
 
     def blank(self, term: int) -> JobState:
         """The state of a job that begins in this term."""
-        spec, custody = self.spec, Custody() if self.spec.all_reduce else None
-        state = JobState(term, self.lease, spec.consistency, spec.data, tuning=self.tuning, custody=custody)
+        spec, state_holders = self.spec, StateHolders() if self.spec.all_reduce else None
+        state = JobState(
+            term, self.lease, spec.consistency, spec.data, tuning=self.tuning, state_holders=state_holders
+        )
         # If all checkpoints were lost, there was such a term before; its workers are no members of this one.
         state.members.last_incarnation += secrets.randbits(31)
         return state

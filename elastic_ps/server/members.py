@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core import script_state
+from elastic_ps.core.all_reduce import Peer
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.metrics import keep
 from elastic_ps.core.partition import TensorSpec, difference
-from elastic_ps.core.reduced import Peer
 from elastic_ps.core.sizing import Link, Turn
 from elastic_ps.core.stages import Stage, StageEvent
 from elastic_ps.errors import Malformed, RefusalCode, Refused
@@ -119,9 +119,9 @@ class MemberCalls:
             call=request.caller.call,
             follows=request.caller.incarnation,
         )
-        if state.custody is not None:
+        if state.state_holders is not None:
             live = [each.incarnation for each in state.members.live.values()]
-            state.custody.introduce(stay.incarnation, _peer(request), live)
+            state.state_holders.introduce(stay.incarnation, _peer(request), live)
         if not state.initialised:
             state.note(StageEvent.BRING, initialiser=stay.worker)
             self._job.note_change()
@@ -187,12 +187,12 @@ class MemberCalls:
 
     def _take_version(self, request: pb.InitDoneRequest) -> None:
         with self._job.member(request.caller) as (state, _):
-            _, custody = state.reduced
+            _, state_holders = state.all_reduce
             if request.version != state.version:
                 text = f"values of version {request.version} came, but version {state.version} is there"
                 raise Refused(RefusalCode.WRONG_VERSION, text)
-            custody.version = request.version
-            wanted = custody.wanted == request.version
+            state_holders.version = request.version
+            wanted = state_holders.wanted == request.version
             self._job.changed.notify_all()
         if wanted:
             self._checkpoints.order()
@@ -321,7 +321,7 @@ def _link(request: pb.JoinRequest) -> Link | None:
 def _require_speakable(state: JobState, worker: int, peer: Peer) -> None:
     """Raise Refused (INVALID) if a worker cannot be of a group with the others; the lock is held."""
     members = {stay.worker: stay.incarnation for stay in state.members.live.values()}
-    if state.custody is not None and (problem := state.custody.refuse(worker, peer, members)):
+    if state.state_holders is not None and (problem := state.state_holders.refuse(worker, peer, members)):
         raise Refused(RefusalCode.INVALID, problem)
 
 

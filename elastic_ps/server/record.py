@@ -26,6 +26,7 @@ from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec import dtype_of, name_of
 from elastic_ps.codec.optimizers import MASTER, PULLED, WIDE, Optimizers, usual_state
 from elastic_ps.codec.several import SEPARATOR, Kind
+from elastic_ps.core.all_reduce import StateHolders
 from elastic_ps.core.balance import Balance
 from elastic_ps.core.chiefs import Chiefs
 from elastic_ps.core.consistency import Contribution
@@ -37,7 +38,6 @@ from elastic_ps.core.pace import Pace
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.portions import PortionedLedger
 from elastic_ps.core.progress import Curve, Distribution
-from elastic_ps.core.reduced import Custody
 from elastic_ps.core.results import Results
 from elastic_ps.core.script_state import from_text
 from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints
@@ -124,8 +124,8 @@ class JobRecord(BaseModel):
                     f"with {before}. In the new order some records would be trained again, and others never; "
                     f"set data.{key} to {before} to continue from the checkpoint"
                 )
-        custody = Custody(version) if all_reduce else None
-        state = JobState(term, lease, consistency, data, model=model, custody=custody)
+        state_holders = StateHolders(version) if all_reduce else None
+        state = JobState(term, lease, consistency, data, model=model, state_holders=state_holders)
         state.note(StageEvent.RESUME)
         state.settings = Settings.from_json(self.settings)
         state.rounds.version = version

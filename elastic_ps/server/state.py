@@ -15,6 +15,7 @@ from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import Data
 from elastic_ps.api.tuning import Tuning
 from elastic_ps.core import dataset, schedules
+from elastic_ps.core.all_reduce import AllReduceRounds, StateHolders
 from elastic_ps.core.balance import Balance
 from elastic_ps.core.calls import Calls
 from elastic_ps.core.chiefs import Chiefs
@@ -27,7 +28,6 @@ from elastic_ps.core.modes import rounds_of
 from elastic_ps.core.pace import Pace, Waiting
 from elastic_ps.core.partition import Layout
 from elastic_ps.core.portions import LEAST, PortionedLedger
-from elastic_ps.core.reduced import Custody, ReducedRounds
 from elastic_ps.core.results import Results
 from elastic_ps.core.script_state import EMPTY
 from elastic_ps.core.settings import Settings
@@ -121,12 +121,12 @@ class JobState:
     balance: Balance = field(default_factory=Balance)
     calls: Calls[pb.TakeReply] = field(default_factory=Calls)
     tuning: Tuning | None = None
-    custody: Custody | None = None
+    state_holders: StateHolders | None = None
 
     def __post_init__(self) -> None:
         first = self.term * INCARNATIONS_PER_TERM
         self.members = Membership(lease=self.lease, last_incarnation=first)
-        self.rounds = rounds_of(self.consistency) if self.custody is None else ReducedRounds()
+        self.rounds = rounds_of(self.consistency) if self.state_holders is None else AllReduceRounds()
 
     @property
     def version(self) -> int:
@@ -194,21 +194,21 @@ class JobState:
     @property
     def values_are_here(self) -> bool:
         """Whether the shards have the values of the version; always, unless the workers make the steps."""
-        return self.custody is None or self.custody.version == self.version
+        return self.state_holders is None or self.state_holders.version == self.version
 
     @property
     def orphaned(self) -> bool:
         """Whether nobody has the values of the version any more."""
-        if self.custody is None or not self.initialised or self.values_are_here or self.rounds.decided:
+        if self.state_holders is None or not self.initialised or self.values_are_here or self.rounds.decided:
             return False
-        return self.custody.holders.isdisjoint(stay.incarnation for stay in self.members.live.values())
+        return self.state_holders.holders.isdisjoint(stay.incarnation for stay in self.members.live.values())
 
     @property
-    def reduced(self) -> tuple[ReducedRounds, Custody]:
+    def all_reduce(self) -> tuple[AllReduceRounds, StateHolders]:
         """The rounds, where the workers make the steps. Raises Refused (INVALID) in another job."""
-        if self.custody is None or not isinstance(self.rounds, ReducedRounds):
+        if self.state_holders is None or not isinstance(self.rounds, AllReduceRounds):
             raise Refused(RefusalCode.INVALID, "workers meet only in a job with strategy all-reduce")
-        return self.rounds, self.custody
+        return self.rounds, self.state_holders
 
     @property
     def may_join(self) -> bool:
@@ -472,7 +472,7 @@ class JobState:
 
         With `strategy: all-reduce` the others make the round as another group, if it was of theirs.
         """
-        if self.custody is not None:
+        if self.state_holders is not None:
             self._give_back_steps(self.rounds.lose(worker))
         else:
             self.rounds.withdraw(worker)
@@ -578,8 +578,8 @@ class JobState:
             stay.steps, stay.last_step = stay.steps + (not c.assigns), c.step
             stay.staleness = staleness[c.worker]
             stay.records += sum(r.records for r in c.records)
-        if self.custody is not None:
-            self.custody.holders = sent
+        if self.state_holders is not None:
+            self.state_holders.holders = sent
         self.rounds.end_commit()
         self.opened_with = None
         if any(c.assigns for c in contributions):

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from elastic_ps.codec.auto import CANDIDATES
+from elastic_ps.core.all_reduce import Barrier
 from elastic_ps.core.consistency import After, Contribution, Entry
 from elastic_ps.core.ledger import LedgerError, Range
 from elastic_ps.core.membership import Stay
-from elastic_ps.core.reduced import Place
 from elastic_ps.core.stages import CourseEvent
 from elastic_ps.errors import InvalidModel, Malformed, RefusalCode, Refused
 from elastic_ps.server.guarded import Look
@@ -320,7 +320,7 @@ class StepCalls:
 
     @answers(calls.MEET)
     def meet(self, request: pb.MeetRequest, incoming: Incoming) -> pb.MeetReply | None:
-        """Come to a place of the open round, and wait for the others; or learn that another round is open.
+        """Come to a barrier of the open round, and wait for the others; or learn that another round is open.
 
         Gradients and values do not come here, but for a version that is to be written to disk, which one
         worker sends.
@@ -338,14 +338,14 @@ class StepCalls:
                 if refusal.code is not RefusalCode.STALE_ATTEMPT:  # the answer says which is open
                     raise
         try:
-            place = Place(request.place) if request.HasField("place") else None
+            barrier = Barrier(request.barrier) if request.HasField("barrier") else None
         except ValueError as error:
             raise Malformed(str(error)) from error
         known = (version, attempt if request.HasField("attempt") else None)
 
         def decide(state: JobState) -> pb.MeetReply | Look | None:
             stay = self.job.check(request.caller)
-            rounds, custody = state.reduced
+            rounds, state_holders = state.all_reduce
             if (rounds.version, rounds.attempt) != known:
                 return None if self.job.behind else _met(state, worker)
             if request.broken and not rounds.decided:
@@ -354,19 +354,19 @@ class StepCalls:
                 state.begin_again()
                 self.job.note_change()
                 return Look.AGAIN
-            if place is None:
+            if barrier is None:
                 return None
             if not rounds.takes_part(worker):
                 text = f"worker {worker} does not make the round on version {version}"
                 raise Refused(RefusalCode.LATE, text)
-            if rounds.meet(worker, place, holds=request.holds):
-                if place is Place.GRADIENTS:
-                    custody.holders.add(stay.incarnation)
+            if rounds.meet(worker, barrier, holds=request.holds):
+                if barrier is Barrier.GRADIENTS:
+                    state_holders.holders.add(stay.incarnation)
                 self.job.changed.notify_all()
-            if not rounds.together(place) or self.job.behind:
+            if not rounds.together(barrier) or self.job.behind:
                 return None
-            if place is Place.GRADIENTS or rounds.source is not None or state.values_are_here:
-                return _met(state, worker, place)
+            if barrier is Barrier.GRADIENTS or rounds.source is not None or state.values_are_here:
+                return _met(state, worker, barrier)
             self.job.turn(CourseEvent.ROLL_BACK)  # nobody of the group has the version
             return Look.AGAIN
 
@@ -378,17 +378,17 @@ class StepCalls:
         If no other worker of the open round has them, they would be lost with this one.
         """
         with self.job.member(request.caller) as (state, stay):
-            rounds, _ = state.reduced
+            rounds, _ = state.all_reduce
             last = rounds.version == request.version and rounds.part(stay.worker)
             return pb.MeetReply(send=last and not state.values_are_here)
 
 
-def _met(state: JobState, worker: int, place: Place | None = None) -> pb.MeetReply:
-    """The open round. `place`: where all of the group are together. The lock is held."""
-    rounds, custody = state.reduced
+def _met(state: JobState, worker: int, barrier: Barrier | None = None) -> pb.MeetReply:
+    """The open round. `barrier`: where all of the group are together. The lock is held."""
+    rounds, state_holders = state.all_reduce
     live = state.members.live
     group = [live[other] for other in rounds.group if other in live]
-    wanted = custody.wanted == rounds.version and not state.values_are_here
+    wanted = state_holders.wanted == rounds.version and not state.values_are_here
     return pb.MeetReply(
         version=rounds.version,
         attempt=rounds.attempt,
@@ -397,13 +397,13 @@ def _met(state: JobState, worker: int, place: Place | None = None) -> pb.MeetRep
             pb.Peer(
                 worker=stay.worker,
                 incarnation=stay.incarnation,
-                address=custody.peers[stay.incarnation].address,
+                address=state_holders.peers[stay.incarnation].address,
             )
             for stay in group
         ],
-        together=place is not None,
-        all_hold=all(rounds.arrived.get(Place.STATE, {}).values()),
-        source=rounds.source if place is Place.STATE else None,
+        together=barrier is not None,
+        all_hold=all(rounds.arrived.get(Barrier.STATE, {}).values()),
+        source=rounds.source if barrier is Barrier.STATE else None,
         values_are_here=state.values_are_here,
         send=wanted and worker == min(rounds.holders, default=None),
         settings=state.settings.to_json(),

@@ -455,11 +455,11 @@ class FinishRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., settings: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., assigns: bool = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., reductions: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class MeetRequest(_message.Message):
-    __slots__ = ("caller", "version", "attempt", "place", "holds", "broken", "finish", "parts")
+    __slots__ = ("caller", "version", "attempt", "barrier", "holds", "broken", "finish", "parts")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    PLACE_FIELD_NUMBER: _ClassVar[int]
+    BARRIER_FIELD_NUMBER: _ClassVar[int]
     HOLDS_FIELD_NUMBER: _ClassVar[int]
     BROKEN_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
@@ -467,12 +467,12 @@ class MeetRequest(_message.Message):
     caller: Caller
     version: int
     attempt: int
-    place: int
+    barrier: int
     holds: bool
     broken: bool
     finish: FinishRequest
     parts: bool
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., place: _Optional[int] = ..., holds: bool = ..., broken: bool = ..., finish: _Optional[_Union[FinishRequest, _Mapping]] = ..., parts: bool = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., barrier: _Optional[int] = ..., holds: bool = ..., broken: bool = ..., finish: _Optional[_Union[FinishRequest, _Mapping]] = ..., parts: bool = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("worker", "address", "incarnation")

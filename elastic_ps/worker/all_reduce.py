@@ -1,7 +1,7 @@
 """Steps with `strategy: all-reduce`: the workers add up gradients among themselves, and each makes the step.
 
-The records, and who makes a version, are the parameter server's to say (`core.reduced`), as with every other
-way to make versions. A worker keeps its gradients until the version is made. So if the group loses a member,
+The parameter server says who makes a version of which records (`core.all_reduce`), as with every other way
+to make versions. A worker keeps its gradients until the version is made. So if the group loses a member,
 the others make the round again, as another group, without computing anything again. Nobody makes the step
 before shard 0 has said that the round is made, so all make it or none does.
 
@@ -22,8 +22,8 @@ import torch
 from elastic_ps.codec import checksum
 from elastic_ps.codec.finite import WHAT_TO_DO, require_finite
 from elastic_ps.codec.optimizers import WIDE
+from elastic_ps.core.all_reduce import Barrier
 from elastic_ps.core.partition import Bucket, Rule
-from elastic_ps.core.reduced import Place
 from elastic_ps.core.settings import Settings, clip_divisor
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.process.telemetry import History, Trace
@@ -181,7 +181,9 @@ class AllReduce(Strategy):
         for bucket in self._flat.layout.pushed[self._sums.begun if self._adding else 0 :]:
             self._require_finite(bucket)
         while True:
-            met = self._client.meet(step.stay, step.version, self._attempt, place=Place.GRADIENTS, holds=True)
+            met = self._client.meet(
+                step.stay, step.version, self._attempt, barrier=Barrier.GRADIENTS, holds=True
+            )
             if met.version != step.version:
                 raise Refused(RefusalCode.LATE, f"version {met.version} is made without this worker's step")
             if met.together:
@@ -237,7 +239,7 @@ class AllReduce(Strategy):
             if not met.lacking or self._settled == (version, met.attempt):
                 return
             stay, holds = self._client.stay, self.has(version)
-            met = self._client.meet(stay, version, met.attempt, place=Place.STATE, holds=holds)
+            met = self._client.meet(stay, version, met.attempt, barrier=Barrier.STATE, holds=holds)
             if met.version != version:
                 return
             if met.together:

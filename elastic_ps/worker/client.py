@@ -23,8 +23,8 @@ import torch
 from elastic_ps.codec import as_bytes, as_tensor, dtype_of
 from elastic_ps.codec.base import Payload
 from elastic_ps.codec.state import Stored
+from elastic_ps.core.all_reduce import Barrier
 from elastic_ps.core.partition import TensorSpec
-from elastic_ps.core.reduced import Place
 from elastic_ps.core.settings import Settings
 from elastic_ps.core.sizing import NEAR
 from elastic_ps.errors import (
@@ -402,18 +402,23 @@ class Client:
         version: int,
         attempt: int | None,
         *,
-        place: Place | None = None,
+        barrier: Barrier | None = None,
         holds: bool = False,
         broken: bool = False,
         ended: tuple[Step, pb.FinishRequest] | None = None,
     ) -> pb.MeetReply:
-        """Come to a place of the round, and wait for the others; see `MeetRequest`. Blocks.
+        """Come to a barrier of the round, and wait for the others; see `MeetRequest`. Blocks.
 
         Args:
             ended: at the end of a step: which, and what is said of it.
         """
         request = pb.MeetRequest(
-            caller=stay.caller(), version=version, attempt=attempt, place=place, holds=holds, broken=broken
+            caller=stay.caller(),
+            version=version,
+            attempt=attempt,
+            barrier=barrier,
+            holds=holds,
+            broken=broken,
         )
         if ended is not None:
             step, ending = ended

@@ -1,4 +1,4 @@
-"""`core.reduced`: who makes a round, where the group meets, and which version who has."""
+"""`core.all_reduce`: who makes a round, where the group meets, and which version who has."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from elastic_ps.core.all_reduce import AllReduceRounds, Barrier, Peer, StateHolders
 from elastic_ps.core.consistency import Contribution
-from elastic_ps.core.reduced import Custody, Peer, Place, ReducedRounds
 from elastic_ps.errors import RefusalCode, Refused
 
 
@@ -15,8 +15,8 @@ def step(worker: int, number: int = 0) -> Contribution:
     return Contribution(worker=worker, incarnation=worker, step=number, samples=1)
 
 
-def rounds_of(*workers: int) -> ReducedRounds:
-    rounds = ReducedRounds()
+def rounds_of(*workers: int) -> AllReduceRounds:
+    rounds = AllReduceRounds()
     for worker in workers:
         rounds.admit(worker)
     rounds.expected |= rounds.waiting
@@ -24,12 +24,12 @@ def rounds_of(*workers: int) -> ReducedRounds:
     return rounds
 
 
-def compute(rounds: ReducedRounds, *workers: int) -> None:
+def compute(rounds: AllReduceRounds, *workers: int) -> None:
     for worker in workers:
-        rounds.meet(worker, Place.GRADIENTS, holds=True)
+        rounds.meet(worker, Barrier.GRADIENTS, holds=True)
 
 
-def make(rounds: ReducedRounds, *workers: int) -> None:
+def make(rounds: AllReduceRounds, *workers: int) -> None:
     """These workers, who are the group, make the version."""
     compute(rounds, *workers)
     for worker in workers:
@@ -41,14 +41,14 @@ def make(rounds: ReducedRounds, *workers: int) -> None:
 def test_nobody_has_a_sum_before_all_have_computed() -> None:
     rounds = rounds_of(0, 1)
     compute(rounds, 0)
-    assert not rounds.together(Place.GRADIENTS)
+    assert not rounds.together(Barrier.GRADIENTS)
     assert rounds.awaited == {1}
     assert rounds.held_up == {0}
     with pytest.raises(Refused, match="without the gradients of all") as caught:
         rounds.finish(step(0), version=0, attempt=0)
     assert caught.value.code is RefusalCode.INVALID
     compute(rounds, 1)
-    assert rounds.together(Place.GRADIENTS)
+    assert rounds.together(Barrier.GRADIENTS)
     assert rounds.finish(step(0), version=0, attempt=0)
     assert not rounds.can_commit(last=True), "worker 1 may have no sum"
     assert rounds.finish(step(1), version=0, attempt=0)
@@ -59,9 +59,9 @@ def test_nobody_has_a_sum_before_all_have_computed() -> None:
 def test_a_newcomer_that_does_not_come_for_the_version_keeps_the_others_waiting() -> None:
     rounds = rounds_of(0, 1, 2)
     for worker in (0, 1):
-        rounds.meet(worker, Place.STATE, holds=True)
+        rounds.meet(worker, Barrier.STATE, holds=True)
     assert (rounds.awaited, rounds.held_up) == ({2}, {0, 1})
-    rounds.meet(2, Place.STATE, holds=False)
+    rounds.meet(2, Barrier.STATE, holds=False)
     assert (rounds.awaited, rounds.held_up) == ({0, 1, 2}, set()), "all compute"
 
 
@@ -70,7 +70,7 @@ def test_another_group_is_another_attempt() -> None:
     compute(rounds, 0, 1)
     assert rounds.lose(2) == []
     assert (rounds.attempt, rounds.group) == (1, [0, 1])
-    assert not rounds.together(Place.GRADIENTS), "they meet again"
+    assert not rounds.together(Barrier.GRADIENTS), "they meet again"
     with pytest.raises(Refused) as caught:
         rounds.finish(step(0), version=0, attempt=0)
     assert caught.value.code is RefusalCode.STALE_ATTEMPT
@@ -116,10 +116,10 @@ def test_the_group_meets_first_if_one_lacks_the_version() -> None:
     assert rounds.group == [0, 1, 2]
     assert rounds.lacking
     for worker in (2, 1):
-        rounds.meet(worker, Place.STATE, holds=worker != 2)
-    assert not rounds.together(Place.STATE)
-    rounds.meet(0, Place.STATE, holds=True)
-    assert rounds.together(Place.STATE)
+        rounds.meet(worker, Barrier.STATE, holds=worker != 2)
+    assert not rounds.together(Barrier.STATE)
+    rounds.meet(0, Barrier.STATE, holds=True)
+    assert rounds.together(Barrier.STATE)
     assert rounds.source == 0
     compute(rounds, 0)
     assert rounds.lacking, "it does not change within an attempt"
@@ -132,7 +132,7 @@ def test_a_worker_that_comes_back_may_have_kept_the_version() -> None:
     assert rounds.holders == set()
     rounds.admit(0)
     assert rounds.lacking
-    rounds.meet(0, Place.STATE, holds=True)
+    rounds.meet(0, Barrier.STATE, holds=True)
     assert rounds.source == 0
 
 
@@ -142,7 +142,7 @@ def test_of_workers_that_stop_at_once_the_last_one_hands_the_version_over() -> N
     make(rounds, 0, 1, 2)
     assert [rounds.part(worker) for worker in (2, 0, 1)] == [False, False, True]
     assert rounds.part(1), "it asks again, because the answer was lost"
-    rounds.meet(0, Place.GRADIENTS, holds=True)
+    rounds.meet(0, Barrier.GRADIENTS, holds=True)
     assert not rounds.part(1), "worker 0 goes on"
 
 
@@ -150,7 +150,7 @@ def test_two_groups_never_have_the_same_attempt() -> None:
     """Whatever happens: who is told of a version and an attempt is told of the same workers."""
     for seed in range(300):
         chance = random.Random(seed)
-        rounds = ReducedRounds()
+        rounds = AllReduceRounds()
         told: dict[tuple[int, int], object] = {}
         for number in range(60):
             worker = chance.randrange(4)
@@ -162,8 +162,8 @@ def test_two_groups_never_have_the_same_attempt() -> None:
                     rounds.lose(worker)
                 case 3:
                     if rounds.takes_part(worker):
-                        rounds.meet(worker, Place.GRADIENTS, holds=True)
-                        if rounds.together(Place.GRADIENTS):
+                        rounds.meet(worker, Barrier.GRADIENTS, holds=True)
+                        if rounds.together(Barrier.GRADIENTS):
                             rounds.finish(
                                 step(worker, number), version=rounds.version, attempt=rounds.attempt
                             )
@@ -177,15 +177,15 @@ def test_two_groups_never_have_the_same_attempt() -> None:
 
 
 def test_a_worker_with_another_torch_is_refused() -> None:
-    custody = Custody(peers={7: Peer("a:1", "2.13.0"), 8: Peer("b:1", "2.13.0")})
-    assert not custody.refuse(2, Peer("c:1", "2.13.0"), {0: 7, 1: 8})
-    problem = custody.refuse(2, Peer("c:1", "2.4.0"), {0: 7, 1: 8})
+    state_holders = StateHolders(peers={7: Peer("a:1", "2.13.0"), 8: Peer("b:1", "2.13.0")})
+    assert not state_holders.refuse(2, Peer("c:1", "2.13.0"), {0: 7, 1: 8})
+    problem = state_holders.refuse(2, Peer("c:1", "2.4.0"), {0: 7, 1: 8})
     assert problem.startswith("worker 2 has torch 2.4.0, and worker 0 has torch 2.13.0")
-    assert not custody.refuse(0, Peer("c:1", "2.4.0"), {0: 7}), "it takes its own place"
+    assert not state_holders.refuse(0, Peer("c:1", "2.4.0"), {0: 7}), "it takes its own place"
 
 
 def test_what_workers_have_told_of_themselves_is_forgotten_when_they_have_gone() -> None:
-    custody = Custody()
+    state_holders = StateHolders()
     for incarnation in range(1, 100):  # one stays, and others come and go
-        custody.introduce(incarnation, Peer(f"a:{incarnation}", "2.13.0"), {1, incarnation})
-    assert custody.peers == {1: Peer("a:1", "2.13.0"), 99: Peer("a:99", "2.13.0")}
+        state_holders.introduce(incarnation, Peer(f"a:{incarnation}", "2.13.0"), {1, incarnation})
+    assert state_holders.peers == {1: Peer("a:1", "2.13.0"), 99: Peer("a:99", "2.13.0")}

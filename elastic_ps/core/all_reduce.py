@@ -2,7 +2,7 @@
 
 A round makes a version out of one step of every worker, as in mode `sync`; only, the sums are formed in a
 process group of the workers, where no shard sees them. So an attempt has a fixed group: whenever another set
-of workers makes the round, it is another attempt. An attempt has three places where the group meets:
+of workers makes the round, it is another attempt. An attempt has three barriers:
 
 - `STATE`, if a worker lacks the version: it gets it there from one that has it.
 - `GRADIENTS`: all have computed their step. From here on all of them are at hand, so that nobody waits in the
@@ -21,7 +21,7 @@ from elastic_ps.core.consistency import Contribution, SyncRounds
 from elastic_ps.errors import RefusalCode, Refused
 
 
-class Place(enum.IntEnum):
+class Barrier(enum.IntEnum):
     """Where the workers that make a round wait for each other."""
 
     STATE = 0
@@ -31,20 +31,20 @@ class Place(enum.IntEnum):
 
 
 @dataclass
-class ReducedRounds(SyncRounds):
+class AllReduceRounds(SyncRounds):
     """Synchronous rounds of a group of workers.
 
     Attributes:
         holders: the workers of the open round that have its version, as far as is known, and have not told
             that they stop.
         lacking: in the open attempt, some worker may have to get the version first, so that all meet at
-            `Place.STATE`. It does not change within an attempt, so that all of the group do the same.
-        arrived: for each place, the workers that have come there, and whether they have the version.
+            `Barrier.STATE`. It does not change within an attempt, so that all of the group do the same.
+        arrived: for each barrier, the workers that have come to it, and whether they have the version.
     """
 
     holders: set[int] = field(default_factory=set)
     lacking: bool = True
-    arrived: dict[Place, dict[int, bool]] = field(default_factory=dict)
+    arrived: dict[Barrier, dict[int, bool]] = field(default_factory=dict)
 
     # --- who takes part
 
@@ -75,23 +75,23 @@ class ReducedRounds(SyncRounds):
 
     # --- meeting
 
-    def meet(self, worker: int, place: Place, *, holds: bool) -> bool:
-        """`worker`, which takes part, has come to a place. Returns whether that was news.
+    def meet(self, worker: int, barrier: Barrier, *, holds: bool) -> bool:
+        """`worker`, which takes part, has come to a barrier. Returns whether that was news.
 
         Args:
             holds: it has the version.
         """
-        there = self.arrived.setdefault(place, {})
+        there = self.arrived.setdefault(barrier, {})
         if there.get(worker) == holds:
             return False
         there[worker] = holds
-        if place is Place.GRADIENTS:
+        if barrier is Barrier.GRADIENTS:
             self.holders.add(worker)
         return True
 
-    def together(self, place: Place) -> bool:
-        """Whether all that make the round have come to the place."""
-        return self.expected <= self.arrived.get(place, {}).keys()
+    def together(self, barrier: Barrier) -> bool:
+        """Whether all that make the round have come to the barrier."""
+        return self.expected <= self.arrived.get(barrier, {}).keys()
 
     def part(self, worker: int) -> bool:
         """`worker`, which has the version, stops. Returns whether no other one that stays has it.
@@ -103,8 +103,8 @@ class ReducedRounds(SyncRounds):
 
     @property
     def source(self) -> int | None:
-        """Of those that have met at `Place.STATE`, the one to get the version from; None if none has it."""
-        return min((w for w, holds in self.arrived.get(Place.STATE, {}).items() if holds), default=None)
+        """Of those that have met at `Barrier.STATE`, the one to get the version from; None if none has it."""
+        return min((w for w, holds in self.arrived.get(Barrier.STATE, {}).items() if holds), default=None)
 
     @property
     def group(self) -> list[int]:
@@ -113,16 +113,16 @@ class ReducedRounds(SyncRounds):
 
     @property
     def _there(self) -> set[int]:
-        """Who has come to a place where the rest of the group is still to come, or has computed its step."""
-        computed = set(self.arrived.get(Place.GRADIENTS, {}))
-        if self.together(Place.STATE):
+        """Who waits at a barrier for the rest of the group, or has computed its step."""
+        computed = set(self.arrived.get(Barrier.GRADIENTS, {}))
+        if self.together(Barrier.STATE):
             return computed
-        return computed | self.arrived.get(Place.STATE, {}).keys()
+        return computed | self.arrived.get(Barrier.STATE, {}).keys()
 
     # --- steps and commits
 
     def finish(self, contribution: Contribution, *, version: int, attempt: int) -> bool:
-        if (version, attempt) == (self.version, self.attempt) and not self.together(Place.GRADIENTS):
+        if (version, attempt) == (self.version, self.attempt) and not self.together(Barrier.GRADIENTS):
             reason = f"worker {contribution.worker} has a sum without the gradients of all"
             raise Refused(RefusalCode.INVALID, reason)
         return super().finish(contribution, version=version, attempt=attempt)
@@ -165,7 +165,7 @@ class Peer:
 
 
 @dataclass
-class Custody:
+class StateHolders:
     """Who has the values, where the workers make the steps: the parameter server has them now and then.
 
     Attributes:
