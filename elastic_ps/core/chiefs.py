@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from elastic_ps.core.lanes import Lanes
+from elastic_ps.core.fixed_schedule import FixedSchedule
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.membership import Stay
 from elastic_ps.errors import RefusalCode, Refused
@@ -39,7 +39,7 @@ class Chiefs:
         epoch: int,
         *,
         live: Mapping[int, Stay],
-        ledger: Ledger | Lanes | None,
+        ledger: Ledger | FixedSchedule | None,
         stopped: bool,
     ) -> bool:
         """The epoch has a chief from now on, as the member asks for it. Returns whether it had none.
@@ -66,7 +66,7 @@ class Chiefs:
         return True
 
     def _first_to_come(
-        self, stay: Stay, epoch: int, live: Mapping[int, Stay], ledger: Ledger | Lanes | None
+        self, stay: Stay, epoch: int, live: Mapping[int, Stay], ledger: Ledger | FixedSchedule | None
     ) -> int:
         """The worker that comes first to the end of an epoch without a chief, as far as is known.
 

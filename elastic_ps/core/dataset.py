@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.core import fingerprint
-from elastic_ps.core.lanes import Lanes
+from elastic_ps.core.fixed_schedule import FixedSchedule
 from elastic_ps.core.ledger import Ledger
 
 
-def other(ledger: Ledger | Lanes, records: int, epochs: int, *, resumed: bool) -> str:
+def other(ledger: Ledger | FixedSchedule, records: int, epochs: int, *, resumed: bool) -> str:
     """Why a worker's records and epochs are not those of the job; "" if they are.
 
     Args:
@@ -31,7 +31,7 @@ def other(ledger: Ledger | Lanes, records: int, epochs: int, *, resumed: bool) -
     )
 
 
-def too_small(ledger: Ledger | Lanes, batch: int, consistency: Consistency, *, begins: bool) -> str:
+def too_small(ledger: Ledger | FixedSchedule, batch: int, consistency: Consistency, *, begins: bool) -> str:
     """Why no version can be made of as many steps or records as the job wants; "" if one can.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.divergence import Trend
-from elastic_ps.core.lanes import Lanes
+from elastic_ps.core.fixed_schedule import FixedSchedule
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.metrics import Metrics, keep, reduce_all
 from elastic_ps.core.progress import Curve, Distribution, Rate
@@ -37,7 +37,7 @@ class Results:
         self,
         contributions: Sequence[Contribution],
         version: int,
-        ledger: Ledger | Lanes | None,
+        ledger: Ledger | FixedSchedule | None,
         now: float,
         *,
         staleness: Mapping[int, int],
@@ -52,7 +52,7 @@ class Results:
         keep(self.metrics, reported)
         self.rate.add(ledger.applied if ledger else 0, now)
 
-    def judge(self, loss: float, ledger: Ledger | Lanes | None) -> None:
+    def judge(self, loss: float, ledger: Ledger | FixedSchedule | None) -> None:
         """Take a loss in that the job has now; NaN if a worker's gradient was not finite."""
         done = 0.0 if ledger is None else (ledger.applied + ledger.skipped) / max(1, ledger.expected)
         self.trend.add(done, loss)

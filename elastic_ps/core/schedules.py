@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.core import damping, scales
 from elastic_ps.core.consistency import Contribution
-from elastic_ps.core.lanes import Lanes
+from elastic_ps.core.fixed_schedule import FixedSchedule
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.membership import Membership, eldest
 from elastic_ps.core.settings import Made, Position, Settings, read_settings
@@ -17,7 +17,7 @@ def after(
     settings: Settings,
     contributions: Sequence[Contribution],
     members: Membership,
-    ledger: Ledger | Lanes | None,
+    ledger: Ledger | FixedSchedule | None,
     *,
     may_be_stale: bool,
 ) -> Settings:
@@ -34,7 +34,9 @@ def after(
     return (read_settings(sent) if sent else settings).of_version(position, made, settings)
 
 
-def _position(steps: int, contributions: Sequence[Contribution], ledger: Ledger | Lanes | None) -> Position:
+def _position(
+    steps: int, contributions: Sequence[Contribution], ledger: Ledger | FixedSchedule | None
+) -> Position:
     if ledger is None:
         return Position(steps)
     then = ledger.copy()

@@ -93,18 +93,18 @@ class Trace:
     def _metadata(self, kind: str, tid: int, name: str) -> None:
         self._lines.write({"ph": "M", "name": kind, "pid": os.getpid(), "tid": tid, "args": {"name": name}})
 
-    def complete(self, name: str, start: int, end: int, *, lane: str | None = None, **args: Any) -> None:
+    def complete(self, name: str, start: int, end: int, *, row: str | None = None, **args: Any) -> None:
         """A span from `start` to `end`, in nanoseconds of `time.monotonic_ns`.
 
-        It is shown on the row of the calling thread, or on a row of its own named `lane`.
+        It is shown on the row of the calling thread, or on a row of its own named `row`.
         """
         if not self.enabled:
             return
         thread = threading.current_thread()
-        tid = thread.native_id or 0 if lane is None else hash(lane) % 1_000_000
+        tid = thread.native_id or 0 if row is None else hash(row) % 1_000_000
         if tid not in self._threads:
             self._threads.add(tid)
-            self._metadata("thread_name", tid, lane or thread.name)
+            self._metadata("thread_name", tid, row or thread.name)
         self._lines.write(
             {
                 "ph": "X",

@@ -31,7 +31,7 @@ from elastic_ps.core.balance import Balance
 from elastic_ps.core.chiefs import Chiefs
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.divergence import Trend
-from elastic_ps.core.lanes import Lanes
+from elastic_ps.core.fixed_schedule import FixedSchedule
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.pace import Pace
@@ -169,9 +169,9 @@ def foreseen(state: JobState, contributions: Sequence[Contribution], *, decided:
     return to_checkpoint(after)
 
 
-def _restored(saved: dict[str, Any], data: Data, size: int | None) -> Ledger | Lanes:
+def _restored(saved: dict[str, Any], data: Data, size: int | None) -> Ledger | FixedSchedule:
     """The ledger of a checkpoint, with `size` records for each version, if it is given."""
-    if "lanes" not in saved and size is not None:
+    if "shares" not in saved and size is not None:
         portioned = PortionedLedger.from_state(saved, shard_records=data.shard_records)
         return replace(portioned, size=size)
     if size is not None:
@@ -180,7 +180,9 @@ def _restored(saved: dict[str, Any], data: Data, size: int | None) -> Ledger | L
             "and without globalBatchSize, where each worker has its own share of the records. Leave "
             "globalBatchSize out to continue from the checkpoint"
         )
-    return (Lanes if "lanes" in saved else Ledger).from_state(saved, shard_records=data.shard_records)
+    return (FixedSchedule if "shares" in saved else Ledger).from_state(
+        saved, shard_records=data.shard_records
+    )
 
 
 def tuning_of(found: Manifest, ours: Tuning) -> Tuning:

@@ -20,7 +20,7 @@ from elastic_ps.core.balance import Balance
 from elastic_ps.core.calls import Calls
 from elastic_ps.core.chiefs import Chiefs
 from elastic_ps.core.consistency import After, AskedRounds, Contribution, Entry, SyncRounds
-from elastic_ps.core.lanes import Lanes
+from elastic_ps.core.fixed_schedule import FixedSchedule
 from elastic_ps.core.late_records import LateRecords
 from elastic_ps.core.ledger import Ledger, LedgerError, Range
 from elastic_ps.core.membership import Membership, Stay
@@ -98,7 +98,7 @@ class JobState:
     data: Data = field(default_factory=Data)
     members: Membership = field(init=False)
     rounds: SyncRounds = field(init=False)
-    ledger: Ledger | Lanes | None = None
+    ledger: Ledger | FixedSchedule | None = None
     fingerprint: str = ""
     model: Model | None = None
     stage: Stage = Stage.EMPTY
@@ -147,9 +147,9 @@ class JobState:
     @property
     def required(self) -> frozenset[int]:
         """Workers without whom no round is complete: with a fixed schedule, all that have records left."""
-        if self.stopped or not isinstance(self.ledger, Lanes):
+        if self.stopped or not isinstance(self.ledger, FixedSchedule):
             return frozenset()
-        return self.ledger.open_lanes
+        return self.ledger.open_shares
 
     @property
     def ready(self) -> bool:
@@ -317,15 +317,15 @@ class JobState:
         steps = [c.step for c in rounds.contributions if c.worker == worker and c.incarnation in process]
         return version, max(last, *steps, -1) + 1
 
-    def open_ledger(self, records: int, epochs: int, *, lanes: int) -> None:
-        """The first worker names its data set; with `lanes`, the schedule is fixed for that many workers."""
+    def open_ledger(self, records: int, epochs: int, *, shares: int) -> None:
+        """The first worker names its data set; with `shares`, the schedule is fixed for that many workers."""
         if self.ledger is not None:
             return
         shard_records, size = self.data.shard_records, self.consistency.global_batch_size
         if size is not None:
             self.ledger = PortionedLedger(records, epochs, shard_records, size=size)
-        elif lanes:
-            self.ledger = Lanes(records, epochs, shard_records, lanes)
+        elif shares:
+            self.ledger = FixedSchedule(records, epochs, shard_records, shares)
         else:
             self.ledger = Ledger(records, epochs, shard_records)
 
@@ -353,7 +353,7 @@ class JobState:
         """Hand records to a worker; none when the training was stopped."""
         if self.stopped:
             return []
-        if isinstance(self.ledger, Lanes):
+        if isinstance(self.ledger, FixedSchedule):
             return self.ledger.take(incarnation, worker=worker, batch=batch)
         assert self.ledger is not None
         if isinstance(self.ledger, PortionedLedger):
@@ -367,7 +367,7 @@ class JobState:
 
     def admit(self, worker: int, now: float) -> None:
         """A worker has records to compute on. With a fixed schedule the open round waits for it."""
-        self.rounds.admit(worker, at_once=isinstance(self.ledger, Lanes))
+        self.rounds.admit(worker, at_once=isinstance(self.ledger, FixedSchedule))
         self._begins(self.members.live[worker].incarnation, now)
 
     def _begins(self, incarnation: int, now: float) -> None:

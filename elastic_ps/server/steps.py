@@ -113,8 +113,8 @@ class StepCalls:
 
     def _open_ledger(self, state: JobState, request: pb.TakeRequest) -> None:
         spec = self.job.spec
-        lanes = spec.worker.replicas if spec.consistency.fixed_workers else 0
-        state.open_ledger(request.records, request.epochs, lanes=lanes)
+        shares = spec.worker.replicas if spec.consistency.fixed_workers else 0
+        state.open_ledger(request.records, request.epochs, shares=shares)
         if wrong := state.match_ledger(request.records, request.epochs, request.batch, request.data):
             raise Refused(RefusalCode.INVALID, wrong)
 

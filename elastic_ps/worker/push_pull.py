@@ -472,8 +472,8 @@ class PushPull(Strategy):
         self, bucket: Bucket, step: Step, attempt: int, payload: Payload
     ) -> AbstractContextManager[None]:
         """The block pushes a bucket."""
-        index, ready, lane = bucket.index, self._ready_at[bucket.index], f"queue-{bucket.shard}"
-        self._trace.complete("queue", ready, time.monotonic_ns(), lane=lane, bucket=index)
+        index, ready, row = bucket.index, self._ready_at[bucket.index], f"queue-{bucket.shard}"
+        self._trace.complete("queue", ready, time.monotonic_ns(), row=row, bucket=index)
         size = len(payload.body)
         return self._trace.span("push", bucket=index, step=step.number, attempt=attempt, bytes=size)
 

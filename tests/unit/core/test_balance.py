@@ -59,7 +59,7 @@ class Job:
     def __init__(self, **consistency: object) -> None:
         spec = Consistency.model_validate(consistency)
         self.state = JobState(1, timedelta(seconds=10), spec, stage=Stage.TRAINING)
-        self.state.open_ledger(10_000, 1, lanes=0)
+        self.state.open_ledger(10_000, 1, shares=0)
         self.now = 0.0
         self.stays = [
             self.state.members.join(worker, pid=worker, host="here", version=0, now=0) for worker in range(2)

@@ -247,7 +247,7 @@ def test_a_chief_that_has_left_its_loop_keeps_nobody_waiting_at_the_end(server: 
     chief, other = start(server.coordinator, 0), start(server.coordinator, 1)
     assert asks(server, chief, 0)
     state = server.coordinator.job.state
-    state.open_ledger(10, 1, lanes=0)
+    state.open_ledger(10, 1, shares=0)
     state.choose_chief(other, state.last_epoch + 1)
     assert state.chiefs.of == {0: 0, 1: 0}
     server.coordinator.release(0, chief.incarnation, call=1, leaves=True)
@@ -267,7 +267,7 @@ def test_a_worker_that_passes_an_epoch_is_not_its_chief(server: Server) -> None:
     """It said that it is in an earlier one, and then that its script goes on with a later one."""
     slow, other = start(server.coordinator, 0), start(server.coordinator, 1)
     state = server.coordinator.job.state
-    state.open_ledger(10, 4, lanes=0)
+    state.open_ledger(10, 4, shares=0)
     state.chiefs.loops[0] = 0
     assert not server.coordinator.is_chief(0, slow.incarnation, epoch=1, passes=True)
     assert asks(server, other, 1)
@@ -277,7 +277,7 @@ def test_a_worker_that_passes_an_epoch_is_not_its_chief(server: Server) -> None:
 def test_a_worker_that_is_chosen_before_it_passes_an_epoch_comes_to_it(server: Server) -> None:
     slow, other = start(server.coordinator, 0), start(server.coordinator, 1)
     state = server.coordinator.job.state
-    state.open_ledger(10, 4, lanes=0)
+    state.open_ledger(10, 4, shares=0)
     state.chiefs.loops[0] = 0
     assert not asks(server, other, 1)
     assert server.coordinator.is_chief(0, slow.incarnation, epoch=1, passes=True)

@@ -15,7 +15,7 @@ from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec import dtype_of
-from elastic_ps.core.lanes import Lanes
+from elastic_ps.core.fixed_schedule import FixedSchedule
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.portions import PortionedLedger
 from elastic_ps.errors import CheckpointCorrupt, CheckpointUnreadable, InvalidJob
@@ -89,7 +89,7 @@ def test_a_job_that_shares_records_in_another_way_leaves_the_checkpoint_as_it_is
     model = Model(partition(reader.manifest.specs, bucket_bytes=1024, shards=1), "Adam")
     given |= {"data": spec.data, "version": 1, "model": model}
     assert isinstance(record.JobRecord.read(state).continued(**given).ledger, PortionedLedger)
-    state["ledger"] = Lanes(20, 1, 4, 2).state()
+    state["ledger"] = FixedSchedule(20, 1, 4, 2).state()
     reader.manifest = replace(reader.manifest, state=state)
     require_usable(reader, spec=spec)
     with pytest.raises(

@@ -11,7 +11,7 @@ import pytest
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.status import Staleness
 from elastic_ps.core.consistency import Contribution, Entry
-from elastic_ps.core.lanes import Lanes
+from elastic_ps.core.fixed_schedule import FixedSchedule
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.membership import Stay
 from elastic_ps.core.settings import Position, Settings
@@ -110,7 +110,7 @@ def test_shards_are_told_which_process_of_a_worker_takes_part(state: JobState) -
 
 
 def test_with_a_fixed_schedule_nobody_stands_in_for_a_worker_that_has_not_come(state: JobState) -> None:
-    state.ledger = Lanes(records=40, epochs=1, shard_records=10, lanes=2)
+    state.ledger = FixedSchedule(records=40, epochs=1, shard_records=10, shares=2)
     first = join(state, 0)
     assert state.expected == {0: first.incarnation, 1: 0}
     second = join(state, 1)
@@ -160,7 +160,7 @@ def test_who_waits_for_its_turn_keeps_nobody_waiting(state: JobState) -> None:
 
 
 def test_with_a_fixed_schedule_a_worker_that_takes_no_records_is_hung(state: JobState) -> None:
-    state.ledger = Lanes(records=40, epochs=1, shard_records=10, lanes=3)
+    state.ledger = FixedSchedule(records=40, epochs=1, shard_records=10, shares=3)
     first = join(state, 0)
     state.members.join(1, pid=1, host="here", version=0, now=0)
     finish(state, first)
@@ -267,11 +267,11 @@ def test_with_bounded_staleness_only_who_holds_others_up_is_hung() -> None:
     assert state.hung(20, limit) == {0: 20}, "the one that asks waits for it, too"
 
 
-@pytest.mark.parametrize("lanes", [0, 2])
-def test_a_stopped_training_is_over_when_nobody_computes(state: JobState, lanes: int) -> None:
+@pytest.mark.parametrize("shares", [0, 2])
+def test_a_stopped_training_is_over_when_nobody_computes(state: JobState, shares: int) -> None:
     """With a fixed schedule the round does not wait for workers that have records left."""
-    if lanes:
-        state.ledger = Lanes(1000, 1, 10, lanes)
+    if shares:
+        state.ledger = FixedSchedule(1000, 1, 10, shares)
     stays = [join(state, worker) for worker in range(2)]
     state.stopped = "no improvement"
     assert not state.finished

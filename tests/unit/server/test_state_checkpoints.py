@@ -16,7 +16,7 @@ from elastic_ps.api.job import Data
 from elastic_ps.core.chiefs import Chiefs
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.fingerprint import Mark, to_text
-from elastic_ps.core.lanes import Lanes
+from elastic_ps.core.fixed_schedule import FixedSchedule
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.stages import Stage, StageEvent
@@ -87,7 +87,7 @@ def test_a_checkpoint_goes_on_in_the_order_of_records_that_it_was_made_with(
     """In another order records would be trained twice, and others never, in the epoch that is under way."""
     order = Data(seed=1, shard_records=16)
     state = JobState(1, timedelta(seconds=10), data=order, model=MODEL, stage=Stage.TRAINING)
-    state.open_ledger(100, 1, lanes=0)
+    state.open_ledger(100, 1, shares=0)
     saved = record.to_checkpoint(state)
     ledger = next_term(saved, version=7, data=Data(seed=1, shard_records=8)).ledger
     assert isinstance(ledger, Ledger)
@@ -103,11 +103,11 @@ def committed(state: JobState, contributions: list[Contribution], now: float = 0
     state.book(state.rounds.begin_commit(), now, decided=now)
 
 
-@pytest.mark.parametrize("lanes", [0, 2])
-def test_a_checkpoint_holds_all_that_the_job_goes_on_with(lanes: int) -> None:
+@pytest.mark.parametrize("shares", [0, 2])
+def test_a_checkpoint_holds_all_that_the_job_goes_on_with(shares: int) -> None:
     state = JobState(1, timedelta(seconds=10), data=Data(shard_records=10), model=MODEL, stage=Stage.TRAINING)
-    state.open_ledger(100, 2, lanes=lanes)
-    stays = [join(state, worker) for worker in range(2)] if lanes else [join(state, 0)]
+    state.open_ledger(100, 2, shares=shares)
+    stays = [join(state, worker) for worker in range(2)] if shares else [join(state, 0)]
     steps = [
         replace(contribution(state, stay), metrics={"loss": 1.0 + stay.worker, "accuracy": 0.5})
         for stay in stays
@@ -126,11 +126,11 @@ def test_a_checkpoint_holds_all_that_the_job_goes_on_with(lanes: int) -> None:
         state.results.loss.points,
     )
     assert again.last_round == json.loads(json.dumps(state.last_round))
-    assert isinstance(again.ledger, Lanes if lanes else Ledger)
+    assert isinstance(again.ledger, FixedSchedule if shares else Ledger)
     assert state.ledger is not None
     assert again.ledger.applied == state.ledger.applied == 10 * len(stays)
     outcomes = {stay.worker: stay.outcome for stay in again.members.stays()}
-    assert outcomes == ({0: "left", 1: "lost"} if lanes else {0: "left"})
+    assert outcomes == ({0: "left", 1: "lost"} if shares else {0: "left"})
     assert not again.members.live
     assert again.members.last_incarnation == 2 << 32, "no incarnation is given twice"
     again.note(StageEvent.TAKE)
@@ -229,7 +229,7 @@ def test_what_a_member_is_said_to_do() -> None:
 
 def test_a_resumed_job_may_train_more_epochs_and_nothing_else() -> None:
     state = JobState(1, timedelta(seconds=10), model=MODEL, stage=Stage.RESUMED, stopped="no improvement")
-    state.open_ledger(100, 2, lanes=0)
+    state.open_ledger(100, 2, shares=0)
     assert "may train more epochs, not fewer" in state.match_ledger(100, 1, 4)
     other = state.match_ledger(99, 2, 4)
     assert "has 99 records for 2 epochs" in other
@@ -247,7 +247,7 @@ def test_the_first_worker_says_which_records_the_job_has() -> None:
     """Also for one that continues from a checkpoint."""
     ours, others = (to_text({"Subset.indices": Mark(each)}) for each in ("a", "b"))
     state = JobState(1, timedelta(seconds=10), model=MODEL, stage=Stage.TRAINING)
-    state.open_ledger(100, 2, lanes=0)
+    state.open_ledger(100, 2, shares=0)
     assert state.match_ledger(100, 2, 4) == state.match_ledger(100, 2, 4, ours) == ""
     assert state.match_ledger(100, 2, 4, ours) == state.match_ledger(100, 2, 4) == ""
     wrong = state.match_ledger(100, 2, 4, others)
@@ -259,13 +259,13 @@ def test_the_first_worker_says_which_records_the_job_has() -> None:
     assert resumed.match_ledger(100, 2, 4, ours) == ""
 
 
-@pytest.mark.parametrize("lanes", [0, 2])
-def test_what_is_foreseen_is_what_comes_and_nothing_changes_before(state: JobState, lanes: int) -> None:
+@pytest.mark.parametrize("shares", [0, 2])
+def test_what_is_foreseen_is_what_comes_and_nothing_changes_before(state: JobState, shares: int) -> None:
     """A standby is told of a round before it is applied, and goes by that if nobody else is left."""
     tensors = (TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),)
     state.model = Model(partition(tensors, bucket_bytes=1024, shards=1), "SGD")
-    if lanes:
-        state.ledger = Lanes(1000, 1, 10, lanes)
+    if shares:
+        state.ledger = FixedSchedule(1000, 1, 10, shares)
     stays = [join(state, worker) for worker in range(2)]
     for stay in stays:
         state.rounds.admit(stay.worker, at_once=True)
