@@ -119,7 +119,7 @@ def make_version(client: Client, layout: Layout, records: int) -> None:
     while (granted := client.take(request)).pending:
         pass
     samples = sum(taken.stop - taken.start for taken in granted.ranges)
-    step = Step(stay=client.stay, number=1, base=0, version=0, samples=samples)
+    step = Step(member_id=client.member_id, number=1, base=0, version=0, samples=samples)
     for bucket in layout.buckets:
         if bucket.rule is not Rule.CONSTANT:
             client.push(bucket.index, 0, step, 0, Payload(memoryview(bytes(bucket.nbytes))), None)
@@ -131,7 +131,7 @@ def wait_for(client: Client, version: int, layout: Layout) -> float:
     wanted = pb.PullRequest(version=version, buckets=[b.index for b in layout.buckets], brief=True)
     while True:
         arrived = 0
-        for reply, body in client.pull(client.stay, 0, wanted):
+        for reply, body in client.pull(client.member_id, 0, wanted):
             if reply.WhichOneof("kind") == "bucket":
                 body.read_into(memoryview(bytearray(body.size)))
                 arrived += 1

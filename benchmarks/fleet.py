@@ -38,7 +38,7 @@ from elastic_operator.crd import crd
 from elastic_operator.metrics import Metrics
 from elastic_operator.poller import POLLS_PER_SECOND
 from elastic_operator.settings import Settings
-from elastic_ps.api.status import Member, Progress, ServerStatus
+from elastic_ps.api.status import MemberStatus, Progress, ServerStatus
 from elastic_ps.contract.env import DEFAULT_HTTP_PORT
 from elastic_ps.errors import ConnectionLost
 from tests.testing.operator_process import requests
@@ -293,7 +293,7 @@ def status(job: str) -> ServerStatus:
         records_expected=10**9,
     )
     members = [
-        Member(
+        MemberStatus(
             worker=index,
             incarnation=index + 1,
             pid=1,

@@ -237,8 +237,8 @@ class TrafficStatus(CamelModel):
         )
 
 
-class Member(CamelModel):
-    """One worker's stay in the job, as the parameter server sees it."""
+class MemberStatus(CamelModel):
+    """A member of the job, as the parameter server sees it."""
 
     worker: int = Field(description="The worker's index.")
     incarnation: int
@@ -360,7 +360,7 @@ class ServerStatus(CamelModel):
         default=0,
         description="If parameterServer.bucketBytes names none: the size that was chosen. 0: none was.",
     )
-    members: list[Member] = Field(
+    members: list[MemberStatus] = Field(
         default_factory=list,
         description="All workers that have joined, in the order of joining, also those that are gone.",
     )

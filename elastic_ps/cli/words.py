@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from elastic_ps.api.status import EvaluationStatus, Member, Progress, Traffic
+from elastic_ps.api.status import EvaluationStatus, MemberStatus, Progress, Traffic
 from elastic_ps.local import LocalStatus, Outcome
 from elastic_ps.local.plan import WAS_FINISHED
 
@@ -43,7 +43,7 @@ SLOW = 1.5
 """From here on a worker's step time over the median is worth telling."""
 
 
-def step_time(member: Member) -> str:
+def step_time(member: MemberStatus) -> str:
     """`0.120 s`, of a slow worker `0.480 s 4.0x` (times the median); empty while it is not known."""
     if member.step_seconds is None:
         return ""
@@ -128,7 +128,7 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
         yield "network", network
     name = "workers"
     for member in sorted(server.members, key=lambda each: (each.worker, each.joined_version)):
-        yield name, stay(member)
+        yield name, member_line(member)
         name = ""
     for at in outcome.unreached:
         yield "warning", f"--scale {at.version}:{at.workers} had no effect: the job ended before that version"
@@ -171,8 +171,8 @@ def size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def stay(member: Member) -> str:
-    """One worker's stay in a job: ` 2  version    150 to    412     260 steps    8,320 records`."""
+def member_line(member: MemberStatus) -> str:
+    """One line about a member: ` 2  version    150 to    412     260 steps    8,320 records`."""
     end = "end" if member.left_version is None else str(member.left_version)
     lost = f"  {member.state}" if member.state in ("lost", "hung") else ""
     span = f"version {member.joined_version:>6} to {end:>6}"

@@ -46,15 +46,15 @@ class Calls(Generic[A]):
             )
 
     def answer(self, incarnation: int) -> A | None:
-        """What the stay's last call was answered."""
+        """What the member's last call was answered."""
         return self._answers.get(incarnation)
 
     def answered(self, incarnation: int, answer: A) -> A:
-        """The stay's last call is answered by this, also when it is repeated; returns it."""
+        """The incarnation's last call is answered by this, also when it is repeated; returns it."""
         self._answers[incarnation] = answer
         return answer
 
     def forget(self, incarnation: int) -> None:
-        """The stay has ended."""
+        """The incarnation has ended."""
         self._last.pop(incarnation, None)
         self._answers.pop(incarnation, None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from elastic_ps.core.fixed_schedule import FixedSchedule
 from elastic_ps.core.ledger import Ledger
-from elastic_ps.core.membership import Stay
+from elastic_ps.core.membership import Member
 from elastic_ps.errors import RefusalCode, Refused
 
 
@@ -20,8 +20,8 @@ class Chiefs:
             its script is in its loop; None before one is needed.
         of: for each epoch, who that is or was. The chief of the last epoch is that of the job's end, also if
             a script has stopped the job before.
-        notified: for each epoch, the stay that was told last that it is the chief; None for one of an earlier
-            term, which may have been told.
+        notified: for each epoch, the member that was told last that it is the chief; None for one of an
+            earlier term, which may have been told.
         early: workers that wait for records, and whose scripts have not begun the last epoch. They will not
             come to its end if training ends now.
         loops: for members that have said so, the epoch that their scripts' loops are in.
@@ -29,16 +29,16 @@ class Chiefs:
 
     now: int | None = None
     of: dict[int, int] = field(default_factory=dict)
-    notified: dict[int, Stay | None] = field(default_factory=dict)
+    notified: dict[int, Member | None] = field(default_factory=dict)
     early: set[int] = field(default_factory=set)
     loops: dict[int, int] = field(default_factory=dict)
 
     def choose(
         self,
-        stay: Stay,
+        member: Member,
         epoch: int,
         *,
-        live: Mapping[int, Stay],
+        live: Mapping[int, Member],
         ledger: Ledger | FixedSchedule | None,
         stopped: bool,
     ) -> bool:
@@ -57,83 +57,83 @@ class Chiefs:
             return False
         if self.now not in live:
             last = ledger is not None and epoch == ledger.epochs - 1
-            if stay.worker in self.early and last and not stopped and live.keys() - self.early:
+            if member.worker in self.early and last and not stopped and live.keys() - self.early:
                 return False
-            self.now = self._first_to_come(stay, epoch, live, ledger)
+            self.now = self._first_to_come(member, epoch, live, ledger)
         assert self.now is not None
         passed = any(notified > epoch and self.of.get(notified) == self.now for notified in self.notified)
-        self.of[epoch] = stay.worker if passed else self.now
+        self.of[epoch] = member.worker if passed else self.now
         return True
 
     def _first_to_come(
-        self, stay: Stay, epoch: int, live: Mapping[int, Stay], ledger: Ledger | FixedSchedule | None
+        self, member: Member, epoch: int, live: Mapping[int, Member], ledger: Ledger | FixedSchedule | None
     ) -> int:
         """The worker that comes first to the end of an epoch without a chief, as far as is known.
 
         The member that asks is at the end of `epoch`. Others may still be in an earlier one.
         """
         if ledger is None or epoch >= ledger.epochs - 1:
-            return stay.worker
+            return member.worker
         before: dict[int, int] = {}
         for worker, other in live.items():
             held = ledger.held(other.incarnation)
             at = self.loops.get(worker, held[0].epoch if held else epoch)
             if at < epoch and at not in self.of:
                 before[worker] = at
-        return min(before, key=lambda worker: (before[worker], worker), default=stay.worker)
+        return min(before, key=lambda worker: (before[worker], worker), default=member.worker)
 
-    def awaits(self, stay: Stay, last_epoch: int, live: Mapping[int, Stay]) -> bool:
+    def awaits(self, member: Member, last_epoch: int, live: Mapping[int, Member]) -> bool:
         """Whether another member is the chief of the end, and has not come to it yet.
 
         Nobody else is told of the end meanwhile: if that one leaves, there has to be another chief.
         """
         chief = self.of.get(last_epoch)
-        return chief in live and chief != stay.worker and last_epoch not in self.notified
+        return chief in live and chief != member.worker and last_epoch not in self.notified
 
-    def tell(self, stay: Stay, epoch: int) -> bool:
+    def tell(self, member: Member, epoch: int) -> bool:
         """Tell the member whether it is the one to evaluate and save at the end of the epoch.
 
         A process that takes the chief's place is the chief, too, unless the one before has said goodbye.
         """
         before = self.notified.get(epoch)
-        said_goodbye = before is not None and before is not stay and before.outcome == "left"
-        if self.of.get(epoch) != stay.worker or said_goodbye:
+        said_goodbye = before is not None and before is not member and before.outcome == "left"
+        if self.of.get(epoch) != member.worker or said_goodbye:
             return False
-        self.notified[epoch] = stay
+        self.notified[epoch] = member
         return True
 
-    def require(self, stay: Stay, *, again: bool) -> None:
+    def require(self, member: Member, *, again: bool) -> None:
         """Raise Refused (INVALID) if the member may not write what scripts keep with the job.
 
         It may if it is the chief, or was told that it is that of any epoch.
 
         Args:
-            again: the member wrote it in a stay before, as the chief. The job may have gone back to a
+            again: the member wrote it in an incarnation before, as the chief. The job may have gone back to a
                 checkpoint from before any chief was chosen; then it is the chief again.
         """
         if again and self.now is None and not self.of:
-            self.now = stay.worker
-        if stay.worker != self.now and not any(notified is stay for notified in self.notified.values()):
+            self.now = member.worker
+        if member.worker != self.now and not any(notified is member for notified in self.notified.values()):
             chief = "no worker is yet" if self.now is None else f"worker {self.now} is"
             raise Refused(
                 RefusalCode.INVALID,
-                f"session.state is written by the chief, which {chief}, but this is worker {stay.worker}. "
+                f"session.state is written by the chief, which {chief}, but this is worker {member.worker}. "
                 "Write it under `if session.is_chief:`, after the loop over an epoch or at the end",
             )
 
-    def resign(self, stay: Stay) -> None:
+    def resign(self, member: Member) -> None:
         """The member's script has left its loop, and comes to the end of no further epoch.
 
         Of those of which it was not told that it is their chief, another one will be.
         """
-        if self.now == stay.worker:
+        if self.now == member.worker:
             self.now = None
-        self.of = {e: w for e, w in self.of.items() if w != stay.worker or e in self.notified}
-        self.loops.pop(stay.worker, None)
+        self.of = {e: w for e, w in self.of.items() if w != member.worker or e in self.notified}
+        self.loops.pop(member.worker, None)
 
-    def gone(self, stay: Stay) -> None:
-        """The member's stay has ended."""
-        self.early.discard(stay.worker)
-        self.loops.pop(stay.worker, None)
-        if stay.outcome == "left":
-            self.resign(stay)
+    def gone(self, member: Member) -> None:
+        """The member is gone."""
+        self.early.discard(member.worker)
+        self.loops.pop(member.worker, None)
+        if member.outcome == "left":
+            self.resign(member)

@@ -9,14 +9,14 @@ from elastic_ps.core import damping, scales
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.fixed_schedule import FixedSchedule
 from elastic_ps.core.ledger import Ledger
-from elastic_ps.core.membership import Membership, eldest
+from elastic_ps.core.membership import Members, eldest
 from elastic_ps.core.settings import Made, Position, Settings, read_settings
 
 
 def after(
     settings: Settings,
     contributions: Sequence[Contribution],
-    members: Membership,
+    members: Members,
     ledger: Ledger | FixedSchedule | None,
     *,
     may_be_stale: bool,
@@ -46,7 +46,7 @@ def _position(
     return Position(steps, then.applied + then.skipped, then.complete_epochs)
 
 
-def wanted(contributions: Sequence[Contribution], members: Membership, *, may_be_stale: bool) -> str:
+def wanted(contributions: Sequence[Contribution], members: Members, *, may_be_stale: bool) -> str:
     """The settings that the contributors want, as JSON; "" for those that are in force.
 
     They are those of the contributor that has made most steps. With bounded staleness, where most
@@ -54,8 +54,8 @@ def wanted(contributions: Sequence[Contribution], members: Membership, *, may_be
     go back whenever a slow worker's step arrives.
     """
     sent = {c.incarnation: c.settings for c in contributions}
-    first = eldest(members.stay(c.worker, c.incarnation) for c in contributions)
-    most = max((stay.steps for stay in members.live.values()), default=0)
+    first = eldest(members.find(c.worker, c.incarnation) for c in contributions)
+    most = max((member.steps for member in members.live.values()), default=0)
     return "" if may_be_stale and first.steps < most else sent[first.incarnation]
 
 

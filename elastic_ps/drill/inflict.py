@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from elastic_ps.api.status import Member
+from elastic_ps.api.status import MemberStatus
 from elastic_ps.contract.env import ProcessEnvironment, inherited
 from elastic_ps.drill import disk
 from elastic_ps.drill.faults import Fault, Kind
@@ -325,7 +325,7 @@ def _rival(target: LocalTarget) -> Iterator[str]:
             lifeline.close()
 
 
-def _departed(member: Member | None) -> Member | None:
+def _departed(member: MemberStatus | None) -> MemberStatus | None:
     return member if member is not None and member.state in ("left", "lost") else None
 
 

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from elastic_ps.api.status import Member, Phase, Progress, ServerStatus
+from elastic_ps.api.status import MemberStatus, Phase, Progress, ServerStatus
 from elastic_ps.contract.env import Role
 from elastic_ps.drill.wire import Wires
 from elastic_ps.errors import UserError
@@ -97,12 +97,12 @@ class Target(abc.ABC):
     def result(self) -> Result:
         """How the job ended; call it once it is over."""
 
-    def member(self, worker: int) -> Member | None:
+    def member(self, worker: int) -> MemberStatus | None:
         """The newest stay of a worker."""
         server = self.server()
         return next((m for m in reversed(server.members) if m.worker == worker), None) if server else None
 
-    def training(self) -> list[Member]:
+    def training(self) -> list[MemberStatus]:
         """The members that compute now."""
         server = self.server()
         return [m for m in server.members if m.state == "training"] if server else []
@@ -137,7 +137,7 @@ class Target(abc.ABC):
             if time.monotonic() > deadline:
                 raise NotRecovered(f"this did not happen within {seconds:.0f} s: {what}")
 
-    def replaced(self, before: Member) -> Callable[[], bool]:
+    def replaced(self, before: MemberStatus) -> Callable[[], bool]:
         """Whether the worker trains in a later stay than this one."""
         return lambda: any(
             m.worker == before.worker and m.incarnation > before.incarnation for m in self.training()

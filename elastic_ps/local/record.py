@@ -6,7 +6,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from elastic_ps.api.status import Divergence, EvaluationStatus, Member, Progress, ServerStatus, TuningStatus
+from elastic_ps.api.status import (
+    Divergence,
+    EvaluationStatus,
+    MemberStatus,
+    Progress,
+    ServerStatus,
+    TuningStatus,
+)
 
 MAX_POINTS = 4000
 
@@ -109,7 +116,9 @@ class Record:
 GONE = {"left": "left", "lost": "was lost", "hung": "was declared hung"}
 
 
-def member_changes(before: Sequence[Member], after: Sequence[Member]) -> Iterator[tuple[str, int, str]]:
+def member_changes(
+    before: Sequence[MemberStatus], after: Sequence[MemberStatus]
+) -> Iterator[tuple[str, int, str]]:
     """(kind, version, text) of every worker that has joined or gone between two answers."""
     known = {(member.worker, member.incarnation): member for member in before}
     for member in after:
@@ -173,7 +182,7 @@ def tuning_changes(before: TuningStatus, after: TuningStatus) -> Iterator[tuple[
         yield "warning", after.since, f"the job was not changed: {after.problem}"
 
 
-def live_members(status: ServerStatus) -> list[Member]:
+def live_members(status: ServerStatus) -> list[MemberStatus]:
     """The members that are in the job now."""
     return [member for member in status.members if member.present]
 

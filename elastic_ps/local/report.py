@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from elastic_ps.api.status import Member, Progress
+from elastic_ps.api.status import MemberStatus, Progress
 from elastic_ps.local.options import Outcome
 from elastic_ps.local.record import Point
 from elastic_ps.local.state import write_atomically
@@ -73,7 +73,7 @@ def build_report(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def worker_steps(members: list[Member], last_version: int) -> list[tuple[int, int]]:
+def worker_steps(members: list[MemberStatus], last_version: int) -> list[tuple[int, int]]:
     """(version, number of workers from there on), from the versions at which workers came and went."""
     changes: dict[int, int] = {}
     for member in members:

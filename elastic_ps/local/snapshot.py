@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 from datetime import timedelta
 from typing import get_args
 
-from elastic_ps.api.status import FINISHED_GRACE, Member, Phase, ServerStatus
+from elastic_ps.api.status import FINISHED_GRACE, MemberStatus, Phase, ServerStatus
 from elastic_ps.contract.env import Role
 from elastic_ps.local.plan import Observed, Process
 from elastic_ps.local.processes import PIDS
@@ -53,7 +53,7 @@ def state_of(process: Process, server: ServerStatus | None) -> str:
     return member.state
 
 
-def member_of(worker: int, pid: int, server: ServerStatus | None) -> Member | None:
+def member_of(worker: int, pid: int, server: ServerStatus | None) -> MemberStatus | None:
     """The newest membership of a worker process, if it has joined. `pid`: see `Started.pid`."""
     members = server.members if server else []
     return next((m for m in reversed(members) if m.worker == worker and m.pid == pid % PIDS), None)

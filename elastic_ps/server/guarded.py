@@ -16,7 +16,7 @@ from typing import TypeVar
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.tuning import Tuning
 from elastic_ps.core.all_reduce import StateHolders
-from elastic_ps.core.membership import Stay
+from elastic_ps.core.membership import Member
 from elastic_ps.core.stages import COURSES, TELLING, Course, CourseEvent, Telling, TellingEvent
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server.limits import USUAL, ServerLimits
@@ -168,12 +168,12 @@ class Guarded:
                 raise Refused(RefusalCode.NOT_READY, f"the parameter server is still {doing}; ask again")
             yield self.state
 
-    def check(self, caller: pb.Caller) -> Stay:
-        """The member that calls. The lock is held. Raises Refused: see `Membership.check`."""
+    def check(self, caller: pb.Caller) -> Member:
+        """The member that calls. The lock is held. Raises Refused: see `Members.check`."""
         return self.state.members.check(caller.worker, caller.incarnation, self.clock())
 
     @contextmanager
-    def member(self, caller: pb.Caller) -> Iterator[tuple[JobState, Stay]]:
+    def member(self, caller: pb.Caller) -> Iterator[tuple[JobState, Member]]:
         """`settled`, for the member that calls. Raises Refused, too, if it is none (any more)."""
         with self.settled() as state:
             yield state, self.check(caller)
@@ -212,7 +212,7 @@ class Guarded:
         self.changed.notify_all()
 
     def drop(self, worker: int, outcome: str, reason: str = "") -> None:
-        """End a stay. The lock is held."""
+        """Remove a member. The lock is held."""
         state, attempt = self.state, self.state.rounds.attempt
         if state.drop(worker, outcome, reason, self.clock()) is None:
             return

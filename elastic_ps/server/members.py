@@ -13,7 +13,7 @@ from collections.abc import Callable
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core import script_state
 from elastic_ps.core.all_reduce import Peer
-from elastic_ps.core.membership import Stay
+from elastic_ps.core.membership import Member
 from elastic_ps.core.metrics import keep
 from elastic_ps.core.partition import TensorSpec, difference
 from elastic_ps.core.sizing import Link, Turn
@@ -106,9 +106,9 @@ class MemberCalls:
         self._commit.drive()
         return reply
 
-    def _admit(self, state: JobState, request: pb.JoinRequest, incoming: Incoming) -> Stay:
+    def _admit(self, state: JobState, request: pb.JoinRequest, incoming: Incoming) -> Member:
         """The worker is a member, and brings the model if there is none; the lock is held."""
-        stay = state.members.join(
+        member = state.members.join(
             request.caller.worker,
             pid=request.pid,
             host=request.host,
@@ -121,11 +121,11 @@ class MemberCalls:
         )
         if state.state_holders is not None:
             live = [each.incarnation for each in state.members.live.values()]
-            state.state_holders.introduce(stay.incarnation, _peer(request), live)
+            state.state_holders.introduce(member.incarnation, _peer(request), live)
         if not state.initialised:
-            state.note(StageEvent.BRING, initialiser=stay.worker)
+            state.note(StageEvent.BRING, initialiser=member.worker)
             self._job.note_change()
-        return stay
+        return member
 
     @property
     def _size_is_open(self) -> bool:
@@ -137,16 +137,16 @@ class MemberCalls:
             return False
         return self._job.state.may_join
 
-    def _joined(self, state: JobState, stay: Stay, incoming: Incoming) -> pb.JoinReply:
+    def _joined(self, state: JobState, member: Member, incoming: Incoming) -> pb.JoinReply:
         """What a member is told when it joins; the lock is held."""
         assert state.model is not None
-        initialise = state.initialiser == stay.worker
+        initialise = state.initialiser == member.worker
         self._join_header = max(self._join_header, len(incoming.header))
         if not initialise or self._callers.model_header is not None:
             self._callers.model_header = self._join_header
         return pb.JoinReply(
             term=state.term,
-            incarnation=stay.incarnation,
+            incarnation=member.incarnation,
             version=state.version,
             layout=state.model.message,
             initialise=initialise,
@@ -219,18 +219,18 @@ class MemberCalls:
         """Renew a lease; with a version, see `SyncRounds.computes_on`."""
         self._callers.require_member(request.caller)
         if request.HasField("version"):
-            with self._job.member(request.caller) as (state, stay):
-                if state.rounds.computes_on(stay.worker, request.version):
+            with self._job.member(request.caller) as (state, member):
+                if state.rounds.computes_on(member.worker, request.version):
                     self._job.note_change()
             self._commit.drive()
 
     @answers(calls.LEAVE)
     def leave(self, request: pb.LeaveRequest, _: Incoming) -> None:
         """A worker says goodbye, between two steps; what it holds goes to others."""
-        with self._job.member(request.caller) as (state, stay):
-            state.calls.begin(stay.incarnation, request.caller.call)
-            state.stop_computing(stay, abandoned=False)
-            self._job.drop(stay.worker, "left")
+        with self._job.member(request.caller) as (state, member):
+            state.calls.begin(member.incarnation, request.caller.call)
+            state.stop_computing(member, abandoned=False)
+            self._job.drop(member.worker, "left")
         self._commit.drive()
 
     @answers(calls.GONE)
@@ -238,9 +238,9 @@ class MemberCalls:
         """A worker's process has ended; nothing happens if a newer one has taken its place."""
         require_permitted(refuse_to_end(incoming.peer, request.worker))
         with self._job.settled() as state:
-            stay = state.members.live.get(request.worker)
-            if stay is not None and stay.instance == request.instance:
-                self._job.drop(stay.worker, "lost")
+            member = state.members.live.get(request.worker)
+            if member is not None and member.instance == request.instance:
+                self._job.drop(member.worker, "lost")
         self._commit.drive()
 
     # --- what scripts say
@@ -248,13 +248,13 @@ class MemberCalls:
     @answers(calls.CHIEF)
     def chief(self, request: pb.ChiefRequest, _: Incoming) -> pb.ChiefReply:
         """Whether the worker is the one to evaluate and save in this epoch; see `Chiefs`."""
-        with self._job.member(request.caller) as (state, stay):
+        with self._job.member(request.caller) as (state, member):
             chiefs, epoch = state.chiefs, request.epoch
-            if not request.passes or chiefs.now == stay.worker:
-                state.choose_chief(stay, epoch)
-            elif chiefs.of.get(epoch) != stay.worker:
-                chiefs.loops[stay.worker] = epoch + 1
-            return pb.ChiefReply(chief=chiefs.tell(stay, epoch))
+            if not request.passes or chiefs.now == member.worker:
+                state.choose_chief(member, epoch)
+            elif chiefs.of.get(epoch) != member.worker:
+                chiefs.loops[member.worker] = epoch + 1
+            return pb.ChiefReply(chief=chiefs.tell(member, epoch))
 
     @answers(calls.READ_STATE)
     def read_state(self, _: pb.ReadStateRequest, __: Incoming) -> pb.ReadStateReply:
@@ -269,9 +269,9 @@ class MemberCalls:
             script_state.from_text(request.text)
         except ValueError as error:
             raise Malformed(f"WriteState: {error}") from error
-        with self._job.member(request.caller) as (state, stay):
-            if state.calls.begin(stay.incarnation, request.caller.call):
-                state.chiefs.require(stay, again=request.again)
+        with self._job.member(request.caller) as (state, member):
+            if state.calls.begin(member.incarnation, request.caller.call):
+                state.chiefs.require(member, again=request.again)
                 state.script_state = request.text
 
     @answers(calls.STOP)
@@ -279,11 +279,11 @@ class MemberCalls:
         """A script ends the training; see `JobState.stopped`. The first reason counts."""
         if not request.reason:
             raise Refused(RefusalCode.MALFORMED, "the reason for stopping the job must not be empty")
-        with self._job.member(request.caller) as (state, stay):
+        with self._job.member(request.caller) as (state, member):
             if not (state.stopped or state.finished):
                 state.stopped = request.reason
                 text = "worker %d stops the training at version %d: %s"
-                logger.info(text, stay.worker, state.version, request.reason)
+                logger.info(text, member.worker, state.version, request.reason)
                 self._job.note_change()
         self._commit.drive()
 
@@ -320,7 +320,7 @@ def _link(request: pb.JoinRequest) -> Link | None:
 
 def _require_speakable(state: JobState, worker: int, peer: Peer) -> None:
     """Raise Refused (INVALID) if a worker cannot be of a group with the others; the lock is held."""
-    members = {stay.worker: stay.incarnation for stay in state.members.live.values()}
+    members = {member.worker: member.incarnation for member in state.members.live.values()}
     if state.state_holders is not None and (problem := state.state_holders.refuse(worker, peer, members)):
         raise Refused(RefusalCode.INVALID, problem)
 

@@ -33,7 +33,7 @@ from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.divergence import Trend
 from elastic_ps.core.fixed_schedule import FixedSchedule
 from elastic_ps.core.ledger import Ledger
-from elastic_ps.core.membership import Stay
+from elastic_ps.core.membership import Member
 from elastic_ps.core.pace import Pace
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.portions import PortionedLedger
@@ -55,7 +55,7 @@ class JobRecord(BaseModel):
     ledger: dict[str, Any] | None
     fingerprint: str
     order: dict[str, Any]
-    members: list[Stay]
+    members: list[Member]
     metrics: dict[str, float]
     loss: list[tuple[int, float]]
     trend: Trend
@@ -76,7 +76,7 @@ class JobRecord(BaseModel):
             ledger=state.ledger.state() if state.ledger else None,
             fingerprint=state.fingerprint,
             order=state.data.model_dump(include={"shuffle", "seed"}),
-            members=state.members.stays(),
+            members=state.members.all(),
             metrics=state.results.metrics,
             loss=state.results.loss.points,
             trend=state.results.trend,
@@ -133,12 +133,12 @@ class JobRecord(BaseModel):
             state.ledger = _restored(self.ledger, data, consistency.global_batch_size)
         state.fingerprint = self.fingerprint
         in_order = change or (state.ledger is not None and state.ledger.finished)
-        for stay in self.members:
-            if not stay.outcome:
-                stay.outcome, stay.left_version = "left" if in_order else "lost", version
-                stay.reason = change
-            stay.ended = None
-            state.members.departed.append(stay)
+        for member in self.members:
+            if not member.outcome:
+                member.outcome, member.left_version = "left" if in_order else "lost", version
+                member.reason = change
+            member.ended = None
+            state.members.departed.append(member)
         state.last_round, state.stopped = self.round, self.stopped
         state.assigned, state.bucket_bytes = self.assigned, self.bucket_bytes
         chiefs = dict(self.chiefs)
@@ -261,10 +261,10 @@ def _try(
     """The settings, and the class of each parameter group."""
     settings = Settings.from_json(saved.settings)
     kinds = optimizers.classes_of(manifest.optimizer, len(settings.groups))
-    for stay in saved.members:
-        counts = (stay.worker, stay.incarnation, stay.steps, stay.records, stay.late, stay.call)
-        if min(counts) < 0 or stay.incarnation >= (manifest.term + 1) * INCARNATIONS_PER_TERM:
-            raise ValueError(f"the numbers of a member are impossible: {stay}")
+    for member in saved.members:
+        counts = (member.worker, member.incarnation, member.steps, member.records, member.late, member.call)
+        if min(counts) < 0 or member.incarnation >= (manifest.term + 1) * INCARNATIONS_PER_TERM:
+            raise ValueError(f"the numbers of a member are impossible: {member}")
     if not 0 <= saved.assigned <= manifest.version:
         raise ValueError(f"values cannot have been assigned in version {saved.assigned}")
     if saved.bucket_bytes % SMALLEST or not 0 <= saved.bucket_bytes <= CROWDED:

@@ -154,7 +154,7 @@ class ShardZero:
                 ),
                 bucket_bytes=state.bucket_bytes,
                 standbys=[standing is Following.WHOLE for standing in self.commit.standings],
-                members=[status.member(state, stay, now) for stay in state.members.stays()],
+                members=[status.member_status(state, member, now) for member in state.members.all()],
             )
 
     def last_version(self) -> int | None:

@@ -23,7 +23,7 @@ from elastic_ps.core.consistency import After, AskedRounds, Contribution, Entry,
 from elastic_ps.core.fixed_schedule import FixedSchedule
 from elastic_ps.core.late_records import LateRecords
 from elastic_ps.core.ledger import Ledger, LedgerError, Range
-from elastic_ps.core.membership import Membership, Stay
+from elastic_ps.core.membership import Member, Members
 from elastic_ps.core.modes import rounds_of
 from elastic_ps.core.pace import Pace, Waiting
 from elastic_ps.core.partition import Layout
@@ -96,7 +96,7 @@ class JobState:
     lease: timedelta
     consistency: Consistency = field(default_factory=Consistency)
     data: Data = field(default_factory=Data)
-    members: Membership = field(init=False)
+    members: Members = field(init=False)
     rounds: SyncRounds = field(init=False)
     ledger: Ledger | FixedSchedule | None = None
     fingerprint: str = ""
@@ -125,7 +125,7 @@ class JobState:
 
     def __post_init__(self) -> None:
         first = self.term * INCARNATIONS_PER_TERM
-        self.members = Membership(lease=self.lease, last_incarnation=first)
+        self.members = Members(lease=self.lease, last_incarnation=first)
         self.rounds = rounds_of(self.consistency) if self.state_holders is None else AllReduceRounds()
 
     @property
@@ -201,7 +201,9 @@ class JobState:
         """Whether nobody has the values of the version any more."""
         if self.state_holders is None or not self.initialised or self.values_are_here or self.rounds.decided:
             return False
-        return self.state_holders.holders.isdisjoint(stay.incarnation for stay in self.members.live.values())
+        return self.state_holders.holders.isdisjoint(
+            member.incarnation for member in self.members.live.values()
+        )
 
     @property
     def all_reduce(self) -> tuple[AllReduceRounds, StateHolders]:
@@ -229,37 +231,38 @@ class JobState:
         """Something has happened to the model. `initialiser`: see there. Raises ImpossibleTransition."""
         self.stage, self.initialiser = STAGES.after(self.stage, event), initialiser
 
-    def begin(self, stay: Stay, *, version: int, step: int) -> Entry:
+    def begin(self, member: Member, *, version: int, step: int) -> Entry:
         """A worker is about to push a step; LATE: its records go to others. See `SyncRounds.begin`.
 
         Raises:
             Refused: STALE_CALL; the worker has begun a later step.
         """
         if self.stopped and self.finished:
-            self.give_back(stay.incarnation)
+            self.give_back(member.incarnation)
             return Entry.LATE
-        finished = [c.step for c in self.rounds.contributions if c.incarnation == stay.incarnation]
-        if step < stay.last_begun or step <= stay.last_step or step <= max(finished, default=-1):
+        finished = [c.step for c in self.rounds.contributions if c.incarnation == member.incarnation]
+        if step < member.last_begun or step <= member.last_step or step <= max(finished, default=-1):
             text = (
-                f"worker {stay.worker} asks to push step {step}, but has begun step {stay.last_begun} since"
+                f"worker {member.worker} asks to push step {step}, "
+                f"but has begun step {member.last_begun} since"
             )
             raise Refused(RefusalCode.STALE_CALL, text)
-        stay.last_begun = step
-        took_part = self.rounds.takes_part(stay.worker)
+        member.last_begun = step
+        took_part = self.rounds.takes_part(member.worker)
         if isinstance(self.rounds, AskedRounds):
             live = self.members.live.items()
             self.rounds.owed = self.late_records.owed(
                 lambda: {worker: self.to_compute_on(each.incarnation) for worker, each in live}
             )
-        entry = self.rounds.begin(stay.worker, version=version)
+        entry = self.rounds.begin(member.worker, version=version)
         if entry is Entry.LATE:
-            if took_part and self.ledger is not None and (held := self.to_compute_on(stay.incarnation)):
+            if took_part and self.ledger is not None and (held := self.to_compute_on(member.incarnation)):
                 self.late_records.add(held[0])
-            stay.late += took_part
-            self.give_back(stay.incarnation)
+            member.late += took_part
+            self.give_back(member.incarnation)
         return entry
 
-    def after_step(self, stay: Stay, *, attempt: int, step: int, now: float) -> After | None:
+    def after_step(self, member: Member, *, attempt: int, step: int, now: float) -> After | None:
         """What a worker does that has pushed a step, in mode `accumulate`; None: it waits.
 
         Args:
@@ -269,20 +272,20 @@ class JobState:
         Raises:
             Refused: see `SyncRounds.after`.
         """
-        if step <= stay.last_step:
+        if step <= member.last_step:
             return After.PULL
-        anyway = bool(self.stopped or self._has_more(stay))
-        after = self.rounds.after(stay.worker, attempt=attempt, step=step, anyway=anyway)
+        anyway = bool(self.stopped or self._has_more(member))
+        after = self.rounds.after(member.worker, attempt=attempt, step=step, anyway=anyway)
         if after is After.COMPUTE:
-            self._begins(stay.incarnation, now)
+            self._begins(member.incarnation, now)
         return after
 
-    def _has_more(self, stay: Stay) -> bool:
+    def _has_more(self, member: Member) -> bool:
         """Whether the member has more records of the open version, where these are cut into portions."""
         if not isinstance(self.ledger, PortionedLedger):
             return False
-        mine = self.ledger.portion(stay.worker, self._weights, least=self._least)
-        return bool(mine or self.to_compute_on(stay.incarnation))
+        mine = self.ledger.portion(member.worker, self._weights, least=self._least)
+        return bool(mine or self.to_compute_on(member.incarnation))
 
     @property
     def _least(self) -> int:
@@ -298,10 +301,10 @@ class JobState:
 
     def steps(self, worker: int) -> int:
         """In mode `local`, how many steps a worker makes by itself until its next exchange; else 0."""
-        most, stay = self.consistency.steps, self.members.live.get(worker)
-        if most is None or stay is None:
+        most, member = self.consistency.steps, self.members.live.get(worker)
+        if most is None or member is None:
             return most or 0
-        return max(self.consistency.fragments or 1, round(most * self.balance.weight(stay.incarnation)))
+        return max(self.consistency.fragments or 1, round(most * self.balance.weight(member.incarnation)))
 
     def standing(self, worker: int, version: int) -> tuple[int, int]:
         """A version, and how far a member's process has come in it; see `messages.Standing`.
@@ -309,11 +312,11 @@ class JobState:
         Args:
             version: that the member has pulled. It may be the one that is being committed.
         """
-        stay, rounds = self.members.live.get(worker), self.rounds
-        last = -1 if stay is None else self.members.last_step(stay)
-        if stay is None or not (rounds.committing and version > rounds.version):
+        member, rounds = self.members.live.get(worker), self.rounds
+        last = -1 if member is None else self.members.last_step(member)
+        if member is None or not (rounds.committing and version > rounds.version):
             return rounds.version, last + 1
-        process = {each.incarnation for each in self.members.stays() if each.instance == stay.instance}
+        process = {each.incarnation for each in self.members.all() if each.instance == member.instance}
         steps = [c.step for c in rounds.contributions if c.worker == worker and c.incarnation in process]
         return version, max(last, *steps, -1) + 1
 
@@ -377,12 +380,12 @@ class JobState:
         else:
             self.pace.idled(incarnation, now)
 
-    def assign(self, stay: Stay) -> None:
+    def assign(self, member: Member) -> None:
         """A worker's values are to become the next version: the steps of others go to whoever takes them."""
         others = [who for worker, who in self.members.live.items() if worker in self.rounds.expected]
-        self._give_back_steps(self.rounds.assign(stay.worker))
+        self._give_back_steps(self.rounds.assign(member.worker))
         for other in others:
-            if other is not stay:
+            if other is not member:
                 self.give_back(other.incarnation)
 
     @property
@@ -401,14 +404,14 @@ class JobState:
             return None
         return self.term, self.version, self.chiefs.of[self.last_epoch], self.script_state
 
-    def choose_chief(self, stay: Stay, epoch: int) -> bool:
+    def choose_chief(self, member: Member, epoch: int) -> bool:
         """See `Chiefs.choose`."""
         live, stopped = self.members.live, bool(self.stopped)
-        return self.chiefs.choose(stay, epoch, live=live, ledger=self.ledger, stopped=stopped)
+        return self.chiefs.choose(member, epoch, live=live, ledger=self.ledger, stopped=stopped)
 
-    def awaits_chief(self, stay: Stay) -> bool:
+    def awaits_chief(self, member: Member) -> bool:
         """See `Chiefs.awaits`."""
-        return self.chiefs.awaits(stay, self.last_epoch, self.members.live)
+        return self.chiefs.awaits(member, self.last_epoch, self.members.live)
 
     def hung(self, now: float, limit: timedelta, *, queued: Set[int] = frozenset()) -> dict[int, float]:
         """The workers that have kept others waiting for longer than `limit`, and for how many seconds.
@@ -455,17 +458,17 @@ class JobState:
         self.rounds.hasten()
         return 0.0
 
-    def stop_computing(self, stay: Stay, *, abandoned: bool) -> None:
+    def stop_computing(self, member: Member, *, abandoned: bool) -> None:
         """A worker takes part in no round for now; what it holds goes to others.
 
         Args:
             abandoned: some of a step that it will not finish may be in the sums.
         """
         if abandoned:
-            self._give_back_steps(self.rounds.lose(stay.worker))
+            self._give_back_steps(self.rounds.lose(member.worker))
         else:
-            self.withdraw(stay.worker)
-        self.give_back(stay.incarnation)
+            self.withdraw(member.worker)
+        self.give_back(member.incarnation)
 
     def withdraw(self, worker: int) -> None:
         """A worker, which is between two steps, takes part in no round for now.
@@ -477,20 +480,20 @@ class JobState:
         else:
             self.rounds.withdraw(worker)
 
-    def drop(self, worker: int, outcome: str, reason: str = "", now: float | None = None) -> Stay | None:
-        """End a stay; what it holds goes to others, except the records of a step that it has finished."""
-        stay = self.members.remove(worker, outcome=outcome, version=self.version, reason=reason, now=now)
-        if stay is None:
+    def drop(self, worker: int, outcome: str, reason: str = "", now: float | None = None) -> Member | None:
+        """Remove a member; what it holds goes to others, except records of a step that it has finished."""
+        member = self.members.remove(worker, outcome=outcome, version=self.version, reason=reason, now=now)
+        if member is None:
             return None
         self.starved.discard(worker)
-        self.calls.forget(stay.incarnation)
-        self.chiefs.gone(stay)
+        self.calls.forget(member.incarnation)
+        self.chiefs.gone(member)
         self._give_back_steps(self.rounds.lose(worker))
-        self.give_back(stay.incarnation)
+        self.give_back(member.incarnation)
         if self.initialiser == worker:
             self.note(StageEvent.LOSE)
             self.model = None
-        return stay
+        return member
 
     def give_back(self, incarnation: int) -> None:
         """Records that a worker holds go to others, except those of the steps that it has finished."""
@@ -574,17 +577,17 @@ class JobState:
                 self.ledger.apply(c.incarnation, c.records)
                 self.ledger.skip(c.incarnation, c.skipped)
             self.late_records.trained(c.ranges)
-            stay = self.members.stay(c.worker, c.incarnation)
-            stay.steps, stay.last_step = stay.steps + (not c.assigns), c.step
-            stay.staleness = staleness[c.worker]
-            stay.records += sum(r.records for r in c.records)
+            member = self.members.find(c.worker, c.incarnation)
+            member.steps, member.last_step = member.steps + (not c.assigns), c.step
+            member.staleness = staleness[c.worker]
+            member.records += sum(r.records for r in c.records)
         if self.state_holders is not None:
             self.state_holders.holders = sent
         self.rounds.end_commit()
         self.opened_with = None
         if any(c.assigns for c in contributions):
             self.assigned = self.version
-        here = {stay.incarnation for stay in self.members.live.values()}
+        here = {member.incarnation for member in self.members.live.values()}
         beginning = here & sent if self.consistency.may_be_stale else here
         self.pace.opened(here, now, beginning=beginning)
         if self.consistency.balance == "speed":

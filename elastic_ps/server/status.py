@@ -15,9 +15,9 @@ from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler
 
 from elastic_ps.api.compression import Compression
-from elastic_ps.api.status import Divergence, Member, Progress, ServerStatus, Staleness, Traffic
+from elastic_ps.api.status import Divergence, MemberStatus, Progress, ServerStatus, Staleness, Traffic
 from elastic_ps.core.divergence import advice
-from elastic_ps.core.membership import Stay
+from elastic_ps.core.membership import Member
 from elastic_ps.errors import CannotListen
 from elastic_ps.evaluation.decisions import Evaluation
 from elastic_ps.process.listening import HttpServer
@@ -233,12 +233,12 @@ def _staleness(state: JobState) -> Staleness | None:
     return Staleness(p50=p50, p99=p99, max=state.results.staleness.largest)
 
 
-def member(state: JobState, stay: Stay, now: float) -> Member:
-    """A stay as it is reported."""
-    computing = stay.worker in state.rounds.expected or stay.worker in state.rounds.waiting
-    here = "joining" if state.initialiser == stay.worker else "training" if computing else "idle"
+def member_status(state: JobState, member: Member, now: float) -> MemberStatus:
+    """An incarnation as it is reported."""
+    computing = member.worker in state.rounds.expected or member.worker in state.rounds.waiting
+    here = "joining" if state.initialiser == member.worker else "training" if computing else "idle"
     fields = {
-        name: getattr(stay, name)
+        name: getattr(member, name)
         for name in (
             "worker",
             "incarnation",
@@ -255,12 +255,12 @@ def member(state: JobState, stay: Stay, now: float) -> Member:
             "reason",
         )
     }
-    fields["step_seconds"] = state.pace.seconds.get(stay.incarnation)
-    record = state.pace.of_a_record.get(stay.incarnation)
+    fields["step_seconds"] = state.pace.seconds.get(member.incarnation)
+    record = state.pace.of_a_record.get(member.incarnation)
     fields["records_per_second"] = None if record is None else 1 / record
-    fields["slowness"] = state.pace.slowness(stay.incarnation)
-    fields["gone_seconds"] = None if stay.ended is None else now - stay.ended
-    return Member.model_validate({**fields, "state": stay.outcome or here})
+    fields["slowness"] = state.pace.slowness(member.incarnation)
+    fields["gone_seconds"] = None if member.ended is None else now - member.ended
+    return MemberStatus.model_validate({**fields, "state": member.outcome or here})
 
 
 def _utc(seconds: float) -> str:

@@ -15,7 +15,7 @@ from elastic_ps.codec.auto import CANDIDATES
 from elastic_ps.core.all_reduce import Barrier
 from elastic_ps.core.consistency import After, Contribution, Entry
 from elastic_ps.core.ledger import LedgerError, Range
-from elastic_ps.core.membership import Stay
+from elastic_ps.core.membership import Member
 from elastic_ps.core.stages import CourseEvent
 from elastic_ps.errors import InvalidModel, Malformed, RefusalCode, Refused
 from elastic_ps.server.guarded import Look
@@ -60,7 +60,7 @@ class StepCalls:
             raise Refused(RefusalCode.MALFORMED, "records, epochs and batch must be at least 1")
         caller = request.caller
         worker, incarnation = caller.worker, caller.incarnation
-        with self.job.member(caller) as (state, stay):
+        with self.job.member(caller) as (state, member):
             new = state.calls.begin(incarnation, caller.call)
             if (known := state.calls.answer(incarnation)) is not None:
                 return known
@@ -71,8 +71,8 @@ class StepCalls:
                 taken = state.take(worker, incarnation, request.batch)
                 return self._taken(state, incarnation, taken, finished=state.finished)
             if new:
-                self._skip(state, stay, ranges_from_message(request.skipped))
-                self._withdraw(state, stay, request.abandoned)
+                self._skip(state, member, ranges_from_message(request.skipped))
+                self._withdraw(state, member, request.abandoned)
 
         def decide(state: JobState) -> pb.TakeReply | Look | None:
             self.job.check(caller)
@@ -80,15 +80,15 @@ class StepCalls:
             if (known := state.calls.answer(incarnation)) is not None:
                 return known
             due = self.job.due
-            held = self._hold(state, stay, request.batch)
+            held = self._hold(state, member, request.batch)
             if request.early and not held:
                 state.chiefs.early.add(worker)
             else:
                 state.chiefs.early.discard(worker)
-            if not held and state.finished and state.choose_chief(stay, state.last_epoch):
+            if not held and state.finished and state.choose_chief(member, state.last_epoch):
                 return Look.AGAIN  # it is kept with the last version
-            if not held and self._checkpoints.may_finish() and not state.awaits_chief(stay):
-                chief = state.chiefs.tell(stay, state.last_epoch)
+            if not held and self._checkpoints.may_finish() and not state.awaits_chief(member):
+                chief = state.chiefs.tell(member, state.last_epoch)
                 self.job.changed.notify_all()
                 return self._taken(state, incarnation, finished=True, version=state.version, chief=chief)
             if held and state.rounds.takes_part(worker) and not self.job.behind:
@@ -107,7 +107,7 @@ class StepCalls:
     def _taken(
         self, state: JobState, incarnation: int, ranges: Sequence[Range] = (), **said: Any
     ) -> pb.TakeReply:
-        """The answer to the stay's last call, also when it is repeated; the lock is held."""
+        """The answer to the member's last call, also when it is repeated; the lock is held."""
         reply = pb.TakeReply(ranges=ranges_to_message(ranges), stopped=state.stopped, **said)
         return state.calls.answered(incarnation, reply)
 
@@ -118,32 +118,32 @@ class StepCalls:
         if wrong := state.match_ledger(request.records, request.epochs, request.batch, request.data):
             raise Refused(RefusalCode.INVALID, wrong)
 
-    def _skip(self, state: JobState, stay: Stay, skipped: Sequence[Range]) -> None:
+    def _skip(self, state: JobState, member: Member, skipped: Sequence[Range]) -> None:
         """A script has left records out, and makes no step to tell so with; the lock is held."""
-        if not skipped or not state.rounds.knows(stay.worker):
+        if not skipped or not state.rounds.knows(member.worker):
             return  # its step came late: what it held has gone to others, who train it
         assert state.ledger is not None
         try:
-            state.ledger.check(stay.incarnation, skipped)
+            state.ledger.check(member.incarnation, skipped)
         except LedgerError as error:
             raise Refused(RefusalCode.INVALID, str(error)) from error
-        state.ledger.skip(stay.incarnation, skipped)
+        state.ledger.skip(member.incarnation, skipped)
         self._history.record(
-            "skip", worker=stay.worker, incarnation=stay.incarnation, records=[list(r) for r in skipped]
+            "skip", worker=member.worker, incarnation=member.incarnation, records=[list(r) for r in skipped]
         )
 
-    def _withdraw(self, state: JobState, stay: Stay, abandoned: bool) -> None:
+    def _withdraw(self, state: JobState, member: Member, abandoned: bool) -> None:
         """A worker computes nothing for now; the lock is held."""
-        if abandoned or state.rounds.takes_part(stay.worker) or stay.worker in state.rounds.waiting:
-            state.stop_computing(stay, abandoned=abandoned)
+        if abandoned or state.rounds.takes_part(member.worker) or member.worker in state.rounds.waiting:
+            state.stop_computing(member, abandoned=abandoned)
         else:  # it may be late, and has to stay known as that
-            state.give_back(stay.incarnation)
-        state.starved.add(stay.worker)
+            state.give_back(member.incarnation)
+        state.starved.add(member.worker)
         self.job.note_change()
 
-    def _hold(self, state: JobState, stay: Stay, batch: int) -> list[Range]:
+    def _hold(self, state: JobState, member: Member, batch: int) -> list[Range]:
         """The records of a worker that waits for some; with them it is admitted. The lock is held."""
-        worker, incarnation = stay.worker, stay.incarnation
+        worker, incarnation = member.worker, member.incarnation
         if state.stopped:
             state.give_back(incarnation)
             takes_part = state.rounds.takes_part(worker)
@@ -167,14 +167,14 @@ class StepCalls:
     @answers(calls.RELEASE)
     def release(self, request: pb.ReleaseRequest, _: Incoming) -> None:
         """A worker gives back its records; rounds no longer wait for it. It stays a member."""
-        with self.job.member(request.caller) as (state, stay):
-            if not state.calls.begin(stay.incarnation, request.caller.call):
+        with self.job.member(request.caller) as (state, member):
+            if not state.calls.begin(member.incarnation, request.caller.call):
                 return
-            self._skip(state, stay, ranges_from_message(request.skipped))
-            state.stop_computing(stay, abandoned=request.abandoned)
-            state.starved.discard(stay.worker)
+            self._skip(state, member, ranges_from_message(request.skipped))
+            state.stop_computing(member, abandoned=request.abandoned)
+            state.starved.discard(member.worker)
             if request.leaves:
-                state.chiefs.resign(stay)
+                state.chiefs.resign(member)
             self.job.note_change()
         self._commit.drive()
 
@@ -193,8 +193,10 @@ class StepCalls:
 
         def decide(state: JobState) -> pb.BeginReply | Look | None:
             nonlocal round_, late
-            stay = self.job.check(request.caller)
-            entry = Entry.IN if round_ is not None else state.begin(stay, version=version, step=request.step)
+            member = self.job.check(request.caller)
+            entry = (
+                Entry.IN if round_ is not None else state.begin(member, version=version, step=request.step)
+            )
             if entry is Entry.LATE:
                 self.job.note_change()
                 late = Refused(
@@ -222,8 +224,8 @@ class StepCalls:
         """In mode `accumulate`, after a step: what the worker is to do. Raises Refused; see `after_step`."""
 
         def decide(state: JobState) -> pb.AwaitReply | None:
-            stay, now = self.job.check(request.caller), self.job.clock()
-            after = state.after_step(stay, attempt=request.attempt, step=request.step, now=now)
+            member, now = self.job.check(request.caller), self.job.clock()
+            after = state.after_step(member, attempt=request.attempt, step=request.step, now=now)
             if after is After.PULL:
                 return pb.AwaitReply(made=True)
             if after is After.COMPUTE:
@@ -249,7 +251,7 @@ class StepCalls:
         worker, version = request.caller.worker, request.version
 
         def decide(state: JobState) -> pb.AssignReply | Look | None:
-            stay, rounds = self.job.check(request.caller), state.rounds
+            member, rounds = self.job.check(request.caller), state.rounds
             settled = not self.job.behind
             kept = not state.finished or self._checkpoints.is_kept()
             reply = pb.AssignReply(version=rounds.version, attempt=rounds.attempt)
@@ -257,7 +259,7 @@ class StepCalls:
                 reply.done, reply.takes_part = True, rounds.takes_part(worker)
                 return reply
             if rounds.assigner is None and not rounds.decided and state.assigned <= version:
-                state.assign(stay)
+                state.assign(member)
                 self.job.note_change()
                 return Look.AGAIN
             return reply if rounds.assigner == worker and worker not in rounds.done and settled else None
@@ -289,11 +291,11 @@ class StepCalls:
             reductions=dict(request.reductions),
             skipped=ranges_from_message(request.skipped),
         )
-        with self.job.member(request.caller) as (state, stay):
-            if contribution.step <= stay.last_step:
+        with self.job.member(request.caller) as (state, member):
+            if contribution.step <= member.last_step:
                 return False
-            if not state.rounds.takes_part(stay.worker):
-                text = f"step {contribution.step} of worker {stay.worker} is void: it takes no part"
+            if not state.rounds.takes_part(member.worker):
+                text = f"step {contribution.step} of worker {member.worker} is void: it takes no part"
                 raise Refused(RefusalCode.LATE, text)
             try:
                 state.check_records(contribution)
@@ -302,19 +304,19 @@ class StepCalls:
             except (LedgerError, InvalidModel) as error:
                 raise Refused(RefusalCode.INVALID, str(error)) from error
             new = state.rounds.finish(contribution, version=request.version, attempt=request.attempt)
-            stay.traffic.update(_traffic(request))
+            member.traffic.update(_traffic(request))
             if new and not contribution.assigns:
                 records = sum(r.records for r in contribution.records)
                 now = self.job.clock()
-                state.pace.finished(stay.incarnation, request.attempt, now, records=records)
+                state.pace.finished(member.incarnation, request.attempt, now, records=records)
                 self.job.hasten()
         self._commit.drive()
         return new
 
     def is_applied(self, request: pb.PushRequest) -> bool:
         """Whether the step of this push is in the model. Raises Refused: the caller is no member."""
-        with self.job.member(request.caller) as (_, stay):
-            return request.step <= stay.last_step
+        with self.job.member(request.caller) as (_, member):
+            return request.step <= member.last_step
 
     # --- where the workers make the steps themselves
 
@@ -344,7 +346,7 @@ class StepCalls:
         known = (version, attempt if request.HasField("attempt") else None)
 
         def decide(state: JobState) -> pb.MeetReply | Look | None:
-            stay = self.job.check(request.caller)
+            member = self.job.check(request.caller)
             rounds, state_holders = state.all_reduce
             if (rounds.version, rounds.attempt) != known:
                 return None if self.job.behind else _met(state, worker)
@@ -361,7 +363,7 @@ class StepCalls:
                 raise Refused(RefusalCode.LATE, text)
             if rounds.meet(worker, barrier, holds=request.holds):
                 if barrier is Barrier.GRADIENTS:
-                    state_holders.holders.add(stay.incarnation)
+                    state_holders.holders.add(member.incarnation)
                 self.job.changed.notify_all()
             if not rounds.together(barrier) or self.job.behind:
                 return None
@@ -377,9 +379,9 @@ class StepCalls:
 
         If no other worker of the open round has them, they would be lost with this one.
         """
-        with self.job.member(request.caller) as (state, stay):
+        with self.job.member(request.caller) as (state, member):
             rounds, _ = state.all_reduce
-            last = rounds.version == request.version and rounds.part(stay.worker)
+            last = rounds.version == request.version and rounds.part(member.worker)
             return pb.MeetReply(send=last and not state.values_are_here)
 
 
@@ -395,11 +397,11 @@ def _met(state: JobState, worker: int, barrier: Barrier | None = None) -> pb.Mee
         lacking=rounds.lacking,
         group=[
             pb.Peer(
-                worker=stay.worker,
-                incarnation=stay.incarnation,
-                address=state_holders.peers[stay.incarnation].address,
+                worker=member.worker,
+                incarnation=member.incarnation,
+                address=state_holders.peers[member.incarnation].address,
             )
-            for stay in group
+            for member in group
         ],
         together=barrier is not None,
         all_hold=all(rounds.arrived.get(Barrier.STATE, {}).values()),
@@ -412,7 +414,7 @@ def _met(state: JobState, worker: int, barrier: Barrier | None = None) -> pb.Mee
 
 
 def _traffic(request: pb.FinishRequest) -> dict[str, Any]:
-    """What a worker has sent and received since it joined; see `Stay.traffic`."""
+    """What a worker has sent and received since it joined; see `Member.traffic`."""
     told = request.traffic.ListFields()
     traffic = {field.name: value for field, value in told if isinstance(value, str) or math.isfinite(value)}
     if traffic.get("codec", "") not in CANDIDATES:

@@ -38,7 +38,7 @@ class Buffers:
     ) -> Iterator[torch.Tensor]:
         """Values that come in, flat; where they lie if that memory is shared. Blocks.
 
-        Its sender may change shared memory only when it has lost its stay, or the round has started again.
+        Its sender may change shared memory only when it is no member any more or the round has started again.
         Then the sum that it is added to, of an attempt that is over, is never used.
 
         Args:

@@ -139,7 +139,7 @@ class AllReduce(Strategy):
         step = self._step
         assert step is not None, "begin was called"
         if bucket.rule is Rule.GRADIENT:
-            who = f"worker {step.stay.worker}, step {step.number}, bucket {bucket.index}"
+            who = f"worker {step.member_id.worker}, step {step.number}, bucket {bucket.index}"
             require_finite(self._flat.contribution_of(bucket), who, advice=WHAT_TO_DO)
 
     def _group_ahead(self, step: Step) -> Group | None:
@@ -166,7 +166,7 @@ class AllReduce(Strategy):
         if contributor:
             self._enter(version)
             return
-        met = self._client.meet(self._client.stay, version, None)
+        met = self._client.meet(self._client.member_id, version, None)
         self._learn(met)
         if met.values_are_here and met.version == version and not self.has(version):
             self._take_over(version)
@@ -182,7 +182,7 @@ class AllReduce(Strategy):
             self._require_finite(bucket)
         while True:
             met = self._client.meet(
-                step.stay, step.version, self._attempt, barrier=Barrier.GRADIENTS, holds=True
+                step.member_id, step.version, self._attempt, barrier=Barrier.GRADIENTS, holds=True
             )
             if met.version != step.version:
                 raise Refused(RefusalCode.LATE, f"version {met.version} is made without this worker's step")
@@ -194,7 +194,7 @@ class AllReduce(Strategy):
                     met = self._tell_broken(met, problem)
                 else:
                     ended = (step, ending)
-                    met = self._client.meet(step.stay, step.version, self._attempt, ended=ended)
+                    met = self._client.meet(step.member_id, step.version, self._attempt, ended=ended)
             if met.version > step.version:
                 break
             self._settle(met)
@@ -220,7 +220,7 @@ class AllReduce(Strategy):
 
     def _enter(self, version: int) -> None:
         """Get the version, of which this worker is to make the next one with the others."""
-        met = self._client.meet(self._client.stay, version, None)
+        met = self._client.meet(self._client.member_id, version, None)
         self._settle(met)
         if met.version != version or not self.has(version):
             text = f"this worker was to make a round on version {version}, but version {met.version} is there"
@@ -238,8 +238,8 @@ class AllReduce(Strategy):
             self._open = None if met.lacking else met
             if not met.lacking or self._settled == (version, met.attempt):
                 return
-            stay, holds = self._client.stay, self.has(version)
-            met = self._client.meet(stay, version, met.attempt, barrier=Barrier.STATE, holds=holds)
+            member_id, holds = self._client.member_id, self.has(version)
+            met = self._client.meet(member_id, version, met.attempt, barrier=Barrier.STATE, holds=holds)
             if met.version != version:
                 return
             if met.together:
@@ -316,7 +316,7 @@ class AllReduce(Strategy):
 
     def _look(self, met: pb.MeetReply) -> None:
         """Raises Broken if this is not the open round any more."""
-        now = self._client.meet(self._client.stay, met.version, None)
+        now = self._client.meet(self._client.member_id, met.version, None)
         if (now.version, now.attempt) != (met.version, met.attempt):
             raise Broken("the round is made by other workers")
 
@@ -328,7 +328,7 @@ class AllReduce(Strategy):
         while True:
             broken = time.monotonic() > deadline
             attempt = met.attempt if broken else None
-            now = self._client.meet(self._client.stay, met.version, attempt, broken=broken)
+            now = self._client.meet(self._client.member_id, met.version, attempt, broken=broken)
             if (now.version, now.attempt) != (met.version, met.attempt):
                 return now
             time.sleep(0.01)
@@ -365,7 +365,7 @@ class AllReduce(Strategy):
         self._sums.publish(settings.max_grad_norm)
         self._make_step()
         self._step, self.version = None, step.version + 1
-        self._held = (step.stay.term, self.version)
+        self._held = (step.member_id.term, self.version)
         if self._group is not None:
             self._group = self._group._replace(made=self.version)
         self._history.record("applied", **step.applied(ending))
@@ -378,7 +378,7 @@ class AllReduce(Strategy):
                 (bucket.index, version, checksum(self._flat.value_bytes(bucket)))
                 for bucket in self._flat.layout.pushed
             ]
-            self._history.record("values", term=self._client.stay.term, values=values)
+            self._history.record("values", term=self._client.member_id.term, values=values)
 
 
 class _Reducer:

@@ -45,7 +45,7 @@ from elastic_ps.transport.convert import (
     tensors_to_message,
     to_message,
 )
-from elastic_ps.worker.dialogue import USUAL, Answers, Stay, Step, WorkerLimits
+from elastic_ps.worker.dialogue import USUAL, Answers, MemberId, Step, WorkerLimits
 from elastic_ps.worker.measuring import Traffic, measure
 
 logger = logging.getLogger(__name__)
@@ -88,8 +88,8 @@ class Client:
     Attributes:
         instance, limits: see above.
         address: where the other workers find this one, if they speak to each other; else "".
-        stay: the present one, since the last `join`.
-        traffic: of that stay; what each step ends with tells it.
+        member_id: the present one, since the last `join`.
+        traffic: of that incarnation; what each step ends with tells it.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Client:
         self._pid = os.getpid() if pid is None else pid
         self._hostname = hostname or socket.gethostname()
         self.worker, self.address = worker, ""
-        self.stay = Stay(job, worker)
+        self.member_id = MemberId(job, worker)
         self.traffic = Traffic()
         self.instance = instance or uuid.uuid4().hex
         self._calls = itertools.count(1)
@@ -122,12 +122,12 @@ class Client:
     @property
     def term(self) -> int:
         """Of the parameter server that was joined."""
-        return self.stay.term
+        return self.member_id.term
 
     @property
     def incarnation(self) -> int:
-        """The number of this stay in the job."""
-        return self.stay.incarnation
+        """The number of this incarnation in the job."""
+        return self.member_id.incarnation
 
     def is_near(self, shard: int) -> bool:
         """Whether the shard is known to be on this host."""
@@ -158,7 +158,7 @@ class Client:
             ModelMismatch, InvalidModel: the parameter server cannot train this model in this job.
         """
         request = pb.JoinRequest(
-            caller=self.stay.caller(time.monotonic_ns()),  # a process may have several sessions
+            caller=self.member_id.caller(time.monotonic_ns()),  # a process may have several sessions
             pid=self._pid,
             host=self._hostname,
             tensors=tensors_to_message(tensors),
@@ -187,14 +187,14 @@ class Client:
             if reply.measure:
                 self._link = pb.Link(**(NEAR if self.is_near(0) else measure(self._probe))._asdict())
                 request.link.CopyFrom(self._link)
-        self.stay = Stay(self.stay.job, self.worker, reply.term, reply.incarnation)
+        self.member_id = MemberId(self.member_id.job, self.worker, reply.term, reply.incarnation)
         self._calls, self._pending = itertools.count(1), 0
         self.traffic.reset()
         return reply
 
     def _probe(self, nbytes: int) -> float:
         """Send shard 0 so many bytes; returns how many seconds that took. Blocks."""
-        request, body = pb.ProbeRequest(caller=self.stay.caller()), os.urandom(nbytes)
+        request, body = pb.ProbeRequest(caller=self.member_id.caller()), os.urandom(nbytes)
         frame = Frame(request.SerializeToString(), memoryview(body))  # a tunnel may compress what is alike
 
         def attempt() -> float:
@@ -213,7 +213,7 @@ class Client:
         Raises:
             Refused: STALE_TERM, STALE_INCARNATION; also if only shard 0 knows, and this shard has just begun.
         """
-        request = pb.InitRequest(caller=self.stay.caller(), bucket=bucket, version=version)
+        request = pb.InitRequest(caller=self.member_id.caller(), bucket=bucket, version=version)
         self._send_first(calls.INIT, shard, Frame(request.SerializeToString(), values))
 
     def initialise_state(
@@ -221,7 +221,7 @@ class Client:
     ) -> None:
         """Send the optimizer's state of a piece, after the bucket's values. Raises as `initialise`."""
         request = pb.InitStateRequest(
-            caller=self.stay.caller(),
+            caller=self.member_id.caller(),
             bucket=bucket,
             piece=piece,
             entries=[to_message(pb.InitStateRequest.Entry, each, dtype=each.dtype) for each in state],
@@ -284,7 +284,7 @@ class Client:
         self.hasten()
         if in_step:
             self.ask(
-                calls.GONE, pb.GoneRequest(job=self.stay.job, worker=self.worker, instance=self.instance)
+                calls.GONE, pb.GoneRequest(job=self.member_id.job, worker=self.worker, instance=self.instance)
             )
         else:
             self.ask(calls.LEAVE, pb.LeaveRequest())
@@ -300,7 +300,7 @@ class Client:
             InvalidModel: the data set is not the one that the job trains.
         """
         number = self._pending or next(self._calls)
-        request.caller.CopyFrom(self.stay.caller(number))
+        request.caller.CopyFrom(self.member_id.caller(number))
         try:
             reply = self.ask(calls.TAKE, request)
         except Refused as refusal:
@@ -321,7 +321,7 @@ class Client:
 
         Returns version and attempt of the round that the step is to be pushed for. Raises Refused (LATE).
         """
-        request = pb.BeginRequest(caller=step.stay.caller(), version=step.base, step=step.number)
+        request = pb.BeginRequest(caller=step.member_id.caller(), version=step.base, step=step.number)
         reply = self._settle(calls.BEGIN, request)
         return reply.version, reply.attempt
 
@@ -330,7 +330,7 @@ class Client:
 
         Blocks for some seconds at most; then the answer is `pending`. Raises Refused (LATE): it is void.
         """
-        request = pb.AwaitRequest(caller=step.stay.caller(), step=step.number, attempt=attempt)
+        request = pb.AwaitRequest(caller=step.member_id.caller(), step=step.number, attempt=attempt)
         return self.ask(calls.AWAIT, request)
 
     def push(
@@ -371,7 +371,7 @@ class Client:
             pb.PushRequest,
             payload,
             runs=[run_to_message(run) for run in payload.runs],
-            caller=step.stay.caller(),
+            caller=step.member_id.caller(),
             step=step.number,
             bucket=bucket,
             version=step.version,
@@ -386,7 +386,7 @@ class Client:
 
     def _finish(self, step: Step, attempt: int, ending: pb.FinishRequest) -> pb.FinishRequest:
         request = pb.FinishRequest(
-            caller=step.stay.caller(),
+            caller=step.member_id.caller(),
             step=step.number,
             version=step.version,
             attempt=attempt,
@@ -398,7 +398,7 @@ class Client:
 
     def meet(
         self,
-        stay: Stay,
+        member_id: MemberId,
         version: int,
         attempt: int | None,
         *,
@@ -413,7 +413,7 @@ class Client:
             ended: at the end of a step: which, and what is said of it.
         """
         request = pb.MeetRequest(
-            caller=stay.caller(),
+            caller=member_id.caller(),
             version=version,
             attempt=attempt,
             barrier=barrier,
@@ -432,9 +432,9 @@ class Client:
         """
         return self._settle(calls.ASSIGN, pb.AssignRequest(version=version))
 
-    def pull(self, stay: Stay, shard: int, wanted: pb.PullRequest) -> Answers:
+    def pull(self, member_id: MemberId, shard: int, wanted: pb.PullRequest) -> Answers:
         """One try of a pull: (answer, body). Blocks. Raises TransportError: ask again for what is missing."""
-        wanted.caller.CopyFrom(stay.caller())
+        wanted.caller.CopyFrom(member_id.caller())
         return self._pulled(shard, calls.PULL.name, Frame(wanted.SerializeToString()))
 
     def _pulled(self, shard: int, method: str, frame: Frame) -> Answers:
@@ -459,7 +459,7 @@ class Client:
         """Make a call that may be repeated; returns its answer. Blocks. Raises Refused, ConnectionLost.
 
         Args:
-            request: one that names no caller is of the present stay.
+            request: one that names no caller is of the present incarnation.
         """
         return self.ask_all(call, request, _reply, shard=shard, body=body)[0]
 
@@ -475,7 +475,7 @@ class Client:
         """The same; returns what `read` makes of each answer, at least one."""
         named: Any = request
         if call.sender is not Sender.JOB and not named.HasField("caller"):
-            named.caller.CopyFrom(self.stay.caller(next(self._calls) if call.numbered else 0))
+            named.caller.CopyFrom(self.member_id.caller(next(self._calls) if call.numbered else 0))
             if call.numbered:
                 self._pending = 0  # a call for records is over, whether it was answered or not
         frame = Frame(request.SerializeToString(), body)

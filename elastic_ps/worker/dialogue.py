@@ -13,8 +13,8 @@ from elastic_ps.transport.convert import ranges_from_message
 
 
 @dataclass(frozen=True)
-class Stay:
-    """One stay in the job, from a join on. What a worker sends names the stay that it belongs to."""
+class MemberId:
+    """A worker from one of its joins on. What it sends says this of it."""
 
     job: str
     worker: int
@@ -33,14 +33,14 @@ class Step:
     """What a step's pushes have in common.
 
     Attributes:
-        stay: in which it is made.
+        member_id: who makes it.
         number: the worker's own count.
         base: the version that the step is computed on.
         version: the open round's that it is pushed for; the same, unless staleness is allowed.
         samples: weight in the mean.
     """
 
-    stay: Stay
+    member_id: MemberId
     number: int
     base: int
     version: int
@@ -54,8 +54,8 @@ class Step:
             "attempt": attempt,
             "version": self.version,
             "base": self.base,
-            "worker": self.stay.worker,
-            "incarnation": self.stay.incarnation,
+            "worker": self.member_id.worker,
+            "incarnation": self.member_id.incarnation,
         }
 
     def applied(self, ending: pb.FinishRequest) -> dict[str, Any]:
@@ -65,9 +65,9 @@ class Step:
             "version": self.version + 1,
             "records": ranges_from_message(ending.ranges),
             "samples": self.samples,
-            "worker": self.stay.worker,
-            "incarnation": self.stay.incarnation,
-            "term": self.stay.term,
+            "worker": self.member_id.worker,
+            "incarnation": self.member_id.incarnation,
+            "term": self.member_id.term,
         }
 
 

@@ -3,7 +3,7 @@
 Everything that a script does comes here as one of a few events: a batch is handed to it, a step's first
 gradient is there, a bucket is complete, the step ends. Which records the worker is given is `Records`' to
 ask; how steps become versions is the `Strategy`'s; who the worker is,
-and how its model comes into the job, `Member`'s; which settings it has, `Schedule`'s.
+and how its model comes into the job, `Membership`'s; which settings it has, `Schedule`'s.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from elastic_ps.worker.dialogue import Step
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.local_world import Drained, LocalWorld
 from elastic_ps.worker.measuring import Phases
-from elastic_ps.worker.member import Member
+from elastic_ps.worker.membership import Membership
 from elastic_ps.worker.model import Described
 from elastic_ps.worker.records import Records, Stopping
 from elastic_ps.worker.schedule import Interval, Schedule
@@ -96,7 +96,7 @@ class Engine:
     def __init__(
         self,
         client: Client,
-        member: Member,
+        member: Membership,
         *,
         trace: Trace,
         history: History,
@@ -189,7 +189,7 @@ class Engine:
     ) -> Flat:
         """Join the job with this model; returns the memory that it has from now on. Blocks.
 
-        See `Member.enter`.
+        See `Membership.enter`.
         """
         flat = self.member.enter(
             described, model, optimizer, imported, weights=self.weights, make_step=lambda: self.make_step()
@@ -345,7 +345,9 @@ class Engine:
 
     def new_step(self, base: int, samples: int = 1) -> Step:
         """The step that this worker makes next, on version `base`."""
-        return Step(stay=self.client.stay, number=self._steps, base=base, version=base, samples=samples)
+        return Step(
+            member_id=self.client.member_id, number=self._steps, base=base, version=base, samples=samples
+        )
 
     def assigned(self) -> None:
         """The step in which values were assigned is over: made, or known to be void."""

@@ -35,7 +35,7 @@ from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import EMPTY, Incoming
 from elastic_ps.worker.client import Client
-from elastic_ps.worker.dialogue import Answers, Stay, Step
+from elastic_ps.worker.dialogue import Answers, MemberId, Step
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.strategy import Future, Queue, Strategy
 from elastic_ps.worker.values import Values
@@ -61,7 +61,7 @@ class _Push(NamedTuple):
 class _Pull(NamedTuple):
     """Buckets to be received from a shard, begun in a generation."""
 
-    stay: Stay
+    member_id: MemberId
     shard: int
     generation: int
     wanted: pb.PullRequest
@@ -154,7 +154,7 @@ class PushPull(Strategy):
         with self._lock:
             progress.begin()
             self._step, self._besides, self._to_ask = step, besides, None
-            self.encoder.begin(step.number, step.stay.term)
+            self.encoder.begin(step.number, step.member_id.term)
             self._drafts.forget()
             if progress.pushing.several:  # the round may start again before the script ends the step
                 progress.missing = {FINISH}
@@ -308,7 +308,7 @@ class PushPull(Strategy):
         self._held |= {b.index: versions.get(b.index, version) for b in arrived}
         if self._history.enabled:
             values = [(b.index, self._held[b.index], checksum(self.flat.value_bytes(b))) for b in arrived]
-            self._history.record("values", term=self._client.stay.term, values=values)
+            self._history.record("values", term=self._client.member_id.term, values=values)
         if publish:
             self.flat.publish(besides=besides)
         self.version = max(version, min(versions.values(), default=version))
@@ -336,7 +336,7 @@ class PushPull(Strategy):
             if own or shard == 0:
                 self._progress.missing.add(end_of(shard))
                 wanted = pb.PullRequest(version=version, buckets=own, contributor=contributor, held=held)
-                pulls.append(_Pull(self._client.stay, shard, self._progress.generation, wanted))
+                pulls.append(_Pull(self._client.member_id, shard, self._progress.generation, wanted))
         return pulls
 
     def _expect_next(self, step: Step) -> list[_Pull]:
@@ -550,7 +550,7 @@ class PushPull(Strategy):
     def _answers(self, pull: _Pull, wanted: pb.PullRequest) -> Answers:
         """The answers to one call for what is wanted; it makes the step's pushes before, if they are due."""
         if not self._progress.owing:
-            yield from self._client.pull(pull.stay, pull.shard, wanted)
+            yield from self._client.pull(pull.member_id, pull.shard, wanted)
             return
         step, ending = self._step, self._progress.ending
         assert step is not None
@@ -568,7 +568,10 @@ class PushPull(Strategy):
         except Refused as refusal:
             if refusal.code is not RefusalCode.STALE_ATTEMPT:
                 raise
-            answers, first = self._client.pull(pull.stay, last.shard, wanted), None  # it tells which is open
+            answers, first = (
+                self._client.pull(pull.member_id, last.shard, wanted),
+                None,
+            )  # it tells which is open
         self._progress.owing = False
         if first is not None:
             yield first

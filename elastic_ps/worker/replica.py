@@ -65,7 +65,7 @@ class Replica:
         """One call. Returns the buckets that have come."""
         wanted = pb.PullRequest(version=version, buckets=sorted(missing), brief=True)
         come: set[int] = set()
-        for reply, incoming in self._client.pull(self._client.stay, 0, wanted):
+        for reply, incoming in self._client.pull(self._client.member_id, 0, wanted):
             if reply.WhichOneof("kind") == "bucket":
                 bucket = self._flat.layout.buckets[reply.bucket]
                 self._values.receive(bucket, reply, incoming)

@@ -30,7 +30,7 @@ from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.loader import ElasticLoader
 from elastic_ps.worker.local_steps import outer_optimizer, refuse_limits
 from elastic_ps.worker.local_world import LocalWorld
-from elastic_ps.worker.member import Member
+from elastic_ps.worker.membership import Membership
 from elastic_ps.worker.model import Described
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.schedule import Interval, check_interval
@@ -81,7 +81,7 @@ class Session:
         client = Client(
             job, worker, connections, instance=instance, pid=pid, hostname=hostname, limits=limits
         )
-        self._member = Member(
+        self._member = Membership(
             spec,
             client,
             trace=trace,
@@ -542,7 +542,7 @@ class Session:
 
     @property
     def asked_to_leave(self) -> bool:
-        """Whether this process was asked to leave; see `Member.asked_to_leave`."""
+        """Whether this process was asked to leave; see `Membership.asked_to_leave`."""
         return self._member.asked_to_leave
 
     def drain(self) -> None:

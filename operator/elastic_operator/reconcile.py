@@ -54,8 +54,8 @@ from elastic_operator.status import (
     ended,
     explained,
     judged,
+    member_statuses,
     model_lost,
-    stays,
     turned,
     with_condition,
     with_counts,
@@ -413,7 +413,7 @@ def _workers(
 
 def _stays_out(pod: Pod, observed: Observed, now: datetime) -> bool:
     """Whether a process computes something else, and has not joined the job since the first one was done."""
-    if observed.server is None or pod.ready or pod.started is None or stays(pod, observed, now):
+    if observed.server is None or pod.ready or pod.started is None or member_statuses(pod, observed, now):
         return False
     done = min((each.ended for each in observed.of("worker") if each.ended), default=now)
     return now - max(pod.started, done) > FINISHED_GRACE
@@ -423,7 +423,7 @@ def _given_up(
     pod: Pod, desired: Desired, status: TrainingJobStatus, observed: Observed, now: datetime
 ) -> str:
     """Why the process in a pod has to end, since the PS has given it up and it lives on; "" if it has not."""
-    latest = max(stays(pod, observed, now), key=lambda member: member.incarnation, default=None)
+    latest = max(member_statuses(pod, observed, now), key=lambda member: member.incarnation, default=None)
     if latest is None:
         return ""
     return latest.to_be_killed(desired.spec.worker.progress_timeout, finished=status.progress.finished)

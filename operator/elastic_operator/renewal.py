@@ -15,7 +15,7 @@ from typing import Any
 from elastic_operator.desired import Desired, restart_of
 from elastic_operator.plan import Action, DeletePod, Observed
 from elastic_operator.pods import Pod, Problem, parse_time
-from elastic_operator.status import condition, holds, stays, with_condition
+from elastic_operator.status import condition, holds, member_statuses, with_condition
 from elastic_ps.api.status import TrainingJobStatus, WorkerStatus
 
 MENDED = "it does not run, and image or template have changed"
@@ -82,7 +82,7 @@ def workers_to_renew(
     if status.progress.finished:
         return
     for pod in wanted:
-        if pod is None or not pod.active or not any(m.present for m in stays(pod, observed, now)):
+        if pod is None or not pod.active or not any(m.present for m in member_statuses(pod, observed, now)):
             return
     for pod in reversed(wanted):
         if pod is not None and desired.outdated(pod):

@@ -18,7 +18,7 @@ from elastic_operator.pods import LOST, MODEL_LOST, Pod, Problem
 from elastic_ps.api.status import (
     Condition,
     EvaluationStatus,
-    Member,
+    MemberStatus,
     Progress,
     Summary,
     TrafficStatus,
@@ -91,7 +91,7 @@ def with_condition(
     return status.model_copy(update={"conditions": conditions if old is not None else [*conditions, new]})
 
 
-def stays(pod: Pod, observed: Observed, now: datetime) -> list[Member]:
+def member_statuses(pod: Pod, observed: Observed, now: datetime) -> list[MemberStatus]:
     """The stays in the job, as the parameter server sees them, of the process that runs or ran in a pod.
 
     Left out are those that a pod before it may have made, which had the same name: they ended before this
@@ -107,7 +107,7 @@ def stays(pod: Pod, observed: Observed, now: datetime) -> list[Member]:
     ]
 
 
-def _last_seen(member: Member, now: datetime) -> datetime:
+def _last_seen(member: MemberStatus, now: datetime) -> datetime:
     if member.gone_seconds is not None:
         return now - timedelta(seconds=member.gone_seconds)
     return now if member.present else datetime.min.replace(tzinfo=UTC)

@@ -11,7 +11,7 @@ from elastic_operator.desired import Desired, restart_of
 from elastic_operator.failures import consequence
 from elastic_operator.plan import Observed, Options
 from elastic_operator.pods import Pod, parse_time
-from elastic_operator.status import stays
+from elastic_operator.status import member_statuses
 from elastic_ps.api.status import TrainingJobStatus
 
 ZERO = timedelta(0)
@@ -72,7 +72,7 @@ def next_look(
         member.state in ("hung", "lost")
         for pod in workers
         if pod.active
-        for member in stays(pod, observed, now)
+        for member in member_statuses(pod, observed, now)
     ):
         times.append(options.poll)
     if builders.has_standbys(desired.spec):

@@ -12,7 +12,7 @@ from elastic_operator.desired import Desired
 from elastic_operator.failures import fatal
 from elastic_operator.plan import Observed, Options
 from elastic_operator.pods import Pod, Problem, parse_time
-from elastic_operator.status import RECOVERING, condition, holds, stays, with_condition
+from elastic_operator.status import RECOVERING, condition, holds, member_statuses, with_condition
 from elastic_ps.api.status import LEFT_EARLY, TrainingJobStatus
 from elastic_ps.contract.env import DEFAULT_HTTP_PORT
 
@@ -291,7 +291,7 @@ def _unheard(pod: Pod, observed: Observed, now: datetime) -> Problem | None:
     """Why a pod takes no part though it seems to run; training may go on without it."""
     if pod.silent:
         return Problem("NodeNotAnswering", f"the node {pod.node} of {pod.name} does not answer")
-    latest = max(stays(pod, observed, now), key=lambda stay: stay.incarnation, default=None)
+    latest = max(member_statuses(pod, observed, now), key=lambda stay: stay.incarnation, default=None)
     if latest is None or latest.state not in ("lost", "hung"):
         return None
     return Problem("WorkerNotAnswering", f"{pod.name} takes no part any more: {latest.reason}")

@@ -63,7 +63,7 @@ def settings(**entries: Any) -> Callable[[Manifest], Manifest]:
 
 
 def member(**entries: Any) -> Callable[[Manifest], Manifest]:
-    return state(members=lambda stays: [{**stays[0], **entries}])
+    return state(members=lambda members: [{**members[0], **entries}])
 
 
 def ledger(**entries: Any) -> Callable[[Manifest], Manifest]:

@@ -62,7 +62,7 @@ def test_who_was_declared_gone_does_not_wait_for_a_version(tmp_path: Path) -> No
             mse(model, x, y).backward()
             if step == 3:
                 job.coordinator.gone(0, instance_of(job, 0))
-                stay, version = engine_of(session).client.stay, session.version + 1
+                stay, version = engine_of(session).client.member_id, session.version + 1
                 wanted = pb.PullRequest(version=version, buckets=[0], attempt=9, contributor=True)
                 with pytest.raises(Refused) as refusal:
                     list(engine_of(session).client.pull(stay, 0, wanted))

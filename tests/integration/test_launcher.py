@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from elastic_ps.api.job import TrainingJob
-from elastic_ps.api.status import Member
+from elastic_ps.api.status import MemberStatus
 from elastic_ps.errors import CannotListen, UserError
 from elastic_ps.local import Launcher, Options, Outcome, ScaleAt, processes, snapshot, supervisor
 from elastic_ps.local import plan as planning
@@ -452,7 +452,7 @@ def test_workers_are_bound_to_cores_of_their_own(tmp_path: Path, monkeypatch: py
     assert os.sched_getaffinity(0) == cores
 
 
-def _members(outcome: Outcome) -> list[Member]:
+def _members(outcome: Outcome) -> list[MemberStatus]:
     assert outcome.record.last is not None
     return outcome.record.last.members
 

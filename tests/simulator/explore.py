@@ -24,7 +24,7 @@ from elastic_ps.data.batches import Batches
 from elastic_ps.errors import NoCheckpoint
 from elastic_ps.server import reconfiguration
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.worker import group, member
+from elastic_ps.worker import group, membership
 from tests.simulator.cluster import Cluster, Plan, halved, pid_of, scratch
 from tests.simulator.collectives import Collectives, Store
 from tests.simulator.faults import FAULTS
@@ -201,7 +201,7 @@ def run(plan: Plan, base: Path, arrange: Callable[[Cluster], None] | None = None
         session = importlib.import_module("elastic_ps.worker.session")
         parent = SimpleNamespace(getpid=os.getpid, getppid=lambda: pid_of(world().process.name))
         patch(session, "os", parent)
-        patch(member, "Store", Store)
+        patch(membership, "Store", Store)
         patch(group, "_c10d", Collectives(here, cluster.network.process).module())
         patch(reconfiguration, "Objective", partial(Objective, needed=1))
         patch(Batches, "add", _noted(cluster))

@@ -40,7 +40,7 @@ PACKAGES = (
     "elastic_ps.worker.push_pull",
     "elastic_ps.worker.strategy",
     "elastic_ps.worker.gradients",
-    "elastic_ps.worker.member",
+    "elastic_ps.worker.membership",
     "elastic_ps.worker.local_world",
     "elastic_ps.worker.values",
     "elastic_ps.worker.all_reduce",

@@ -14,7 +14,7 @@ from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import Times, TrainingJobSpec
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.ledger import Range
-from elastic_ps.core.membership import Stay
+from elastic_ps.core.membership import Member
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.core.sizing import Link
@@ -221,7 +221,7 @@ def join(
     return coordinator.join(worker, settings=settings, **fields, **more)
 
 
-def start(coordinator: Asked, worker: int = 0, **more: Any) -> Stay:
+def start(coordinator: Asked, worker: int = 0, **more: Any) -> Member:
     """A worker joins, and brings the model if there is none."""
     joined = join(coordinator, worker, **more)
     assert not joined.pending
@@ -230,17 +230,17 @@ def start(coordinator: Asked, worker: int = 0, **more: Any) -> Stay:
     return coordinator.job.state.members.live[worker]
 
 
-def take(coordinator: Asked, stay: Stay, *, call: int, wait: bool = True, **more: Any) -> pb.TakeReply:
+def take(coordinator: Asked, member: Member, *, call: int, wait: bool = True, **more: Any) -> pb.TakeReply:
     fields = {"records": 100, "epochs": 1, "batch": 10, **more}
-    return coordinator.take(stay.worker, stay.incarnation, call=call, wait=wait, **fields)
+    return coordinator.take(member.worker, member.incarnation, call=call, wait=wait, **fields)
 
 
 def finish(
-    coordinator: Asked, stay: Stay, taken: pb.TakeReply, *, step: int = 0, settings: Settings = SETTINGS
+    coordinator: Asked, member: Member, taken: pb.TakeReply, *, step: int = 0, settings: Settings = SETTINGS
 ) -> bool:
     contribution = Contribution(
-        worker=stay.worker,
-        incarnation=stay.incarnation,
+        worker=member.worker,
+        incarnation=member.incarnation,
         step=step,
         samples=10,
         records=ranges_from_message(taken.ranges),

@@ -29,7 +29,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from elastic_ps.api.status import Member, Progress, ServerStatus
+from elastic_ps.api.status import MemberStatus, Progress, ServerStatus
 from elastic_ps.contract import env, exits
 from elastic_ps.process.lifecycle import Alarm, end_now
 
@@ -74,7 +74,7 @@ class Server:
                 keep(self.environment, 0)  # before training begins; one that is killed cannot at its end
                 self.status.ready = True
                 self.status.members.append(
-                    Member(
+                    MemberStatus(
                         worker=body["worker"],
                         incarnation=len(self.status.members),
                         pid=body["pid"],
@@ -91,7 +91,7 @@ class Server:
                 self.step(member)
             return {"finished": progress.finished}
 
-    def step(self, member: Member) -> None:
+    def step(self, member: MemberStatus) -> None:
         progress = self.status.progress
         count = min(BATCH, self.expected - progress.records_applied) if self.expected else BATCH
         progress.version += 1

@@ -29,7 +29,7 @@ from elastic_operator.plan import (
 )
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import dump_status
-from elastic_ps.api.status import Member, Progress, ServerStatus
+from elastic_ps.api.status import MemberStatus, Progress, ServerStatus
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -230,7 +230,7 @@ def finish(simulation: Simulation) -> None:
     simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, progress=progress)
 
 
-def tell(simulation: Simulation, *members: Member) -> None:
+def tell(simulation: Simulation, *members: MemberStatus) -> None:
     """The parameter server says that these were members."""
     simulation.server = ServerStatus(
         job="digits", shard=0, shards=1, term=1, ready=True, members=list(members)

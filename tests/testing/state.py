@@ -8,7 +8,7 @@ from datetime import timedelta
 from elastic_ps.core import schedules
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.ledger import Ledger
-from elastic_ps.core.membership import Stay
+from elastic_ps.core.membership import Member
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.core.stages import Stage
@@ -25,28 +25,30 @@ def training() -> JobState:
     return state
 
 
-def join(state: JobState, worker: int) -> Stay:
+def join(state: JobState, worker: int) -> Member:
     """A worker comes, is handed records and wants to compute on them."""
-    stay = state.members.join(worker, pid=worker, host="here", version=state.version, now=0)
-    state.take(worker, stay.incarnation, 10)
+    member = state.members.join(worker, pid=worker, host="here", version=state.version, now=0)
+    state.take(worker, member.incarnation, 10)
     state.admit(worker, 0)
-    return stay
+    return member
 
 
-def contribution(state: JobState, stay: Stay, *, step: int = 0) -> Contribution:
+def contribution(state: JobState, member: Member, *, step: int = 0) -> Contribution:
     """A step on all that the worker holds."""
     assert state.ledger is not None
-    held = tuple(state.ledger.held(stay.incarnation))
-    return Contribution(worker=stay.worker, incarnation=stay.incarnation, step=step, samples=10, records=held)
+    held = tuple(state.ledger.held(member.incarnation))
+    return Contribution(
+        worker=member.worker, incarnation=member.incarnation, step=step, samples=10, records=held
+    )
 
 
-def finish(state: JobState, stay: Stay, *, step: int = 0) -> Contribution:
-    done = contribution(state, stay, step=step)
+def finish(state: JobState, member: Member, *, step: int = 0) -> Contribution:
+    done = contribution(state, member, step=step)
     state.rounds.finish(done, version=state.version, attempt=state.rounds.attempt)
     return done
 
 
-def two(state: JobState) -> tuple[Stay, Stay]:
+def two(state: JobState) -> tuple[Member, Member]:
     """Two workers, both in the open round, which is the second."""
     first, second = join(state, 0), join(state, 1)
     finish(state, first, step=-2)

@@ -11,7 +11,15 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from elastic_ps.api.status import Divergence, EvaluationStatus, Member, Phase, Progress, ServerStatus, Traffic
+from elastic_ps.api.status import (
+    Divergence,
+    EvaluationStatus,
+    MemberStatus,
+    Phase,
+    Progress,
+    ServerStatus,
+    Traffic,
+)
 from elastic_ps.cli import words
 from elastic_ps.cli.view import frame
 from elastic_ps.local import LocalStatus
@@ -26,7 +34,7 @@ from elastic_ps.local.state import ProcessStatus, newest_checkpoint
 )
 def test_a_slow_worker_stands_out(seconds: float | None, slowness: float | None, text: str) -> None:
     fields: dict[str, Any] = {"worker": 0, "incarnation": 1, "pid": 1, "host": "h", "joined_version": 0}
-    member = Member(**fields, state="training", step_seconds=seconds, slowness=slowness)
+    member = MemberStatus(**fields, state="training", step_seconds=seconds, slowness=slowness)
     assert words.step_time(member) == text
 
 
@@ -169,7 +177,7 @@ def test_a_job_that_only_uses_tensors_has_no_progress_to_tell() -> None:
     status = LocalStatus.model_construct(phase="Running", server=server, processes=processes)
     assert words.progress_line(status) == f"{words.ONLY_TENSORS}  1 worker"
     assert state_of(Process(role="worker", index=0, pid=7, started=0.0), server) == "running"
-    member = Member(worker=0, incarnation=1, pid=7, host="h", joined_version=0, state="joining")
+    member = MemberStatus(worker=0, incarnation=1, pid=7, host="h", joined_version=0, state="joining")
     assert server.only_tensors
     assert not server.model_copy(update={"members": [member]}).only_tensors
     assert not server.model_copy(update={"progress": Progress(version=3)}).only_tensors, "of a checkpoint"

@@ -12,7 +12,7 @@ from elastic_ps.api.consistency import Consistency
 from elastic_ps.core.balance import LEAST, TOLERANCE, Balance
 from elastic_ps.core.consistency import Contribution, Entry
 from elastic_ps.core.ledger import Range
-from elastic_ps.core.membership import Stay
+from elastic_ps.core.membership import Member
 from elastic_ps.core.stages import Stage
 from elastic_ps.server.state import JobState
 
@@ -61,30 +61,30 @@ class Job:
         self.state = JobState(1, timedelta(seconds=10), spec, stage=Stage.TRAINING)
         self.state.open_ledger(10_000, 1, shares=0)
         self.now = 0.0
-        self.stays = [
+        self.members = [
             self.state.members.join(worker, pid=worker, host="here", version=0, now=0) for worker in range(2)
         ]
         self.state.starved |= {0, 1}
 
-    def portion(self, stay: Stay, batch: int) -> list[Range]:
-        taken = self.state.take(stay.worker, stay.incarnation, batch)
-        self.state.starved.discard(stay.worker)
-        if not self.state.rounds.knows(stay.worker):
-            self.state.rounds.admit(stay.worker, at_once=True)
+    def portion(self, member: Member, batch: int) -> list[Range]:
+        taken = self.state.take(member.worker, member.incarnation, batch)
+        self.state.starved.discard(member.worker)
+        if not self.state.rounds.knows(member.worker):
+            self.state.rounds.admit(member.worker, at_once=True)
         return taken
 
     def version(self, number: int, batch: int) -> list[int]:
         """Make one; returns how many records each worker had."""
         state, parts, began = self.state, [], self.now
-        taken = [self.portion(stay, batch) for stay in self.stays]
-        for stay, ranges, seconds in zip(self.stays, taken, (0.1, 0.3), strict=True):
-            done, records = stay.last_step + 1, sum(r.records for r in ranges)
+        taken = [self.portion(member, batch) for member in self.members]
+        for member, ranges, seconds in zip(self.members, taken, (0.1, 0.3), strict=True):
+            done, records = member.last_step + 1, sum(r.records for r in ranges)
             if state.consistency.several_steps:
-                assert state.begin(stay, version=state.version, step=done) is Entry.IN
-            made = self.contribution(stay, done, ranges)
+                assert state.begin(member, version=state.version, step=done) is Entry.IN
+            made = self.contribution(member, done, ranges)
             assert state.rounds.finish(made, version=state.version, attempt=0)
             self.now = began + seconds * records
-            state.pace.finished(stay.incarnation, 0, self.now, records=records)
+            state.pace.finished(member.incarnation, 0, self.now, records=records)
             parts.append(records)
         assert state.ready
         state.book(state.begin_commit(), self.now, decided=self.now)
@@ -92,11 +92,11 @@ class Job:
         return parts
 
     @staticmethod
-    def contribution(stay: Stay, step: int, ranges: list[Range]) -> Contribution:
+    def contribution(member: Member, step: int, ranges: list[Range]) -> Contribution:
         records = sum(r.records for r in ranges)
         return Contribution(
-            worker=stay.worker,
-            incarnation=stay.incarnation,
+            worker=member.worker,
+            incarnation=member.incarnation,
             step=step,
             samples=records,
             records=tuple(ranges),

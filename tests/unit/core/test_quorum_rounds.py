@@ -92,10 +92,10 @@ def job(grace: timedelta | None) -> JobState:
     state = training()
     state.consistency = Consistency(mode="local", steps=2, quorum=2, grace=grace)
     state.rounds = rounds_of(state.consistency)
-    stays = [join(state, worker) for worker in range(3)]
-    for stay in stays[:2]:
-        assert state.begin(stay, version=0, step=0) is Entry.IN
-        finish(state, stay)
+    members = [join(state, worker) for worker in range(3)]
+    for member in members[:2]:
+        assert state.begin(member, version=0, step=0) is Entry.IN
+        finish(state, member)
     return state
 
 
@@ -132,12 +132,12 @@ def test_the_first_round_of_a_term_waits_for_a_quarter_of_what_the_quorum_has_ta
     state.consistency = Consistency(mode="local", steps=2, quorum=2)
     state.rounds = rounds_of(state.consistency)
     for worker in range(3):
-        stay = join(state, worker)
+        member = join(state, worker)
         state.admit(worker, 10.0)
-        assert state.begin(stay, version=0, step=0) is Entry.IN
+        assert state.begin(member, version=0, step=0) is Entry.IN
         if worker < 2:
-            finish(state, stay)
-            state.pace.finished(stay.incarnation, 0, (14.0, 18.0)[worker])
+            finish(state, member)
+            state.pace.finished(member.incarnation, 0, (14.0, 18.0)[worker])
     assert state.grace == timedelta(seconds=1.5)
     assert state.hasten(18.0) == 1.5
     assert state.hasten(20.0) == 0.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ps.api.status import Divergence, Member, Progress, ServerStatus
+from elastic_ps.api.status import Divergence, MemberStatus, Progress, ServerStatus
 from elastic_ps.contract import exits
 from elastic_ps.contract.deaths import describe_exit
 from elastic_ps.local.plan import (
@@ -143,7 +143,7 @@ def test_who_has_been_given_up_and_lives_on_is_stuck(
     state: Any, gone: float | None, timeout: int, kill: bool
 ) -> None:
     process = worker(1)
-    member = Member(
+    member = MemberStatus(
         worker=1, incarnation=3, pid=101, host="h", state=state, joined_version=0, gone_seconds=gone
     )
     status = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, members=[member])
@@ -161,7 +161,7 @@ def test_who_has_been_given_up_and_lives_on_is_stuck(
 def test_a_worker_that_does_not_answer_keeps_a_finished_job_open_for_a_minute(
     finished: bool, gone: float, kill: str, timeout: int
 ) -> None:
-    lost = Member(worker=1, incarnation=3, pid=101, host="h", state="lost", joined_version=0)
+    lost = MemberStatus(worker=1, incarnation=3, pid=101, host="h", state="lost", joined_version=0)
     members = [lost.model_copy(update={"gone_seconds": gone})]
     progress = FINISHED if finished else HALF
     status = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, members=members, progress=progress)
@@ -175,7 +175,7 @@ def test_a_worker_that_is_stopped_keeps_a_finished_job_open_for_a_minute(
     state: Any, stopped: float | None, kill: bool
 ) -> None:
     """The parameter server knows nothing of one that has not joined, or has left."""
-    member = Member(worker=1, incarnation=3, pid=101, host="h", state=state or "left", joined_version=0)
+    member = MemberStatus(worker=1, incarnation=3, pid=101, host="h", state=state or "left", joined_version=0)
     members = [] if state is None else [member]
     status = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, members=members, progress=FINISHED)
     process = worker(1, stopped=stopped)
@@ -438,7 +438,7 @@ def test_crashes_after_steps_that_are_in_the_model_do_not_count() -> None:
 
 def test_what_makes_a_process_useful() -> None:
     def server(steps: int, pid: int = 101) -> ServerStatus:
-        member = Member(
+        member = MemberStatus(
             worker=1, incarnation=1, pid=pid, host="", state="lost", joined_version=0, steps=steps
         )
         return ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, members=[member])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ps.api.job import parse_job
-from elastic_ps.api.status import Divergence, Member, Progress, ServerStatus
+from elastic_ps.api.status import Divergence, MemberStatus, Progress, ServerStatus
 from elastic_ps.checkpoint.owner import Claim
 from elastic_ps.cli.view import sparkline
 from elastic_ps.cli.words import duration
@@ -29,8 +29,8 @@ from elastic_ps.server.status import StatusServer
 from tests.testing import machine
 
 
-def member(worker: int, *, state: str = "training", joined: int = 0, left: int | None = None) -> Member:
-    return Member.model_validate(
+def member(worker: int, *, state: str = "training", joined: int = 0, left: int | None = None) -> MemberStatus:
+    return MemberStatus.model_validate(
         {
             "worker": worker,
             "incarnation": worker,

@@ -15,7 +15,7 @@ from http.server import SimpleHTTPRequestHandler
 
 import pytest
 
-from elastic_ps.api.status import EvaluationStatus, Member, Progress, ServerStatus, Staleness
+from elastic_ps.api.status import EvaluationStatus, MemberStatus, Progress, ServerStatus, Staleness
 from elastic_ps.errors import CannotListen
 from elastic_ps.local.poller import fetch_status
 from elastic_ps.process.listening import HttpServer
@@ -157,10 +157,10 @@ def test_pages_are_served_where_there_is_no_ipv6(monkeypatch: pytest.MonkeyPatch
 
 
 def test_metrics_count_what_the_status_says() -> None:
-    def member(worker: int, state: str) -> Member:
+    def member(worker: int, state: str) -> MemberStatus:
         fields = {"worker": worker, "incarnation": worker, "pid": 1, "host": "here", "joined_version": 0}
         traffic = {"pushed_bytes": 100 + worker, "decode_seconds": 0.5}
-        return Member.model_validate({**fields, "state": state, "traffic": traffic})
+        return MemberStatus.model_validate({**fields, "state": state, "traffic": traffic})
 
     status = status_of(ready=True).model_copy(
         update={

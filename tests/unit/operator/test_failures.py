@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_operator.plan import DeletePod, stamp
-from elastic_ps.api.status import Member, Progress, ServerStatus
+from elastic_ps.api.status import MemberStatus, Progress, ServerStatus
 from elastic_ps.contract import exits
 from tests.testing.simulation import Simulation, finish, job_document, named, running, tell
 
@@ -95,7 +95,7 @@ def test_a_worker_that_is_hung_and_does_not_end_is_deleted_and_its_successor_is_
     simulation = running(worker={"replicas": 2})
     name = "digits-worker-1"
     old = simulation.pods[name]["metadata"]["uid"]
-    member = Member(worker=1, incarnation=3, pid=7, host=name, state="hung", joined_version=0)
+    member = MemberStatus(worker=1, incarnation=3, pid=7, host=name, state="hung", joined_version=0)
 
     def gone_for(seconds: float) -> None:
         members = [member.model_copy(update={"gone_seconds": seconds})]
@@ -123,7 +123,7 @@ def test_a_worker_that_does_not_answer_is_deleted_soon_when_the_training_is_done
     name = "digits-worker-1"
     simulation.now += timedelta(minutes=5)
     for finished, seconds, deleted in ((False, 999, []), (True, 59, []), (True, 61, [name])):
-        lost = Member(worker=1, incarnation=3, pid=7, host=name, state="lost", joined_version=0)
+        lost = MemberStatus(worker=1, incarnation=3, pid=7, host=name, state="lost", joined_version=0)
         progress = Progress(finished=finished, records_expected=10, records_applied=10 if finished else 5)
         simulation.server = ServerStatus(
             job="digits",
@@ -151,10 +151,10 @@ def test_too_many_failures_end_the_job_with_the_last_words() -> None:
     assert list(simulation.pods) == ["digits-worker-0"], "the failed pod stays for its log"
 
 
-def stay(steps: int, *, index: int = 1, **fields: Any) -> Member:
+def stay(steps: int, *, index: int = 1, **fields: Any) -> MemberStatus:
     """A worker's stay that has ended this very moment."""
     given = {"pid": 7, "host": f"digits-worker-{index}", "state": "lost", "gone_seconds": 0.0, **fields}
-    return Member(worker=index, incarnation=1, joined_version=0, steps=steps, **given)
+    return MemberStatus(worker=index, incarnation=1, joined_version=0, steps=steps, **given)
 
 
 def end_again_and_again(simulation: Simulation, times: int, code: int, **fields: Any) -> int:

@@ -20,7 +20,7 @@ from elastic_operator.plan import Observed
 from elastic_operator.pods import Pod
 from elastic_operator.poller import Poller, Server, ask, essence, server_of
 from elastic_operator.queue import Key
-from elastic_ps.api.status import Divergence, Member, Progress, ServerStatus
+from elastic_ps.api.status import Divergence, MemberStatus, Progress, ServerStatus
 from tests.testing import talking
 from tests.testing.polling import LIMIT
 from tests.testing.virtual import Clock
@@ -131,7 +131,7 @@ def test_an_answer_is_used_again_only_if_nothing_has_changed_since() -> None:
 def test_of_thousands_of_answers_little_is_kept() -> None:
     """Parsed, as they were kept once, each takes nine kilobytes."""
     members = [
-        Member(
+        MemberStatus(
             worker=index,
             incarnation=1,
             pid=1,
@@ -173,7 +173,7 @@ def test_of_thousands_of_answers_little_is_kept() -> None:
 
 
 def test_numbers_that_move_need_no_hurry_and_everything_else_does() -> None:
-    member = Member(worker=0, incarnation=1, pid=1, host="h", state="training", joined_version=0)
+    member = MemberStatus(worker=0, incarnation=1, pid=1, host="h", state="training", joined_version=0)
     before = told(progress=Progress(version=1, loss=0.5), members=[member])
     moved = told(
         progress=Progress(version=2, loss=0.25, percent=3),

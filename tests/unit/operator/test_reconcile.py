@@ -16,7 +16,7 @@ from elastic_operator.pods import Problem
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import dump_status
 from elastic_ps.api.fields import MOST_SECONDS, parse_duration
-from elastic_ps.api.status import Member, Progress, ServerStatus
+from elastic_ps.api.status import MemberStatus, Progress, ServerStatus
 from tests.testing.simulation import START, Simulation, finish, job_document, named, running, tell
 
 
@@ -182,7 +182,9 @@ def test_a_worker_that_never_joins_keeps_no_job_open_that_is_finished() -> None:
         ready["status"] = "False"
     finish(simulation)
     assert simulation.server is not None
-    saves = Member(worker=1, incarnation=1, pid=1, host="digits-worker-1", state="left", joined_version=0)
+    saves = MemberStatus(
+        worker=1, incarnation=1, pid=1, host="digits-worker-1", state="left", joined_version=0
+    )
     saves = saves.model_copy(update={"gone_seconds": 30.0})
     simulation.server = simulation.server.model_copy(update={"members": [saves]})
     simulation.end("digits-worker-0", 0)
@@ -863,15 +865,15 @@ def test_a_node_that_does_not_answer_is_told_while_training_goes_on() -> None:
 def test_a_worker_that_the_parameter_server_has_lost_is_told_while_its_pod_runs() -> None:
     simulation = running(worker={"replicas": 2})
     fields: dict[str, Any] = {"incarnation": 1, "pid": 7, "joined_version": 0}
-    trains = Member(worker=0, host="digits-worker-0", state="training", **fields)
+    trains = MemberStatus(worker=0, host="digits-worker-0", state="training", **fields)
     gone: dict[str, Any] = {"state": "lost", "reason": "no heartbeat for 10 s", "gone_seconds": 1.0}
-    lost = Member(worker=1, host="digits-worker-1", **gone, **fields)
+    lost = MemberStatus(worker=1, host="digits-worker-1", **gone, **fields)
     tell(simulation, trains, lost)
     simulation.step()
     degraded = simulation.condition("Degraded")
     assert (degraded["status"], degraded["reason"]) == ("True", "WorkerNotAnswering")
     assert "digits-worker-1 takes no part any more: no heartbeat for 10 s" in degraded["message"]
-    back = Member(worker=1, host="digits-worker-1", state="training", **{**fields, "incarnation": 2})
+    back = MemberStatus(worker=1, host="digits-worker-1", state="training", **{**fields, "incarnation": 2})
     tell(simulation, trains, lost, back)
     simulation.step()
     assert simulation.condition("Degraded")["status"] == "False"

@@ -9,7 +9,7 @@ import pytest
 
 from elastic_operator import names
 from elastic_operator.plan import DeletePod, stamp
-from elastic_ps.api.status import Member, Progress, ServerStatus
+from elastic_ps.api.status import MemberStatus, Progress, ServerStatus
 from tests.testing.simulation import Simulation, job_document
 
 CLAIM: dict[str, Any] = {"checkpoint": {"volumeClaim": {"storage": "1Gi"}}}
@@ -19,7 +19,9 @@ STANDBY: dict[str, Any] = {**CLAIM, "durability": "standby"}
 def take_part(simulation: Simulation, *absent: str, **progress: Any) -> None:
     """The parameter server says that all workers are members, except these."""
     members = [
-        Member(worker=int(name[-1]), incarnation=1, pid=7, host=name, state="training", joined_version=0)
+        MemberStatus(
+            worker=int(name[-1]), incarnation=1, pid=7, host=name, state="training", joined_version=0
+        )
         for name in simulation.workers()
         if name not in absent
     ]

@@ -17,7 +17,14 @@ from elastic_operator.plan import DeleteJob, Observed, Options, Plan
 from elastic_operator.pods import Pod
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import dump_status, explained, holds, model_lost, turned, with_counts
-from elastic_ps.api.status import Member, Progress, ServerStatus, Traffic, TrainingJobStatus, WorkerStatus
+from elastic_ps.api.status import (
+    MemberStatus,
+    Progress,
+    ServerStatus,
+    Traffic,
+    TrainingJobStatus,
+    WorkerStatus,
+)
 from tests.testing.simulation import START, Simulation, finish, job_document, running, tell
 
 ENDED = "2026-01-01T00:00:00Z"
@@ -132,11 +139,11 @@ def test_kubectl_get_has_the_reason_that_says_most(
     assert explained(status).summary.reason == reason
 
 
-def sender(worker: int, **counts: Any) -> Member:
+def sender(worker: int, **counts: Any) -> MemberStatus:
     plain = {"pushed_plain_bytes": 400, "pulled_plain_bytes": 400}
     traffic = Traffic.model_validate({**plain, **counts})
     host = f"digits-worker-{worker}"
-    return Member(
+    return MemberStatus(
         worker=worker, incarnation=1, pid=7, host=host, state="training", joined_version=0, traffic=traffic
     )
 

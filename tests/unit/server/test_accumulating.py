@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic_ps.core.membership import Stay
+from elastic_ps.core.membership import Member
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.transport import messages_pb2 as pb
 from tests.testing.coordinator import SOON, Asked, Notes, finish, running, start, take
@@ -15,34 +15,34 @@ def accumulating(gradients: int) -> dict[str, object]:
     return {"mode": "accumulate", "gradients": gradients}
 
 
-def step(coordinator: Asked, stay: Stay, taken: pb.TakeReply, number: int) -> None:
+def step(coordinator: Asked, member: Member, taken: pb.TakeReply, number: int) -> None:
     """A step on what was taken, up to its end."""
     version = coordinator.job.state.version
-    begun = coordinator.begin(stay.worker, stay.incarnation, version=version, step=number)
+    begun = coordinator.begin(member.worker, member.incarnation, version=version, step=number)
     assert begun == pb.BeginReply(version=version, attempt=coordinator.job.state.rounds.attempt)
-    finish(coordinator, stay, taken, step=number)
+    finish(coordinator, member, taken, step=number)
 
 
 def test_a_worker_computes_another_step_while_the_version_lacks_some_and_pulls_when_it_is_made() -> None:
     with running([Notes()], limits=SOON, consistency=accumulating(2)) as coordinator:
-        stay = start(coordinator)
-        taken = take(coordinator, stay, call=1)
-        step(coordinator, stay, taken, 0)
+        member = start(coordinator)
+        taken = take(coordinator, member, call=1)
+        step(coordinator, member, taken, 0)
         asked = {"attempt": 0, "step": 0}
-        assert coordinator.await_version(0, stay.incarnation, **asked) == pb.AwaitReply(compute=True)
-        assert coordinator.await_version(0, stay.incarnation, **asked) == pb.AwaitReply(compute=True), (
+        assert coordinator.await_version(0, member.incarnation, **asked) == pb.AwaitReply(compute=True)
+        assert coordinator.await_version(0, member.incarnation, **asked) == pb.AwaitReply(compute=True), (
             "asked again"
         )
-        more = take(coordinator, stay, call=2, wait=False)
-        step(coordinator, stay, more, 1)
+        more = take(coordinator, member, call=2, wait=False)
+        step(coordinator, member, more, 1)
         assert coordinator.job.state.version == 1
-        assert coordinator.await_version(0, stay.incarnation, attempt=0, step=1) == pb.AwaitReply(made=True)
+        assert coordinator.await_version(0, member.incarnation, attempt=0, step=1) == pb.AwaitReply(made=True)
 
 
 def test_a_worker_that_is_not_wanted_waits_for_the_others() -> None:
     with running([Notes()], limits=SOON, consistency=accumulating(2)) as coordinator:
         first, second = start(coordinator, 0), start(coordinator, 1)
-        taken = {stay.worker: take(coordinator, stay, call=1) for stay in (first, second)}
+        taken = {member.worker: take(coordinator, member, call=1) for member in (first, second)}
         step(coordinator, first, taken[0], 0)
         asked = coordinator.job.clock()
         assert coordinator.await_version(0, first.incarnation, attempt=0, step=0) is None
@@ -54,7 +54,7 @@ def test_a_worker_that_is_not_wanted_waits_for_the_others() -> None:
 def test_a_worker_whose_round_has_started_again_pushes_its_step_again() -> None:
     with running([Notes()], limits=SOON, consistency=accumulating(2)) as coordinator:
         first, second = (start(coordinator, worker, instance=str(worker), call=1) for worker in range(2))
-        taken = {stay.worker: take(coordinator, stay, call=2) for stay in (first, second)}
+        taken = {member.worker: take(coordinator, member, call=2) for member in (first, second)}
         step(coordinator, first, taken[0], 0)
         assert coordinator.begin(1, second.incarnation, version=0, step=0) is not None
         coordinator.gone(1, "1")
@@ -64,7 +64,7 @@ def test_a_worker_whose_round_has_started_again_pushes_its_step_again() -> None:
 def test_a_worker_that_takes_no_part_is_told_that_its_step_is_void() -> None:
     with running([Notes()], limits=SOON, consistency=accumulating(1)) as coordinator:
         first, late = start(coordinator, 0), start(coordinator, 1)
-        taken = {stay.worker: take(coordinator, stay, call=1) for stay in (first, late)}
+        taken = {member.worker: take(coordinator, member, call=1) for member in (first, late)}
         step(coordinator, first, taken[0], 0)
         with pytest.raises(Refused, match="worker 1 wants to push a step on version 0") as refused:
             coordinator.begin(1, late.incarnation, version=0, step=0)
@@ -78,11 +78,11 @@ def test_a_worker_that_takes_no_part_is_told_that_its_step_is_void() -> None:
 def test_a_second_step_on_a_version_is_not_measured() -> None:
     """It began when the first one was over, not with the version: the worker would seem to be slow."""
     with running([Notes()], limits=SOON, consistency=accumulating(2)) as coordinator:
-        stay = start(coordinator)
+        member = start(coordinator)
         pace = coordinator.job.state.pace
-        step(coordinator, stay, take(coordinator, stay, call=1), 0)
+        step(coordinator, member, take(coordinator, member, call=1), 0)
         pace.opened([0], 0, beginning=[0])
-        assert coordinator.await_version(0, stay.incarnation, attempt=0, step=0) == pb.AwaitReply(
+        assert coordinator.await_version(0, member.incarnation, attempt=0, step=0) == pb.AwaitReply(
             compute=True
         )
         pace.finished(0, 0, 9)
@@ -91,9 +91,9 @@ def test_a_second_step_on_a_version_is_not_measured() -> None:
 
 def test_a_job_that_has_fewer_steps_than_a_version_is_made_of_is_refused() -> None:
     with running([Notes()], limits=SOON, consistency=accumulating(11)) as coordinator:
-        stay = start(coordinator)
+        member = start(coordinator)
         with pytest.raises(Refused, match="gradients is 11, but the job has only 10 steps: 100 records"):
-            take(coordinator, stay, call=1)
+            take(coordinator, member, call=1)
     with running([Notes()], limits=SOON, consistency=accumulating(10)) as coordinator:
         assert take(coordinator, start(coordinator), call=1).ranges
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_ps.core.consistency import Contribution
-from elastic_ps.core.membership import Stay
+from elastic_ps.core.membership import Member
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server.orders import Advance
 from elastic_ps.transport import messages_pb2 as pb
@@ -25,17 +25,17 @@ def coordinator(shard: Notes) -> Iterator[Asked]:
         yield coordinator
 
 
-def assign(coordinator: Asked, stay: Stay, *, version: int, step: int) -> pb.AssignReply:
+def assign(coordinator: Asked, member: Member, *, version: int, step: int) -> pb.AssignReply:
     """A worker whose values are those of `version` assigns others."""
-    answer = coordinator.assign(stay.worker, stay.incarnation, version=version)
+    answer = coordinator.assign(member.worker, member.incarnation, version=version)
     assert answer is not None
     if answer.done:
         return answer
     contribution = Contribution(
-        worker=stay.worker, incarnation=stay.incarnation, step=step, samples=1, assigns=True
+        worker=member.worker, incarnation=member.incarnation, step=step, samples=1, assigns=True
     )
     assert coordinator.finish(contribution, version=answer.version, attempt=answer.attempt)
-    done = coordinator.assign(stay.worker, stay.incarnation, version=version)
+    done = coordinator.assign(member.worker, member.incarnation, version=version)
     assert done is not None
     return done
 
@@ -68,7 +68,7 @@ def test_values_are_assigned_once_and_the_records_of_others_go_back(coordinator:
 def test_an_assignment_begins_again_when_a_shard_lacks_some_of_it() -> None:
     shards = [Notes(), Notes()]
     with running(shards, parameterServer={"replicas": 2}) as coordinator:
-        stay = start(coordinator)
+        member = start(coordinator)
 
         def refuse(advance: Advance) -> None:
             if advance.prepare:
@@ -76,17 +76,17 @@ def test_an_assignment_begins_again_when_a_shard_lacks_some_of_it() -> None:
                 raise Refused(RefusalCode.INVALID, "it lacks contributions")
 
         shards[1].refuse = refuse
-        again = assign(coordinator, stay, version=0, step=0)
+        again = assign(coordinator, member, version=0, step=0)
         assert (again.done, again.version, again.attempt) == (False, 0, 2)
-        assert assign(coordinator, stay, version=0, step=0).done
+        assert assign(coordinator, member, version=0, step=0).done
         assert shards[0].applied == shards[1].applied == [1]
 
 
 def test_values_are_not_assigned_where_a_version_is_not_everybodys() -> None:
     with running([Notes()], consistency={"backupWorkers": 1}) as coordinator:
-        stay = start(coordinator)
+        member = start(coordinator)
         with pytest.raises(Refused) as refused:
-            coordinator.assign(0, stay.incarnation, version=0)
+            coordinator.assign(0, member.incarnation, version=0)
         assert refused.value.code is RefusalCode.INVALID
 
 

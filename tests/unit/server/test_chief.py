@@ -13,7 +13,7 @@ import torch
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import Times, TrainingJobSpec
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.core.membership import Stay
+from elastic_ps.core.membership import Member
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import NoCheckpoint, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.process.telemetry import History, Trace
@@ -75,17 +75,17 @@ class Server:
         self.node.close()
         self.store.close()
 
-    def train(self, stay: Stay, taken: pb.TakeReply) -> None:
+    def train(self, member: Member, taken: pb.TakeReply) -> None:
         """A worker's step, and the checkpoint of the version that it makes."""
-        self.push(stay, taken)
-        finish(self.coordinator, stay, taken)
+        self.push(member, taken)
+        finish(self.coordinator, member, taken)
         eventually(lambda: self.checkpoints.durable_version == taken.version + 1, "the version is on disk")
 
-    def push(self, stay: Stay, taken: pb.TakeReply, *, step: int = 0) -> None:
+    def push(self, member: Member, taken: pb.TakeReply, *, step: int = 0) -> None:
         key = PushKey(
             term=self.term,
-            worker=stay.worker,
-            incarnation=stay.incarnation,
+            worker=member.worker,
+            incarnation=member.incarnation,
             step=step,
             bucket=0,
             version=taken.version,
@@ -93,12 +93,12 @@ class Server:
         )
         self.node.shard.push(key, 10, (), Body(torch.ones(4)))
 
-    def skip_all(self, stay: Stay, *, call: int) -> pb.TakeReply:
+    def skip_all(self, member: Member, *, call: int) -> pb.TakeReply:
         """A worker leaves all records out that there are, until it is told of the end."""
-        taken = take(self.coordinator, stay, call=call)
+        taken = take(self.coordinator, member, call=call)
         while taken.ranges:
             call += 1
-            taken = take(self.coordinator, stay, call=call, skipped=taken.ranges)
+            taken = take(self.coordinator, member, call=call, skipped=taken.ranges)
         return taken
 
 
@@ -120,9 +120,9 @@ def end_of(taken: pb.TakeReply) -> tuple[bool, bool]:
 
 def test_records_that_are_skipped_after_the_last_version_are_not_trained_after_a_loss(server: Server) -> None:
     """The worker that was told of the end had another model than those that trained them. Both were chief."""
-    stay = start(server.coordinator, 0)
-    server.train(stay, take(server.coordinator, stay, call=1))
-    assert end_of(server.skip_all(stay, call=2)) == (True, True)
+    member = start(server.coordinator, 0)
+    server.train(member, take(server.coordinator, member, call=1))
+    assert end_of(server.skip_all(member, call=2)) == (True, True)
     server.lose()
     server.start()
     other, again = start(server.coordinator, 1), start(server.coordinator, 0)
@@ -132,11 +132,11 @@ def test_records_that_are_skipped_after_the_last_version_are_not_trained_after_a
 
 
 def test_a_job_that_was_stopped_stays_so_after_a_loss(server: Server) -> None:
-    stay = start(server.coordinator, 0)
-    server.train(stay, take(server.coordinator, stay, call=1))
-    server.coordinator.stop(0, stay.incarnation, "it is good enough")
-    assert end_of(take(server.coordinator, stay, call=2)) == (True, True)
-    server.coordinator.leave(0, stay.incarnation, call=3)
+    member = start(server.coordinator, 0)
+    server.train(member, take(server.coordinator, member, call=1))
+    server.coordinator.stop(0, member.incarnation, "it is good enough")
+    assert end_of(take(server.coordinator, member, call=2)) == (True, True)
+    server.coordinator.leave(0, member.incarnation, call=3)
     server.lose()
     server.start()
     other = start(server.coordinator, 1)
@@ -148,20 +148,20 @@ def test_a_job_that_was_stopped_stays_so_after_a_loss(server: Server) -> None:
 def test_a_worker_that_leaves_before_it_is_told_leaves_it_to_another_one(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stays = [start(server.coordinator, worker) for worker in (0, 1)]
-    server.train(stays[0], take(server.coordinator, stays[0], call=1))
+    members = [start(server.coordinator, worker) for worker in (0, 1)]
+    server.train(members[0], take(server.coordinator, members[0], call=1))
 
     def fail(*_: object, **__: object) -> None:
         raise StorageUnavailable("No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(Store, "amend", fail)
-        assert server.skip_all(stays[0], call=2).pending
-        server.coordinator.leave(0, stays[0].incarnation, call=100)
+        assert server.skip_all(members[0], call=2).pending
+        server.coordinator.leave(0, members[0].incarnation, call=100)
     ended: list[pb.TakeReply] = []
 
     def asked() -> bool:
-        ended.append(take(server.coordinator, stays[1], call=len(ended) + 1))
+        ended.append(take(server.coordinator, members[1], call=len(ended) + 1))
         return not ended[-1].pending
 
     eventually(asked, "it is told of the end")
@@ -171,8 +171,8 @@ def test_a_worker_that_leaves_before_it_is_told_leaves_it_to_another_one(
 def test_a_process_in_the_place_of_one_that_has_left_is_not_the_chief_of_its_epoch(server: Server) -> None:
     first, other = start(server.coordinator, 0, instance="a", call=1), start(server.coordinator, 1)
 
-    def is_chief(stay: Stay) -> bool:
-        return server.coordinator.is_chief(stay.worker, stay.incarnation, epoch=0)
+    def is_chief(member: Member) -> bool:
+        return server.coordinator.is_chief(member.worker, member.incarnation, epoch=0)
 
     assert [is_chief(first), is_chief(other), is_chief(first)] == [True, False, True]
     server.coordinator.leave(0, first.incarnation, call=1)
@@ -187,8 +187,8 @@ def test_a_process_in_the_place_of_one_that_was_lost_is_the_chief_of_its_epoch(s
     assert server.coordinator.is_chief(0, second.incarnation, epoch=0)
 
 
-def asks(server: Server, stay: Stay, epoch: int) -> bool:
-    return server.coordinator.is_chief(stay.worker, stay.incarnation, epoch=epoch)
+def asks(server: Server, member: Member, epoch: int) -> bool:
+    return server.coordinator.is_chief(member.worker, member.incarnation, epoch=epoch)
 
 
 def test_the_chief_stays_while_it_lives(server: Server) -> None:
@@ -217,8 +217,8 @@ def test_nobody_is_told_of_the_end_before_the_chief_comes_to_it(server: Server, 
     """It may be busy in an earlier epoch. If it leaves there, another worker that waits is the chief."""
     chief, other = start(server.coordinator, 0), start(server.coordinator, 1)
 
-    def takes(stay: Stay, call: int, **more: Any) -> pb.TakeReply:
-        who = stay.worker, stay.incarnation
+    def takes(member: Member, call: int, **more: Any) -> pb.TakeReply:
+        who = member.worker, member.incarnation
         return server.coordinator.take(*who, call=call, records=10, epochs=2, batch=10, wait=True, **more)
 
     assert asks(server, chief, 0)
@@ -283,8 +283,8 @@ def test_a_worker_that_is_chosen_before_it_passes_an_epoch_comes_to_it(server: S
     assert server.coordinator.is_chief(0, slow.incarnation, epoch=1, passes=True)
 
 
-def write(server: Server, stay: Stay, text: str, *, call: int) -> None:
-    server.coordinator.write_state(stay.worker, stay.incarnation, text, call=call)
+def write(server: Server, member: Member, text: str, *, call: int) -> None:
+    server.coordinator.write_state(member.worker, member.incarnation, text, call=call)
 
 
 def test_the_chief_alone_writes_what_scripts_keep(server: Server) -> None:

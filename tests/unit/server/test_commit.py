@@ -81,10 +81,10 @@ class Job:
     def decide(self) -> None:
         """A worker's step is decided, but shard 1 cannot be reached to apply it."""
         coordinator = self.zero.coordinator
-        stay = start(coordinator)
-        taken = take(coordinator, stay, call=1)
+        member = start(coordinator)
+        taken = take(coordinator, member, call=1)
         self.shards[1].refuse = unreachable
-        finish(coordinator, stay, taken)
+        finish(coordinator, member, taken)
         assert self.zero.status().progress.version == 0
 
 
@@ -142,7 +142,7 @@ def test_a_job_that_was_taken_over_keeps_nothing_and_ends_nobody(job: Job) -> No
 @pytest.mark.parametrize("limits", [ServerLimits(settled=timedelta(milliseconds=10))], ids=["soon"])
 def test_going_back_to_a_checkpoint_is_tried_until_it_works_and_the_status_says_so(job: Job) -> None:
     coordinator = job.zero.coordinator
-    stay = start(coordinator)
+    member = start(coordinator)
     job.shards[1].broken = True
 
     def lost(advance: Advance) -> None:
@@ -153,7 +153,7 @@ def test_going_back_to_a_checkpoint_is_tried_until_it_works_and_the_status_says_
     words = "the job has to go back to a checkpoint, and that failed so far: nobody serves there"
     eventually(lambda: job.zero.status().problem == words, "the status says so")
     with pytest.raises(Refused, match="is still going back to a checkpoint") as refused:
-        coordinator.is_applied(0, stay.incarnation, 0)
+        coordinator.is_applied(0, member.incarnation, 0)
     assert refused.value.code is RefusalCode.NOT_READY
     job.shards[1].broken = False
     eventually(lambda: job.zero.status().term > 1, "it has worked")

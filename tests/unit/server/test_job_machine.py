@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.ledger import Ledger, Range
-from elastic_ps.core.membership import Membership
+from elastic_ps.core.membership import Members
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
 from elastic_ps.core.stages import Stage
 from elastic_ps.errors import RefusalCode, Refused
@@ -22,12 +22,12 @@ from elastic_ps.server.state import JobState
 RECORDS, BATCH, SHARDS = 40, 4, 2
 
 
-class Members(RuleBasedStateMachine):
-    """`Membership` against a table of who is here until when."""
+class MembersMachine(RuleBasedStateMachine):
+    """`Members` against a table of who is here until when."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.members = Membership(lease=timedelta(seconds=10))
+        self.members = Members(lease=timedelta(seconds=10))
         self.now = 0.0
         self.here: dict[int, tuple[int, float]] = {}
         self.gone: dict[int, str] = {}
@@ -37,15 +37,15 @@ class Members(RuleBasedStateMachine):
     def join(self, worker: int) -> None:
         if worker in self.here:
             self.remove(worker, "lost")
-        stay = self.members.join(worker, pid=1, host="h", version=0, now=self.now)
-        assert all(stay.incarnation > incarnation for _, incarnation in self.given)
-        self.given.append((worker, stay.incarnation))
-        self.here[worker] = (stay.incarnation, self.now + 10)
+        member = self.members.join(worker, pid=1, host="h", version=0, now=self.now)
+        assert all(member.incarnation > incarnation for _, incarnation in self.given)
+        self.given.append((worker, member.incarnation))
+        self.here[worker] = (member.incarnation, self.now + 10)
 
     @rule(worker=st.integers(0, 3), outcome=st.sampled_from(["left", "lost", "hung"]))
     def remove(self, worker: int, outcome: str) -> None:
-        stay = self.members.remove(worker, outcome=outcome, version=0, now=self.now)
-        assert (stay is not None) == (worker in self.here)
+        member = self.members.remove(worker, outcome=outcome, version=0, now=self.now)
+        assert (member is not None) == (worker in self.here)
         if worker in self.here:
             self.gone[self.here.pop(worker)[0]] = outcome
 
@@ -69,12 +69,12 @@ class Members(RuleBasedStateMachine):
 
     @invariant()
     def the_same_are_here(self) -> None:
-        assert {worker: stay.incarnation for worker, stay in self.members.live.items()} == {
+        assert {worker: member.incarnation for worker, member in self.members.live.items()} == {
             worker: incarnation for worker, (incarnation, _) in self.here.items()
         }
         overdue = {worker for worker, (_, until) in self.here.items() if until <= self.now}
         assert set(self.members.expired(self.now)) == overdue
-        assert {s.incarnation: s.outcome for s in self.members.stays() if s.outcome} == self.gone
+        assert {s.incarnation: s.outcome for s in self.members.all() if s.outcome} == self.gone
 
 
 @dataclass(eq=False)
@@ -104,8 +104,8 @@ class Job(RuleBasedStateMachine):
             shard.open(version=rounds.version, attempt=rounds.attempt, expected=self.state.expected)
 
     def is_member(self, process: Ghost) -> bool:
-        stay = self.state.members.live.get(process.worker)
-        return stay is not None and stay.incarnation == process.incarnation
+        member = self.state.members.live.get(process.worker)
+        return member is not None and member.incarnation == process.incarnation
 
     def current(self, process: Ghost) -> set[int]:
         """The shards that have this process's push for the open attempt."""
@@ -115,8 +115,8 @@ class Job(RuleBasedStateMachine):
     @rule(worker=st.integers(0, 3))
     def join(self, worker: int) -> None:
         self.state.drop(worker, "lost")
-        stay = self.state.members.join(worker, pid=1, host="h", version=self.state.version, now=0)
-        self.processes.append(Ghost(worker, stay.incarnation))
+        member = self.state.members.join(worker, pid=1, host="h", version=self.state.version, now=0)
+        self.processes.append(Ghost(worker, member.incarnation))
         self.ask(self.processes[-1])
 
     def ask(self, process: Ghost) -> None:
@@ -254,7 +254,7 @@ class Job(RuleBasedStateMachine):
         assert self.trained == Counter(range(RECORDS))
 
 
-TestMembers = Members.TestCase
+TestMembers = MembersMachine.TestCase
 TestJob = Job.TestCase
 TestMembers.settings = settings(stateful_step_count=40)
 TestJob.settings = settings(stateful_step_count=60)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from elastic_ps.api.job import Times, TrainingJobSpec
-from elastic_ps.api.status import Member
+from elastic_ps.api.status import MemberStatus
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.consistency import Contribution
@@ -78,7 +78,7 @@ def zero(shard: Notes) -> Iterator[AskedShardZero]:
         yield zero
 
 
-def members(zero: AskedShardZero) -> dict[int, Member]:
+def members(zero: AskedShardZero) -> dict[int, MemberStatus]:
     """The newest stay of each worker."""
     return {member.worker: member for member in zero.status().members}
 
@@ -182,20 +182,20 @@ def test_without_a_checkpoint_a_lost_model_is_brought_anew_by_a_worker_that_has_
     first, second = Notes(), Notes()
     with leading([first, second], parameterServer={"replicas": 2}) as running:
         coordinator = running.coordinator
-        stay = start(coordinator, 0)
-        taken = take(coordinator, stay, call=1)
+        member = start(coordinator, 0)
+        taken = take(coordinator, member, call=1)
 
         def lost(advance: Advance) -> None:
             if advance.apply is not None:
                 raise Refused(RefusalCode.NOT_READY, "shard 1 does not know the model yet")
 
         second.refuse = lost
-        finish(coordinator, stay, taken)
+        finish(coordinator, member, taken)
         eventually(lambda: coordinator.job.state.model is None, "the model is given up")
         assert coordinator.job.state.term == 2
         assert first.applied == []
         with pytest.raises(Refused) as refused:
-            coordinator.heartbeat(0, stay.incarnation)
+            coordinator.heartbeat(0, member.incarnation)
         assert refused.value.code is RefusalCode.STALE_INCARNATION
         joined = join(coordinator, 0, instance="another", call=1)
         assert not joined.pending
@@ -216,12 +216,12 @@ def test_other_shards_are_told_that_they_may_end_if_they_know_a_model() -> None:
 def test_how_long_a_worker_s_steps_take_is_reported_after_the_first_one(clock: Clock) -> None:
     with leading([Notes()], clock=clock) as zero:
         coordinator = zero.coordinator
-        stay = start(coordinator, 0)
+        member = start(coordinator, 0)
         seen: list[float | None] = []
         for step in range(3):
-            taken = take(coordinator, stay, call=step + 1, wait=step == 0)
+            taken = take(coordinator, member, call=step + 1, wait=step == 0)
             clock.now += 3.0
-            finish(coordinator, stay, at_version(taken, step), step=step)
+            finish(coordinator, member, at_version(taken, step), step=step)
             eventually(lambda: coordinator.job.state.version == len(seen) + 1, "the next version")
             seen.append(members(zero)[0].step_seconds)
         assert seen == [None, 3.0, 3.0]
@@ -269,14 +269,14 @@ def test_a_worker_that_keeps_others_waiting_is_declared_hung_and_its_records_go_
 
 def test_shards_know_who_takes_part_before_a_worker_may_push(shard: Notes, zero: AskedShardZero) -> None:
     coordinator = zero.coordinator
-    stay = start(coordinator)
-    take(coordinator, stay, call=1)
+    member = start(coordinator)
+    take(coordinator, member, call=1)
     last = shard.orders[-1]
-    assert (last.version, last.attempt, last.expected) == (0, 0, {0: stay.incarnation})
-    coordinator.release(0, stay.incarnation, call=2)
+    assert (last.version, last.attempt, last.expected) == (0, 0, {0: member.incarnation})
+    coordinator.release(0, member.incarnation, call=2)
     eventually(lambda: not shard.orders[-1].expected, "nobody takes part any more")
     before = len(shard.orders)
-    coordinator.release(0, stay.incarnation, call=2)
+    coordinator.release(0, member.incarnation, call=2)
     assert len(shard.orders) == before, "a repeated call changes nothing"
 
 
@@ -284,16 +284,16 @@ def test_a_round_is_ordered_with_its_contributors_samples_and_settings(
     shard: Notes, zero: AskedShardZero
 ) -> None:
     coordinator = zero.coordinator
-    stay = start(coordinator)
-    taken = take(coordinator, stay, call=1)
-    assert not coordinator.is_applied(0, stay.incarnation, 0)
-    assert finish(coordinator, stay, taken)
-    assert coordinator.is_applied(0, stay.incarnation, 0)
-    assert not finish(coordinator, stay, taken), "it is known"
+    member = start(coordinator)
+    taken = take(coordinator, member, call=1)
+    assert not coordinator.is_applied(0, member.incarnation, 0)
+    assert finish(coordinator, member, taken)
+    assert coordinator.is_applied(0, member.incarnation, 0)
+    assert not finish(coordinator, member, taken), "it is known"
     order = next(order for order in shard.orders if order.apply is not None)
     assert order.apply is not None
     assert (order.version, order.term, order.checkpoint) == (1, 1, 0)
-    assert order.apply.contributors == [(0, stay.incarnation, 0)]
+    assert order.apply.contributors == [(0, member.incarnation, 0)]
     assert (order.apply.samples, order.apply.attempt) == (10, 0)
     assert order.apply.settings.groups == ({"lr": 0.1},)
     assert zero.coordinator.job.state.settings.to_json() == order.apply.settings.to_json()
@@ -301,8 +301,8 @@ def test_a_round_is_ordered_with_its_contributors_samples_and_settings(
 
 def test_an_order_that_was_not_delivered_is_given_again(shard: Notes, zero: AskedShardZero) -> None:
     coordinator = zero.coordinator
-    stay = start(coordinator)
-    taken = take(coordinator, stay, call=1)
+    member = start(coordinator)
+    taken = take(coordinator, member, call=1)
     failures = 0
 
     def lose(advance: Advance) -> None:
@@ -312,7 +312,7 @@ def test_an_order_that_was_not_delivered_is_given_again(shard: Notes, zero: Aske
             raise ConnectionLost("reset")
 
     shard.refuse = lose
-    finish(coordinator, stay, taken)
+    finish(coordinator, member, taken)
     eventually(lambda: zero.status().progress.version == 1, "it arrives in the end")
     assert failures == 2
     assert zero.status().progress.records_applied == sum(r.stop - r.start for r in taken.ranges)
@@ -322,8 +322,8 @@ def test_an_order_that_was_not_delivered_is_given_again(shard: Notes, zero: Aske
 def test_a_shard_that_is_not_reached_is_not_tried_by_every_call(shard: Notes, zero: AskedShardZero) -> None:
     """Each of them would try at once, and wake up the others, which would do so, too."""
     coordinator = zero.coordinator
-    stay = start(coordinator)
-    taken = take(coordinator, stay, call=1)
+    member = start(coordinator)
+    taken = take(coordinator, member, call=1)
 
     def lose(advance: Advance) -> None:
         raise ConnectionLost("reset")
@@ -331,7 +331,7 @@ def test_a_shard_that_is_not_reached_is_not_tried_by_every_call(shard: Notes, ze
     shard.orders.clear()
     shard.refuse = lose
     began = time.monotonic()
-    finish(coordinator, stay, taken)
+    finish(coordinator, member, taken)
     for _ in range(500):
         coordinator.gone(7, "nobody")
     allowed = 3 + (time.monotonic() - began) / RETRY.total_seconds()
@@ -344,8 +344,8 @@ def test_a_round_that_starts_again_has_the_settings_that_it_was_opened_with() ->
     shards = [Notes(), Notes()]
     with leading(shards) as zero:
         coordinator, state = zero.coordinator, zero.coordinator.job.state
-        stay = start(coordinator)
-        taken = take(coordinator, stay, call=1)
+        member = start(coordinator)
+        taken = take(coordinator, member, call=1)
         before = state.settings.to_json()
         seen: list[tuple[str, str]] = []
 
@@ -355,13 +355,13 @@ def test_a_round_that_starts_again_has_the_settings_that_it_was_opened_with() ->
                 raise Refused(RefusalCode.INVALID, "its sums are others")
 
         shards[1].refuse = refuse
-        finish(coordinator, stay, taken)
+        finish(coordinator, member, taken)
         eventually(lambda: state.rounds.attempt == 1, "the round starts again")
         [(decided, checkpoint)] = seen
         assert decided != before, "who pulls the version that is made gets its settings"
         assert checkpoint == before, "the version that there is has them not"
         assert state.settings.to_json() == before
-        finish(coordinator, stay, taken)
+        finish(coordinator, member, taken)
         eventually(lambda: state.version == 1, "it is made")
         assert state.settings.to_json() == decided
 
@@ -413,9 +413,9 @@ def test_a_job_that_is_about_to_end_tells_nobody_anything_more() -> None:
     shards = [Notes(), Notes()]
     with leading(shards) as zero:
         coordinator = zero.coordinator
-        stay = start(coordinator)
+        member = start(coordinator)
     with pytest.raises(Refused, match="is stopping") as refused:
-        coordinator.is_applied(0, stay.incarnation, 0)
+        coordinator.is_applied(0, member.incarnation, 0)
     assert refused.value.code is RefusalCode.NOT_READY
     assert shards[1].orders[-1].last, "the other shard may end"
     assert not any(order.last for order in shards[0].orders)
@@ -462,16 +462,16 @@ def test_the_first_and_the_last_version_are_on_disk_before_workers_go_on(tmp_pat
     shard = Writing(store)
     with leading([shard], checkpoints=checkpoints) as zero:
         coordinator = zero.coordinator
-        stay = start(coordinator)
+        member = start(coordinator)
         assert checkpoints.durable_version == 0
         assert zero.status().progress.durable_version == 0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(time, "time", lambda: 0.0)
             assert zero.status().durable_age_seconds == 0, "the machine's clock was put back"
         step = 0
-        while not (taken := take(coordinator, stay, call=step + 1)).finished:
+        while not (taken := take(coordinator, member, call=step + 1)).finished:
             assert checkpoints.durable_version == 0, "the interval is an hour"
-            finish(coordinator, stay, taken, step=step)
+            finish(coordinator, member, taken, step=step)
             step += 1
         assert step > 1
         assert taken.version == checkpoints.durable_version == step

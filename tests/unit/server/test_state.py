@@ -13,7 +13,7 @@ from elastic_ps.api.status import Staleness
 from elastic_ps.core.consistency import Contribution, Entry
 from elastic_ps.core.fixed_schedule import FixedSchedule
 from elastic_ps.core.ledger import Ledger
-from elastic_ps.core.membership import Stay
+from elastic_ps.core.membership import Member
 from elastic_ps.core.settings import Position, Settings
 from elastic_ps.core.stages import Stage, StageEvent
 from elastic_ps.errors import RefusalCode, Refused
@@ -121,11 +121,11 @@ def test_with_a_fixed_schedule_nobody_stands_in_for_a_worker_that_has_not_come(s
 def test_before_there_is_a_model_shards_are_told_who_brings_it() -> None:
     state = JobState(term=1, lease=timedelta(seconds=10))
     assert state.expected == {}
-    stay = state.members.join(4, pid=1, host="here", version=0, now=0)
+    member = state.members.join(4, pid=1, host="here", version=0, now=0)
     state.note(StageEvent.CONFIGURE)
     state.note(StageEvent.LAY_OUT)
     state.note(StageEvent.BRING, initialiser=4)
-    assert state.expected == {4: stay.incarnation}
+    assert state.expected == {4: member.incarnation}
     state.drop(4, "lost")
     assert state.expected == {}
 
@@ -142,7 +142,7 @@ def test_who_keeps_others_waiting_is_hung(state: JobState) -> None:
     assert [state.hung(now, limit) for now in (400, 411)] == [{}, {1: 11}], "a newcomer waits"
     state.drop(1, "hung", "why", 411)
     assert (
-        status.member(state, second, 412).model_dump().items()
+        status.member_status(state, second, 412).model_dump().items()
         >= {
             "state": "hung",
             "reason": "why",
@@ -168,28 +168,30 @@ def test_with_a_fixed_schedule_a_worker_that_takes_no_records_is_hung(state: Job
     assert [state.hung(now, limit) for now in (0, 11)] == [{}, {1: 11}], "worker 2 is not here to be hung"
 
 
-def bounded(*workers: int) -> tuple[JobState, list[Stay]]:
+def bounded(*workers: int) -> tuple[JobState, list[Member]]:
     consistency = Consistency(mode="bounded", max_staleness=8)
     state = JobState(term=1, lease=timedelta(seconds=10), consistency=consistency, stage=Stage.TRAINING)
     state.ledger = Ledger(records=1000, epochs=1, shard_records=10)
     return state, [join(state, worker) for worker in workers]
 
 
-def bounded_step(state: JobState, stay: Stay, *, schedule: int) -> str:
+def bounded_step(state: JobState, member: Member, *, schedule: int) -> str:
     """A round of the worker's step alone; returns the settings that it was made with."""
-    assert state.begin(stay, version=state.version, step=stay.last_step + 1) is Entry.IN
-    done = replace(contribution(state, stay, step=stay.last_step + 1), settings=str(schedule))
+    assert state.begin(member, version=state.version, step=member.last_step + 1) is Entry.IN
+    done = replace(contribution(state, member, step=member.last_step + 1), settings=str(schedule))
     state.rounds.finish(done, version=state.version, attempt=state.rounds.attempt)
     contributions = state.rounds.begin_commit()
     settings = settings_wanted(state, contributions)
     state.book(contributions, 0, decided=0)
-    state.take(stay.worker, stay.incarnation, 10)
+    state.take(member.worker, member.incarnation, 10)
     return settings
 
 
 def test_workers_that_take_turns_both_step_the_schedule() -> None:
     state, (first, second) = bounded(0, 1)
-    made = [bounded_step(state, stay, schedule=schedule) for schedule in range(3) for stay in (second, first)]
+    made = [
+        bounded_step(state, member, schedule=schedule) for schedule in range(3) for member in (second, first)
+    ]
     assert made == ["0", "", "1", "", "2", ""]
 
 
@@ -237,15 +239,15 @@ def test_a_stale_step_is_made_with_a_lower_rate_and_less_momentum(
     state.settings = asked = Settings(groups=({"lr": 0.1, "momentum": 0.9}, {"lr": 0.1, "momentum": 0.0}))
     fast, slow = join(state, 0), join(state, 1)
     made = []
-    for step, stay in enumerate((fast, fast, fast, slow)):
-        version = 0 if stay is slow else state.version
-        assert state.begin(stay, version=version, step=step) is Entry.IN
-        finish(state, stay, step=step)
+    for step, member in enumerate((fast, fast, fast, slow)):
+        version = 0 if member is slow else state.version
+        assert state.begin(member, version=version, step=step) is Entry.IN
+        finish(state, member, step=step)
         contributions = state.rounds.begin_commit()
         made.append(state.settings_to_step_with(contributions))
         state.book(contributions, 0, decided=0)
-        state.take(stay.worker, stay.incarnation, 10)
-        state.rounds.computes_on(stay.worker, state.version)
+        state.take(member.worker, member.incarnation, 10)
+        state.rounds.computes_on(member.worker, state.version)
     assert made[:3] == [asked] * 3
     with_momentum, without = made[3].groups
     assert (with_momentum["lr"], with_momentum["momentum"]) == (pytest.approx(rate), pytest.approx(momentum))
@@ -256,8 +258,8 @@ def test_a_stale_step_is_made_with_a_lower_rate_and_less_momentum(
 def test_with_bounded_staleness_only_who_holds_others_up_is_hung() -> None:
     limit = timedelta(seconds=5)
     state, (sends, done, asks) = bounded(0, 1, 2)
-    for stay in (sends, done):
-        assert state.begin(stay, version=0, step=0) is Entry.IN
+    for member in (sends, done):
+        assert state.begin(member, version=0, step=0) is Entry.IN
     finish(state, done)
     assert state.begin(asks, version=0, step=0) is Entry.LATER
     state.starved.add(done.worker)
@@ -272,25 +274,25 @@ def test_a_stopped_training_is_over_when_nobody_computes(state: JobState, shares
     """With a fixed schedule the round does not wait for workers that have records left."""
     if shares:
         state.ledger = FixedSchedule(1000, 1, 10, shares)
-    stays = [join(state, worker) for worker in range(2)]
+    members = [join(state, worker) for worker in range(2)]
     state.stopped = "no improvement"
     assert not state.finished
-    assert state.take(0, stays[0].incarnation, 10) == []
-    state.stop_computing(stays[0], abandoned=False)
+    assert state.take(0, members[0].incarnation, 10) == []
+    state.stop_computing(members[0], abandoned=False)
     assert not state.finished, "worker 1 is in the middle of a step"
-    state.rounds.finish(contribution(state, stays[1]), version=0, attempt=0)
+    state.rounds.finish(contribution(state, members[1]), version=0, attempt=0)
     assert state.ready
     state.book(state.rounds.begin_commit(), 0, decided=0)
-    state.stop_computing(stays[1], abandoned=False)
+    state.stop_computing(members[1], abandoned=False)
     assert state.finished
     assert status.progress(state, 0, None).stopped == "no improvement"
 
 
 def test_who_begins_a_step_when_a_stopped_training_is_over_is_late(state: JobState) -> None:
-    stay = join(state, 0)
+    member = join(state, 0)
     state.stopped = "no improvement"
-    state.stop_computing(stay, abandoned=False)
-    assert state.begin(stay, version=0, step=0) is Entry.LATE
+    state.stop_computing(member, abandoned=False)
+    assert state.begin(member, version=0, step=0) is Entry.LATE
 
 
 def test_the_settings_of_the_worker_that_has_made_most_steps_are_in_force(state: JobState) -> None:
@@ -329,14 +331,14 @@ def test_a_late_copy_of_an_older_step_s_begin_is_refused() -> None:
         1, timedelta(seconds=10), consistency=Consistency(backup_workers=1), stage=Stage.TRAINING
     )
     state.ledger = Ledger(records=1000, epochs=1, shard_records=10)
-    stay = join(state, 0)
+    member = join(state, 0)
     join(state, 1)
-    assert state.begin(stay, version=0, step=4) is Entry.IN
+    assert state.begin(member, version=0, step=4) is Entry.IN
     for old in (3, -1):
         with pytest.raises(Refused, match="has begun step 4 since") as refused:
-            state.begin(stay, version=0, step=old)
+            state.begin(member, version=0, step=old)
         assert refused.value.code is RefusalCode.STALE_CALL
-    assert state.begin(stay, version=0, step=4) is Entry.IN
+    assert state.begin(member, version=0, step=4) is Entry.IN
 
 
 def test_when_a_decided_round_starts_again_the_records_of_who_has_gone_go_to_others(state: JobState) -> None:
@@ -366,9 +368,9 @@ def test_who_abandons_a_step_makes_the_steps_of_who_has_gone_void(state: JobStat
 
 def test_a_schedule_counts_steps_also_without_a_data_set() -> None:
     state = JobState(term=1, lease=timedelta(seconds=10), stage=Stage.TRAINING)
-    stay = state.members.join(0, pid=1, host="here", version=0, now=0)
+    member = state.members.join(0, pid=1, host="here", version=0, now=0)
     sent = Settings(({"lr": 0.5},))
-    step = Contribution(worker=0, incarnation=stay.incarnation, step=0, samples=1, settings=sent.to_json())
+    step = Contribution(worker=0, incarnation=member.incarnation, step=0, samples=1, settings=sent.to_json())
     for version in (1, 2):
         state.settings = settings_after(state, [step])
         assert state.settings.groups == ({"lr": 0.5},)

@@ -60,7 +60,7 @@ def test_members_end_with_a_term_because_it_was_lost_or_because_of_a_change(
     join(state, 0)
     state.model = MODEL
     again = next_term(record.to_checkpoint(state), version=3, change=change)
-    ended = [(stay.outcome, stay.reason, stay.left_version) for stay in again.members.departed]
+    ended = [(member.outcome, member.reason, member.left_version) for member in again.members.departed]
     assert set(ended) == {(outcome, change, 3)}
 
 
@@ -71,7 +71,7 @@ def test_members_of_a_finished_job_have_left(state: JobState) -> None:
     assert state.ledger.finished
     state.model = MODEL
     again = next_term(record.to_checkpoint(state), version=3)
-    assert [stay.outcome for stay in again.members.departed] == ["left"]
+    assert [member.outcome for member in again.members.departed] == ["left"]
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def committed(state: JobState, contributions: list[Contribution], now: float = 0
 def test_a_checkpoint_holds_all_that_the_job_goes_on_with(shares: int) -> None:
     state = JobState(1, timedelta(seconds=10), data=Data(shard_records=10), model=MODEL, stage=Stage.TRAINING)
     state.open_ledger(100, 2, shares=shares)
-    stays = [join(state, worker) for worker in range(2)] if shares else [join(state, 0)]
+    members = [join(state, worker) for worker in range(2)] if shares else [join(state, 0)]
     steps = [
-        replace(contribution(state, stay), metrics={"loss": 1.0 + stay.worker, "accuracy": 0.5})
-        for stay in stays
+        replace(contribution(state, member), metrics={"loss": 1.0 + member.worker, "accuracy": 0.5})
+        for member in members
     ]
     committed(state, steps)
     state.drop(0, "left")
@@ -128,8 +128,8 @@ def test_a_checkpoint_holds_all_that_the_job_goes_on_with(shares: int) -> None:
     assert again.last_round == json.loads(json.dumps(state.last_round))
     assert isinstance(again.ledger, FixedSchedule if shares else Ledger)
     assert state.ledger is not None
-    assert again.ledger.applied == state.ledger.applied == 10 * len(stays)
-    outcomes = {stay.worker: stay.outcome for stay in again.members.stays()}
+    assert again.ledger.applied == state.ledger.applied == 10 * len(members)
+    outcomes = {member.worker: member.outcome for member in again.members.all()}
     assert outcomes == ({0: "left", 1: "lost"} if shares else {0: "left"})
     assert not again.members.live
     assert again.members.last_incarnation == 2 << 32, "no incarnation is given twice"
@@ -139,7 +139,7 @@ def test_a_checkpoint_holds_all_that_the_job_goes_on_with(shares: int) -> None:
 
 def test_the_loss_of_a_version_is_the_mean_over_its_samples(state: JobState) -> None:
     first, second = two(state)
-    steps = [contribution(state, stay) for stay in (first, second)]
+    steps = [contribution(state, member) for member in (first, second)]
     steps = [
         replace(steps[0], samples=10, metrics={"loss": 1.0, "a": 1.0}),
         replace(steps[1], samples=30, metrics={"loss": 2.0, "b": 2.0}),
@@ -155,11 +155,11 @@ def test_that_the_job_learns_nothing_is_seen_and_by_the_next_term_again(state: J
     """With what the loss was at the start, though the next term has not seen that."""
 
     def train(state: JobState, loss: float, steps: int) -> list[str]:
-        stay, found = join(state, 0), []
+        member, found = join(state, 0), []
         for number in range(steps):
-            step = replace(contribution(state, stay, step=number), metrics={"loss": loss})
+            step = replace(contribution(state, member, step=number), metrics={"loss": loss})
             committed(state, [step])
-            state.take(0, stay.incarnation, 10)
+            state.take(0, member.incarnation, 10)
             told = status.divergence(state, Compression())
             found.append(told.reason if told else "")
         return found
@@ -180,10 +180,10 @@ def test_that_the_job_learns_nothing_is_seen_and_by_the_next_term_again(state: J
 def test_progress_in_numbers(state: JobState) -> None:
     assert status.progress(JobState(term=1, lease=timedelta(seconds=1)), 0.0, None).records_expected is None
     state.ledger = Ledger(records=40, epochs=2, shard_records=10)
-    stay = join(state, 0)
+    member = join(state, 0)
     for number in range(3):
-        committed(state, [contribution(state, stay, step=number)], now=float(number))
-        state.take(0, stay.incarnation, 10)
+        committed(state, [contribution(state, member, step=number)], now=float(number))
+        state.take(0, member.incarnation, 10)
     progress = status.progress(state, 2.0, (3, 1_700_000_000.0))
     assert (progress.version, progress.epoch, progress.epochs) == (3, 0, 2)
     assert (progress.records_applied, progress.records_expected, progress.percent) == (30, 80, 37)
@@ -191,11 +191,11 @@ def test_progress_in_numbers(state: JobState) -> None:
     assert progress.eta_seconds == 5
     assert (progress.durable_version, progress.durable_time) == (3, "2023-11-14T22:13:20Z")
     assert not progress.finished
-    assert stay.records == 30
-    assert stay.steps == 3
+    assert member.records == 30
+    assert member.steps == 3
     for number in range(3, 8):
-        committed(state, [contribution(state, stay, step=number)], now=float(number))
-        state.take(0, stay.incarnation, 10)
+        committed(state, [contribution(state, member, step=number)], now=float(number))
+        state.take(0, member.incarnation, 10)
     progress = status.progress(state, 7.0, None)
     assert (progress.percent, progress.epoch, progress.eta_seconds) == (100, 2, 0)
     assert progress.finished
@@ -207,24 +207,28 @@ def test_what_a_member_is_said_to_do() -> None:
     state.note(StageEvent.CONFIGURE)
     state.note(StageEvent.LAY_OUT)
     state.note(StageEvent.BRING, initialiser=0)
-    stay = state.members.join(0, pid=7, host="here", version=0, now=0.0)
-    assert status.member(state, stay, 1.0).state == "joining"
+    member = state.members.join(0, pid=7, host="here", version=0, now=0.0)
+    assert status.member_status(state, member, 1.0).state == "joining"
     state.note(StageEvent.ARRIVE)
     state.note(StageEvent.KEEP)
-    assert status.member(state, stay, 1.0).state == "idle"
+    assert status.member_status(state, member, 1.0).state == "idle"
     state.ledger = Ledger(records=100, epochs=1, shard_records=10)
-    state.take(0, stay.incarnation, 10)
+    state.take(0, member.incarnation, 10)
     state.admit(0, 0)
-    member = status.member(state, stay, 1.0)
-    assert (member.state, member.worker, member.pid, member.host) == ("training", 0, 7, "here")
-    assert (member.joined_version, member.left_version, member.gone_seconds) == (0, None, None)
+    reported = status.member_status(state, member, 1.0)
+    assert (reported.state, reported.worker, reported.pid, reported.host) == ("training", 0, 7, "here")
+    assert (reported.joined_version, reported.left_version, reported.gone_seconds) == (0, None, None)
     other = join(state, 1)
     assert other.worker in state.rounds.waiting
-    assert status.member(state, other, 1.0).state == "training", "from the next round on"
+    assert status.member_status(state, other, 1.0).state == "training", "from the next round on"
     state.drop(0, "hung", "it kept the others waiting", 3.0)
-    member = status.member(state, stay, 5.0)
-    assert (member.state, member.reason, member.gone_seconds) == ("hung", "it kept the others waiting", 2.0)
-    assert member.left_version == 0
+    reported = status.member_status(state, member, 5.0)
+    assert (reported.state, reported.reason, reported.gone_seconds) == (
+        "hung",
+        "it kept the others waiting",
+        2.0,
+    )
+    assert reported.left_version == 0
 
 
 def test_a_resumed_job_may_train_more_epochs_and_nothing_else() -> None:
@@ -266,11 +270,11 @@ def test_what_is_foreseen_is_what_comes_and_nothing_changes_before(state: JobSta
     state.model = Model(partition(tensors, bucket_bytes=1024, shards=1), "SGD")
     if shares:
         state.ledger = FixedSchedule(1000, 1, 10, shares)
-    stays = [join(state, worker) for worker in range(2)]
-    for stay in stays:
-        state.rounds.admit(stay.worker, at_once=True)
-    for stay in stays:
-        finish(state, stay)
+    members = [join(state, worker) for worker in range(2)]
+    for member in members:
+        state.rounds.admit(member.worker, at_once=True)
+    for member in members:
+        finish(state, member)
     state.drop(1, "lost")
     contributions = state.rounds.begin_commit()
     before = copy.deepcopy(record.to_checkpoint(state))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from elastic_ps.core.consistency import Contribution, Phase
-from elastic_ps.core.membership import Stay
+from elastic_ps.core.membership import Member
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.server.commit import CommitCoordinator
@@ -80,13 +80,13 @@ def test_settings_that_no_optimizer_can_step_with_are_refused_before_the_round_i
     coordinator: Asked, shard: Notes, groups: tuple[dict[str, Any], ...]
 ) -> None:
     """A shard would fail in the middle of the optimizer's step, and every worker with it."""
-    stay = start(coordinator)
-    taken = take(coordinator, stay, call=1)
+    member = start(coordinator)
+    taken = take(coordinator, member, call=1)
 
     def finish(settings: Settings) -> bool:
         contribution = Contribution(
             worker=0,
-            incarnation=stay.incarnation,
+            incarnation=member.incarnation,
             step=0,
             samples=10,
             records=ranges_from_message(taken.ranges),
@@ -114,15 +114,15 @@ def test_no_shard_applies_a_round_that_one_of_them_cannot() -> None:
     """Else some are a version ahead, for good."""
     shards = [Notes(), Notes(), Notes()]
     with running(shards) as coordinator:
-        stay = start(coordinator)
-        taken = take(coordinator, stay, call=1)
+        member = start(coordinator)
+        taken = take(coordinator, member, call=1)
         shards[2].refuse = refused_with(RefusalCode.INVALID)
-        finish(coordinator, stay, taken)
+        finish(coordinator, member, taken)
         assert [shard.applied for shard in shards] == [[], [], []]
         eventually(lambda: shards[0].orders[-1].attempt == 1, "the round has started again")
         assert coordinator.job.state.version == 0
         shards[2].refuse = lambda _: None
-        finish(coordinator, stay, taken)
+        finish(coordinator, member, taken)
         assert [shard.applied for shard in shards] == [[1], [1], [1]]
 
 
@@ -130,15 +130,15 @@ def test_a_round_that_all_can_apply_is_applied_whatever_becomes_of_the_answers()
     """It is not started again: a shard may have applied it."""
     shards = [Notes(), Notes()]
     with running(shards) as coordinator:
-        stay = start(coordinator)
-        taken = take(coordinator, stay, call=1)
+        member = start(coordinator)
+        taken = take(coordinator, member, call=1)
 
         def lose(advance: Advance) -> None:
             if advance.apply is not None and not advance.prepare and len(shards[1].applied) < 3:
                 raise ConnectionLost("reset before the answer")
 
         shards[1].refuse = lose
-        finish(coordinator, stay, taken)
+        finish(coordinator, member, taken)
         eventually(lambda: coordinator.job.state.version == 1, "the round is committed")
         assert shards[1].applied == [1, 1, 1]
         assert shards[0].applied == [1]
@@ -159,15 +159,15 @@ def test_the_norm_that_is_clipped_is_over_all_shards_also_when_one_has_made_the_
     settings = Settings(({"lr": 0.1, "max_grad_norm": 1.0},))
     shards = [Measuring(3.0), Measuring(4.0)]
     with running(shards) as coordinator:
-        stay = start(coordinator, settings=settings)
-        taken = take(coordinator, stay, call=1)
+        member = start(coordinator, settings=settings)
+        taken = take(coordinator, member, call=1)
 
         def lose(advance: Advance) -> None:
             if advance.apply is not None and not advance.prepare and len(shards[1].applied) < 3:
                 raise ConnectionLost("reset before the answer")
 
         shards[1].refuse = lose
-        finish(coordinator, stay, taken, settings=settings)
+        finish(coordinator, member, taken, settings=settings)
         eventually(lambda: coordinator.job.state.version == 1, "the round is committed")
     applied = [order.apply for shard in shards for order in shard.orders if not order.prepare]
     assert [apply.norm for apply in applied if apply is not None] == [5.0] * 4
@@ -178,59 +178,59 @@ def test_a_shard_that_refuses_what_it_voted_for_has_lost_the_model(code: Refusal
     """The others may have applied the round, so that it can neither go on nor start again."""
     shards = [Notes(), Notes()]
     with running(shards) as coordinator:
-        stay = start(coordinator)
-        taken = take(coordinator, stay, call=1)
+        member = start(coordinator)
+        taken = take(coordinator, member, call=1)
         shards[1].refuse = lambda a: refused_with(code)(a) if not a.prepare else None
-        finish(coordinator, stay, taken)
+        finish(coordinator, member, taken)
         eventually(lambda: coordinator.job.term == 2, "the job goes back")
         with pytest.raises(Refused):
-            coordinator.heartbeat(stay.worker, stay.incarnation)
+            coordinator.heartbeat(member.worker, member.incarnation)
 
 
 def test_an_answer_that_was_lost_is_given_again(coordinator: Asked) -> None:
     """A worker that asks again for records gets the same ones, whether it waits or not."""
-    stay = start(coordinator)
-    first = take(coordinator, stay, call=1)
-    assert take(coordinator, stay, call=1) == first
-    more = take(coordinator, stay, call=2, wait=False)
-    assert take(coordinator, stay, call=2, wait=False) == more
+    member = start(coordinator)
+    first = take(coordinator, member, call=1)
+    assert take(coordinator, member, call=1) == first
+    more = take(coordinator, member, call=2, wait=False)
+    assert take(coordinator, member, call=2, wait=False) == more
     assert more.ranges != first.ranges
-    finish(coordinator, stay, first)
+    finish(coordinator, member, first)
     with pytest.raises(Refused) as refused:
-        take(coordinator, stay, call=1)
+        take(coordinator, member, call=1)
     assert refused.value.code is RefusalCode.STALE_CALL
 
 
 def test_a_worker_that_is_admitted_does_not_wait_for_the_ticker() -> None:
     """It had waited for up to a quarter of a second before its first step, and whenever it had no records."""
     with running([Notes()], limits=ServerLimits(answer=timedelta(0), tick=timedelta(hours=1))) as coordinator:
-        stay = start(coordinator)
+        member = start(coordinator)
         for step in range(2):
-            taken = take(coordinator, stay, call=step + 1)
+            taken = take(coordinator, member, call=step + 1)
             assert not taken.pending
-            finish(coordinator, stay, taken, step=step)
+            finish(coordinator, member, taken, step=step)
 
 
 def test_a_late_copy_of_a_call_does_not_take_a_worker_out_of_the_round(coordinator: Asked) -> None:
     """It has pushed to some shards already: the others would commit without it, and those refuse."""
-    stay = start(coordinator)
-    taken = take(coordinator, stay, call=1)
-    take(coordinator, stay, call=2, wait=False)
+    member = start(coordinator)
+    taken = take(coordinator, member, call=1)
+    take(coordinator, member, call=2, wait=False)
     for late in (
-        lambda: take(coordinator, stay, call=1),
-        lambda: coordinator.release(0, stay.incarnation, call=1),
+        lambda: take(coordinator, member, call=1),
+        lambda: coordinator.release(0, member.incarnation, call=1),
     ):
         with pytest.raises(Refused) as refused:
             late()
         assert refused.value.code is RefusalCode.STALE_CALL
     assert coordinator.job.state.rounds.takes_part(0)
-    assert finish(coordinator, stay, taken), "it holds its records"
+    assert finish(coordinator, member, taken), "it holds its records"
 
 
-def is_late(coordinator: Asked, stay: Stay, *, version: int, step: int) -> bool:
+def is_late(coordinator: Asked, member: Member, *, version: int, step: int) -> bool:
     """Whether a worker comes too late with a step."""
     try:
-        assert coordinator.begin(stay.worker, stay.incarnation, version=version, step=step) is not None
+        assert coordinator.begin(member.worker, member.incarnation, version=version, step=step) is not None
     except Refused as refusal:
         if refusal.code is not RefusalCode.LATE:
             raise
@@ -250,26 +250,28 @@ def holds(taken: pb.TakeReply, record: pb.Range) -> bool:
 def test_records_that_came_too_late_twice_have_a_place_in_their_round(consistency: dict[str, Any]) -> None:
     """They would be handed out and dropped again for as long as others are faster."""
     with running([Notes()], consistency=consistency, data={"shardRecords": 10}) as coordinator:
-        stays = [start(coordinator, worker) for worker in (0, 1)]
+        members = [start(coordinator, worker) for worker in (0, 1)]
         steps, calls = [0, 0], [1, 1]
-        hands = [take(coordinator, stay, call=1) for stay in stays]
+        hands = [take(coordinator, member, call=1) for member in members]
         dropped = hands[1].ranges[0]
         for slow in (1, 0):
             fast = 1 - slow
             assert holds(hands[slow], dropped)
             version = coordinator.job.state.version
-            assert not is_late(coordinator, stays[fast], version=version, step=steps[fast])
-            assert is_late(coordinator, stays[slow], version=version, step=steps[slow])
-            assert finish(coordinator, stays[fast], hands[fast], step=steps[fast])
+            assert not is_late(coordinator, members[fast], version=version, step=steps[fast])
+            assert is_late(coordinator, members[slow], version=version, step=steps[slow])
+            assert finish(coordinator, members[fast], hands[fast], step=steps[fast])
             for worker in (slow, fast):
                 steps[worker] += 1
                 calls[worker] += 1
-                hands[worker] = take(coordinator, stays[worker], call=calls[worker])
+                hands[worker] = take(coordinator, members[worker], call=calls[worker])
         assert holds(hands[1], dropped)
         version = coordinator.job.state.version
-        assert is_late(coordinator, stays[0], version=version, step=steps[0]), "the place is the other one's"
-        assert not is_late(coordinator, stays[1], version=version, step=steps[1])
-        assert finish(coordinator, stays[1], hands[1], step=steps[1])
+        assert is_late(coordinator, members[0], version=version, step=steps[0]), (
+            "the place is the other one's"
+        )
+        assert not is_late(coordinator, members[1], version=version, step=steps[1])
+        assert finish(coordinator, members[1], hands[1], step=steps[1])
         assert (dropped.epoch, dropped.start) not in coordinator.job.state.late_records.times
 
 
@@ -277,7 +279,7 @@ def test_a_script_that_skips_a_step_which_was_late_leaves_its_records_to_others(
     """Its worker learns of the refusal on another thread, maybe after the script has called `skip`."""
     with running([Notes()], consistency={"backupWorkers": 1}) as coordinator:
         first, late = start(coordinator, 0), start(coordinator, 1)
-        taken = {stay.worker: take(coordinator, stay, call=1) for stay in (first, late)}
+        taken = {member.worker: take(coordinator, member, call=1) for member in (first, late)}
         assert coordinator.begin(0, first.incarnation, version=0, step=0) is not None
         with pytest.raises(Refused) as refused:
             coordinator.begin(1, late.incarnation, version=0, step=0)
@@ -292,40 +294,40 @@ def test_a_script_that_skips_a_step_which_was_late_leaves_its_records_to_others(
 def test_a_process_that_was_replaced_does_not_expel_the_one_in_its_place(coordinator: Asked) -> None:
     """Both have the pid and the host of a pod of that name."""
     start(coordinator, instance="old", call=1)
-    stay = start(coordinator, instance="new", call=1)
+    member = start(coordinator, instance="new", call=1)
     with pytest.raises(Refused) as refused:
         join(coordinator, 0, instance="old", call=2)
     assert refused.value.code is RefusalCode.SUPERSEDED
     coordinator.gone(0, "old")
-    coordinator.heartbeat(0, stay.incarnation)
+    coordinator.heartbeat(0, member.incarnation)
     coordinator.gone(0, "new")
     with pytest.raises(Refused):
-        coordinator.heartbeat(0, stay.incarnation)
+        coordinator.heartbeat(0, member.incarnation)
 
 
 def test_a_join_whose_answer_was_lost_is_answered_again(coordinator: Asked) -> None:
-    stay = start(coordinator, instance="a", call=1)
+    member = start(coordinator, instance="a", call=1)
     again = join(coordinator, 0, instance="a", call=1)
     assert not again.pending
-    assert again.incarnation == stay.incarnation
+    assert again.incarnation == member.incarnation
 
 
 def test_a_call_does_not_wait_for_ever_for_a_round_to_be_committed() -> None:
     """A shard that does not answer must not take the threads that answer workers, one after the other."""
     shards, go_on = [Notes(), Notes()], threading.Event()
     with running(shards, limits=ServerLimits(settled=timedelta(milliseconds=10))) as coordinator:
-        stay = start(coordinator)
-        taken = take(coordinator, stay, call=1)
+        member = start(coordinator)
+        taken = take(coordinator, member, call=1)
         shards[1].refuse = lambda a: None if a.apply is None else assert_(go_on.wait(10))
-        commit = threading.Thread(target=finish, args=(coordinator, stay, taken))
+        commit = threading.Thread(target=finish, args=(coordinator, member, taken))
         commit.start()
         eventually(lambda: coordinator.job.state.rounds.committing, "the round is being committed")
         with pytest.raises(Refused, match="ask again") as refused:
-            coordinator.is_applied(0, stay.incarnation, 0)
+            coordinator.is_applied(0, member.incarnation, 0)
         assert refused.value.code is RefusalCode.NOT_READY
         go_on.set()
         commit.join(10)
-        assert coordinator.is_applied(0, stay.incarnation, 0)
+        assert coordinator.is_applied(0, member.incarnation, 0)
 
 
 def assert_(true: bool) -> None:
@@ -347,19 +349,19 @@ def test_the_model_stays_when_the_worker_that_brought_it_vanishes(coordinator: A
 def test_one_worker_is_the_chief_and_who_takes_its_place_after_its_end_is_not(
     coordinator: Asked,
 ) -> None:
-    stays = [start(coordinator, worker, instance=f"{worker}-1", call=1) for worker in (0, 1)]
+    members = [start(coordinator, worker, instance=f"{worker}-1", call=1) for worker in (0, 1)]
     ended: dict[int, pb.TakeReply] = {}
     call = 0
     while not ended.get(0):
         call += 1
-        taken = take(coordinator, stays[0], call=call)
+        taken = take(coordinator, members[0], call=call)
         if taken.finished:
             ended[0] = taken
         else:
-            finish(coordinator, stays[0], taken, step=call)
-    ended[1] = take(coordinator, stays[1], call=1)
+            finish(coordinator, members[0], taken, step=call)
+    ended[1] = take(coordinator, members[1], call=1)
     assert ended[1].finished
-    coordinator.leave(0, stays[0].incarnation, call=call + 1)
+    coordinator.leave(0, members[0].incarnation, call=call + 1)
     late = start(coordinator, 0, instance="0-2", call=1)
     assert [ended[0].chief, ended[1].chief, take(coordinator, late, call=1).chief] == [True, False, False]
 
@@ -515,20 +517,20 @@ def test_two_steps_of_a_version_are_not_of_the_same_records() -> None:
     """No worker of ours says so. The version could not be booked, and the job would stand still."""
     shard = Notes()
     with running([shard], consistency={"mode": "accumulate", "gradients": 2}) as coordinator:
-        stay = start(coordinator)
-        taken = take(coordinator, stay, call=1)
+        member = start(coordinator)
+        taken = take(coordinator, member, call=1)
         for step in range(2):
-            assert coordinator.begin(0, stay.incarnation, version=0, step=step) is not None
+            assert coordinator.begin(0, member.incarnation, version=0, step=step) is not None
             if not step:
-                assert finish(coordinator, stay, taken)
-                assert not finish(coordinator, stay, taken), "said twice, as its answer was lost"
-                assert coordinator.await_version(0, stay.incarnation, attempt=0, step=0)
+                assert finish(coordinator, member, taken)
+                assert not finish(coordinator, member, taken), "said twice, as its answer was lost"
+                assert coordinator.await_version(0, member.incarnation, attempt=0, step=0)
         with pytest.raises(Refused) as caught:
-            finish(coordinator, stay, taken, step=1)
+            finish(coordinator, member, taken, step=1)
         assert caught.value.code is RefusalCode.INVALID
-        more = take(coordinator, stay, call=2)
-        assert coordinator.begin(0, stay.incarnation, version=0, step=1) is not None
-        assert finish(coordinator, stay, more, step=1)
+        more = take(coordinator, member, call=2)
+        assert coordinator.begin(0, member.incarnation, version=0, step=1) is not None
+        assert finish(coordinator, member, more, step=1)
         eventually(lambda: shard.applied == [1], "the version is made", within=5)
 
 
@@ -536,18 +538,18 @@ def test_the_shards_do_not_wait_for_who_was_admitted_when_a_script_ended_the_tra
     """In deterministic mode others could not push before it."""
     shard = Notes()
     with running([shard], consistency={"mode": "accumulate", "gradients": 4}) as coordinator:
-        stays = [start(coordinator, worker) for worker in (0, 1)]
-        take(coordinator, stays[1], call=1)
+        members = [start(coordinator, worker) for worker in (0, 1)]
+        take(coordinator, members[1], call=1)
 
         def stop(advance: Advance) -> None:
             if 0 in advance.expected and not coordinator.job.stopped:
-                coordinator.stop(1, stays[1].incarnation, "it is good enough")
+                coordinator.stop(1, members[1].incarnation, "it is good enough")
 
         shard.refuse = stop
-        asking = threading.Thread(target=lambda: take(coordinator, stays[0], call=1))
+        asking = threading.Thread(target=lambda: take(coordinator, members[0], call=1))
         asking.start()
         eventually(lambda: bool(coordinator.job.stopped), "worker 0 was admitted, and training ends")
-        alone = {1: stays[1].incarnation}
+        alone = {1: members[1].incarnation}
         eventually(
             lambda: shard.orders[-1].expected == alone, "the shard knows that worker 0 is out", within=20
         )

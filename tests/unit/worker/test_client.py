@@ -22,7 +22,7 @@ from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker import current
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import WorkerLimits
-from elastic_ps.worker.member import Member
+from elastic_ps.worker.membership import Membership
 from tests.testing.service import environment
 
 
@@ -58,7 +58,7 @@ def test_a_worker_tells_its_starter_when_it_has_joined() -> None:
     described: Any = SimpleNamespace(specs=[], optimizer="sgd")
     trace, history = Trace(None, ""), History(None, "")
     spec = environment().spec
-    member = Member(spec, client, trace=trace, history=history, on_joined=lambda: told.append("joined"))
+    member = Membership(spec, client, trace=trace, history=history, on_joined=lambda: told.append("joined"))
     assert told == []
     member.join(described, Settings(()))
     member.leave(in_step=False)

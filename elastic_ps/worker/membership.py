@@ -49,8 +49,8 @@ from elastic_ps.worker.values import Values
 logger = logging.getLogger(__name__)
 
 
-class Member:
-    """This worker as a member of the job, over all its stays. Belongs to the training thread, except `drain`.
+class Membership:
+    """This worker as a member of the job, over all its incarnations. For the training thread, except `drain`.
 
     Args:
         trace, history: where this process records what it does.
@@ -303,7 +303,7 @@ class Member:
         return joined.version
 
     def _join_anew(self, *, trained: bool) -> pb.JoinReply:
-        """Begin another stay. `trained`: the model is not as it was at first any more."""
+        """Begin another incarnation. `trained`: the model is not as it was at first any more."""
         described, settings = self._described, self.schedule.current()
         return self._world.decide(
             "the place where it joins again",
@@ -311,7 +311,7 @@ class Member:
         )
 
     def note_join(self, version: int, *, again: bool = False) -> None:
-        """Write down that a stay has begun, with the values of this version."""
+        """Write down that an incarnation has begun, with the values of this version."""
         term = {"term": self._client.term} if again else {}
         self._history.record("join", incarnation=self._client.incarnation, version=version, **term)
 
