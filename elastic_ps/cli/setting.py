@@ -12,9 +12,13 @@ import yaml
 
 from elastic_ps.api import manifest
 from elastic_ps.api.job import TrainingJob, TrainingJobSpec, parse_job
+from elastic_ps.api.mutable import (
+    MutableFields,
+    without_options_of_other_codecs,
+    without_options_of_other_modes,
+)
 from elastic_ps.api.rules import SET, fields, part_of
 from elastic_ps.api.status import TuningStatus
-from elastic_ps.api.tuning import Tuning, without_options_of_other_codecs, without_options_of_other_modes
 from elastic_ps.cli.control import directory_of, status_of
 from elastic_ps.errors import UserError
 from elastic_ps.local.state import JobDirectory, generation_of
@@ -47,7 +51,7 @@ def _back(job: TrainingJob, generation: int, before: TrainingJob) -> TrainingJob
     """The job as it was before a change that was refused, unless somebody has changed it since."""
     if generation_of(job) != generation:
         return job
-    return job.model_copy(update={"spec": Tuning.of(before.spec).applied_to(job.spec)})
+    return job.model_copy(update={"spec": MutableFields.of(before.spec).applied_to(job.spec)})
 
 
 def _await(directory: JobDirectory, generation: int, before: TrainingJob) -> int:
@@ -60,15 +64,15 @@ def _await(directory: JobDirectory, generation: int, before: TrainingJob) -> int
             directory.edit(lambda job: _back(job, generation, before))
             raise UserError(f"{directory.job} is not changed: {tuning.problem}")
         if tuning.generation >= generation:
-            now = Tuning.of(directory.read_job().spec)
-            print(f"{directory.job} has changed; {in_force(tuning, now, Tuning.of(before.spec))}")
+            now = MutableFields.of(directory.read_job().spec)
+            print(f"{directory.job} has changed; {in_force(tuning, now, MutableFields.of(before.spec))}")
             return 0
         time.sleep(0.1)
     print(f"{directory.job}: the parameter server takes the change over as soon as it can")
     return 0
 
 
-def in_force(status: TuningStatus, now: Tuning, before: Tuning) -> str:
+def in_force(status: TuningStatus, now: MutableFields, before: MutableFields) -> str:
     """What of `now` is another than before, in words."""
     words = {"consistency": status.consistency, "compression": status.compression}
     changed_it = now.news(before)
@@ -129,7 +133,7 @@ def changed(job: TrainingJob, assigned: Mapping[str, Any]) -> TrainingJob:
         k: v for k, v in compression.items() if k in usual or f"compression.{k}" in assigned
     }
     after = parse_job(document, source=job.name)
-    if refusal := Tuning.of(job.spec).refusal(Tuning.of(after.spec)):
+    if refusal := MutableFields.of(job.spec).refusal(MutableFields.of(after.spec)):
         raise UserError(f"{job.name}: {refusal}")
     return after
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elastic_ps.api.consistency import Consistency
-from elastic_ps.api.tuning import without_options_of_other_modes
+from elastic_ps.api.mutable import without_options_of_other_modes
 
 CALM = 3
 """Windows in a row after which a looser way is tried for the first time."""
@@ -24,24 +24,24 @@ LONGEST = 96
 """Windows that it takes at most."""
 
 
-def ways(wished: Consistency) -> list[Consistency]:
+def ways(desired: Consistency) -> list[Consistency]:
     """The ways to make versions that a job with an objective may take, the tightest one first.
 
-    One of them is `wished`, which has the objective. No step is ever more stale than `maxStaleness` allows,
+    One of them is `desired`, which has the objective. No step is ever more stale than `maxStaleness` allows,
     if that is set.
     """
-    most = wished.max_staleness_p99 or 0
-    found = [_in(wished, "sync")]
-    if most and (wished.max_staleness is None or wished.max_staleness > most):
-        found.append(_in(wished, "bounded", maxStaleness=most))
-    return [*found, wished if wished.mode == "bounded" else _in(wished, "async")]
+    most = desired.max_staleness_p99 or 0
+    found = [_in(desired, "sync")]
+    if most and (desired.max_staleness is None or desired.max_staleness > most):
+        found.append(_in(desired, "bounded", maxStaleness=most))
+    return [*found, desired if desired.mode == "bounded" else _in(desired, "async")]
 
 
-def _in(wished: Consistency, mode: str, **options: int) -> Consistency:
+def _in(desired: Consistency, mode: str, **options: int) -> Consistency:
     """The same in another mode, without the options that this does not have."""
-    if wished.mode == mode and not options:
-        return wished
-    said = wished.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    if desired.mode == mode and not options:
+        return desired
+    said = desired.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     return Consistency.model_validate(without_options_of_other_modes({**said, "mode": mode, **options}))
 
 

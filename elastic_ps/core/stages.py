@@ -67,8 +67,8 @@ class Course(enum.Enum):
     PAUSED = "paused"
     """No round is committed, and calls of workers wait: the version is being kept, to continue from."""
     ROLLING_BACK = "rolling back"
-    """All shards go back to the newest checkpoint, in a new term: one has lost the model, or another tuning
-    takes effect."""
+    """All shards go back to the newest checkpoint, in a new term: one has lost the model, or other
+    mutable fields take effect."""
     CLOSING = "closing"
     """The parameter server ends, and answers no calls."""
     CLOSING_LOST = "closing without the model"

@@ -32,8 +32,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
 from elastic_ps.api.job import ObjectMeta, TrainingJob, parse_job
+from elastic_ps.api.mutable import MutableFields
 from elastic_ps.api.status import Phase, ServerStatus
-from elastic_ps.api.tuning import Tuning
 from elastic_ps.checkpoint import files, owner
 from elastic_ps.contract.env import Role, state_directory
 from elastic_ps.errors import UserError
@@ -223,10 +223,10 @@ class JobDirectory:
             self.write_job(after)
         return before, after
 
-    def write_tuning(self, job: TrainingJob) -> Path:
+    def write_mutable(self, job: TrainingJob) -> Path:
         """What the parameter server is to take over of a job; returns the file."""
         path = self.path / "tuning.json"
-        write_atomically(path, Tuning.of(job.spec, generation=generation_of(job)).to_json() + "\n")
+        write_atomically(path, MutableFields.of(job.spec, generation=generation_of(job)).to_json() + "\n")
         return path
 
     def read_status(self) -> LocalStatus | None:

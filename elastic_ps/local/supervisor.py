@@ -23,8 +23,8 @@ from types import TracebackType
 from typing import assert_never
 
 from elastic_ps.api.job import TrainingJob
+from elastic_ps.api.mutable import MutableFields
 from elastic_ps.api.status import ServerStatus
-from elastic_ps.api.tuning import Tuning
 from elastic_ps.checkpoint import files
 from elastic_ps.contract import exits
 from elastic_ps.contract.deaths import describe_exit
@@ -99,7 +99,7 @@ class Launcher:
             self.checkpoints = self._choose_checkpoints()
             self._resumed = newest_checkpoint(self.checkpoints) if self.options.resume is not None else None
             self.directory.write_job(job)
-            self._tuning = self.directory.write_tuning(job)
+            self._mutable = self.directory.write_mutable(job)
             self._stamp = self.directory.job_stamp()
         self._schedule = self.options.schedule
         self._most_workers = max([job.spec.worker.replicas, *(at.workers for at in self._schedule)])
@@ -297,7 +297,7 @@ class Launcher:
             if stamp == self._stamp:
                 return False
             edited = self.directory.read_job()
-            self._tune(edited)
+            self._change(edited)
         except OSError as error:
             self._warn("edits", f"a change of the job is not taken over yet: {error}")
             return False
@@ -316,13 +316,13 @@ class Launcher:
             )
         return wanted != before
 
-    def _tune(self, edited: TrainingJob) -> None:
+    def _change(self, edited: TrainingJob) -> None:
         """Hand what is wanted to the parameter server. Processes that start later begin with it."""
-        tuning = Tuning.of(edited.spec, generation=generation_of(edited))
-        if tuning.replaces(Tuning.of(self.job.spec, generation=generation_of(self.job))):
-            changed = {"metadata": edited.metadata, "spec": tuning.applied_to(self.job.spec)}
+        mutable = MutableFields.of(edited.spec, generation=generation_of(edited))
+        if mutable.replaces(MutableFields.of(self.job.spec, generation=generation_of(self.job))):
+            changed = {"metadata": edited.metadata, "spec": mutable.applied_to(self.job.spec)}
             job = self.job.model_copy(update=changed)
-            self.directory.write_tuning(job)
+            self.directory.write_mutable(job)
             self.job = job
 
     def _reap(self, now: float) -> bool:
@@ -512,7 +512,7 @@ class Launcher:
             run=self.run,
             instance=uuid.uuid4().hex,
             tls=self.issuer.of(action.role, action.index) if self.issuer is not None else None,
-            tuning=self._tuning if (action.role, action.index) == ("ps", 0) else None,
+            tuning=self._mutable if (action.role, action.index) == ("ps", 0) else None,
             crowded=self._crowded,
         )
 

@@ -51,7 +51,7 @@ from elastic_ps.server.orders import (
     Report,
     ShardControl,
 )
-from elastic_ps.server.record import JobRecord, foreseen, of_same_run, to_checkpoint, tuning_of
+from elastic_ps.server.record import JobRecord, foreseen, mutable_of, of_same_run, to_checkpoint
 from elastic_ps.server.standby import held, rescue
 from elastic_ps.server.state import Model
 
@@ -187,7 +187,9 @@ class CommitCoordinator:
         try:
             layout, chosen = self._laid_out(tensors, settings, link)
             for shard in self._shards:
-                shard.configure(Configuration(layout, optimizer, settings, job.term, None, tuning=job.tuning))
+                shard.configure(
+                    Configuration(layout, optimizer, settings, job.term, None, mutable=job.mutable)
+                )
             model = Model(layout, optimizer)
         except UserError as error:
             raise Refused(RefusalCode.INVALID, str(error)) from error
@@ -227,7 +229,7 @@ class CommitCoordinator:
         spec, chosen = self._job.spec, int(found.state["bucket_bytes"])
         if spec.parameter_server.bucket_bytes:
             return 0
-        if of_same_run(found, self._job.tuning):
+        if of_same_run(found, self._job.mutable):
             return chosen  # the workers have cut their memory so
         return chosen if spec.chooses_buckets and (chosen <= LARGEST or self._crowded) else 0
 
@@ -411,7 +413,7 @@ class CommitCoordinator:
     def _restore(self, found: Manifest, term: int) -> None:
         """Configure all shards from a checkpoint and take its state over.
 
-        The term has the tuning that the checkpoint names, unless a newer one is known.
+        The term has the mutable fields that the checkpoint names, unless newer ones are known.
 
         Raises:
             Fenced: a shard obeys a newer term.
@@ -420,13 +422,13 @@ class CommitCoordinator:
         job = self._job
         settings = Settings.from_json(found.state["settings"])
         layout, chosen = self._cut(found.specs, settings, self._kept_size(found))
-        tuning = tuning_of(found, job.tuning)
-        scales.check(tuning.consistency.staleness_scale)
-        Plan(tuning.compression)  # before any shard is told
+        mutable = mutable_of(found, job.mutable)
+        scales.check(mutable.consistency.staleness_scale)
+        Plan(mutable.compression)  # before any shard is told
         try:
             for shard in self._shards:
                 shard.configure(
-                    Configuration(layout, found.optimizer, settings, term, found.version, tuning=tuning)
+                    Configuration(layout, found.optimizer, settings, term, found.version, mutable=mutable)
                 )
         except Refused as refusal:
             if refusal.code is RefusalCode.STALE_TERM:
@@ -435,11 +437,11 @@ class CommitCoordinator:
         state = JobRecord.read(found.state).continued(
             term=term,
             lease=job.lease,
-            consistency=tuning.consistency,
+            consistency=mutable.consistency,
             data=job.spec.data,
             version=found.version,
             model=Model(layout, found.optimizer),
-            change="it joins again, since the job has changed" if tuning.needs_term(job.tuning) else "",
+            change="it joins again, since the job has changed" if mutable.needs_term(job.mutable) else "",
             all_reduce=job.spec.all_reduce,
         )
         state.bucket_bytes = chosen
@@ -447,16 +449,16 @@ class CommitCoordinator:
         if clip is not None and self._standbys:  # they may step without the others, who have the norm
             logger.warning("max_grad_norm %g counts no more: it needs a job without standbys", clip)
             state.settings = state.settings.unclipped()
-        said = tuning.consistency.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        said = mutable.consistency.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         self._history.record(
             "restore", term=term, version=found.version, round=state.last_round, consistency=said
         )
         self._prepared, self._ordered = None, 0
-        if tuning.replaces(job.tuning):
-            self._checkpoints.tune(tuning.checkpoint)
+        if mutable.replaces(job.mutable):
+            self._checkpoints.tune(mutable.checkpoint)
         with job.lock:
             job.state = state
-            job.tune(tuning)
+            job.tune(mutable)
             self.standings = [None for _ in self._standbys]  # of this term nothing is known yet
             self.queued = frozenset()
             job.changed.notify_all()

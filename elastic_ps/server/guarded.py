@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import TypeVar
 
 from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.api.tuning import Tuning
+from elastic_ps.api.mutable import MutableFields
 from elastic_ps.core.all_reduce import StateHolders
 from elastic_ps.core.membership import Member
 from elastic_ps.core.stages import COURSES, TELLING, Course, CourseEvent, Telling, TellingEvent
@@ -44,8 +44,8 @@ class Guarded:
     read and changed only by a thread that holds it.
 
     Attributes:
-        spec: how to train the job, with `tuning`.
-        tuning: what of it may change, as it is in this term.
+        spec: how to train the job, with `mutable`.
+        mutable: what of it may change, as it is in this term.
         clock: the time in seconds, which only grows.
         limits: how long it waits for what.
         lock: entered as such where nobody waits, which takes a third of the time of a condition.
@@ -64,12 +64,12 @@ class Guarded:
         term: int,
         *,
         clock: Callable[[], float] | None = None,
-        tuning: Tuning | None = None,
+        mutable: MutableFields | None = None,
         limits: ServerLimits = USUAL,
     ) -> None:
         self.limits = limits
-        self.tuning = tuning or Tuning.of(spec)
-        self.spec = self.tuning.applied_to(spec)
+        self.mutable = mutable or MutableFields.of(spec)
+        self.spec = self.mutable.applied_to(spec)
         self.clock = clock or time.monotonic
         self.lock = threading.RLock()
         self.changed, self.ticking = threading.Condition(self.lock), threading.Condition(self.lock)
@@ -115,16 +115,16 @@ class Guarded:
         """The state of a job that begins in this term."""
         spec, state_holders = self.spec, StateHolders() if self.spec.all_reduce else None
         state = JobState(
-            term, self.lease, spec.consistency, spec.data, tuning=self.tuning, state_holders=state_holders
+            term, self.lease, spec.consistency, spec.data, mutable=self.mutable, state_holders=state_holders
         )
         # If all checkpoints were lost, there was such a term before; its workers are no members of this one.
         state.members.last_incarnation += secrets.randbits(31)
         return state
 
-    def tune(self, tuning: Tuning) -> None:
-        """`tuning` is in force. The lock is held."""
-        self.tuning = self.state.tuning = tuning
-        self.spec = tuning.applied_to(self.spec)
+    def tune(self, mutable: MutableFields) -> None:
+        """`mutable` is in force. The lock is held."""
+        self.mutable = self.state.mutable = mutable
+        self.spec = mutable.applied_to(self.spec)
 
     @property
     def term(self) -> int:

@@ -152,7 +152,7 @@ class MemberCalls:
             initialise=initialise,
             lease_ms=round(self._job.lease.total_seconds() * 1000),
             settings=state.settings_of_version.to_json(),
-            tuning=self._job.tuning.to_json(),
+            tuning=self._job.mutable.to_json(),
             codecs=Plan(self._job.spec.compression).names,
         )
 

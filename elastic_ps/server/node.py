@@ -136,7 +136,7 @@ class Node:
             self.index,
             configuration.term,
             (configuration.optimizer, configuration.settings),
-            consistency=configuration.tuning.consistency if configuration.tuning else self._consistency,
+            consistency=configuration.mutable.consistency if configuration.mutable else self._consistency,
             trace=self._trace,
             follows=configuration.follows,
             codecs=codecs,
@@ -165,7 +165,7 @@ class Node:
 
     def _codecs_of(self, configuration: Configuration) -> Plan:
         """The same object in each term that has the same compression."""
-        wanted = configuration.tuning.compression if configuration.tuning is not None else None
+        wanted = configuration.mutable.compression if configuration.mutable is not None else None
         if wanted is None:
             return self._codecs
         with self._lock:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
-from elastic_ps.api.tuning import Tuning, read_tuning
+from elastic_ps.api.mutable import MutableFields, read_mutable
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.codec.state import Part
 from elastic_ps.core.partition import Layout
@@ -56,7 +56,7 @@ class Configuration:
 
     Attributes:
         follows: its state comes from the shard whose standby it is.
-        tuning: how the term makes versions; None: as the process was told when it started.
+        mutable: how the term makes versions; None: as the process was told when it started.
     """
 
     layout: Layout
@@ -65,7 +65,7 @@ class Configuration:
     term: int
     load_version: int | None
     follows: bool = False
-    tuning: Tuning | None = None
+    mutable: MutableFields | None = None
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def configuration_to_message(job: str, configuration: Configuration, order: Orde
         job=job,
         layout=layout_to_message(configuration.layout),
         optimizer=pb.Optimizer(name=configuration.optimizer, groups=configuration.settings.to_json()),
-        tuning=configuration.tuning.to_json() if configuration.tuning is not None else "",
+        tuning=configuration.mutable.to_json() if configuration.mutable is not None else "",
         **vars(order),
     )
 
@@ -192,7 +192,7 @@ def configuration_from_message(message: pb.ConfigureRequest) -> Configuration:
         layout=layout_from_message(message.layout),
         optimizer=message.optimizer.name,
         settings=settings_from_message(message.optimizer.groups),
-        tuning=_tuning(message.tuning) if message.tuning else None,
+        mutable=_mutable(message.tuning) if message.tuning else None,
     )
 
 
@@ -264,9 +264,9 @@ def report_from_message(message: pb.AdvanceReply) -> Report:
     return Report(written, _STANDBYS[message.standby], message.norm, frozenset(message.queued))
 
 
-def _tuning(text: str) -> Tuning:
+def _mutable(text: str) -> MutableFields:
     try:
-        return read_tuning(text, source="tuning")
+        return read_mutable(text, source="tuning")
     except InvalidJob as error:
         raise Malformed(str(error)) from error
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
+from elastic_ps.api.mutable import MutableFields
 from elastic_ps.api.status import ServerStatus
-from elastic_ps.api.tuning import Tuning
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.owner import running, used_by
 from elastic_ps.checkpoint.store import Store
@@ -141,8 +141,8 @@ class ParameterServer:
         desired, file = None, environment.tuning
         if file is not None:
             desired = DesiredConfiguration(file, environment.run)
-        tuning = Tuning.of(environment.spec, run=environment.run)
-        said = tuning.consistency.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        mutable = MutableFields.of(environment.spec, run=environment.run)
+        said = mutable.consistency.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         self._history.record("start", term=self.term, consistency=said)
         shard_zero = ShardZero(
             environment.job,
@@ -153,7 +153,7 @@ class ParameterServer:
             checkpoints=checkpoints,
             evaluation_queue=self._evaluations,
             history=self._history,
-            tuning=tuning,
+            mutable=mutable,
             desired=desired,
             crowded=environment.crowded,
             limits=self._limits,
@@ -195,7 +195,7 @@ class ParameterServer:
             job=environment.job,
             term=self.term,
             shards=self._shards,
-            times=Tuning.of(environment.spec).checkpoint,
+            times=MutableFields.of(environment.spec).checkpoint,
             now=time.monotonic(),
             check=partial(require_usable, spec=environment.spec),
             evaluation_queue=self._evaluations,

@@ -16,7 +16,7 @@ import logging
 from datetime import timedelta
 from pathlib import Path
 
-from elastic_ps.api.tuning import Tuning, read_tuning
+from elastic_ps.api.mutable import MutableFields, read_mutable
 from elastic_ps.codec.optimizers import second_momentum
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core import scales
@@ -46,8 +46,8 @@ class Reconfiguration:
         desired: None if nobody can change the job.
 
     Attributes:
-        asked: the number of the newest wish; 0 for none.
-        problem: why the newest wish is not in force, in words; "" if it is, or is about to be.
+        asked: the number of the newest change; 0 for none.
+        problem: why the newest change is not in force, in words; "" if it is, or is about to be.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Reconfiguration:
         self.asked, self.problem = 0, ""
         self._job, self._commit, self._checkpoints, self._desired = job, commit, checkpoints, desired
         self._objective = Objective()
-        self._wanted: Tuning | None = None
+        self._wanted: MutableFields | None = None
         self._not_before = 0.0
 
     def look(self) -> None:
@@ -68,7 +68,7 @@ class Reconfiguration:
         job = self._job
         newest, unusable = self._read()
         with job.lock:
-            state, before = job.state, job.tuning
+            state, before = job.state, job.mutable
             if newest is not None:
                 self.asked, self.problem, self._wanted = newest.generation, "", newest.after(before)
                 self._objective = Objective()
@@ -93,14 +93,14 @@ class Reconfiguration:
             if state.finished or not self._may_begin(state):
                 return
             job.turn(CourseEvent.PAUSE)
-            state.tuning = wanted.model_copy(update={"since": state.version})
+            state.mutable = wanted.model_copy(update={"since": state.version})
         kept = self._checkpoints.write(amend=True)
         with job.lock:
             job.turn(CourseEvent.RESUME)
             if kept:
                 job.turn(CourseEvent.ROLL_BACK)
             else:
-                state.tuning = before
+                state.mutable = before
                 self._not_before = job.clock() + PAUSE.total_seconds()
                 self.problem = self._checkpoints.failure or "the current version could not be written to disk"
         if kept:
@@ -109,7 +109,7 @@ class Reconfiguration:
                 logger.info(text, state.version, what, now, then)
             self._commit.drive()
 
-    def _read(self) -> tuple[Tuning | None, str]:
+    def _read(self) -> tuple[MutableFields | None, str]:
         """What a person wants now, if that is news, and why it cannot be used. Imports what it names."""
         newest = None
         try:
@@ -121,13 +121,13 @@ class Reconfiguration:
             return newest, str(error)
         return newest, ""
 
-    def _moved(self, state: JobState, before: Tuning) -> Tuning | None:
+    def _moved(self, state: JobState, before: MutableFields) -> MutableFields | None:
         """How the job's objective is kept from now on, if that is another way; the lock is held."""
         most = before.consistency.max_staleness_p99
         if most is None or state.results.recent.count < self._job.limits.window:
             return None
         p99, state.results.recent = state.results.recent.percentile(99), Distribution()
-        known = ways(before.wished)
+        known = ways(before.desired)
         at = known.index(before.consistency) if before.consistency in known else len(known) - 1
         step = self._objective.decide(p99, most)
         if not (step and 0 <= at + step < len(known)):
@@ -144,9 +144,9 @@ class Reconfiguration:
         busy = job.closing or job.rolling_back or rounds.committing or rounds.decided
         return state.initialised and not busy and job.clock() >= self._not_before
 
-    def _unreachable(self, wanted: Tuning, state: JobState) -> str:
+    def _unreachable(self, wanted: MutableFields, state: JobState) -> str:
         """Why no version could be made as is wanted, as far as is known; the lock is held."""
-        what = " and ".join(wanted.news(self._job.tuning))
+        what = " and ".join(wanted.news(self._job.mutable))
         if not self._checkpoints.writes and what:
             return f"{what} cannot change in a job that writes no checkpoints"
         if self._job.spec.all_reduce and what:
@@ -154,7 +154,7 @@ class Reconfiguration:
                 f"{what} cannot change in a job with strategy all-reduce, which is always sync, and where "
                 "gradients travel as torch.distributed sends them"
             )
-        if "compression" in wanted.news(self._job.tuning):
+        if "compression" in wanted.news(self._job.mutable):
             sent = Plan(wanted.compression).momentum
             if problem := second_momentum(state.settings.groups, sent):
                 return f"compression cannot change so: {problem}"
@@ -194,7 +194,7 @@ class DesiredConfiguration:
         self._path, self._run = path, run
         self._text = ""
 
-    def newest(self) -> Tuning | None:
+    def newest(self) -> MutableFields | None:
         """What is wanted; None if that is what the last call has said, or there is no file.
 
         Raises:
@@ -210,4 +210,4 @@ class DesiredConfiguration:
         if text == self._text or not text.strip():
             return None
         self._text = text
-        return read_tuning(text, source=str(self._path)).model_copy(update={"run": self._run})
+        return read_mutable(text, source=str(self._path)).model_copy(update={"run": self._run})

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import BUCKET_BYTES, Data, TrainingJobSpec
-from elastic_ps.api.tuning import Tuning, read_tuning
+from elastic_ps.api.mutable import MutableFields, read_mutable
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec import dtype_of, name_of
@@ -88,7 +88,7 @@ class JobRecord(BaseModel):
             chief=state.chiefs.now,
             chiefs=list(state.chiefs.of.items()),
             script_state=state.script_state,
-            tuning=state.tuning.to_json() if state.tuning is not None else "",
+            tuning=state.mutable.to_json() if state.mutable is not None else "",
         )
 
     @classmethod
@@ -185,7 +185,7 @@ def _restored(saved: dict[str, Any], data: Data, size: int | None) -> Ledger | F
     )
 
 
-def tuning_of(found: Manifest, ours: Tuning) -> Tuning:
+def mutable_of(found: Manifest, ours: MutableFields) -> MutableFields:
     """How a term makes versions that continues from a checkpoint: as that says, unless ours is newer.
 
     A parameter server begins with the word of its environment, which has no number. The one before it may
@@ -197,15 +197,15 @@ def tuning_of(found: Manifest, ours: Tuning) -> Tuning:
     return ours.model_copy(update={"since": found.version}) if ours.needs_term(recorded) else ours
 
 
-def of_same_run(found: Manifest, ours: Tuning) -> bool:
+def of_same_run(found: Manifest, ours: MutableFields) -> bool:
     """Whether a checkpoint was written by the run of the job that continues from it."""
     return _recorded(found, ours).run == ours.run
 
 
-def _recorded(found: Manifest, ours: Tuning) -> Tuning:
-    """The tuning that a checkpoint names; ours if it names none."""
+def _recorded(found: Manifest, ours: MutableFields) -> MutableFields:
+    """The mutable fields that a checkpoint names; ours if it names none."""
     said = found.state["tuning"]
-    return read_tuning(said, source="the checkpoint's tuning") if said else ours
+    return read_mutable(said, source="the checkpoint's tuning") if said else ours
 
 
 def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
@@ -283,7 +283,7 @@ def _try(
     )
     from_text(saved.script_state)
     if saved.tuning:
-        read_tuning(saved.tuning, source="tuning")
+        read_mutable(saved.tuning, source="tuning")
     return settings, kinds
 
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.api.mutable import MutableFields, describe
 from elastic_ps.api.status import ServerStatus, TuningStatus
-from elastic_ps.api.tuning import Tuning, describe
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.core.stages import CourseEvent, Following, TellingEvent
 from elastic_ps.evaluation.decisions import Evaluation
@@ -35,7 +35,7 @@ class ShardZero:
         checkpoints: decides when they are written, and finishes them. Closed by `close`.
         evaluation_queue: None if the job has no evaluator.
         history: where commits, joins and skipped records are recorded.
-        tuning: what of the spec may change, as it is now; None for what the spec says.
+        mutable: what of the spec may change, as it is now; None for what the spec says.
         desired: what a person wants of the running job; None if nobody can change it.
         crowded: see `core.sizing.bucket_bytes`.
 
@@ -57,14 +57,14 @@ class ShardZero:
         evaluation_queue: EvaluationQueue | None = None,
         history: History,
         clock: Callable[[], float] | None = None,
-        tuning: Tuning | None = None,
+        mutable: MutableFields | None = None,
         desired: DesiredConfiguration | None = None,
         crowded: bool = False,
         limits: ServerLimits = USUAL,
     ) -> None:
         self._name, self._shards = name, len(shards)
         self.checkpoints, self.evaluation_queue, self.history = checkpoints, evaluation_queue, history
-        self.job = Guarded(spec, term, clock=clock, tuning=tuning, limits=limits)
+        self.job = Guarded(spec, term, clock=clock, mutable=mutable, limits=limits)
         self.commit = CommitCoordinator(
             self.job, shards, standbys=standbys, checkpoints=checkpoints, history=history, crowded=crowded
         )
@@ -145,10 +145,10 @@ class ShardZero:
                 problem=checkpoints.problem(state.version, now),
                 checkpoint_pause_seconds=checkpoints.paused.total_seconds(),
                 tuning=TuningStatus(
-                    generation=job.tuning.generation,
-                    consistency=describe(job.tuning.consistency),
+                    generation=job.mutable.generation,
+                    consistency=describe(job.mutable.consistency),
                     compression=describe(job.spec.compression),
-                    since=job.tuning.since,
+                    since=job.mutable.since,
                     asked=self._reconfiguration.asked,
                     problem=self._reconfiguration.problem,
                 ),

@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import Data
-from elastic_ps.api.tuning import Tuning
+from elastic_ps.api.mutable import MutableFields
 from elastic_ps.core import dataset, schedules
 from elastic_ps.core.all_reduce import AllReduceRounds, StateHolders
 from elastic_ps.core.balance import Balance
@@ -85,7 +85,7 @@ class JobState:
         batch: how many records a worker has in a batch, as the last one to ask has said; 0 before.
         late_records: records whose steps came too late.
         starved: workers that have asked for records when there were none to hand out.
-        tuning: what a checkpoint of the present version says of how the next ones are made; None for nothing.
+        mutable: what a checkpoint of the present version says of how the next ones are made; None for nothing.
         opened_with: the settings of the version, while the open round is decided, and `settings` are those of
             the version that it makes; else None.
         last_round: what the histories record of the version's commit; {} if it has not been made here.
@@ -120,7 +120,7 @@ class JobState:
     pace: Pace = field(default_factory=Pace)
     balance: Balance = field(default_factory=Balance)
     calls: Calls[pb.TakeReply] = field(default_factory=Calls)
-    tuning: Tuning | None = None
+    mutable: MutableFields | None = None
     state_holders: StateHolders | None = None
 
     def __post_init__(self) -> None:

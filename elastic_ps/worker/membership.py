@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.api.tuning import Tuning, read_tuning
+from elastic_ps.api.mutable import MutableFields, read_mutable
 from elastic_ps.codec.encoder import Encoder
 from elastic_ps.codec.optimizers import second_momentum
 from elastic_ps.codec.plan import Plan
@@ -265,10 +265,10 @@ class Membership:
             )
         if not joined.tuning:
             return
-        tuning = read_tuning(joined.tuning, source="the parameter server")
-        news = tuning.news(Tuning.of(self.spec))
+        mutable = read_mutable(joined.tuning, source="the parameter server")
+        news = mutable.news(MutableFields.of(self.spec))
         if news:
-            self.spec = tuning.applied_to(self.spec)
+            self.spec = mutable.applied_to(self.spec)
             self._codecs = Plan(self.spec.compression)
             for what, (now, _) in news.items():
                 logger.info("%s is %s now", what, now)

@@ -18,8 +18,8 @@ from elastic_operator.manifests import Manifest
 from elastic_operator.manifests import metadata as metadata_of
 from elastic_operator.merging import merge
 from elastic_ps.api.job import API_VERSION, KIND, TrainingJobSpec
+from elastic_ps.api.mutable import MutableFields
 from elastic_ps.api.policies import RunPolicy
-from elastic_ps.api.tuning import Tuning
 from elastic_ps.contract.env import (
     DEFAULT_DATA_PORT,
     DEFAULT_HTTP_PORT,
@@ -153,7 +153,7 @@ def pod(
         names.TEMPLATE_ANNOTATION: template_hash(spec, role),
     }
     if (role, index) == ("ps", 0):
-        word = Tuning.of(spec, generation=generation(job))
+        word = MutableFields.of(spec, generation=generation(job))
         metadata["annotations"][names.TUNING_ANNOTATION] = word.to_json()
         if durable is not None:
             metadata["annotations"] |= durable_annotation(durable)

@@ -14,7 +14,7 @@ from elastic_operator.permissions import Policy, refusal, violations
 from elastic_operator.plan import Observed
 from elastic_operator.pods import Pod
 from elastic_ps.api.job import TrainingJobSpec, parse_spec
-from elastic_ps.api.tuning import Tuning, read_tuning
+from elastic_ps.api.mutable import MutableFields, read_mutable
 from elastic_ps.contract.env import Role
 from elastic_ps.errors import InvalidJob
 
@@ -186,9 +186,9 @@ def restart_of(job: Mapping[str, Any]) -> datetime | None:
 
 def tuning_to_tell(desired: Desired, server: Pod) -> str:
     """What shard 0 is to be told that the job wants, as JSON; "" if it was told."""
-    wanted = Tuning.of(desired.spec, generation=desired.generation)
+    wanted = MutableFields.of(desired.spec, generation=desired.generation)
     try:
-        told = read_tuning(server.tuning, source="annotation")
+        told = read_mutable(server.tuning, source="annotation")
     except InvalidJob:
         return wanted.to_json()
     return wanted.to_json() if wanted.differs(told) else ""

@@ -14,7 +14,7 @@ import torch
 
 from elastic_ps.api.compression import Compression
 from elastic_ps.api.job import TrainingJob, parse_job
-from elastic_ps.api.tuning import Tuning
+from elastic_ps.api.mutable import MutableFields
 from elastic_ps.cli.setting import assignment, changed
 from elastic_ps.core.stages import Course
 from elastic_ps.drill.history import Data, check
@@ -300,7 +300,7 @@ def test_times_of_checkpoints_change_at_once(tmp_path: Path) -> None:
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.05), model)
         for x, y in session.loader(data, 4):
             if session.version == EVERY:
-                wanted = Tuning.of(job.spec, generation=1)
+                wanted = MutableFields.of(job.spec, generation=1)
                 wanted.checkpoint.every_versions = 5
                 write_atomically(job.wishes, wanted.to_json())
                 eventually(lambda: job.changed(1), "the change is in force")
@@ -372,7 +372,7 @@ def test_a_running_job_is_changed_and_begins_so_when_its_parameter_server_is_kil
 
 def test_the_server_keeps_an_objective_of_staleness_by_itself(tmp_path: Path) -> None:
     """One worker is slow as long as nobody waits for it; the parameter server dies in between."""
-    wished = {"mode": "async", "maxStalenessP99": 20}
+    desired = {"mode": "async", "maxStalenessP99": 20}
     bounded = {"mode": "bounded", "maxStaleness": 20, "maxStalenessP99": 20}
     data, restarted, over = Numbers(40_000), list[str](), list[bool]()
 
@@ -392,7 +392,7 @@ def test_the_server_keeps_an_objective_of_staleness_by_itself(tmp_path: Path) ->
             if session.worker == 0 and not restarted and mode() == "mode: bounded":
                 job.restart(0)
                 restarted.append(mode())
-            if session.worker == 0 and restarted and consistencies(job)[-1] == wished:
+            if session.worker == 0 and restarted and consistencies(job)[-1] == desired:
                 over.append(True)
                 session.stop("it has come back to what was wished")
             optimizer.zero_grad()
@@ -403,13 +403,13 @@ def test_the_server_keeps_an_objective_of_staleness_by_itself(tmp_path: Path) ->
         tmp_path,
         checkpoints=tmp_path / "checkpoints",
         worker={"replicas": 3},
-        consistency=wished,
+        consistency=desired,
         data={"shardRecords": 8},
         limits=ServerLimits(window=50),
     ) as job:
         job.run(script, workers=3)
     assert restarted == ["mode: bounded"], "it comes back with what it was changed to"
-    assert consistencies(job) == [wished, bounded, wished, bounded, wished], "the third one is a start's"
+    assert consistencies(job) == [desired, bounded, desired, bounded, desired], "the third one is a start's"
     assert check(read(job.history), None) == [], "among others: no step was more stale than its term allows"
     stale = {
         term: max(s["staleness"] for commit in commits for s in commit["contributions"])

@@ -18,7 +18,7 @@ import torch
 from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import TrainingJobSpec, parse_spec
-from elastic_ps.api.tuning import Tuning
+from elastic_ps.api.mutable import MutableFields
 from elastic_ps.contract.env import ProcessEnvironment
 from elastic_ps.core.ledger import Range
 from elastic_ps.data.batches import slice_sizes
@@ -410,7 +410,7 @@ class Cluster:
             update = {"consistency": self._other_consistency()}
         self.spec = self.spec.model_copy(update=update)
         self.here.note(f"change {self.changes} to {update}")
-        self.wishes.write_text(Tuning.of(self.spec, generation=self.changes).to_json())
+        self.wishes.write_text(MutableFields.of(self.spec, generation=self.changes).to_json())
 
     def _other_consistency(self) -> Consistency:
         given = self.plan.consistency

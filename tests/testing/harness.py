@@ -20,7 +20,7 @@ import torch
 from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import TrainingJobSpec, parse_spec
-from elastic_ps.api.tuning import Tuning
+from elastic_ps.api.mutable import MutableFields
 from elastic_ps.contract.env import ProcessEnvironment, Resume
 from elastic_ps.local.state import write_atomically
 from elastic_ps.process.telemetry import History, Trace
@@ -71,7 +71,7 @@ class Job:
         self._wish(generation, compression=Compression.model_validate(compression))
 
     def _wish(self, generation: int, **update: Any) -> None:
-        wanted = Tuning.of(self.spec, generation=generation).model_copy(update=update)
+        wanted = MutableFields.of(self.spec, generation=generation).model_copy(update=update)
         write_atomically(self.wishes, wanted.to_json())
 
     def changed(self, generation: int) -> bool:

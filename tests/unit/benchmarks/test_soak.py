@@ -22,7 +22,7 @@ from benchmarks.soak import (
 )
 from benchmarks.soak_modes import MODES, STEPS, half
 from elastic_ps.api.consistency import MODES_OF, OUTER_RULES, Consistency
-from elastic_ps.api.tuning import Tuning
+from elastic_ps.api.mutable import MutableFields
 
 RECORDS = 6
 
@@ -158,4 +158,4 @@ def test_a_change_in_the_soak_is_one_that_the_job_can_make(name: str) -> None:
     mode = MODES[name]
     ways = [Consistency.model_validate(each) for each in (mode.consistency, *mode.changes)]
     for before, after in itertools.permutations(ways, 2):
-        assert not Tuning(consistency=before).refusal(Tuning(consistency=after))
+        assert not MutableFields(consistency=before).refusal(MutableFields(consistency=after))

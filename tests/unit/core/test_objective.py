@@ -12,16 +12,16 @@ from elastic_ps.api.consistency import Consistency
 from elastic_ps.core.objective import CALM, LONGEST, Objective, ways
 
 
-def described(**wished: Any) -> list[dict[str, Any]]:
-    found = ways(Consistency.model_validate(wished))
+def described(**desired: Any) -> list[dict[str, Any]]:
+    found = ways(Consistency.model_validate(desired))
     return [each.model_dump(by_alias=True, exclude_defaults=True) for each in found]
 
 
 def test_the_ways_of_a_job_that_begins_with_async() -> None:
     said = {"maxStalenessP99": 4}
     scale = {"stalenessScale": "inverse"}
-    wished = {"mode": "async", "reads": "inconsistent", **said, **scale}
-    assert described(**wished) == [said, {"mode": "bounded", "maxStaleness": 4, **said, **scale}, wished]
+    desired = {"mode": "async", "reads": "inconsistent", **said, **scale}
+    assert described(**desired) == [said, {"mode": "bounded", "maxStaleness": 4, **said, **scale}, desired]
 
 
 @pytest.mark.parametrize(
@@ -34,9 +34,9 @@ def test_the_ways_of_a_job_that_begins_with_async() -> None:
         ({"mode": "bounded", "maxStaleness": 2, "maxStalenessP99": 4}, ["sync", "bounded 2"]),
     ],
 )
-def test_a_bound_that_a_person_has_named_is_kept(wished: dict[str, Any], expected: list[str]) -> None:
-    found = ways(Consistency.model_validate(wished))
-    assert Consistency.model_validate(wished) in found
+def test_a_bound_that_a_person_has_named_is_kept(desired: dict[str, Any], expected: list[str]) -> None:
+    found = ways(Consistency.model_validate(desired))
+    assert Consistency.model_validate(desired) in found
     assert [f"{w.mode} {w.max_staleness}" if w.max_staleness else w.mode for w in found] == expected
 
 

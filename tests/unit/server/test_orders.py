@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from elastic_ps.api.tuning import Tuning
+from elastic_ps.api.mutable import MutableFields
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.core.settings import Settings
 from elastic_ps.core.stages import Following
@@ -57,7 +57,7 @@ def test_an_order_arrives_as_it_was_given(order: Advance) -> None:
 @pytest.mark.parametrize("follows", [False, True])
 def test_a_model_arrives_as_it_was_described(load_version: int | None, follows: bool) -> None:
     layout = one_bucket(tensor("w", 4), tensor("v", 2))
-    tuning = Tuning(generation=4) if follows else None
+    tuning = MutableFields(generation=4) if follows else None
     configuration = Configuration(layout, "Adam", SETTINGS, 3, load_version, follows, tuning)
     message = configuration_to_message("job", configuration, ORDER)
     assert (message.job, message.source, message.number) == ("job", "a", 7)

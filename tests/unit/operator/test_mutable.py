@@ -11,17 +11,17 @@ from elastic_operator import names
 from elastic_operator.plan import Remember, TellPod
 from elastic_ps.api.compression import Compression
 from elastic_ps.api.job import parse_spec
+from elastic_ps.api.mutable import MutableFields, read_mutable
 from elastic_ps.api.status import Progress, ServerStatus, TuningStatus
-from elastic_ps.api.tuning import Tuning, read_tuning
 from elastic_ps.contract.env import DURABLE, read
 from tests.testing.simulation import Simulation, running
 
 BOUNDED = {"mode": "bounded", "maxStaleness": 8}
 
 
-def told(simulation: Simulation) -> Tuning:
+def told(simulation: Simulation) -> MutableFields:
     annotations = simulation.pods["digits-ps-0"]["metadata"]["annotations"]
-    return read_tuning(annotations[names.TUNING_ANNOTATION], source="annotation")
+    return read_mutable(annotations[names.TUNING_ANNOTATION], source="annotation")
 
 
 def answers(

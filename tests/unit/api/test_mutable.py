@@ -11,13 +11,13 @@ import pytest
 from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import Times, parse_job, parse_spec
+from elastic_ps.api.mutable import MutableFields, describe, read_mutable
 from elastic_ps.api.status import TuningStatus
-from elastic_ps.api.tuning import Tuning, describe, read_tuning
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.cli.setting import assignment, changed, in_force
 from elastic_ps.errors import InvalidJob, UserError
 from elastic_ps.server.reconfiguration import DesiredConfiguration
-from elastic_ps.server.record import tuning_of
+from elastic_ps.server.record import mutable_of
 
 ALIKE: list[dict[str, Any]] = [
     {},
@@ -30,8 +30,8 @@ ALIKE: list[dict[str, Any]] = [
 """Each may become each other one."""
 
 
-def tuning(generation: int = 0, run: str = "", **consistency: Any) -> Tuning:
-    return Tuning(generation=generation, run=run, consistency=Consistency.model_validate(consistency))
+def tuning(generation: int = 0, run: str = "", **consistency: Any) -> MutableFields:
+    return MutableFields(generation=generation, run=run, consistency=Consistency.model_validate(consistency))
 
 
 @pytest.mark.parametrize("before", ALIKE)
@@ -70,7 +70,7 @@ def test_a_tuning_says_what_a_spec_says() -> None:
         "parameterServer": {"replicas": 2, "checkpoint": {"interval": "5m", "everyVersions": 7, "path": "x"}},
     }
     spec = parse_spec(document, source="test")
-    again = read_tuning(Tuning.of(spec, generation=3, run="r").to_json(), source="test")
+    again = read_mutable(MutableFields.of(spec, generation=3, run="r").to_json(), source="test")
     other = parse_spec({"entrypoint": "train:main", "parameterServer": {"replicas": 2}}, source="test")
     applied = again.applied_to(other)
     assert (again.generation, again.run) == (3, "r")
@@ -81,19 +81,19 @@ def test_a_tuning_says_what_a_spec_says() -> None:
     assert describe(spec.consistency) == "mode: bounded, maxStaleness: 8"
 
 
-def found(said: Tuning | None, version: int = 40) -> Manifest:
+def found(said: MutableFields | None, version: int = 40) -> Manifest:
     state = {"tuning": said.to_json() if said is not None else ""}
     return Manifest(job="j", version=version, term=1, tensors=[], optimizer="SGD", state=state)
 
 
 def test_the_newer_word_counts_of_checkpoint_and_process() -> None:
     recorded = tuning(5, "a", mode="async").model_copy(update={"since": 9})
-    assert tuning_of(found(recorded), tuning(0, "a")) == recorded, "the process was started with an old word"
+    assert mutable_of(found(recorded), tuning(0, "a")) == recorded, "the process was started with an old word"
     newer = tuning(6, "a")
-    assert tuning_of(found(recorded), newer) == newer.model_copy(update={"since": 40})
+    assert mutable_of(found(recorded), newer) == newer.model_copy(update={"since": 40})
     another = tuning(0, "b")
-    assert tuning_of(found(recorded), another).consistency == another.consistency, "another run's is its own"
-    assert tuning_of(found(None), newer) == newer
+    assert mutable_of(found(recorded), another).consistency == another.consistency, "another run's is its own"
+    assert mutable_of(found(None), newer) == newer
 
 
 def test_a_desired_configuration_is_told_once(tmp_path: Path) -> None:
@@ -198,8 +198,8 @@ def test_a_compression_that_cannot_be_set_is_said_before_anything_happens(
     assert says in str(refused.value)
 
 
-def compressed(generation: int = 0, **compression: Any) -> Tuning:
-    return Tuning(generation=generation, compression=Compression.model_validate(compression))
+def compressed(generation: int = 0, **compression: Any) -> MutableFields:
+    return MutableFields(generation=generation, compression=Compression.model_validate(compression))
 
 
 def test_another_compression_needs_a_term_and_says_so() -> None:
@@ -210,7 +210,7 @@ def test_another_compression_needs_a_term_and_says_so() -> None:
         "compression": ('codec: topk, options: {"ratio": 0.5}, values: bf16', "codec: none")
     }
     assert before.refusal(after) == ""
-    again = read_tuning(after.to_json(), source="test")
+    again = read_mutable(after.to_json(), source="test")
     assert again == after
     spec = parse_spec({"entrypoint": "train:main"}, source="test")
     assert again.applied_to(spec).compression == after.compression
@@ -220,22 +220,22 @@ def test_another_compression_needs_a_term_and_says_so() -> None:
 
 
 def test_what_the_server_has_moved_is_newer_and_stays_with_a_wish_that_does_not_mean_it() -> None:
-    wished = tuning(1, "run", mode="async", maxStalenessP99=4)
+    desired = tuning(1, "run", mode="async", maxStalenessP99=4)
     bounded = Consistency(mode="bounded", max_staleness=4, max_staleness_p99=4)
-    moved = wished.moved_to(bounded)
-    back = moved.moved_to(wished.consistency)
-    assert moved.replaces(wished)
+    moved = desired.moved_to(bounded)
+    back = moved.moved_to(desired.consistency)
+    assert moved.replaces(desired)
     assert back.replaces(moved)
     assert not moved.replaces(back)
-    assert (moved.wished, back.wished) == (wished.consistency, wished.consistency)
-    assert read_tuning(back.to_json(), source="a checkpoint") == back
+    assert (moved.desired, back.desired) == (desired.consistency, desired.consistency)
+    assert read_mutable(back.to_json(), source="a checkpoint") == back
 
-    times = wished.model_copy(update={"generation": 2})
+    times = desired.model_copy(update={"generation": 2})
     times.checkpoint.keep = 7
     kept = times.after(moved)
     assert kept.replaces(moved)
     assert (kept.consistency, kept.checkpoint.keep) == (bounded, 7)
-    assert kept.moved_to(wished.consistency).replaces(kept)
+    assert kept.moved_to(desired.consistency).replaces(kept)
     other = tuning(2, "run", mode="sync")
     assert other.after(moved) == other
     assert other.replaces(moved)
@@ -253,7 +253,7 @@ def test_what_the_server_has_moved_is_newer_and_stays_with_a_wish_that_does_not_
     ],
 )
 def test_a_change_is_told_in_words_and_nothing_else_is(fields: dict[str, Any], said: str) -> None:
-    before = Tuning(compression=Compression())
+    before = MutableFields(compression=Compression())
     now = before.model_copy(update=fields)
     compression = describe(now.compression)
     status = TuningStatus(since=7, consistency=describe(now.consistency), compression=compression)

@@ -34,18 +34,18 @@ def fixed_parts(consistency: Consistency) -> dict[str, tuple[object, str]]:
 
 
 class Moved(CamelModel):
-    """What the parameter server has changed by itself since a person's wish, to keep an objective.
+    """What the parameter server has changed by itself since a person has named one, to keep an objective.
 
     Attributes:
         times: how often.
-        wished: the consistency that the person has named.
+        desired: the consistency that the person has named.
     """
 
     times: int = Field(ge=1)
-    wished: Consistency
+    desired: Consistency
 
 
-class Tuning(CamelModel):
+class MutableFields(CamelModel):
     """The fields of a spec that may change while the job runs.
 
     Attributes:
@@ -64,7 +64,7 @@ class Tuning(CamelModel):
     moved: Moved | None = None
 
     @classmethod
-    def of(cls, spec: TrainingJobSpec, *, generation: int = 0, run: str = "") -> Tuning:
+    def of(cls, spec: TrainingJobSpec, *, generation: int = 0, run: str = "") -> MutableFields:
         """What `spec` says."""
         checkpoint = spec.parameter_server.checkpoint
         times = {name: getattr(checkpoint, name) for name in Times.model_fields}
@@ -89,7 +89,7 @@ class Tuning(CamelModel):
             }
         )
 
-    def replaces(self, other: Tuning) -> bool:
+    def replaces(self, other: MutableFields) -> bool:
         """Whether this is a later one of the same run."""
         return self.run == other.run and self._number > other._number
 
@@ -98,31 +98,31 @@ class Tuning(CamelModel):
         return self.generation, self.moved.times if self.moved else 0
 
     @property
-    def wished(self) -> Consistency:
+    def desired(self) -> Consistency:
         """The consistency that a person has named last."""
-        return self.moved.wished if self.moved else self.consistency
+        return self.moved.desired if self.moved else self.consistency
 
-    def moved_to(self, consistency: Consistency) -> Tuning:
-        """The same wish, with the consistency that keeps its objective now."""
+    def moved_to(self, consistency: Consistency) -> MutableFields:
+        """The same, with the consistency that keeps its objective now."""
         times = self.moved.times + 1 if self.moved else 1
-        moved = Moved(times=times, wished=self.wished)
+        moved = Moved(times=times, desired=self.desired)
         return self.model_copy(update={"consistency": consistency, "moved": moved})
 
-    def after(self, before: Tuning) -> Tuning:
-        """This wish, which follows on `before`: what that has moved stays if the consistency is not meant."""
-        if self.consistency != before.wished:
+    def after(self, before: MutableFields) -> MutableFields:
+        """This, which follows on `before`: what that has moved stays if the consistency is not meant."""
+        if self.consistency != before.desired:
             return self
         return self.model_copy(update={"consistency": before.consistency, "moved": before.moved})
 
-    def differs(self, other: Tuning) -> bool:
+    def differs(self, other: MutableFields) -> bool:
         """Whether it says anything else."""
         return self.needs_term(other) or self.checkpoint != other.checkpoint
 
-    def needs_term(self, before: Tuning) -> bool:
+    def needs_term(self, before: MutableFields) -> bool:
         """Whether it takes effect in a new term only, since workers and shards have to know of it."""
         return bool(self.news(before))
 
-    def news(self, before: Tuning) -> dict[str, tuple[str, str]]:
+    def news(self, before: MutableFields) -> dict[str, tuple[str, str]]:
         """What takes effect in a new term only: what it is of, how it is, and how it was, in words."""
         news = {}
         if self.consistency != before.consistency:
@@ -132,7 +132,7 @@ class Tuning(CamelModel):
             news["compression"] = ours, theirs
         return news
 
-    def refusal(self, later: Tuning) -> str:
+    def refusal(self, later: MutableFields) -> str:
         """Why a running job cannot change from this to `later`; "" if it can."""
         kept = fixed_parts(self.consistency)
         for name, (value, why) in fixed_parts(later.consistency).items():
@@ -153,10 +153,10 @@ class Tuning(CamelModel):
         return self.model_dump_json(by_alias=True, exclude_none=True)
 
 
-def read_tuning(text: str, *, source: str) -> Tuning:
-    """Read what `Tuning.to_json` has written. Raises InvalidJob, in words that begin with `source`."""
+def read_mutable(text: str, *, source: str) -> MutableFields:
+    """Read what `MutableFields.to_json` has written. Raises InvalidJob, in words that begin with `source`."""
     try:
-        return Tuning.model_validate_json(text)
+        return MutableFields.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
