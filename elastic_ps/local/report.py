@@ -225,8 +225,7 @@ def _draw_loss(axis: Any, curve: list[tuple[int, float]], evaluated: list[tuple[
 def _draw_speed(axis: Any, curve: list[tuple[int, float]]) -> None:
     _label(axis, "samples/s", SPEED)
     axis.plot([v for v, _ in curve], [s for _, s in curve], color=SPEED, linewidth=1.8)
-    if curve:  # matplotlib 3.6 cannot fill nothing
-        axis.fill_between([v for v, _ in curve], [s for _, s in curve], color=SPEED, alpha=0.1, linewidth=0)
+    axis.fill_between([v for v, _ in curve], [s for _, s in curve], color=SPEED, alpha=0.1, linewidth=0)
     axis.set_ylim(bottom=0)
 
 
@@ -236,7 +235,6 @@ def _draw_workers(axis: Any, steps: list[tuple[int, int]]) -> None:
     _label(axis, "workers", WORKERS)
     versions, counts = [version for version, _ in steps], [count for _, count in steps]
     axis.step(versions, counts, where="post", color=WORKERS, linewidth=1.8)
-    if steps:
-        axis.fill_between(versions, counts, step="post", color=WORKERS, alpha=0.12, linewidth=0)
+    axis.fill_between(versions, counts, step="post", color=WORKERS, alpha=0.12, linewidth=0)
     axis.set_ylim(0, max(counts, default=1) * 1.2)
     axis.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))

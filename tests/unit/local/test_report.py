@@ -17,7 +17,7 @@ from elastic_ps.local.state import LocalStatus
 
 @pytest.mark.filterwarnings(
     "ignore:.* deprecated - use:DeprecationWarning"
-)  # matplotlib 3.6's use of pyparsing
+)  # matplotlib 3.7's use of pyparsing
 def test_a_job_that_never_trained_has_a_report(tmp_path: Path) -> None:
     status = LocalStatus(job="early", launcher_pid=1, started=0, updated=0, workers=2)
     verdict = Verdict("Failed", "BackoffLimitExceeded", "it failed too often")
