@@ -98,7 +98,7 @@ class ProcessEnvironment:
         local_rank: which one of its worker's processes this is; 0 if there is one.
         links: for a worker of several processes, the file descriptors of two sockets each: in process 0 to
             each other one, in another one to process 0. Empty in the process that starts them.
-        tuning: for shard 0, a file with what is wanted of the running job (`mutable.MutableFields`). The starter
+        tuning: for shard 0, a file with the `MutableFields` that are wanted of the running job. The starter
             replaces it when a person changes the job. None if nobody can.
         joined: a file that a worker makes when it has joined, for its starter to see; None makes none.
         crowded: for a PS, whether all processes of the job are on its host, and its workers take every core.

@@ -85,7 +85,7 @@ class JobState:
         batch: how many records a worker has in a batch, as the last one to ask has said; 0 before.
         late_records: records whose steps came too late.
         starved: workers that have asked for records when there were none to hand out.
-        mutable: what a checkpoint of the present version says of how the next ones are made; None for nothing.
+        mutable: what a checkpoint of the present version says of how the next are made; None for nothing.
         opened_with: the settings of the version, while the open round is decided, and `settings` are those of
             the version that it makes; else None.
         last_round: what the histories record of the version's commit; {} if it has not been made here.

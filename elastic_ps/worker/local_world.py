@@ -106,11 +106,11 @@ class LocalWorld:
         self._proposals.setdefault(name, value)
 
     def agreed(self, name: str) -> str:
-        """What some process has wished, as of the last question; "" if none has."""
+        """What some process has proposed, as of the last question; "" if none has."""
         return (self._proposals if self.alone else self._agreed).get(name, "")
 
     def proposed(self, name: str) -> bool:
-        """Whether this process has wished it, or all know that some process has."""
+        """Whether this process has proposed it, or all know that some process has."""
         return name in self._proposals or name in self._agreed
 
     def decide(self, what: str, call: Callable[[], T]) -> T:

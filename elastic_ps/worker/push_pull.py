@@ -568,10 +568,8 @@ class PushPull(Strategy):
         except Refused as refusal:
             if refusal.code is not RefusalCode.STALE_ATTEMPT:
                 raise
-            answers, first = (
-                self._client.pull(pull.member_id, last.shard, wanted),
-                None,
-            )  # it tells which is open
+            answers = self._client.pull(pull.member_id, last.shard, wanted)  # it tells which is open
+            first = None
         self._progress.owing = False
         if first is not None:
             yield first

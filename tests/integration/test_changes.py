@@ -394,7 +394,7 @@ def test_the_server_keeps_an_objective_of_staleness_by_itself(tmp_path: Path) ->
                 restarted.append(mode())
             if session.worker == 0 and restarted and consistencies(job)[-1] == desired:
                 over.append(True)
-                session.stop("it has come back to what was wished")
+                session.stop("it has come back to what was named")
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()

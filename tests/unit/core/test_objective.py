@@ -25,7 +25,7 @@ def test_the_ways_of_a_job_that_begins_with_async() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wished", "expected"),
+    ("desired", "expected"),
     [
         ({"maxStalenessP99": 4}, ["sync", "bounded 4", "async"]),
         ({"mode": "async", "maxStalenessP99": 0}, ["sync", "async"]),
