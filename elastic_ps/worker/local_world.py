@@ -30,7 +30,7 @@ from elastic_ps.errors import ElasticPSError, Refused, UsageError
 from elastic_ps.transport.memory import ALIGNMENT, Allocate, SharedMemory
 
 DRAIN = "drain"
-"""What a process wishes that was asked to leave."""
+"""What a process proposes that was asked to leave."""
 
 T = TypeVar("T")
 M = TypeVar("M")

@@ -302,7 +302,7 @@ class Records:
 
 
 _STOP = "stop"
-"""What a process wishes that ends the training; see `LocalWorld`."""
+"""What a process proposes that ends the training; see `LocalWorld`."""
 
 
 class Stopping:

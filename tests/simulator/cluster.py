@@ -218,7 +218,7 @@ class Cluster:
         self.spec = self._spec()
         self.checkpoints = directory / "checkpoints"
         self.history = directory / "history"
-        self.wishes = directory / "tuning.json"
+        self.desired = directory / "tuning.json"
         self.changes = 0
         disk.root = self.checkpoints
         self.processes: dict[tuple[Role, int], Process] = {}
@@ -395,7 +395,7 @@ class Cluster:
             checkpoints=self.checkpoints,
             resume="auto",
             history=self.history,
-            tuning=self.wishes if (role, index) == ("ps", 0) else None,
+            tuning=self.desired if (role, index) == ("ps", 0) else None,
         )
 
     def change(self) -> None:
@@ -410,7 +410,7 @@ class Cluster:
             update = {"consistency": self._other_consistency()}
         self.spec = self.spec.model_copy(update=update)
         self.here.note(f"change {self.changes} to {update}")
-        self.wishes.write_text(MutableFields.of(self.spec, generation=self.changes).to_json())
+        self.desired.write_text(MutableFields.of(self.spec, generation=self.changes).to_json())
 
     def _other_consistency(self) -> Consistency:
         given = self.plan.consistency

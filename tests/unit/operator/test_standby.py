@@ -95,7 +95,7 @@ def test_a_standby_is_a_pod_like_its_shard() -> None:
         assert address["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
     told = server["spec"]["volumes"], server["spec"]["containers"][0]["volumeMounts"]
     for items in told:  # in which shard 0 is told what of the job has changed
-        items.remove(next(item for item in items if item["name"] == "wishes"))
+        items.remove(next(item for item in items if item["name"] == "desired"))
     assert standby["spec"] == server["spec"]
 
 
