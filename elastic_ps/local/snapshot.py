@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import get_args
 
@@ -96,9 +97,26 @@ def useful(process: Process, server: ServerStatus | None, ready: Container[int])
     return process.alive and (process.role == "standby" or process.index in ready)
 
 
-def has_joined(process: Process, server: ServerStatus | None) -> bool:
-    """Whether a process is, or was, a member of the job."""
-    return process.role == "worker" and member_of(process.index, process.pid, server) is not None
+def with_answers(
+    process: Process,
+    server: ServerStatus | None,
+    ready: Container[int],
+    progress_timeout: timedelta,
+    *,
+    stopped: float | None,
+    now: float,
+) -> Process:
+    """A process with what the parameter servers' answers say of it. `ready`: see `useful`."""
+    joined = process.role == "worker" and member_of(process.index, process.pid, server) is not None
+    return replace(
+        process,
+        ready=process.role == "ps" and process.index in ready,
+        useful=process.useful or useful(process, server, ready),
+        joined=process.joined or joined,
+        stopped=stopped,
+        stuck=process.stuck or stuck(process, server, progress_timeout),
+        overstays=process.overstays or overstays(process, server, progress_timeout, now=now),
+    )
 
 
 def was_finished(status: ServerStatus, last: ServerStatus | None, was: bool, *, resumed: int | None) -> bool:

@@ -47,16 +47,7 @@ from elastic_ps.local.processes import (
     with_threads,
 )
 from elastic_ps.local.record import Record
-from elastic_ps.local.snapshot import (
-    at_the_end,
-    has_joined,
-    overstays,
-    phase_of,
-    process_statuses,
-    stuck,
-    useful,
-    was_finished,
-)
+from elastic_ps.local.snapshot import at_the_end, phase_of, process_statuses, was_finished, with_answers
 from elastic_ps.local.state import (
     KEEP_RUNS,
     JobDirectory,
@@ -230,7 +221,7 @@ class Launcher:
                 self._forks = own = ForkServer(self._variables())
             while self._forks is not None and self._stop is None and not self._forks.ready(TICK):
                 pass
-            while not self._over():
+            while self._observed.verdict is None or self._children:
                 self._tick()
                 self._wake.wait(TICK.total_seconds())
                 self._wake.clear()
@@ -245,9 +236,6 @@ class Launcher:
             self._poller.close()
             self._notices.shutdown(wait=True, cancel_futures=True)
             self._finish()
-
-    def _over(self) -> bool:
-        return self._observed.verdict is not None and not self._children
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -373,16 +361,8 @@ class Launcher:
             )
         limit = self.job.spec.worker.progress_timeout
         processes = tuple(
-            replace(
-                process,
-                ready=process.role == "ps" and process.index in polled.ready,
-                useful=process.useful or useful(process, polled.status, polled.ready),
-                joined=process.joined or has_joined(process, polled.status),
-                stopped=self._stopped(process, now),
-                stuck=process.stuck or stuck(process, polled.status, limit),
-                overstays=process.overstays or overstays(process, polled.status, limit, now=now),
-            )
-            for process in self._observed.processes
+            with_answers(each, polled.status, polled.ready, limit, stopped=self._stopped(each, now), now=now)
+            for each in self._observed.processes
         )
         changed = processes != tuple(self._observed.processes)
         self._observed = replace(self._observed, processes=processes)
