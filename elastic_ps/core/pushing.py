@@ -24,7 +24,7 @@ def end_of(shard: int) -> int:
     return FINISH - 1 - shard
 
 
-class When(Enum):
+class PushTime(Enum):
     """When a step's buckets are pushed, always in the layout's order."""
 
     EARLY = auto()
@@ -40,7 +40,7 @@ class When(Enum):
     bucket of gradients: handing it to other threads would take longer."""
 
 
-class Asks(Enum):
+class BeginTime(Enum):
     """When this worker asks for the round that its step goes into."""
 
     NEVER = auto()
@@ -50,7 +50,7 @@ class Asks(Enum):
     """When the script has ended the step."""
 
 
-class Says(Enum):
+class BaseReport(Enum):
     """When this worker says which version it computes on."""
 
     NEVER = auto()
@@ -60,7 +60,7 @@ class Says(Enum):
     """No version is made before all have read the one that they compute on."""
 
 
-class Pushing(NamedTuple):
+class PushPolicy(NamedTuple):
     """How steps are pushed.
 
     Attributes:
@@ -69,23 +69,23 @@ class Pushing(NamedTuple):
             worth while to have several threads for a shard on another host, and drafts of the version.
     """
 
-    when: When
-    asks: Asks
-    says: Says
+    pushes: PushTime
+    begins: BeginTime
+    reports_base: BaseReport
     several: bool
     together: bool
 
     @classmethod
-    def of(cls, consistency: Consistency, *, small: bool) -> Pushing:
+    def of(cls, consistency: Consistency, *, small: bool) -> PushPolicy:
         """As the job's consistency has it. `small`: nothing could be pushed before backward ends."""
         several, stale = consistency.several_steps, consistency.may_be_stale
         one_call = small and not several
         late = consistency.may_be_late
         alone = consistency.each_alone and consistency.reads_one_version
         return cls(
-            When.IN_ONE_CALL if one_call else When.AT_THE_END if stale else When.EARLY,
-            Asks.LAST if stale or (late and one_call) else Asks.FIRST if late else Asks.NEVER,
-            Says.ALWAYS if alone else Says.IF_NEWER if stale else Says.NEVER,
+            PushTime.IN_ONE_CALL if one_call else PushTime.AT_THE_END if stale else PushTime.EARLY,
+            BeginTime.LAST if stale or (late and one_call) else BeginTime.FIRST if late else BeginTime.NEVER,
+            BaseReport.ALWAYS if alone else BaseReport.IF_NEWER if stale else BaseReport.NEVER,
             several,
             consistency.waits_for_all and not one_call,
         )
@@ -111,7 +111,7 @@ class Progress(Generic[E]):
         error: what has gone wrong first.
     """
 
-    def __init__(self, pushed: Sequence[Bucket], pushing: Pushing) -> None:
+    def __init__(self, pushed: Sequence[Bucket], pushing: PushPolicy) -> None:
         self.pushing = pushing
         self.generation = self.attempt = 0
         self.ending: E | None = None
@@ -164,15 +164,15 @@ class Progress(Generic[E]):
         return self._rest()
 
     def _rest(self) -> Sequence[Bucket]:
-        self.owing = self.pushing.when is When.IN_ONE_CALL
+        self.owing = self.pushing.pushes is PushTime.IN_ONE_CALL
         return self._due()
 
     def _due(self) -> Sequence[Bucket]:
         due = self._ready
-        if self.pushing.when is When.IN_ONE_CALL:
+        if self.pushing.pushes is PushTime.IN_ONE_CALL:
             return ()
         if self.ending is None:
-            due = min(due, len(self._pushed) - 1) if self.pushing.when is When.EARLY else 0
+            due = min(due, len(self._pushed) - 1) if self.pushing.pushes is PushTime.EARLY else 0
         first, self._begun = self._begun, max(self._begun, due)
         return self._pushed[first:due]
 

@@ -29,7 +29,7 @@ from elastic_ps.codec.base import Payload
 from elastic_ps.codec.encoder import Encoder
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Rule
-from elastic_ps.core.pushing import FINISH, Asks, Progress, Pushing, Says, When, end_of
+from elastic_ps.core.pushing import FINISH, BaseReport, BeginTime, Progress, PushPolicy, PushTime, end_of
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, RefusalCode, Refused, UsageError
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
@@ -129,8 +129,8 @@ class PushPull(Strategy):
             senders.close()
             receivers.close()
 
-    def _plan(self, consistency: Consistency) -> Pushing:
-        return Pushing.of(consistency, small=self._small and not self.encoder.tuner.active)
+    def _plan(self, consistency: Consistency) -> PushPolicy:
+        return PushPolicy.of(consistency, small=self._small and not self.encoder.tuner.active)
 
     def adopt(self, consistency: Consistency, codecs: Plan | None = None) -> None:
         """See `Strategy`."""
@@ -202,14 +202,14 @@ class PushPull(Strategy):
         assert step is not None, "begin was called"
         if not progress.all_ready:
             raise UsageError("not all buckets are ready")
-        if pushing.asks is Asks.LAST:
+        if pushing.begins is BeginTime.LAST:
             version, progress.attempt = self._client.begin(step)
             self._step = step = replace(step, version=version)
         if pushing.several and not self._push_alone(step, ending):
             self._step = None
             self.encoder.applied(in_sums=True)
             return False
-        in_one_call = pushing.when is When.IN_ONE_CALL
+        in_one_call = pushing.pushes is PushTime.IN_ONE_CALL
         with self._lock:
             progress.versions.clear()
             self.flat.expect()
@@ -318,8 +318,8 @@ class PushPull(Strategy):
 
         It has to know if they are newer, or if it makes no version before it knows that they are read.
         """
-        says = self._progress.pushing.says
-        if says is Says.ALWAYS or (says is Says.IF_NEWER and self.version > version):
+        report = self._progress.pushing.reports_base
+        if report is BaseReport.ALWAYS or (report is BaseReport.IF_NEWER and self.version > version):
             try:
                 self._client.heartbeat(computes_on=self.version)
             except Refused as refusal:
@@ -411,7 +411,7 @@ class PushPull(Strategy):
     def _send(self, push: _Push) -> None:
         """Push a bucket, and end the step with the last one. Blocks."""
         progress, bucket, step = self._progress, push.bucket, push.step
-        if progress.pushing.asks is Asks.FIRST:
+        if progress.pushing.begins is BeginTime.FIRST:
             self._ask(push)
         with self._lock:
             if not self._is_due(push):

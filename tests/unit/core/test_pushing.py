@@ -8,7 +8,7 @@ import pytest
 
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.core.partition import Bucket, partition
-from elastic_ps.core.pushing import FINISH, Asks, Progress, Pushing, Says, When
+from elastic_ps.core.pushing import FINISH, BaseReport, BeginTime, Progress, PushPolicy, PushTime
 from elastic_ps.errors import ConnectionLost
 from tests.testing.shard import tensor
 
@@ -21,7 +21,7 @@ BUCKETS = partition([tensor(name, 4) for name in "abc"], bucket_bytes=16, shards
 
 
 def progress(fields: dict[str, Any], *, small: bool = False) -> Progress[str]:
-    return Progress(BUCKETS, Pushing.of(Consistency.model_validate(fields), small=small))
+    return Progress(BUCKETS, PushPolicy.of(Consistency.model_validate(fields), small=small))
 
 
 def test_what_went_wrong_with_a_step_is_nothing_of_the_next_one() -> None:
@@ -42,21 +42,21 @@ def test_what_went_wrong_with_a_step_is_nothing_of_the_next_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "small", "expected"),
+    ("fields", "small", "policy"),
     [
-        (SYNC, False, Pushing(When.EARLY, Asks.NEVER, Says.NEVER, several=False, together=True)),
-        (SYNC, True, Pushing(When.IN_ONE_CALL, Asks.NEVER, Says.NEVER, several=False, together=False)),
-        (BACKUP, False, Pushing(When.EARLY, Asks.FIRST, Says.NEVER, several=False, together=False)),
-        (BACKUP, True, Pushing(When.IN_ONE_CALL, Asks.LAST, Says.NEVER, several=False, together=False)),
-        (ACCUMULATE, True, Pushing(When.EARLY, Asks.FIRST, Says.NEVER, several=True, together=False)),
-        (BOUNDED, False, Pushing(When.AT_THE_END, Asks.LAST, Says.IF_NEWER, several=False, together=False)),
-        (ASYNC, True, Pushing(When.IN_ONE_CALL, Asks.LAST, Says.ALWAYS, several=False, together=False)),
+        (SYNC, False, (PushTime.EARLY, BeginTime.NEVER, BaseReport.NEVER, False, True)),
+        (SYNC, True, (PushTime.IN_ONE_CALL, BeginTime.NEVER, BaseReport.NEVER, False, False)),
+        (BACKUP, False, (PushTime.EARLY, BeginTime.FIRST, BaseReport.NEVER, False, False)),
+        (BACKUP, True, (PushTime.IN_ONE_CALL, BeginTime.LAST, BaseReport.NEVER, False, False)),
+        (ACCUMULATE, True, (PushTime.EARLY, BeginTime.FIRST, BaseReport.NEVER, True, False)),
+        (BOUNDED, False, (PushTime.AT_THE_END, BeginTime.LAST, BaseReport.IF_NEWER, False, False)),
+        (ASYNC, True, (PushTime.IN_ONE_CALL, BeginTime.LAST, BaseReport.ALWAYS, False, False)),
     ],
 )
 def test_the_consistency_says_how_steps_are_pushed(
-    fields: dict[str, Any], small: bool, expected: Pushing
+    fields: dict[str, Any], small: bool, policy: tuple[Any, ...]
 ) -> None:
-    assert Pushing.of(Consistency.model_validate(fields), small=small) == expected
+    assert PushPolicy.of(Consistency.model_validate(fields), small=small) == PushPolicy(*policy)
 
 
 @pytest.mark.parametrize(
