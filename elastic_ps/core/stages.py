@@ -1,7 +1,7 @@
 """The states of shard 0 and of a standby, as tables.
 
 On shard 0 three things are independent of each other: how the job comes to have a model (`Stage`), whether it
-may make versions (`Course`), and whether the shards know what they have to (`Telling`).
+may make versions (`Course`), and whether the shards know what they have to (`OrderState`).
 """
 
 from __future__ import annotations
@@ -113,42 +113,42 @@ COURSES = Transitions(
 )
 
 
-class Telling(enum.Enum):
-    """Whether the shards know who takes part in the open round. One thread at a time tells them."""
+class OrderState(enum.Enum):
+    """Whether the shards know who takes part in the open round. One thread at a time sends them orders."""
 
-    TOLD = "told"
-    DUE = "due"
+    SENT = "sent"
+    UNSENT = "unsent"
     """They do not know of the last change."""
-    GIVEN = "being given"
-    """A thread gives them an order."""
-    OVERTAKEN = "overtaken"
+    SENDING = "being sent"
+    """A thread sends them an order."""
+    OUTDATED = "outdated"
     """The same, but something has changed that the order does not say."""
 
 
-class TellingEvent(enum.Enum):
+class OrderEvent(enum.Enum):
     """What changes what the shards know."""
 
     CHANGE = "change"
-    GIVE = "give"
-    """A thread gives the order that says all that there is to say."""
-    ENTER = "enter"
-    """A thread gives an order of its own, which need not say what has changed."""
+    SEND = "send"
+    """A thread sends the order that says all that there is to say."""
+    SEND_OTHER = "send another"
+    """A thread sends an order of its own, which need not say what has changed."""
     END = "end"
 
 
-TELLING = Transitions(
+ORDER_STATES = Transitions(
     "an order to the shards",
     {
-        (Telling.TOLD, TellingEvent.CHANGE): Telling.DUE,
-        (Telling.TOLD, TellingEvent.GIVE): Telling.GIVEN,
-        (Telling.TOLD, TellingEvent.ENTER): Telling.GIVEN,
-        (Telling.DUE, TellingEvent.CHANGE): Telling.DUE,
-        (Telling.DUE, TellingEvent.GIVE): Telling.GIVEN,
-        (Telling.DUE, TellingEvent.ENTER): Telling.OVERTAKEN,
-        (Telling.GIVEN, TellingEvent.CHANGE): Telling.OVERTAKEN,
-        (Telling.GIVEN, TellingEvent.END): Telling.TOLD,
-        (Telling.OVERTAKEN, TellingEvent.CHANGE): Telling.OVERTAKEN,
-        (Telling.OVERTAKEN, TellingEvent.END): Telling.DUE,
+        (OrderState.SENT, OrderEvent.CHANGE): OrderState.UNSENT,
+        (OrderState.SENT, OrderEvent.SEND): OrderState.SENDING,
+        (OrderState.SENT, OrderEvent.SEND_OTHER): OrderState.SENDING,
+        (OrderState.UNSENT, OrderEvent.CHANGE): OrderState.UNSENT,
+        (OrderState.UNSENT, OrderEvent.SEND): OrderState.SENDING,
+        (OrderState.UNSENT, OrderEvent.SEND_OTHER): OrderState.OUTDATED,
+        (OrderState.SENDING, OrderEvent.CHANGE): OrderState.OUTDATED,
+        (OrderState.SENDING, OrderEvent.END): OrderState.SENT,
+        (OrderState.OUTDATED, OrderEvent.CHANGE): OrderState.OUTDATED,
+        (OrderState.OUTDATED, OrderEvent.END): OrderState.UNSENT,
     },
 )
 

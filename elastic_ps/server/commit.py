@@ -28,7 +28,7 @@ from elastic_ps.core.fragments import fragments
 from elastic_ps.core.partition import Layout, TensorSpec, cut_rows, partition
 from elastic_ps.core.settings import MAX_NORM, Settings
 from elastic_ps.core.sizing import LARGEST, Link, bucket_bytes
-from elastic_ps.core.stages import Course, CourseEvent, Following, StageEvent, TellingEvent
+from elastic_ps.core.stages import Course, CourseEvent, Following, OrderEvent, StageEvent
 from elastic_ps.errors import (
     CheckpointError,
     Fenced,
@@ -134,7 +134,7 @@ class CommitCoordinator:
         """Give no further orders, but tell the other shards that they may end. Blocks."""
         with self._job.lock:
             self._job.changed.wait_for(
-                lambda: not self._job.giving, timeout=self._job.limits.patience.total_seconds()
+                lambda: not self._job.sending, timeout=self._job.limits.patience.total_seconds()
             )
             self._over = True
         self._release()
@@ -150,7 +150,7 @@ class CommitCoordinator:
         deadline = job.clock() + job.limits.patience.total_seconds()
         while True:
             with job.lock:
-                job.changed.wait_for(lambda: not job.giving)
+                job.changed.wait_for(lambda: not job.sending)
                 state = job.state
                 late = job.clock() > deadline  # mutant: equal
                 if self._checkpoints.fenced or job.rolling_back or not state.initialised or late:
@@ -267,7 +267,7 @@ class CommitCoordinator:
         job = self._job
         with job.lock:
             model = job.state.model
-            if job.giving or job.closing != closing or model is None:
+            if job.sending or job.closing != closing or model is None:
                 return False
             if not closing and time.monotonic() < self._not_before:
                 return False
@@ -277,7 +277,7 @@ class CommitCoordinator:
             contributions = job.state.begin_commit() if job.state.ready and not paused else []
             if not (rolling_back or contributions or job.behind):
                 return False
-            job.tell(TellingEvent.GIVE)
+            job.note_order(OrderEvent.SEND)
             decided = time.monotonic()  # before the look at the fence
             advance = self._commit(contributions, decided) if contributions else self._current()
         try:
@@ -287,7 +287,7 @@ class CommitCoordinator:
             return done
         finally:
             with job.lock:
-                job.tell(TellingEvent.END)
+                job.note_order(OrderEvent.END)
                 job.changed.notify_all()
 
     def _back_off(self) -> None:
@@ -309,7 +309,7 @@ class CommitCoordinator:
                 self._back_off()
                 with job.lock:
                     job.state.rounds.fail_commit()
-                    job.tell(TellingEvent.CHANGE)
+                    job.note_order(OrderEvent.CHANGE)
             return False
         try:
             advance = self._prepare(advance)
@@ -323,7 +323,7 @@ class CommitCoordinator:
             if contributions:
                 job.state.book(contributions, job.clock(), decided=decided)
                 if job.state.expected != advance.expected:
-                    job.tell(TellingEvent.CHANGE)
+                    job.note_order(OrderEvent.CHANGE)
             booked = job.state.last_round
             if advance.checkpoint:
                 state = to_checkpoint(job.state)
@@ -381,7 +381,7 @@ class CommitCoordinator:
             rounds = job.state.rounds
             if rounds.committing:
                 rounds.fail_commit()
-            job.tell(TellingEvent.CHANGE)
+            job.note_order(OrderEvent.CHANGE)
             if refused is RefusalCode.INVALID and self._ordered != advance.version:
                 job.state.restart_round()
             elif refused is not None and job.state.model is model:
@@ -512,14 +512,14 @@ class CommitCoordinator:
         """
         job = self._job
         with job.lock:
-            job.changed.wait_for(lambda: not job.giving)
+            job.changed.wait_for(lambda: not job.sending)
             if self._over:
                 raise Refused(RefusalCode.NOT_READY, "the parameter server is stopping")
-            job.tell(TellingEvent.ENTER)
+            job.note_order(OrderEvent.SEND_OTHER)
             current = self._current()
         try:
             yield current
         finally:
             with job.lock:
-                job.tell(TellingEvent.END)
+                job.note_order(OrderEvent.END)
                 job.changed.notify_all()

@@ -17,7 +17,7 @@ from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.mutable import MutableFields
 from elastic_ps.core.all_reduce import StateHolders
 from elastic_ps.core.membership import Member
-from elastic_ps.core.stages import COURSES, TELLING, Course, CourseEvent, Telling, TellingEvent
+from elastic_ps.core.stages import COURSES, ORDER_STATES, Course, CourseEvent, OrderEvent, OrderState
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.state import JobState
@@ -55,7 +55,7 @@ class Guarded:
             looked at last; None: it does not wait for them so.
         state: another one after the job has gone back to a checkpoint.
         course: whether it makes versions and answers calls.
-        telling: whether the shards know what they have to.
+        order: whether the shards know what they have to.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class Guarded:
         self.changed, self.ticking = threading.Condition(self.lock), threading.Condition(self.lock)
         self.state = self.blank(term)
         self.grace_until: float | None = None
-        self.course, self.telling = Course.RUNNING, Telling.TOLD
+        self.course, self.order = Course.RUNNING, OrderState.SENT
 
     def turn(self, event: CourseEvent) -> None:
         """Change the course, and tell waiting threads. The lock is held. Raises ImpossibleTransition."""
         self.course = COURSES.after(self.course, event)
         self.changed.notify_all()
 
-    def tell(self, event: TellingEvent) -> None:
+    def note_order(self, event: OrderEvent) -> None:
         """Change what the shards know. The lock is held. Raises ImpossibleTransition."""
-        self.telling = TELLING.after(self.telling, event)
+        self.order = ORDER_STATES.after(self.order, event)
 
     @property
     def closing(self) -> bool:
@@ -97,19 +97,19 @@ class Guarded:
         return self.course in (Course.ROLLING_BACK, Course.CLOSING_LOST)
 
     @property
-    def giving(self) -> bool:
-        """Whether a thread gives the shards an order."""
-        return self.telling in (Telling.GIVEN, Telling.OVERTAKEN)
+    def sending(self) -> bool:
+        """Whether a thread sends the shards an order."""
+        return self.order in (OrderState.SENDING, OrderState.OUTDATED)
 
     @property
-    def due(self) -> bool:
+    def unsent(self) -> bool:
         """Whether something has changed that no order says."""
-        return self.telling in (Telling.DUE, Telling.OVERTAKEN)
+        return self.order in (OrderState.UNSENT, OrderState.OUTDATED)
 
     @property
     def behind(self) -> bool:
         """Whether the shards may not know the state as it is."""
-        return self.telling is not Telling.TOLD
+        return self.order is not OrderState.SENT
 
     def blank(self, term: int) -> JobState:
         """The state of a job that begins in this term."""
@@ -208,7 +208,7 @@ class Guarded:
 
     def note_change(self) -> None:
         """Note that something has changed for shards or waiting threads. The lock is held."""
-        self.tell(TellingEvent.CHANGE)
+        self.note_order(OrderEvent.CHANGE)
         self.changed.notify_all()
 
     def drop(self, worker: int, outcome: str, reason: str = "") -> None:

@@ -10,7 +10,7 @@ from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.mutable import MutableFields, describe
 from elastic_ps.api.status import ServerStatus, TuningStatus
 from elastic_ps.checkpoint.manifest import Manifest
-from elastic_ps.core.stages import CourseEvent, Following, TellingEvent
+from elastic_ps.core.stages import CourseEvent, Following, OrderEvent
 from elastic_ps.evaluation.decisions import Evaluation
 from elastic_ps.evaluation.queue import EvaluationQueue
 from elastic_ps.process.telemetry import History
@@ -118,7 +118,7 @@ class ShardZero:
                     job.drop_silent_and_hung(self.commit.queued)
                     job.hasten()
                 if self.commit.asks_shards:
-                    job.tell(TellingEvent.CHANGE)
+                    job.note_order(OrderEvent.CHANGE)
             self.commit.drive()
             self.checkpoints.keep_what_must_be()
             self._reconfiguration.look()

@@ -79,7 +79,7 @@ class StepCalls:
             state.calls.require_last(incarnation, caller.call)
             if (known := state.calls.answer(incarnation)) is not None:
                 return known
-            due = self.job.due
+            unsent = self.job.unsent
             held = self._hold(state, member, request.batch)
             if request.early and not held:
                 state.chiefs.early.add(worker)
@@ -99,7 +99,7 @@ class StepCalls:
                     ].epoch  # its script asks for epochs, and begins with this one
                 return self._taken(state, incarnation, held, version=state.version)
             # What is new here is told to the shards at once, not by the ticker.
-            return Look.AGAIN if self.job.due and not due else None
+            return Look.AGAIN if self.job.unsent and not unsent else None
 
         answer = self.job.poll(decide, self._drive_and_keep)
         return pb.TakeReply(pending=True, stopped=self.job.stopped) if answer is None else answer

@@ -28,7 +28,7 @@ TABLES = [
     consistency.PHASES,
     stages.STAGES,
     stages.COURSES,
-    stages.TELLING,
+    stages.ORDER_STATES,
     stages.FOLLOWING,
     working.WORKER,
     states.PARTS,
