@@ -252,7 +252,7 @@ class MemberStatus(CamelModel):
     state: Literal["joining", "idle", "training", "left", "lost", "hung"]
     reason: str = Field(default="", description="Why the worker was declared lost or hung, in words.")
     gone_seconds: float | None = Field(
-        default=None, description="How many seconds ago this stay ended. Unset while it lasts."
+        default=None, description="How many seconds ago it ceased to be a member. Unset while it is one."
     )
     joined_version: int
     left_version: int | None = None
@@ -288,7 +288,7 @@ class MemberStatus(CamelModel):
 
     @property
     def present(self) -> bool:
-        """Whether this stay lasts."""
+        """Whether it is still a member."""
         return self.state in ("joining", "idle", "training")
 
     def to_be_killed(self, progress_timeout: timedelta, *, finished: bool) -> str:

@@ -18,7 +18,7 @@ A = TypeVar("A")
 
 @dataclass
 class Calls(Generic[A]):
-    """For each stay in the job, the number of its last call and the answer, once there is one."""
+    """For each member, the number of its last call and the answer, once there is one."""
 
     _last: dict[int, int] = field(default_factory=dict)
     _answers: dict[int, A] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Calls(Generic[A]):
         """A call has arrived. Returns whether it is new; if not, it is the last one, once more.
 
         Raises:
-            Refused: STALE_CALL; the stay has made a later one.
+            Refused: STALE_CALL; the member has made a later one.
         """
         self.require_last(incarnation, number)
         new = number > self._last.get(incarnation, 0)
@@ -37,7 +37,7 @@ class Calls(Generic[A]):
         return new
 
     def require_last(self, incarnation: int, number: int) -> None:
-        """Raise Refused (STALE_CALL) if the stay has made a later call."""
+        """Raise Refused (STALE_CALL) if the member has made a later call."""
         last = self._last.get(incarnation, 0)
         if number < last:
             raise Refused(

@@ -40,7 +40,7 @@ S = TypeVar("S", bound=torch.optim.lr_scheduler.LRScheduler)
 
 
 class Session:
-    """One worker's stay in a job.
+    """A worker's part in a job.
 
     Args:
         job, spec: the job's name and spec.

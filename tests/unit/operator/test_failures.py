@@ -151,8 +151,8 @@ def test_too_many_failures_end_the_job_with_the_last_words() -> None:
     assert list(simulation.pods) == ["digits-worker-0"], "the failed pod stays for its log"
 
 
-def stay(steps: int, *, index: int = 1, **fields: Any) -> MemberStatus:
-    """A worker's stay that has ended this very moment."""
+def lost_member(steps: int, *, index: int = 1, **fields: Any) -> MemberStatus:
+    """A member that was lost this very moment."""
     given = {"pid": 7, "host": f"digits-worker-{index}", "state": "lost", "gone_seconds": 0.0, **fields}
     return MemberStatus(worker=index, incarnation=1, joined_version=0, steps=steps, **given)
 
@@ -172,7 +172,7 @@ def end_again_and_again(simulation: Simulation, times: int, code: int, **fields:
 )
 def test_each_death_that_is_no_disruption_counts(code: int, reason: str) -> None:
     simulation = running(worker={"replicas": 2}, runPolicy={"backoffLimit": 3})
-    tell(simulation, stay(5, index=0), stay(5))
+    tell(simulation, lost_member(5, index=0), lost_member(5))
     assert end_again_and_again(simulation, 3, code, reason=reason) == 3
     assert simulation.status["phase"] == "Running"
     assert end_again_and_again(simulation, 1, code, reason=reason) == 4
