@@ -42,10 +42,13 @@ class Event(enum.Enum):
 _BETWEEN = (State.READY, State.VOID, State.PUSHING, State.AWAITING)
 """Where a script may do something else: a step may have failed with an error that the script has caught."""
 
+_INTERRUPTED = (State.JOINING, State.READY)
+"""Where `session.optimizer` may have failed after the worker had joined; a script may call it again."""
+
 WORKER = Transitions(
     "the worker",
     {
-        (State.OUT, Event.JOIN): State.JOINING,
+        **{(state, Event.JOIN): State.JOINING for state in (State.OUT, *_INTERRUPTED)},
         (State.JOINING, Event.ENTER): State.READY,
         **{(state, Event.BEGIN): State.PUSHING for state in _BETWEEN},
         (State.PUSHING, Event.END): State.AWAITING,

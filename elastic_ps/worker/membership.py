@@ -156,7 +156,7 @@ class Membership:
         mine: tuple[Sequence[TensorSpec], str] = described.specs, described.optimizer
         joined = self._world.gather("session.optimizer(...)", mine, join)
         self.working.note(Event.JOIN)
-        if self._world.leads:
+        if self._world.leads and self._heart is None:
             self._heart = Heart(self._client, timedelta(milliseconds=joined.lease_ms) / 3, self._on_hung)
             self._on_joined()
         return joined

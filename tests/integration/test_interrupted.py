@@ -18,6 +18,8 @@ from elastic_ps.standalone import connect
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.flat import Flat
+from elastic_ps.worker.member import Member
+from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.session import Session
 from elastic_ps.worker.strategy import Future
 from tests.testing.harness import Numbers, make_mlp, running_job
@@ -239,6 +241,32 @@ def test_cells_that_connect_are_run_a_second_time() -> None:
         versions.append(session.version)
     session.close()
     assert versions == [3, 8]
+
+
+@pytest.mark.parametrize("where", [(Member, "_initialise"), (ElasticOptimizer, "__init__")], ids=str)
+def test_while_it_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]) -> None:
+    """The parameter server knows the worker, but the script has got no optimizer: it asks for one again."""
+    usual, calls = getattr(*where), list[None]()
+
+    def interrupt(*arguments: Any, **options: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return usual(*arguments, **options)
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        with suppress(KeyboardInterrupt):
+            session.optimizer(sgd(model), model)
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(Numbers(20), 5):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    monkeypatch.setattr(*where, interrupt)
+    assert_each_record_once(alone(tmp_path, script), records=20, epochs=1)
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("more", [{"outer": "average"}, {"overlap": 1}, {"outer": "easgd"}], ids=str)
