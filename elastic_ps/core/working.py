@@ -45,6 +45,9 @@ _BETWEEN = (State.READY, State.VOID, State.PUSHING, State.AWAITING)
 _INTERRUPTED = (State.JOINING, State.READY)
 """Where `session.optimizer` may have failed after the worker had joined; a script may call it again."""
 
+_TRIED = tuple(event for event in Event if event not in (Event.JOIN, Event.ENTER, Event.LEAVE))
+"""What a script may still try after `session.close()`. The closed connections refuse it, with a reason."""
+
 WORKER = Transitions(
     "the worker",
     {
@@ -59,6 +62,7 @@ WORKER = Transitions(
         **{(state, Event.TELL): State.READY for state in _BETWEEN},
         **{(state, Event.DROP): State.READY for state in (*_BETWEEN, State.IN_FLIGHT)},
         **{(state, Event.LEAVE): State.LEFT for state in State if state is not State.LEFT},
+        **{(State.LEFT, event): State.LEFT for event in _TRIED},
     },
 )
 

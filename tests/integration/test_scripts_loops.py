@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-from elastic_ps.errors import UsageError
+from elastic_ps.errors import ConnectionLost, UsageError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import (
@@ -250,6 +250,25 @@ def test_a_data_loader_with_processes(tmp_path: Path) -> None:
 
     commits = alone(tmp_path, script, data={"shardRecords": 60})
     assert_each_record_once(commits, records=120, epochs=2)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_after_it_is_closed_a_session_says_so(tmp_path: Path, again: bool) -> None:
+    """Between backward() and step(). The script makes the step, or loops again."""
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        loader = session.loader(Numbers(20), 5)
+        for x, y in loader:
+            mse(model, x, y).backward()
+            break
+        session.close()
+        if again:
+            next(iter(loader))
+        optimizer.step()
+
+    failing(tmp_path, script, ConnectionLost, "the connection was closed")
 
 
 @whole_jobs
