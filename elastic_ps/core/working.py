@@ -72,14 +72,16 @@ class Working:
 
     Attributes:
         state: what it is doing.
+        joined: whether it has been a member of the job.
     """
 
     def __init__(self) -> None:
-        self.state = State.OUT
+        self.state, self.joined = State.OUT, False
 
     def note(self, event: Event) -> None:
         """Something happens. Raises ImpossibleTransition, which is a ValueError: it cannot."""
         self.state = WORKER.after(self.state, event)
+        self.joined |= event is Event.JOIN
 
     @property
     def in_step(self) -> bool:

@@ -17,7 +17,6 @@ from elastic_ps.codec.several import parts_of
 from elastic_ps.codec.state import ImportedState
 from elastic_ps.core.metrics import Reduction
 from elastic_ps.core.settings import CLAMP, MAX_GRAD_NORM
-from elastic_ps.core.working import State
 from elastic_ps.data.seed import seed_everything
 from elastic_ps.errors import UsageError
 from elastic_ps.process.telemetry import History, Trace
@@ -34,7 +33,7 @@ from elastic_ps.worker.membership import Membership
 from elastic_ps.worker.model import Described
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.schedule import Interval, check_interval
-from elastic_ps.worker.state import State as ScriptState
+from elastic_ps.worker.state import State
 
 S = TypeVar("S", bound=torch.optim.lr_scheduler.LRScheduler)
 
@@ -146,8 +145,8 @@ class Session:
 
     @property
     def started(self) -> bool:
-        """Whether this worker is a member of the job."""
-        return self._member.working.state is not State.OUT
+        """Whether this worker is, or has been, a member of the job."""
+        return self._member.working.joined
 
     @property
     def is_chief(self) -> bool:
@@ -406,7 +405,7 @@ class Session:
         return loader
 
     @property
-    def state(self) -> ScriptState:
+    def state(self) -> State:
         """What the scripts keep with the job: a mapping of names to small plain data, such as a best score.
 
         All workers read the same, which is asked of the parameter server at each use. The chief writes it

@@ -16,7 +16,9 @@ import torch
 from elastic_ps.contract import env, exits
 from elastic_ps.errors import TransportError
 from elastic_ps.local.processes import free_addresses
+from elastic_ps.worker import current
 from elastic_ps.worker.dialogue import WorkerLimits
+from elastic_ps.worker.local_world import Drained
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, events, make_mlp, make_spec, running_job
 from tests.testing.polling import LIMIT, eventually
@@ -58,6 +60,18 @@ def test_it_does_not_wait_for_an_end_of_its_step(
         [error] = job.errors
         assert isinstance(error, TransportError)
         job.errors.clear()
+
+
+def test_whose_session_was_closed_before_it_joined_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script goes on with something else, which nothing would end before it is killed."""
+    with running_job(tmp_path) as job:
+        session = job.session(0)
+        session.close()
+        monkeypatch.setattr(current, "_current", session)
+        with pytest.raises(Drained):
+            current.drain()
 
 
 class Processes:
