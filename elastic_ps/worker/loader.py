@@ -199,6 +199,7 @@ class ElasticLoader:
             sampler: Any = _Sampler(self._next_batch)
             self._fetching = DataLoader(self._source.readable, batch_sampler=sampler, **self._source.options)
         records.note(LoopEvent.BEGIN)
+        records.loop_over = self
         end = LoopEvent.LEAVE
         try:
             end = yield from self._batches(self._fetching)
@@ -407,8 +408,7 @@ class ElasticLoader:
         Does nothing before that step, nor between epochs. What others give back meanwhile is left to others.
         """
         engine, records = self._engine, self._engine.records
-        had_one = self._fetching is not None  # else the script may be in a loop over another loader
-        unfinished = had_one and records.loop in (Loop.UNFINISHED, Loop.OWES)
+        unfinished = records.loop_over is self and records.loop in (Loop.UNFINISHED, Loop.OWES)
         if records.over or not (engine.stopped or (unfinished and not engine.batches.computed)):
             return
         if unfinished:

@@ -78,6 +78,7 @@ class Records:
 
     Attributes:
         part, loop: where this worker and its script are.
+        loop_over: the loader that the script loops over, or has looped over last.
         chief: whether this worker is the one to evaluate and save, once all records are in the model.
         drops: how often all records in hand were dropped, as this worker had to join again, or pauses.
     """
@@ -86,6 +87,7 @@ class Records:
         self, worker: Worker, client: Client, world: LocalWorld, batches: Batches, stopped: Stopping
     ) -> None:
         self.part, self.loop = Part.IDLE, Loop.BEFORE
+        self.loop_over: object = None
         self.chief = False
         self.drops = 0
         self._worker, self._client, self._world = worker, client, world

@@ -252,14 +252,20 @@ def test_a_worker_that_waits_in_an_earlier_epoch_is_not_the_chief_of_the_last(tm
     assert sorted(chiefs) == [0, 1, 2, 3]
 
 
-def test_a_loader_that_the_script_does_not_use_says_nothing_of_the_chief(tmp_path: Path) -> None:
-    """A step is made of an epoch, so the other loader's loop has ended before its last step."""
+@pytest.mark.parametrize("used", [False, True])
+def test_a_loader_that_the_script_does_not_use_says_nothing_of_the_chief(tmp_path: Path, used: bool) -> None:
+    """A step is made of an epoch, so the other loader's loop has ended before its last step.
+
+    Or the script does not use it any more, as where a notebook's cells are run again.
+    """
     chiefs: list[bool] = []
 
     def script(session: Session) -> None:
         model = Tally(20)
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, overlap=False)
-        session.loader(Indexes(20), 4)
+        first = session.loader(Indexes(20), 4, epochs=2)
+        if used:
+            next(iter(first))
         loader = session.loader(Indexes(20), 4, epochs=2)
         for _ in loader.epochs():
             for batch in loader:
