@@ -34,6 +34,7 @@ PARTS = Transitions(
         (Part.COMPUTING, PartEvent.ASK): Part.COMPUTING,
         (Part.LAST_STEP, PartEvent.ASK): Part.COMPUTING,
         (Part.COMPUTING, PartEvent.FINISH): Part.OVER,
+        (Part.IDLE, PartEvent.LEAVE_IN_STEP): Part.LAST_STEP,  # of a batch that was fetched ahead
         (Part.COMPUTING, PartEvent.LEAVE_IN_STEP): Part.LAST_STEP,
         (Part.LAST_STEP, PartEvent.LEAVE_IN_STEP): Part.LAST_STEP,
         (Part.IDLE, PartEvent.LEAVE): Part.IDLE,

@@ -237,6 +237,30 @@ def test_records_of_an_earlier_epoch_do_not_begin_it_again(tmp_path: Path) -> No
     assert seen == [0, 1, 2]
 
 
+def test_an_iterator_that_outlives_the_loop_over_epochs(tmp_path: Path) -> None:
+    """What it has fetched ahead was given back, and is trained once all the same."""
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        loader = session.loader(DataLoader(Numbers(40), batch_size=5, num_workers=1), epochs=2)
+        epochs = loader.epochs()
+        next(epochs)
+        batches = iter(loader)
+        next(batches)
+        del epochs
+        x, y = next(batches)
+        mse(model, x, y).backward()
+        del batches
+        optimizer.step()
+        for x, y in loader:
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    assert_each_record_once(alone(tmp_path, script), records=40, epochs=2)
+
+
 def test_a_data_loader_with_processes(tmp_path: Path) -> None:
     data = Numbers(120)
 
