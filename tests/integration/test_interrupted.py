@@ -18,7 +18,7 @@ from elastic_ps.standalone import connect
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.flat import Flat
-from elastic_ps.worker.member import Member
+from elastic_ps.worker.membership import Membership
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.session import Session
 from elastic_ps.worker.strategy import Future
@@ -243,7 +243,7 @@ def test_cells_that_connect_are_run_a_second_time() -> None:
     assert versions == [3, 8]
 
 
-@pytest.mark.parametrize("where", [(Member, "_initialise"), (ElasticOptimizer, "__init__")], ids=str)
+@pytest.mark.parametrize("where", [(Membership, "_initialise"), (ElasticOptimizer, "__init__")], ids=str)
 def test_while_it_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]) -> None:
     """The parameter server knows the worker, but the script has got no optimizer: it asks for one again."""
     usual, calls = getattr(*where), list[None]()
