@@ -53,7 +53,7 @@ from elastic_ps.server.orders import (
 )
 from elastic_ps.server.record import JobRecord, foreseen, mutable_of, of_same_run, to_checkpoint
 from elastic_ps.server.standby import held, rescue
-from elastic_ps.server.state import Model
+from elastic_ps.server.state import JobState, Model
 
 logger = logging.getLogger(__name__)
 
@@ -173,11 +173,17 @@ class CommitCoordinator:
                 logger.info("a shard could not be told that it may end: %s", error)
 
     def configure(
-        self, tensors: tuple[TensorSpec, ...], optimizer: str, settings: Settings, link: Link | None = None
+        self,
+        state: JobState,
+        tensors: tuple[TensorSpec, ...],
+        optimizer: str,
+        settings: Settings,
+        link: Link | None = None,
     ) -> None:
         """Lay the first worker's model out over the shards. Raises Refused (INVALID), TransportError.
 
         Args:
+            state: of the job. If another one takes its place meanwhile, that has no model.
             link: by which the size of buckets is chosen, if the job leaves that open.
         """
         job = self._job
@@ -188,16 +194,16 @@ class CommitCoordinator:
             layout, chosen = self._laid_out(tensors, settings, link)
             for shard in self._shards:
                 shard.configure(
-                    Configuration(layout, optimizer, settings, job.term, None, mutable=job.mutable)
+                    Configuration(layout, optimizer, settings, state.term, None, mutable=job.mutable)
                 )
             model = Model(layout, optimizer)
         except UserError as error:
             raise Refused(RefusalCode.INVALID, str(error)) from error
         finally:
             with job.lock:
-                job.state.note(StageEvent.LAY_OUT if model is not None else StageEvent.FAIL)
-                job.state.model, job.state.bucket_bytes = model, chosen
-                job.state.settings = Settings(settings.groups, settings.schedulers, first=settings.groups)
+                state.note(StageEvent.LAY_OUT if model is not None else StageEvent.FAIL)
+                state.model, state.bucket_bytes = model, chosen
+                state.settings = Settings(settings.groups, settings.schedulers, first=settings.groups)
                 job.note_change()
 
     def _laid_out(

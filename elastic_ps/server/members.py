@@ -90,7 +90,7 @@ class MemberCalls:
             if configure := state.stage is Stage.EMPTY:
                 state.note(StageEvent.CONFIGURE)
         if configure:
-            self._commit.configure(tensors, optimizer, settings, link)
+            self._commit.configure(state, tensors, optimizer, settings, link)
         with job.settled() as state:
             if known := state.members.known(worker, request.instance, call):
                 return self._joined(state, known, incoming)

@@ -177,6 +177,41 @@ def test_a_model_that_goes_before_the_job_can_go_back_is_not_missed() -> None:
         assert joined.initialise
 
 
+def test_a_model_that_is_laid_out_while_the_job_begins_anew_is_brought_once_more() -> None:
+    """A shard has lost it, and there is no checkpoint; its worker is lost, and another one comes."""
+    looked, laid_out, may_go_on = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(Checkpointer):
+        def begin_term(self, *, above: int = 0) -> None:
+            looked.set()
+            assert laid_out.wait(10)
+            super().begin_term(above=above)
+
+    class Waiting(Notes):
+        def configure(self, configuration: Configuration) -> None:
+            if looked.is_set() and not laid_out.is_set():
+                laid_out.set()
+                assert may_go_on.wait(10)
+
+    slow = Slow(None, job="job", term=1, shards=1, times=Times())
+    with leading([Waiting()], checkpoints=slow) as running, ThreadPoolExecutor(1) as threads:
+        coordinator = running.coordinator
+        assert join(coordinator, 0, instance="first", call=1).initialise
+        with coordinator.job.changed:
+            coordinator.job.turn(CourseEvent.ROLL_BACK)
+        assert looked.wait(10)
+        with coordinator.job.changed:
+            coordinator.job.drop(0, "lost")
+        joining = threads.submit(join, coordinator, 1, instance="second", call=1)
+        eventually(lambda: running.status().term == 2, "the job begins anew")
+        may_go_on.set()
+        with pytest.raises(Refused) as refused:
+            joining.result(LIMIT)
+        assert refused.value.code is RefusalCode.NOT_READY
+        joined = join(coordinator, 1, instance="second", call=2)
+        assert (joined.initialise, joined.term) == (True, 2)
+
+
 def test_without_a_checkpoint_a_lost_model_is_brought_anew_by_a_worker_that_has_not_trained() -> None:
     """A shard has lost it and says so when a round is to be applied. There is nothing to go back to."""
     first, second = Notes(), Notes()
