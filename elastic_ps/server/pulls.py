@@ -253,10 +253,8 @@ class Pulls:
                 are not copied, or that gets drafts, does not take part any more, so that they may be of
                 several versions. NOT_READY: the shard is about to end.
         """
-        have, stable = (
-            dict(asked.drafts),
-            asked.contributor is not None and self._consistency.reads_one_version,
-        )
+        have = dict(asked.drafts)
+        stable = asked.contributor is not None and self._consistency.reads_one_version
         if asked.groups is not None and (yield from self._ahead(asked, asked.groups, have)):
             return
         wanted: Sequence[int | None] = asked.buckets or [None]

@@ -142,11 +142,8 @@ class ShardService:
             self._callers.require_member(caller)
         with self._steps.job.lock:
             state, worker = self._steps.job.state, caller.worker
-            reply.settings, reply.stopped, reply.steps = (
-                state.settings.to_json(),
-                state.stopped,
-                state.steps(worker),
-            )
+            reply.settings, reply.stopped = state.settings.to_json(), state.stopped
+            reply.steps = state.steps(worker)
             if not request.HasField("held"):  # else its step is in the version
                 reply.standing.version, reply.standing.steps = state.standing(worker, reply.version)
 

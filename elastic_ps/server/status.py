@@ -224,13 +224,12 @@ def divergence(state: JobState, compression: Compression) -> Divergence | None:
 
 
 def _staleness(state: JobState) -> Staleness | None:
-    may_be = (
-        state.consistency.may_be_stale or state.results.staleness.largest
-    )  # it was, before the job has changed
-    if not (may_be and state.results.staleness.counts):
+    staleness = state.results.staleness
+    may_be = state.consistency.may_be_stale or staleness.largest  # it was, before the job has changed
+    if not (may_be and staleness.counts):
         return None
-    p50, p99 = (state.results.staleness.percentile(percent) for percent in (50, 99))
-    return Staleness(p50=p50, p99=p99, max=state.results.staleness.largest)
+    p50, p99 = (staleness.percentile(percent) for percent in (50, 99))
+    return Staleness(p50=p50, p99=p99, max=staleness.largest)
 
 
 def member_status(state: JobState, member: Member, now: float) -> MemberStatus:

@@ -94,9 +94,8 @@ class StepCalls:
             if held and state.rounds.takes_part(worker) and not self.job.behind:
                 state.rounds.hand_out(worker)
                 if request.early and not request.HasField("epoch"):
-                    state.chiefs.loops[worker] = held[
-                        0
-                    ].epoch  # its script asks for epochs, and begins with this one
+                    # Its script asks for epochs, and begins with this one.
+                    state.chiefs.loops[worker] = held[0].epoch
                 return self._taken(state, incarnation, held, version=state.version)
             # What is new here is told to the shards at once, not by the ticker.
             return Look.AGAIN if self.job.unsent and not unsent else None
