@@ -2,8 +2,8 @@
 
 Everything that a script does comes here as one of a few events: a batch is handed to it, a step's first
 gradient is there, a bucket is complete, the step ends. Which records the worker is given is `Records`' to
-ask; how steps become versions is the `Strategy`'s; who the worker is,
-and how its model comes into the job, `Membership`'s; which settings it has, `Schedule`'s.
+ask; how steps become versions is the `Strategy`'s; who the worker is, and how its model comes into the job,
+`Membership`'s; which settings it has, `Schedule`'s.
 """
 
 from __future__ import annotations
