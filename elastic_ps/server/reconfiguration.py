@@ -97,6 +97,8 @@ class Reconfiguration:
         kept = self._checkpoints.write(amend=True)
         with job.lock:
             job.turn(CourseEvent.RESUME)
+            if job.state is not state:
+                return  # it has gone back meanwhile, and may have made versions since
             if kept:
                 job.turn(CourseEvent.ROLL_BACK)
             else:

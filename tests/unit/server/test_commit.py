@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastic_ps.api.compression import Compression
 from elastic_ps.api.job import Times, TrainingJobSpec
+from elastic_ps.api.mutable import MutableFields
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.codec.state import Stored
+from elastic_ps.core.stages import Course, CourseEvent
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import History
 from elastic_ps.server.checkpointer import Checkpointer
@@ -20,6 +23,7 @@ from elastic_ps.server.commit import CommitCoordinator
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Advance, Configuration, Report, Written
+from elastic_ps.server.reconfiguration import DesiredConfiguration
 from tests.testing.coordinator import AskedShardZero, Notes, finish, join, start, take, unwritten
 from tests.testing.polling import eventually
 
@@ -177,3 +181,43 @@ def test_a_commit_coordinator_that_is_closed_lets_nobody_give_orders() -> None:
         pass
     assert refused.value.code is RefusalCode.NOT_READY
     checkpoints.close()
+
+
+class GoingBack(Checkpointer):
+    """While a change is being written to disk, the job goes back to a checkpoint, and makes a version."""
+
+    zero: AskedShardZero | None = None
+
+    def write(self, *, amend: bool = False) -> bool:
+        kept, zero = super().write(amend=amend), self.zero
+        if amend and zero is not None:
+            self.zero = None
+            with zero.job.lock:
+                zero.job.turn(CourseEvent.ROLL_BACK)
+            zero.commit.drive()
+            stay = start(zero.coordinator)
+            finish(zero.coordinator, stay, take(zero.coordinator, stay, call=1))
+        return kept
+
+
+def test_a_job_that_goes_back_during_a_change_loses_no_version_by_that(tmp_path: Path) -> None:
+    store = Store(tmp_path / "checkpoints")
+    shards = [Part(store, index) for index in range(2)]
+    times = Times(interval=timedelta(hours=1), keep=2)
+    checkpoints = GoingBack(store, job="job", term=store.next_term(), shards=2, times=times)
+    spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", "parameterServer": {"replicas": 2}})
+    wanted = spec.model_copy(update={"compression": Compression(codec="int8")})
+    file = tmp_path / "wanted.json"
+    desired, nothing = DesiredConfiguration(file, ""), History(None, "")
+    zero = AskedShardZero("job", spec, 1, shards, checkpoints=checkpoints, history=nothing, desired=desired)
+    zero.start(None)
+    try:
+        start(zero.coordinator)
+        checkpoints.zero = zero
+        file.write_text(MutableFields.of(wanted, generation=1).to_json())
+        eventually(lambda: zero.status().progress.version == 1, "a version is made during the change")
+    finally:
+        zero.close(keep=False)
+    assert zero.status().progress.version == 1
+    assert zero.job.course is Course.CLOSING, "and is to be kept"
+    assert zero.status().tuning.generation == 1
