@@ -75,8 +75,7 @@ class JobState:
         initialiser: the worker that sends its first values; None but while it is loaded.
         ledger: None before a worker has named its data set.
         fingerprint: what identifies the records, as the first worker has said that has something which does.
-        stopped: why a script has ended the training; "" if none has. No more records are handed out then, and
-            training is over when nobody takes part in the open round.
+        stopped: why a script has ended the training, so that no more records are handed out; "" if none has.
         bucket_bytes: the size of buckets that was chosen for this job; 0 for none.
         assigned: the last version that was made of values that a script assigned; 0 for none.
         chiefs: who evaluates and saves at the end of each epoch.
