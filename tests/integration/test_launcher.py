@@ -165,7 +165,7 @@ def test_a_change_is_taken_over_when_the_disk_has_room_again(
         spec["worker"]["replicas"] = 3
         return job.model_copy(update={"spec": type(job.spec).model_validate(spec)})
 
-    machine.fails(monkeypatch, JobDirectory, "write_tuning", machine.full(), full.is_set)
+    machine.fails(monkeypatch, JobDirectory, "write_mutable", machine.full(), full.is_set)
     with launched(make_job(records=FOREVER, workers=2), tmp_path) as launcher:
         training(launcher, 2)
         full.set()
