@@ -16,7 +16,7 @@ PYTEST = -m pytest -m '$(TIER)' --durations=50 --durations-min=1 -o faulthandler
   -o faulthandler_exit_on_timeout=true
 PARALLEL := --dist=loadscope --max-worker-restart=2
 # 0 for the nightly tests, one of which brings up a cluster of its own.
-CLUSTER_PROCESSES ?= 3
+CLUSTER_PROCESSES ?= 2
 SCALE ?= --scale 100:4 --scale 1700:2
 MINUTES ?= 30
 # The tests start hundreds of processes, which are not to compile the project again each.
@@ -43,7 +43,7 @@ test-unit: $(UNIT)/ready
 	PYTHONPATH=$(CURDIR):$(CURDIR)/operator nice -n 5 $(UNIT)/bin/python $(PYTEST) $(PARALLEL) --numprocesses=logical --maxprocesses=4 tests/unit
 
 test-integration: $(INTEGRATION)/ready
-	PYTHONPATH=$(CURDIR):$(CURDIR)/operator $(INTEGRATION)/bin/python $(PYTEST) $(PARALLEL) --numprocesses=4 tests/integration
+	PYTHONPATH=$(CURDIR):$(CURDIR)/operator $(INTEGRATION)/bin/python $(PYTEST) $(PARALLEL) --numprocesses=5 tests/integration
 
 test-docs: $(VENV)/ready  ## The tests that read documentation
 	$(BIN)/python $(PYTEST) $(PARALLEL) --numprocesses=2 $(shell grep -rl --include='test_*.py' '/ "docs" /' tests)
