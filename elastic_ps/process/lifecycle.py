@@ -59,8 +59,12 @@ class Alarm:
             while True:
                 self._calls.get_nowait()
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Block until it is set, or for so many seconds. Returns whether it is set."""
+    def wait(self, timeout: float) -> bool:
+        """Block until it is set, or for so many seconds. Returns whether it is set.
+
+        Python handles signals in the main thread. One that the system has given to another thread does not
+        wake it, so that its handler runs when the time is over.
+        """
         if not self._set:
             with contextlib.suppress(queue.Empty):
                 self._calls.get(timeout=timeout)

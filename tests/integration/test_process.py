@@ -92,7 +92,7 @@ def test_an_alarm_is_set_until_it_is_cleared() -> None:
         alarm.set()
         alarm.set()
         assert alarm.is_set()
-        assert alarm.wait()
+        assert alarm.wait(60)
         assert alarm.wait(0)
         alarm.clear()
         assert not alarm.is_set()

@@ -147,7 +147,8 @@ def run_server(environment: env.ProcessEnvironment) -> int:
         return 4
     Server(environment).serve()
     print("serving", environment.resume, environment.durable, environment.checkpoints)
-    stopped.wait()
+    while not stopped.wait(1):
+        pass
     keep(environment, 1)
     return 0
 
@@ -189,7 +190,8 @@ def run_worker(environment: env.ProcessEnvironment) -> int:
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     index, address = environment.index, environment.http
     if index == arguments.get("apart"):
-        leaving.wait()
+        while not leaving.wait(1):
+            pass
         return exits.LEFT
     incarnation = join(address, index)
     print(f"worker {index} has {os.environ['OMP_NUM_THREADS']} threads")
