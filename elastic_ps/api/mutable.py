@@ -34,7 +34,7 @@ def fixed_parts(consistency: Consistency) -> dict[str, tuple[object, str]]:
 
 
 class Moved(CamelModel):
-    """What the parameter server has changed by itself since a person has named one, to keep an objective.
+    """The values that the parameter server has set by itself to keep an objective that a person named.
 
     Attributes:
         times: how often.

@@ -177,7 +177,7 @@ class Part(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What a codec has made, as it travels: what it is made of, its values as JSON, and its bytes.
+    """An encoded tensor on its way: its parts, its values as JSON, and its bytes.
 
     `codec` is the name that the other side expects.
     """

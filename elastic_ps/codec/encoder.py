@@ -223,7 +223,7 @@ class Encoder:
 
 
 def _is_encodable(gradient: torch.Tensor) -> bool:
-    """Whether all elements are finite, in float32 as well."""
+    """Return True if all elements are finite, in float32 as well."""
     if gradient.dtype is not torch.float64:
         return is_finite(gradient)
     if not gradient.numel():

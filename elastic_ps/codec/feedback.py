@@ -89,7 +89,7 @@ class Feedback:
         return self._sum.rests
 
     def state(self, bucket: int, run: int) -> State:
-        """What the codec of a run has kept. A copy: a step that is void changes no state."""
+        """Copy the state of a run's codec. A step that is void then changes no state."""
         return dict(self._sum.states.get((bucket, run), {}))
 
     def forget_states(self) -> None:
@@ -137,7 +137,7 @@ class Feedback:
     def settle(self, *, made: int, term: int, version: int) -> None:
         """The job is at `version` of `term`; nothing is known of the step under way, if there is one.
 
-        What is in the sums of the open round stays undecided.
+        The sums of the open round stay undecided.
 
         Args:
             made: the worker's steps below this number are in the model, as far as they are not void.
@@ -175,7 +175,7 @@ class BucketFeedback:
         self._rest: torch.Tensor | None = None
 
     def rest(self) -> torch.Tensor | None:
-        """What is left over when all is encoded; None: nothing."""
+        """Return the remainder when all is encoded, or None if there is none."""
         for piece in self._absent:
             if self._waiting is not None:
                 if self._rest is None:

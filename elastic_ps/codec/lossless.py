@@ -17,7 +17,7 @@ LEVEL = 1
 """Zstandard's fastest of the usual ones. Higher levels find next to nothing more in a gradient."""
 
 MORE = 4096
-"""What a codec makes has at most so many bytes more than twice those of the elements, in float32 or wider."""
+"""An encoded tensor has at most this many bytes more than twice its elements have in float32 or wider."""
 
 HEADER = 16
 """Bytes of the header of what Blosc has made."""

@@ -295,7 +295,7 @@ class Catching:
 
     @property
     def whole(self) -> bool:
-        """Whether all buckets are there."""
+        """Return True if all buckets are there."""
         return not (self.missing or self.anywhere)
 
     def begin(self, bucket: Bucket) -> Arriving:

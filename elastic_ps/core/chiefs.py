@@ -83,7 +83,7 @@ class Chiefs:
         return min(before, key=lambda worker: (before[worker], worker), default=member.worker)
 
     def awaits(self, member: Member, last_epoch: int, live: Mapping[int, Member]) -> bool:
-        """Whether another member is the chief of the end, and has not come to it yet.
+        """Return True if another member is the chief of the end and has not come to it yet.
 
         Nobody else is told of the end meanwhile: if that one leaves, there has to be another chief.
         """

@@ -1,4 +1,4 @@
-"""Whether the data set that a worker names is the job's, and large enough: what is wrong, in words."""
+"""Compares a worker's data set with the job's, and says in words what is wrong with it."""
 
 from __future__ import annotations
 
