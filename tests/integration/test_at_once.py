@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -77,15 +78,17 @@ class Halt(Exception):
 def test_the_step_is_pushed_again_if_another_worker_vanishes(tmp_path: Path, deterministic: bool) -> None:
     """One worker waits for the answer to its push; the other has pushed, and dies before its step ends."""
     data, models = Numbers(160), Models()
-    pushed = threading.Event()
+    begun, pushed = threading.Event(), threading.Event()
 
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
         if session.worker == 1 and not pushed.is_set():
+            eventually(begun.is_set, "the other one asks for records")
             vanish(session)
         else:
             models[session.worker] = model
+            begun.set()
         for x, y in session.loader(data, 4):
             optimizer.zero_grad()
             mse(model, x, y).backward()
@@ -96,18 +99,19 @@ def test_the_step_is_pushed_again_if_another_worker_vanishes(tmp_path: Path, det
         usual = client.push_and_pull
 
         def half(bucket: int, step: Step, attempt: int, payload: Payload, *rest: Any) -> Answers:
-            if step.number < 3:
+            if not of_the_other():
+                time.sleep(0.1)  # the other one takes part in rounds from the next one on that begins
                 return usual(bucket, step, attempt, payload, *rest)
             client.push(bucket, 0, step, attempt, payload, None)
-            eventually(lambda: waits(step.version), "the other one has pushed")
+            eventually(lambda: step.version in of_the_other(), "the other one has pushed")
             pushed.set()
             raise Halt
 
         client.push_and_pull = half  # type: ignore[method-assign,assignment]
 
-    def waits(version: int) -> bool:
-        found = events(job.history, "worker-0")
-        return any(e["event"] == "push" and e["version"] == version for e in found)
+    def of_the_other() -> list[int]:
+        """The versions that it has pushed for."""
+        return [e["version"] for e in events(job.history, "worker-0") if e["event"] == "push"]
 
     def halting(session: Session) -> None:
         with suppress(Halt):
