@@ -1,4 +1,4 @@
-"""Run the benchmarks one after the other, and write what they find to docs/benchmarks.md.
+"""Run the benchmarks one after the other, and write what they find to docs/reports/benchmarks.md.
 
 `python -m benchmarks` takes some 15 minutes; nothing else should run meanwhile. Names of benchmarks run those
 alone, and print the page instead of writing it.
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from benchmarks.figures import Figure, read
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "reports" / "benchmarks.md"
 PICTURE = ROOT / "docs" / "images" / "benchmarks.png"
 
 

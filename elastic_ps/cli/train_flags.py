@@ -9,7 +9,7 @@ from elastic_ps.contrib.zoo.catalog import DATA_SETS, NETWORKS
 
 DESCRIPTION = """\
 Train a network of the zoo on one of its data sets, without a job file. The flags have the names of
-ps_pytorch's, and its defaults unless docs/coming-from.md says otherwise. The job's parameter server
+ps_pytorch's, and its defaults unless docs/coming-from/index.md says otherwise. The job's parameter server
 and workers are processes on this machine, as with `elastic-ps run`; under mpirun, each rank but the
 first is a worker.
 

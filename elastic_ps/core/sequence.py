@@ -16,7 +16,7 @@ from elastic_ps.errors import RefusalCode, Refused
 
 @dataclass(frozen=True, kw_only=True)
 class PushKey:
-    """What identifies a push. See `docs/protocol.md`."""
+    """What identifies a push. See `docs/design/protocol.md`."""
 
     term: int
     worker: int

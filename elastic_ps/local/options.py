@@ -37,7 +37,7 @@ class Options:
         programs: the command lines of the processes.
         transport: how the processes talk to each other; None is the fastest way that works.
         tls: each process has a certificate, and shows it where it does not talk within the host; see
-            docs/security.md. False: whoever reaches a port of the job rules it.
+            docs/guides/security.md. False: whoever reaches a port of the job rules it.
         slots: where workers are started; None is this host.
         bind: each worker that is started on this host has cores of its own.
         forks: starts the processes on this host, and is closed by its owner; None: the launcher has its own.

@@ -3,9 +3,9 @@
 What only says when checkpoints are written takes effect at once. A change of the consistency, or of the
 compression, takes effect in a new term: the version that the model has is written to disk, with the new
 tuning, and all shards and workers continue from it, as they do when a shard has lost the model
-(docs/protocol.md). So steps that are under way are in no version, and their records are handed out again; no
-message of the old way can be taken for one of the new; and a parameter server that is lost meanwhile comes
-back with the one or the other.
+(docs/design/protocol.md). So steps that are under way are in no version, and their records are handed out
+again; no message of the old way can be taken for one of the new; and a parameter server that is lost
+meanwhile comes back with the one or the other.
 
 What a person wants is what whoever started this process has last written to a file.
 """

@@ -4,7 +4,8 @@ The standby holds a shard of its own, one round behind: the sums of the round th
 are sent to it, with the order to apply them, and it carries the order out when the next one comes. So it can
 give back the version before and the version after, whichever the other shards have, and steps with the same
 code on the same sums: its values are the same to the bit. It never takes over by itself. A parameter server
-that comes back has it write a checkpoint, and continues from that as from any other (docs/protocol.md).
+that comes back has it write a checkpoint, and continues from that as from any other
+(docs/design/protocol.md).
 
 This is primary-backup replication (Alsberg and Day 1976): what workers may see, the backup has.
 

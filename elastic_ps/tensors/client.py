@@ -276,7 +276,7 @@ class Tensors:
     # --- bringing a tensor
 
     def _find_or_bring(self, kind: Kind, slices: Sequence[Slice], data: memoryview) -> tuple[_Known, bool]:
-        """See docs/protocol.md. Raises Refused, ConnectionLost."""
+        """See docs/design/protocol.md. Raises Refused, ConnectionLost."""
         above, lost, pause, home = 0, pb.Birth(), FIRST_PAUSE, slices[0].shard
         while True:
             said = self._declare(home, pb.Named(**kind._asdict()), above=above, lost=lost)

@@ -6,7 +6,7 @@ each call names the `life` of the process and the `birth` of the tensor that it 
 the values are not those that the caller knows of.
 
 Which worker's values a tensor begins with is decided by its *home*, the shard of its first slice. See
-docs/protocol.md.
+docs/design/protocol.md.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Credentials:
         except (OSError, ValueError) as error:
             raise UsageError(
                 f"{directory} is no usable directory of certificates: {_words(error)}. Expected "
-                f"{', '.join(_FILES)}, as docs/security.md describes them"
+                f"{', '.join(_FILES)}, as docs/guides/security.md describes them"
             ) from error
         self._identity = self._loaded.identity  # for good: what takes the place of the files has to be of it
 

@@ -75,7 +75,7 @@ def listen(bind: str, *, credentials: Credentials | None = None) -> Server:
     ):
         logger.warning(
             "%s is open: whoever reaches it can read and change the model, because this process was started "
-            "without a certificate (docs/security.md)",
+            "without a certificate (docs/guides/security.md)",
             place,
         )
     if scheme == "tcp":

@@ -271,7 +271,7 @@ def _check_normalisation(model: torch.nn.Module) -> None:
                 "statistics over the batches of all processes of a torch.distributed group. Workers have no "
                 "such group, so it would use the worker's own batch, as BatchNorm does. Leave "
                 "convert_sync_batchnorm out and use BatchNorm: the job averages its running statistics over "
-                "the workers (see BatchNorm and other buffers in docs/scripts.md). If a worker's batch is "
+                "the workers (BatchNorm and other buffers in docs/guides/scripts.md). If a worker's batch is "
                 "too small for that, use GroupNorm, or a larger batch_size and fewer workers"
             )
 

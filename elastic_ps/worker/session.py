@@ -211,7 +211,7 @@ class Session:
             clamp: the lowest and the highest value of trained parameters, for example of a Wasserstein
                 critic. The parameter server clamps them after each step. A parameter group may have limits of
                 its own, as in {"params": ..., "clamp": (-0.01, 0.01)}, or None for no limits. A group may
-                also have the options "max_norm" and "keep_zeros"; see docs/scripts.md.
+                also have the options "max_norm" and "keep_zeros"; see docs/guides/scripts.md.
             max_grad_norm: the parameter server scales the gradient of each version, which is the mean over
                 all records, down to this 2-norm, as `clip_grad_norm_` would with one process. Gradients may
                 be sent while backward runs. It needs parameter servers without standbys.
@@ -230,7 +230,7 @@ class Session:
                 "session.optimizer was called twice, but a job trains one model. Put several networks, as "
                 "those of a GAN, into one torch.nn.ModuleDict, and pass their optimizers together, as in "
                 "session.optimizer({'generator': ..., 'critic': ...}, both): Two networks in turn in "
-                "docs/scripts.md. To train anew in a notebook without a job, call connect() again first"
+                "docs/guides/scripts.md. To train anew in a notebook without a job, call connect() first"
             )
         check_model(model)
         if isinstance(optimizer, Mapping):
@@ -387,7 +387,7 @@ class Session:
                 order. Without a DataLoader the job's `data.shuffle` says whether the order is random.
                 Or an `IterableDataset`, or a DataLoader over one: its records are its items in their order,
                 whatever `data.shuffle` says. Whenever it is begun, in each worker, it must give the same
-                items. A method `iterate_from(number)` of it is used, if it has one; see docs/scripts.md.
+                items. Its method `iterate_from(number)` is used, if it has one; see docs/guides/scripts.md.
             batch_size: the number of records in a batch of one worker.
             epochs: how often each record is trained, by all workers together.
             records: the items of a stream that make an epoch, the first ones; by default its length.

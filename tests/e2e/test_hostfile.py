@@ -1,4 +1,4 @@
-"""`elastic-ps hostfile` and `mpirun --hostfile`, as in docs/mpi.md: hosts are network namespaces."""
+"""`elastic-ps hostfile` and `mpirun --hostfile`, as in docs/guides/mpi.md: hosts are network namespaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`srun elastic-ps run JOB`, as in docs/mpi.md, with a real Slurm: three nodes on this machine.
+"""`srun elastic-ps run JOB`, as in docs/guides/mpi.md, with a real Slurm: three nodes on this machine.
 
 Slurm's packages are unpacked into a directory and laid over /usr in a mount namespace, so nothing is
 installed. A network namespace has its ports to itself, and with the PID namespace all its processes end.

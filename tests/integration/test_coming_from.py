@@ -1,4 +1,4 @@
-"""The examples of docs/coming-from.md run: those of other systems, as they are written here."""
+"""The examples of docs/coming-from/index.md run: those of other systems, as they are written here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.testing.datafiles import write_mnist
 from tests.testing.tiers import per_change
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "coming-from.md").read_text()
+PAGE = (ROOT / "docs" / "coming-from" / "index.md").read_text()
 EXAMPLES = {
     section.partition("\n")[0]: code
     for section in re.split(r"^## ", PAGE, flags=re.MULTILINE)

@@ -249,7 +249,7 @@ def test_the_example_evaluates_what_a_script_of_the_digits_has_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = Path(evaluate.__file__).read_text()
-    page = (Path(__file__).parents[2] / "docs" / "evaluator.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "evaluator.md").read_text()
     assert page.partition("```python\n")[2].partition("```")[0] in code, "the page shows the example"
 
     def script(session: Session) -> None:

@@ -1,6 +1,6 @@
 """Faults against jobs of real processes: each happens, the job recovers, and nothing is lost.
 
-What fails is printed as the one command that repeats it. `docs/faults.md` has the table.
+What fails is printed as the one command that repeats it. `docs/guides/faults.md` has the table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What docs/scripts.md shows, as it stands there."""
+"""What docs/guides/scripts.md shows, as it stands there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, mse
 
-DOCS = Path(__file__).parents[2] / "docs" / "scripts.md"
+DOCS = Path(__file__).parents[2] / "docs" / "guides" / "scripts.md"
 
 
 def recipe(heading: str) -> str:

@@ -25,7 +25,7 @@ from tests.testing.scripts import last_pushes
 from tests.testing.tiers import per_change
 
 ROOT = Path(__file__).parents[2]
-DOCS = (ROOT / "docs" / "tensors.md").read_text()
+DOCS = (ROOT / "docs" / "guides" / "tensors.md").read_text()
 
 
 def job(script: str, *, bucket_bytes: int = 1024, **arguments: Any) -> TrainingJob:

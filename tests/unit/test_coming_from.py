@@ -1,4 +1,4 @@
-"""docs/coming-from.md is honest: what works names its test, and the rest is said to be missing."""
+"""docs/coming-from/index.md is honest: what works names its test, and the rest is said to be missing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "coming-from.md").read_text()
+PAGE = (ROOT / "docs" / "coming-from" / "index.md").read_text()
 HEAD = "| here | tested by |"
 ROWS = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith("| ---")]
 UNTESTED = ("not yet", "a `Dockerfile` of your own")

@@ -4,7 +4,7 @@
     with open_cluster() as cluster:            # E2E_KUBECONFIG's, the one that is up, or a new one
         cluster.kubectl("get", "nodes")
 
-docs/cluster.md tells how it works. Nothing happens at import.
+docs/design/test-cluster.md tells how it works. Nothing happens at import.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from elastic_ps.core.consistency import Event, Phase
 from elastic_ps.core.transitions import ImpossibleTransition, Transitions
 from elastic_ps.data import states
 
-DOCS = Path(__file__).parents[3] / "docs" / "architecture.md"
+DOCS = Path(__file__).parents[3] / "docs" / "design" / "architecture.md"
 
 
 def test_what_cannot_happen_is_refused_with_what_can() -> None:
@@ -38,4 +38,6 @@ TABLES = [
 
 @pytest.mark.parametrize("table", TABLES)
 def test_the_docs_show_the_table_as_it_is(table: Transitions[Any, Any]) -> None:
-    assert table.picture() in DOCS.read_text(), f"docs/architecture.md needs this picture:\n{table.picture()}"
+    assert table.picture() in DOCS.read_text(), (
+        f"docs/design/architecture.md needs this picture:\n{table.picture()}"
+    )
