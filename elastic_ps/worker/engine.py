@@ -60,7 +60,8 @@ _COUNTED = (
     "this step has no batch: the last one of session.loader(...) has had its step, or was skipped. Each "
     "batch is for one step, and its records count once. Load a batch for each step, or compute all gradients "
     "of a batch and make one step with them: see One model, one or several optimizers in "
-    "docs/guides/scripts.md. A batch that comes from elsewhere cannot be trained: pass session.loader(...) its data set"
+    "docs/guides/scripts.md. A batch that comes from elsewhere cannot be trained: pass session.loader(...) "
+    "its data set"
 )
 
 _FROM_ELSEWHERE = (
