@@ -23,7 +23,7 @@ MINUTES ?= 30
 unexport PYTHONDONTWRITEBYTECODE
 SIMULATOR_SECONDS ?= 3600
 
-.PHONY: run test test-all test-here test-unit test-integration test-docs test-cluster check mutants bench soak proto manifests format cluster cluster-down install uninstall clean
+.PHONY: run test test-all test-here test-unit test-integration test-docs test-cluster check docs mutants bench soak proto manifests format cluster cluster-down install uninstall clean
 
 run: $(VENV)/ready  ## Train on real data: 2 workers, then 4, then 2 again
 	$(BIN)/elastic-ps run examples/digits/job.yaml $(SCALE) --report runs/digits
@@ -51,7 +51,7 @@ test-docs: $(VENV)/ready  ## The tests that read documentation
 test-cluster: $(VENV)/ready  ## The tests on a real Kubernetes, see `make cluster`
 	$(BIN)/python $(PYTEST) --numprocesses=$(CLUSTER_PROCESSES) --dist=loadscope --no-loadscope-reorder tests/e2e
 
-check: $(VENV)/ready  ## Format, lint, types, layers, generated files
+check: $(VENV)/ready  ## Format, lint, types, layers, generated files, the site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --cache-dir $(CACHE)/mypy
@@ -60,6 +60,10 @@ check: $(VENV)/ready  ## Format, lint, types, layers, generated files
 	PYTHONPATH=.:operator $(BIN)/python -m elastic_operator.crd --check
 	PYTHONPATH=. $(BIN)/python tools/render_install.py --check
 	PYTHONPATH=.:operator $(BIN)/python tools/reference.py --check
+	$(MAKE) --no-print-directory docs
+
+docs: $(VENV)/ready  ## The site, in build/docs; a warning is an error
+	$(BIN)/python -m sphinx --builder html --nitpicky --fail-on-warning --keep-going --quiet -d build/doctrees docs build/docs
 
 mutants: $(VENV)/ready  ## Small changes of the code by chance: do the unit tests notice? Takes long
 	$(BIN)/python tools/mutants.py core --least 0.95

@@ -58,6 +58,7 @@ def main() -> None:
         print(*(line for line in pins if line.partition("==")[0] in NOT_LOWEST), sep="\n")
     else:
         itself = project["name"] + "["
+        wanted += extras["docs"]
         print(*wanted, *(text for text in extras["dev"] if not text.startswith(itself)), sep="\n")
         print(f"--constraint {ROOT / 'constraints.txt'}")
 

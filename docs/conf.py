@@ -1,0 +1,20 @@
+"""How `make docs` builds the site: Sphinx reads the Markdown that GitHub shows, and the docstrings."""
+
+from importlib.metadata import version as version_of
+
+project = "elastic-ps"
+release = version = version_of("elastic-ps")
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinxcontrib.mermaid"]
+exclude_patterns = ["news"]
+html_theme = "furo"
+html_title = f"elastic-ps {release}"
+
+myst_heading_anchors = 4  # the anchors that GitHub gives to headings
+myst_fence_as_directive = ["mermaid"]
+suppress_warnings = ["myst.header"]
+
+# Docstrings write `code` as Markdown does, and name types of libraries that are not part of this site.
+default_role = "code"
+autodoc_typehints = "description"
+autodoc_member_order = "bysource"
+nitpick_ignore_regex = [("py:.*", ".*")]
