@@ -60,6 +60,7 @@ check: $(VENV)/ready  ## Format, lint, types, layers, generated files, the site
 	PYTHONPATH=.:operator $(BIN)/python -m elastic_operator.crd --check
 	PYTHONPATH=. $(BIN)/python tools/render_install.py --check
 	PYTHONPATH=.:operator $(BIN)/python tools/reference.py --check
+	$(BIN)/python tools/links.py
 	$(MAKE) --no-print-directory docs
 
 docs: $(VENV)/ready  ## The site, in build/docs; a warning is an error
