@@ -400,7 +400,7 @@ def test_a_name_is_checked_by_the_definition() -> None:
 
 
 def test_what_cannot_change_has_a_rule_that_says_so() -> None:
-    """Each field that a running job keeps as it was, see docs/guides/operating.md."""
+    """Each field that a running job keeps as it was, see docs/reference/job.md."""
     spec = schema_of_spec()["properties"]
     server = spec["parameterServer"]["properties"]
     names = ("entrypoint", "arguments", "strategy", "unencryptedAllReduce", "data")
