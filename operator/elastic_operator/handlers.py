@@ -2,7 +2,7 @@
 
 kopf lists and watches TrainingJobs and what belongs to them. Of what it tells, the store keeps what a pass
 reads, and a change of that puts the job's name into the queue of passes. What kopf cannot do is beside it:
-see `listings` and `session`. docs/reports/2026-11-operator.md says what its watches cost with a thousand jobs.
+see `listings` and `session`. docs/reports/2026-11-operator.md says what its watches cost.
 """
 
 from __future__ import annotations
