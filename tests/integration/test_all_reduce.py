@@ -38,6 +38,7 @@ from tests.testing.oracle import (
     replay,
 )
 from tests.testing.polling import LIMIT, eventually
+from tests.testing.trained import await_training
 from tests.testing.watched import Watched
 
 STEADY = "tests.testing.scripts.steady:main"
@@ -89,8 +90,8 @@ def assert_right(job: Job, models: Models, data: Numbers, make: Make, *, epochs:
 
 
 def both_are_there(job: Job) -> None:
-    """Wait until two workers have joined."""
-    job.until(lambda: len(job.status().members) > 1, "two workers join")
+    """Wait until workers 0 and 1 take part in rounds."""
+    await_training(job, 0, 1)
 
 
 def running(tmp_path: Path, **fields: Any) -> Any:
@@ -371,7 +372,7 @@ def test_a_version_has_the_buffers_that_it_was_made_with(tmp_path: Path) -> None
 
     def vanish(method: str, frame: Frame) -> None:
         if method == "Init" and pb.InitRequest.FromString(frame.header).version == due:
-            begun.wait(60)
+            assert begun.wait(LIMIT)
             job.declare_gone(0)
             raise SystemExit
 
@@ -426,11 +427,14 @@ def test_a_norm_is_limited_as_by_a_parameter_server(tmp_path: Path) -> None:
 
 
 def test_a_job_goes_on_from_a_checkpoint_after_its_parameter_server_is_lost(tmp_path: Path) -> None:
-    data, models = Numbers(300), Models()
+    data, models, lost = Numbers(300), Models(), list[int]()
 
     def script(session: Session) -> None:
         def each(session: Session, step: int) -> None:
-            if session.worker == 0 and step == 25:
+            if not step:
+                both_are_there(job)
+            if session.worker == 0 and session.version >= 15 and not lost:
+                lost.append(session.version)
                 job.restart(0)
 
         models[session.worker] = train(session, data, each=each)
@@ -590,7 +594,7 @@ def test_a_worker_with_another_torch_is_refused(tmp_path: Path, monkeypatch: pyt
 
     def script(session: Session) -> None:
         if session.worker == 1:
-            first.wait(60)
+            assert first.wait(LIMIT)
             machine.has_torch(monkeypatch, "2.1.0+cu118")
         model = make_mlp()
         try:
@@ -644,7 +648,7 @@ def test_the_consistency_of_a_running_job_stays(tmp_path: Path) -> None:
     there = threading.Event()
 
     def script(session: Session) -> None:
-        train(session, Numbers(40), each=lambda session, step: there.wait(60))
+        train(session, Numbers(40), each=lambda session, step: there.wait(LIMIT))
 
     with running(tmp_path) as job:
         job.start(0, script)

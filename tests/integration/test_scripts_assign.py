@@ -23,7 +23,8 @@ from tests.testing.oracle import (
     ranges_of,
     replay,
 )
-from tests.testing.trained import Models, adam, alone, failing, sgd, training
+from tests.testing.polling import LIMIT
+from tests.testing.trained import Models, adam, alone, await_training, failing, sgd
 
 SERVERS = [
     pytest.param({"bucketBytes": 1024}, id="one shard"),
@@ -130,7 +131,7 @@ def test_all_workers_may_assign_at_the_same_version(tmp_path: Path) -> None:
         for x, y in session.loader(data, 4):
             if session.version == 8 and session.worker == 0 and not job.sessions[2:]:
                 job.start(2, script)
-                job.until(lambda: training(job, 2), "worker 2 waits for the next round")
+                await_training(job, 1, 2)
             if session.version == 10 and session.worker < 2:
                 load_another(model)
                 session.assign(model)
@@ -200,7 +201,7 @@ def test_the_first_assignment_counts_and_the_batch_in_hand_goes_to_others(tmp_pa
         held = 0
         for x, y in session.loader(data, 4):
             if session.version == 3 and not held:
-                job.start(1, other).join(30)
+                job.start(1, other).join(LIMIT)
                 model.load_state_dict(make_mlp(seed=5).state_dict())
                 session.assign(model)
                 for ours, theirs in zip(model.parameters(), make_mlp(seed=9).parameters(), strict=True):
@@ -230,7 +231,7 @@ def test_what_others_have_trained_meanwhile_is_replaced_with_a_warning(
         model = make_mlp()
         session.optimizer(sgd(model), model)
         joined.set()
-        assert go.wait(30)
+        assert go.wait(LIMIT)
         load_another(model)
         session.assign(model)
 
@@ -240,10 +241,10 @@ def test_what_others_have_trained_meanwhile_is_replaced_with_a_warning(
         for x, y in session.loader(data, 4):
             if session.version == 3:
                 late.append(job.start(1, other))
-                assert joined.wait(30)
+                assert joined.wait(LIMIT)
             if session.version == 6:
                 go.set()
-                late[0].join(30)
+                late[0].join(LIMIT)
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()

@@ -27,7 +27,8 @@ from tests.testing.gan import (
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.optimizers import Lion
 from tests.testing.oracle import assert_each_record_once, mse
-from tests.testing.trained import adam, sgd
+from tests.testing.polling import LIMIT
+from tests.testing.trained import adam, sgd, training
 
 FIXED: dict[str, Any] = {
     "consistency": {"deterministic": True},
@@ -220,7 +221,7 @@ def test_replicas_of_both_states_are_the_same_on_all_workers(tmp_path: Path) -> 
     def each(session: Session) -> None:
         if session.worker == 0 and session.version == 9:
             joined.set()
-            job.until(lambda: len(job.status().members) > 1, "worker 1 joins")
+            job.until(lambda: training(job, 1), "worker 1 takes part")
 
     def ended(session: Session, optimizers: Any) -> None:
         states[session.worker] = optimizers.state_dict()
@@ -229,7 +230,7 @@ def test_replicas_of_both_states_are_the_same_on_all_workers(tmp_path: Path) -> 
     with running_job(tmp_path, strategy="all-reduce", checkpoints=kept) as job:
         script = trainer(networks, epochs=3, each=each, ended=ended)
         job.start(0, script)
-        assert joined.wait(30)
+        assert joined.wait(LIMIT)
         job.start(1, script)
         job.join()
         assert any(len(commit["contributions"]) == 2 for commit in job.commits())

@@ -38,6 +38,16 @@ def training(job: Job, worker: int) -> bool:
     return any(m.worker == worker and m.state == "training" for m in job.status().members)
 
 
+def await_training(job: Job, *workers: int) -> None:
+    """Wait until all of these take part in the rounds, at least from the next one on, or have done so."""
+
+    def there(worker: int) -> bool:
+        members = [member for member in job.status().members if member.worker == worker]
+        return any(member.steps or member.state not in ("joining", "idle") for member in members)
+
+    job.until(lambda: all(map(there, workers)), f"workers {workers} take part")
+
+
 def alone(tmp_path: Path, script: Callable[[Session], Any], **fields: Any) -> list[dict[str, Any]]:
     """Run a script as a job's only worker; returns the commits."""
     with running_job(tmp_path, **fields) as job:
