@@ -27,7 +27,7 @@ from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, events, make_mlp, make_spec, running_job
 from tests.testing.inside import engine_of, exchange_of
 from tests.testing.oracle import Adapted, assert_each_record_once, mse, ranges_of
-from tests.testing.polling import eventually
+from tests.testing.polling import LIMIT, eventually
 from tests.testing.tiers import per_change
 from tests.testing.trained import adam, sgd, training
 from tests.testing.watched import Watched
@@ -111,7 +111,7 @@ def test_the_others_go_on_as_far_as_the_bound(tmp_path: Path, shards: int, where
     ends = list(accumulate(sum(r.records for r in ranges_of(commit)) for commit in commits))
     slows = staleness([c for c, end in zip(commits, ends, strict=True) if end <= len(data) - 100], 2)
     assert slows.count(MOST) > len(slows) / 2
-    assert members[2].steps < members[0].steps / 2
+    assert members[2].steps < (members[0].steps + members[1].steps) / 4
     assert (
         sum(2 not in [c["worker"] for c in commit["contributions"]] for commit in commits) > len(commits) / 2
     )
@@ -189,10 +189,14 @@ def test_the_result_is_that_of_the_recorded_rounds(
 def test_with_async_nobody_waits_for_the_slowest(
     tmp_path: Path, consistency: dict[str, Any], shards: int
 ) -> None:
-    """Each of its steps ends when the others have made thirty versions. Each step is a version of its own."""
-    data = Numbers(800)
+    """Each of its steps ends when the others have made thirty versions. Each step is a version of its own.
+
+    The others wait for its next step after some more, else all might be trained before it has made a few.
+    """
+    data, based = Numbers(800), [0]
 
     def slow(session: Session) -> None:
+        based[0] = session.version
         until = session.version + 30
         eventually(lambda: job.version >= until or near_the_end(job, data), "the others go on")
 
@@ -202,6 +206,8 @@ def test_with_async_nobody_waits_for_the_slowest(
         for x, y in session.loader(data, 4):
             if session.worker == 2:
                 slow(session)
+            else:
+                eventually(lambda: job.version < based[0] + 33 or near_the_end(job, data), "it begins a step")
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()
@@ -300,6 +306,7 @@ def test_a_worker_that_dies_while_it_pushes_has_contributed_nothing(
             if len(pushes) == 8:  # of three buckets each: in the middle of the third step
                 blocked.set()
                 engine_of(next(each for each in job.sessions if each.worker == 1)).client.close()
+                job.declare_gone(1)
 
     def script(session: Session) -> None:
         model = make_mlp()
@@ -317,7 +324,7 @@ def test_a_worker_that_dies_while_it_pushes_has_contributed_nothing(
         tmp_path,
         consistency=consistency,
         parameterServer={"bucketBytes": 1024},
-        worker={"replicas": 3, "leaseDuration": "1s"},
+        worker={"replicas": 3},
     ) as job:
         job.through = lambda worker, inner: Watched(inner, dies) if worker == 1 else inner
         job.run(script, workers=3)
@@ -397,7 +404,7 @@ def test_a_worker_that_hangs_at_the_bound_is_declared_hung(tmp_path: Path) -> No
             for step, (x, y) in enumerate(session.loader(data, 4)):
                 optimizer.zero_grad()
                 if session.worker == 1 and step == 2:
-                    assert release.wait(60)
+                    assert release.wait(LIMIT)
                 mse(model, x, y).backward()
                 optimizer.step()
         except Refused as refusal:
@@ -423,7 +430,12 @@ def test_a_worker_that_hangs_at_the_bound_is_declared_hung(tmp_path: Path) -> No
 
 def test_a_schedule_does_not_go_back_when_a_slow_worker_contributes(tmp_path: Path) -> None:
     """It is stepped with each version, whoever has made that."""
-    data, rates, joined = Numbers(600), list[float](), threading.Event()
+    data, rates, joined, came = Numbers(600), list[float](), threading.Event(), list[int]()
+
+    def third() -> bool:
+        if training(job, 2):
+            came.append(2)
+        return bool(came)
 
     def slow(session: Session) -> None:
         until = session.version + 3
@@ -442,14 +454,14 @@ def test_a_schedule_does_not_go_back_when_a_slow_worker_contributes(tmp_path: Pa
             rates.append(coordinator.job.state.settings.groups[0]["lr"])
             if len(rates) > 20:
                 joined.set()
+                eventually(third, "worker 2 trains")
 
     with running_job(tmp_path, consistency=bounded(), data={"shardRecords": 8}) as job:
         coordinator = job.coordinator
         for worker in range(2):
             job.start(worker, script)
-        assert joined.wait(60)
+        assert joined.wait(LIMIT)
         job.start(2, script)
-        job.until(lambda: training(job, 2), "worker 2 trains")
         job.join()
         versions = job.version
     check_histories(job, data)

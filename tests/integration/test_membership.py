@@ -15,6 +15,8 @@ from elastic_ps.server.orders import Advance, Report
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, make_mlp, running_job
 from tests.testing.oracle import mse
+from tests.testing.polling import LIMIT, eventually
+from tests.testing.trained import await_training
 
 
 def computing(job: Job) -> set[int]:
@@ -41,7 +43,7 @@ def test_workers_that_wait_for_a_round_do_not_keep_the_server_busy(
         for x, y in session.loader(Numbers(64), 4):
             mse(model, x, y).backward()
             if session.worker == 0:
-                hold.wait(30)
+                assert hold.wait(LIMIT)
             optimizer.step()
 
     with running_job(tmp_path) as job:
@@ -85,13 +87,23 @@ def test_a_newcomer_gets_what_is_not_trained_as_well(tmp_path: Path) -> None:
 
 def test_a_slow_worker_is_seen_and_so_is_the_age_of_what_is_on_disk(tmp_path: Path) -> None:
     """The others' time does not hold what they wait for the slow one."""
+    seen = threading.Event()
+
+    def others_are_done() -> bool:
+        rounds = job.coordinator.job.state.rounds
+        return rounds.expected - {1} <= rounds.done.keys()
 
     def script(session: Session) -> None:
         model = make_mlp()
-        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        for x, y in session.loader(Numbers(120), 4):
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=False)
+        for step, (x, y) in enumerate(session.loader(Numbers(120), 4)):
+            if step == 0:
+                await_training(job, 0, 1, 2)
+            if session.version >= 8:
+                assert seen.wait(LIMIT)
             mse(model, x, y).backward()
-            if session.worker == 1:
+            if session.worker == 1:  # also where the others are held up
+                eventually(others_are_done, "the others have made their steps")
                 time.sleep(0.1)
             optimizer.step()
             optimizer.zero_grad()
@@ -103,6 +115,7 @@ def test_a_slow_worker_is_seen_and_so_is_the_age_of_what_is_on_disk(tmp_path: Pa
         status = job.status()
         seconds = {member.worker: member.step_seconds for member in status.members}
         later = job.status()
+        seen.set()
         job.join()
         ended = job.status()
     assert seconds[1] > 0.1
