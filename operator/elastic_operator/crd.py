@@ -161,6 +161,8 @@ def structural(document: Mapping[str, Any], *, written_by_us: bool = False) -> S
     definitions = document.get("$defs", {})
 
     def convert(node: Mapping[str, Any]) -> Schema:
+        if "allOf" in node:  # a reference with a description, until pydantic 2.9
+            node = {**node["allOf"][0], **node}
         if "$ref" in node:
             target = definitions[node["$ref"].rpartition("/")[2]]
             node = {**target, **{key: value for key, value in node.items() if key != "$ref"}}
