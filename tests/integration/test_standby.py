@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,18 +20,38 @@ from elastic_ps.server.standby import Follower
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, make_mlp, running_job
 from tests.testing.oracle import mse
+from tests.testing.polling import eventually
 from tests.testing.tiers import per_change
 
 RECORDS, EPOCHS, BATCH = 96, 8, 4
 
 
-def script(session: Session) -> None:
-    model = make_mlp()
-    optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
-    for x, y in session.loader(Numbers(RECORDS), BATCH, epochs=EPOCHS):
-        optimizer.zero_grad()
-        mse(model, x, y).backward()
-        optimizer.step()
+class Script:
+    """A training script that goes on while a standby does not follow, and otherwise as far as the test says.
+
+    Attributes:
+        most: nobody makes a step on this version or a later one then.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.most, self._job = 0.0, job
+
+    def __call__(self, session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
+        for x, y in session.loader(Numbers(RECORDS), BATCH, epochs=EPOCHS):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            if not self._job.followed:
+                time.sleep(0.01)  # there are not so many rounds
+            eventually(lambda: session.version < self.most or not self._job.followed, "the test goes on")
+            optimizer.step()
+
+    def makes(self, versions: int) -> None:
+        """Wait for so many versions, and allow some more."""
+        reached = self._job.version
+        self.most = reached + versions + 2
+        self._job.until(lambda: self._job.version > reached + versions, "the job goes on")
 
 
 def standby_job(tmp_path: Path, *, shards: int = 1, interval: str = "1h", **options: Any) -> Any:
@@ -56,21 +78,23 @@ def check(job: Job) -> None:
         assert undone == []
 
 
-def train(tmp_path: Path, disturb: Callable[[Job], None], *, workers: int = 2, **options: Any) -> None:
+def train(tmp_path: Path, disturb: Callable[[Job, Script], None], **options: Any) -> None:
     """A whole job, disturbed once its standbys follow; checks that nothing was lost."""
     with standby_job(tmp_path, **options) as job:
-        for worker in range(workers):
+        script = Script(job)
+        for worker in range(2):
             job.start(worker, script)
         job.until(lambda: job.followed, "the standbys follow")
-        disturb(job)
+        disturb(job, script)
+        script.most = math.inf
         job.join()
         check(job)
 
 
-def lose(job: Job, shard: int) -> None:
+def lose(job: Job, script: Script, shard: int) -> None:
     """Lose a shard some rounds from now, and wait until nothing more can be lost."""
-    reached, term = job.version, job.status().term
-    job.until(lambda: job.version > reached + 5, "the job goes on")
+    term = job.status().term
+    script.makes(5)
     job.restart(shard)
     job.until(lambda: bool(job.status().term > term), "a new term begins")
     job.until(lambda: job.followed, "the standbys follow again")
@@ -84,33 +108,34 @@ def lose(job: Job, shard: int) -> None:
     ),
 )
 def test_no_round_is_lost(tmp_path: Path, shards: int, lost: int, transport: str) -> None:
-    def disturb(job: Job) -> None:
-        lose(job, lost)
-        lose(job, lost)
+    def disturb(job: Job, script: Script) -> None:
+        lose(job, script, lost)
+        lose(job, script, lost)
         assert len(read(job.history).restored) == 2
 
     train(tmp_path, disturb, shards=shards, transport=transport)
 
 
 def test_another_standby_catches_up(tmp_path: Path) -> None:
-    def disturb(job: Job) -> None:
+    def disturb(job: Job, script: Script) -> None:
         job.restart_standby(0)
-        job.until(lambda: not job.followed, "the standby is left behind")
+        script.makes(1)  # of two rounds one has begun since, so it is known that the standby is left behind
         job.until(lambda: job.followed, "another one follows")
-        lose(job, 0)
+        lose(job, script, 0)
 
     train(tmp_path, disturb)
 
 
 def test_without_standby_and_parameter_server_the_checkpoint_is_left(tmp_path: Path) -> None:
     with standby_job(tmp_path) as job:
+        script = Script(job)
         for worker in range(2):
             job.start(worker, script)
         job.until(lambda: job.followed, "the standby follows")
-        reached = job.version
-        job.until(lambda: job.version > reached + 5, "the job goes on")
+        script.makes(5)
         job.restart_standby(0)
         job.restart(0)
+        script.most = math.inf
         job.join()
         assert job.status().progress.records_applied == RECORDS * EPOCHS
         assert history.check(read(job.history), history.Data(RECORDS, EPOCHS)) == []
@@ -119,9 +144,11 @@ def test_without_standby_and_parameter_server_the_checkpoint_is_left(tmp_path: P
 def test_a_parameter_server_that_was_replaced_applies_nothing(tmp_path: Path) -> None:
     """Its standby refuses it from the moment on that the new one asks for its rounds."""
     with standby_job(tmp_path) as job:
+        script = Script(job)
         job.start(0, script)
         job.until(lambda: job.followed, "the standby follows")
         with job.rival() as rival:
+            script.most = math.inf
             assert rival.term == 2
             base = rival.status().progress.version
             job.until(lambda: job.servers[0].fenced, "the first one sees it")
@@ -192,8 +219,9 @@ class Crash:
 def test_it_may_crash_at_any_moment_of_a_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, lost: int
 ) -> None:
-    def disturb(job: Job) -> None:
+    def disturb(job: Job, script: Script) -> None:
         crash = Crash(monkeypatch, lost, moment, 5)
+        script.most = math.inf
         job.until(crash.struck.is_set, moment)
         job.restart(lost)
 
