@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from elastic_ps.worker.session import Session
 from elastic_ps.worker.values import VOID_STEPS
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
-from tests.testing.trained import Models, alone, sgd
+from tests.testing.polling import LIMIT, eventually
+from tests.testing.trained import Models, alone, await_training, sgd
 from tests.testing.watched import Watched
 
 FIELDS: dict[str, Any] = {"parameterServer": {"replicas": 2, "bucketBytes": 1024}}
@@ -119,22 +119,16 @@ def test_an_answer_that_comes_when_its_step_is_over_is_not_one_of_the_next_step(
             return
         push = pb.PushRequest.FromString(frame.header)
         step = push.step
-        if step >= 3 and not holding and push.attempt == 0 and push.bucket == edges[0]:
+        if push.version >= 3 and not holding and push.bucket == edges[0]:
+            holding.append(step)
             held.set()
-            if any_within(3, lambda: (step, 1) in answered):
-                holding.append(step)
-                assert late.wait(30)
+            eventually(lambda: (step, 1) in answered, "the step is pushed again")
+            assert late.wait(LIMIT)
         elif holding and step == holding[0] + 1 and push.bucket == edges[1]:
-            assert any_within(10, lambda: answered.count((step, 0)) == edges[2] - 1)
+            eventually(lambda: answered.count((step, 0)) == edges[2] - 1, "the others are answered")
             late.set()
             time.sleep(0.2)  # the late answer is dealt with
         answered.append((step, push.attempt))
-
-    def any_within(seconds: float, condition: Callable[[], bool]) -> bool:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and not condition():
-            time.sleep(0.01)
-        return condition()
 
     def script(session: Session) -> None:
         model = make_mlp((6, 40, 40, 1))
@@ -143,10 +137,13 @@ def test_an_answer_that_comes_when_its_step_is_over_is_not_one_of_the_next_step(
         assert built is not None
         pushed = built.layout.pushed
         edges[:] = [pushed[0].index, pushed[-1].index, len(pushed)]
-        for x, y in session.loader(data, 4):
+        for number, (x, y) in enumerate(session.loader(data, 4)):
+            if not number:
+                await_training(job, 0, 1)
             optimizer.zero_grad()
             mse(model, x, y).backward()
-            if session.worker == 1 and session.version >= 3 and held.wait(1):
+            if session.worker == 1 and session.version >= 3:
+                assert held.wait(LIMIT)
                 return
             optimizer.step()
 
