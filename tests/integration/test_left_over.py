@@ -19,6 +19,7 @@ from tests.testing.harness import Job, Numbers, events, running_job
 from tests.testing.inside import exchange_of
 from tests.testing.oracle import assert_each_record_once
 from tests.testing.polling import eventually
+from tests.testing.trained import await_training
 
 ELEMENTS, BATCH = 512, 4
 TOPK = {"codec": "topk", "options": {"ratio": 0.125}}
@@ -113,6 +114,8 @@ class Dying(Counting):
             eventually(some, "worker 0 makes steps for this version")
         elif step >= 3 and self.job.spec.consistency.gradients:  # else the version might be made by worker 0
             eventually(lambda: self.dying, "worker 1 pushes")
+        elif session.version >= 2 and not self.dying:
+            await_training(self.job, 1)
 
     def pushed(self, session: Session, step: int) -> bool:
         if session.worker == 0:
@@ -136,7 +139,9 @@ class Encoding(Counting):
         self.waited: list[bool] = []
 
     def before(self, session: Session, step: int) -> None:
-        if session.worker == 0 and self.plan and session.version >= self.next:
+        if not step:
+            await_training(self.job, 0, 1)
+        if session.worker == 0 and step and self.plan and session.version >= self.next:
             exchange = exchange_of(session)
             self.waited.append(bool(exchange.encoder.left_over))
             self.job.encode(self.plan[0][0], **self.plan[0][1])

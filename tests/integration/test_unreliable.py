@@ -35,6 +35,7 @@ class Network:
         self.happened: Counter[Fate] = Counter()
         self.later: list[threading.Timer] = []
         self._random, self._probability = random.Random(seed), probability
+        self._pauses = random.Random(seed)  # else their order would change what happens
         self._lock = threading.Lock()
 
     def draw(self) -> Fate | None:
@@ -48,7 +49,7 @@ class Network:
     def pause(self) -> float:
         """Seconds, enough for other messages to overtake."""
         with self._lock:
-            return self._random.uniform(0.001, 0.03)
+            return self._pauses.uniform(0.001, 0.03)
 
 
 class Unreliable(Connection):
