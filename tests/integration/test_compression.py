@@ -147,6 +147,7 @@ def test_exchanges_of_local_steps_are_encoded(
             optimizer.step()
             if dies and number == 34:
                 vanish(session)
+                job.declare_gone(1)
                 dead.set()
                 return
         reached[session.worker] = accuracy(model, *test.tensors)
@@ -156,7 +157,6 @@ def test_exchanges_of_local_steps_are_encoded(
         tmp_path,
         compression=compression,
         consistency={"mode": "local", "steps": steps, **rule},
-        worker={"leaseDuration": "1s"},
     ) as job:
         for worker in range(2):
             job.start(worker, script)

@@ -7,6 +7,7 @@ local steps on the records that the parameter server's history names, which are 
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ from tests.testing.oracle import (
     assert_equal_up_to_round_off,
     mse,
 )
-from tests.testing.polling import eventually
+from tests.testing.polling import LIMIT, eventually
 from tests.testing.trained import alone, sgd, training
 
 BATCH = 4
@@ -177,7 +178,7 @@ def test_it_is_the_rule_of_the_paper(tmp_path: Path, outer: str, options: dict[s
         optimizer = session.optimizer(adamw(model), model)
         for number, (x, y) in enumerate(session.loader(data, BATCH)):
             if not number and outer == "easgd":
-                meet.wait(30)  # both begin with version 0
+                meet.wait(LIMIT)  # both begin with version 0
             optimizer.zero_grad()
             mse(model, x, y).backward()
             if outer == "easgd":
@@ -214,6 +215,8 @@ class Dying:
 
     Attributes:
         dead: set when it has vanished.
+        most: nobody makes a step on this version or a later one. With `paced`, two more versions are made
+            from that moment on, until the test says otherwise.
     """
 
     def __init__(
@@ -225,8 +228,9 @@ class Dying:
         last: int = 9,
         waits: int = 20,
         hold: Callable[[int], None] = lambda _: None,
+        paced: bool = False,
     ) -> None:
-        self.dead = threading.Event()
+        self.dead, self.most, self._paced = threading.Event(), math.inf, paced
         self._job, self._data, self._worker = job, data, worker
         self._last, self._waits, self._hold = last, waits, hold
 
@@ -238,13 +242,21 @@ class Dying:
                 self._hold(number)
             elif session.worker != self._worker:
                 self._keep_company(number)
+            eventually(lambda: session.version < self.most, "the test goes on")
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()
             if dies and number == self._last:
                 vanish(session)
+                self._job.declare_gone(self._worker)
+                self.most = self._job.version + 2 if self._paced else math.inf
                 self.dead.set()
                 return
+
+    def more(self) -> None:
+        """Wait for the versions that may be made, and allow two more."""
+        self._job.until(lambda: self._job.version >= self.most, "two more versions")
+        self.most = self._job.version + 2
 
     def _keep_company(self, number: int) -> None:
         if number == 0:
@@ -261,9 +273,7 @@ def test_a_worker_that_dies_loses_what_it_has_trained_since_its_last_exchange(
 ) -> None:
     """Others train its records, and a process in its place begins with the job's values."""
     data = Numbers(480)
-    with running_job(
-        tmp_path, consistency=local(4, outer), data={"shardRecords": 32}, worker={"leaseDuration": "1s"}
-    ) as job:
+    with running_job(tmp_path, consistency=local(4, outer), data={"shardRecords": 32}) as job:
         script = Dying(job, data, worker=1)  # after two exchanges
         for worker in range(2):
             job.start(worker, script)

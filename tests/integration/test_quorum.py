@@ -63,7 +63,7 @@ def test_a_slow_worker_is_not_waited_for_and_what_it_has_trained_counts(
         tmp_path,
         consistency=local(4, quorum=2, grace="0s", fragments=fragments),
         data={"shardRecords": 32},
-        worker={"leaseDuration": "1s", "replicas": 3, "minReplicas": 2},
+        worker={"replicas": 3, "minReplicas": 2},
         parameterServer={"bucketBytes": 1024},
     ) as job:
         script = Dying(job, data, worker=2, last=5, waits=30, hold=hold)
