@@ -19,13 +19,17 @@ from tests.testing.oracle import (
 from tests.testing.polling import eventually
 from tests.testing.trained import (
     alone,
+    await_training,
     failing,
     sgd,
 )
 from tests.testing.transports import whole_jobs
 
-Stopping = Callable[[Session, Callable[[], None] | None], None]
-"""A script. With a function as second argument, its loop is left; the function waits for the other worker."""
+Stopping = Callable[[Session, Callable[[], None], Callable[[], None] | None], None]
+"""A script. In its first step it calls the first function, which waits until both workers take part.
+
+With another function, its loop is left; that waits for the other worker.
+"""
 
 
 def check_records(tmp_path: Path, script: Stopping) -> int:
@@ -35,8 +39,11 @@ def check_records(tmp_path: Path, script: Stopping) -> int:
         def others_go_on() -> None:
             job.until(lambda: job.status().progress.finished, "the others go on")
 
-        job.start(0, lambda s: script(s, others_go_on))
-        job.start(1, lambda s: script(s, None))
+        def meet() -> None:
+            await_training(job, 0, 1)
+
+        job.start(0, lambda s: script(s, meet, others_go_on))
+        job.start(1, lambda s: script(s, meet, None))
         job.join()
         assert_each_record_once(job.commits(), records=120, epochs=1)
         return sum(m.steps for m in job.status().members if m.worker == 0)
@@ -46,10 +53,12 @@ def test_breaking_out_early_gives_the_records_back(tmp_path: Path) -> None:
     """Worker 0 stops iterating but stays; worker 1 trains all of the rest."""
     data = Numbers(120)
 
-    def script(session: Session, stop: Callable[[], None] | None) -> None:
+    def script(session: Session, meet: Callable[[], None], stop: Callable[[], None] | None) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
-        for x, y in session.loader(data, 4):
+        for step, (x, y) in enumerate(session.loader(data, 4)):
+            if not step:
+                meet()
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()
@@ -65,10 +74,12 @@ def test_breaking_out_before_computing_gives_the_records_back(tmp_path: Path) ->
     """The loop is left with a batch that nothing was computed on."""
     data = Numbers(120)
 
-    def script(session: Session, stop: Callable[[], None] | None) -> None:
+    def script(session: Session, meet: Callable[[], None], stop: Callable[[], None] | None) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
         for step, (x, y) in enumerate(session.loader(data, 4)):
+            if not step:
+                meet()
             if stop and step == 3:
                 break
             optimizer.zero_grad()
@@ -84,10 +95,12 @@ def test_a_step_after_breaking_out_lets_the_others_go_on(tmp_path: Path) -> None
     """backward, break, step: the step counts, and nobody waits for this worker afterwards."""
     data = Numbers(120)
 
-    def script(session: Session, stop: Callable[[], None] | None) -> None:
+    def script(session: Session, meet: Callable[[], None], stop: Callable[[], None] | None) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
         for step, (x, y) in enumerate(session.loader(data, 4)):
+            if not step:
+                meet()
             optimizer.zero_grad()
             mse(model, x, y).backward()
             if stop and step == 3:
@@ -108,6 +121,8 @@ def test_skipping_the_step_after_breaking_out_lets_the_others_go_on(tmp_path: Pa
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
         for step, (x, y) in enumerate(session.loader(data, 4)):
+            if not step:
+                await_training(job, 0, 1)
             optimizer.zero_grad()
             mse(model, x, y).backward()
             if session.worker == 0 and step == 3:
@@ -304,6 +319,8 @@ def test_a_script_that_raises_in_the_middle_of_a_step(tmp_path: Path, transport:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
         for step, (x, y) in enumerate(session.loader(data, 4)):
+            if not step:
+                await_training(job, 0, 1)
             optimizer.zero_grad()
             mse(model, x, y).backward()
             if fails and step == 3:
