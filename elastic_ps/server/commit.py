@@ -52,7 +52,7 @@ from elastic_ps.server.orders import (
     ShardControl,
 )
 from elastic_ps.server.record import JobRecord, foreseen, mutable_of, of_same_run, to_checkpoint
-from elastic_ps.server.standby import held, rescue
+from elastic_ps.server.standby import Rescue
 from elastic_ps.server.state import JobState, Model
 
 logger = logging.getLogger(__name__)
@@ -123,9 +123,8 @@ class CommitCoordinator:
         """
         term = self._job.term
         if self._checkpoints.writes and self._standbys and term > 1:
-            orders = held(self._standbys[0], term, closing=patience.asked_to_end)
-            writers, ends = (self._shards, self._standbys), patience.asked_to_end
-            if patience.until_done(partial(rescue, self._checkpoints, *writers, orders, closing=ends)):
+            rescue = Rescue(self._checkpoints, self._shards, self._standbys, patience.asked_to_end)
+            if patience.until_done(partial(rescue.save, rescue.held())):
                 found = patience.until_done(self._checkpoints.newest)
         if found is not None:
             patience.until_done(partial(self._restore, found, term))
@@ -399,8 +398,8 @@ class CommitCoordinator:
         try:
             self._checkpoints.begin_term()
             if self._prepared is not None:
-                orders = [self._prepared]
-                rescue(self._checkpoints, self._shards, self._standbys, orders, closing=lambda: job.closing)
+                rescue = Rescue(self._checkpoints, self._shards, self._standbys, lambda: job.closing)
+                rescue.save([self._prepared])
             self._restore(self._checkpoints.newest(), self._checkpoints.term)
         except NoCheckpoint as error:
             logger.error("a shard has lost the model, and the job cannot go back to a checkpoint: %s", error)

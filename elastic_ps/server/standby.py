@@ -12,7 +12,7 @@ This is primary-backup replication (Alsberg and Day 1976): what workers may see,
 A standby that has just come gets the shard's buckets, some with each round, before that is applied; from then
 on it gets their sums. So neither side keeps anything of past rounds, however far behind it was.
 
-When a shard has lost rounds that are on no disk, `rescue` saves them from the other shards and the standbys:
+When a shard has lost rounds that are on no disk, `Rescue` saves them from the other shards and the standbys:
 the version becomes a checkpoint like any other, and the job continues from it.
 """
 
@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 
@@ -49,16 +49,8 @@ LEADER = (0, 0, 0)
 
 def sum_key(term: int, bucket: int, version: int, attempt: int) -> PushKey:
     """A bucket's sum on a standby, in the place of a worker's push."""
-    worker, incarnation, step = LEADER
-    return PushKey(
-        term=term,
-        worker=worker,
-        incarnation=incarnation,
-        step=step,
-        bucket=bucket,
-        version=version,
-        attempt=attempt,
-    )
+    leader = dict(zip(("worker", "incarnation", "step"), LEADER, strict=True))
+    return PushKey(term=term, bucket=bucket, version=version, attempt=attempt, **leader)
 
 
 def for_standby(order: Advance) -> Advance:
@@ -100,7 +92,7 @@ class Follower:
         self._standby, self._limits = standby, limits
         self._changed = threading.Condition()
         self._copy: _Copy | None = None  # None: the shard has no model
-        self._giving = False  # one order at a time
+        self._turn = threading.Lock()  # one order at a time
         self._not_before = 0.0  # time at which a standby that was left behind is tried again
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="follower", daemon=True)
@@ -128,31 +120,26 @@ class Follower:
             Refused: STALE_TERM; a newer parameter server has asked for the standby's rounds.
         """
         assert order.apply is not None
-        with self._changed:
-            # An order may be repeated while it is carried out; what is being sent must not change meanwhile.
-            self._changed.wait_for(lambda: not self._giving)
-            copy = self._copy
-            if copy is None:
-                return
-            staged, copy.staged = copy.staged, order
-            if staged is not None and (staged.version, staged.apply) == (order.version, order.apply):
-                return
-            if staged is not None and staged.version < order.version:  # else it was withdrawn
-                copy.before = staged.apply
-            if copy.state is Following.AWAY:
-                return
-            self._giving = True
-        started = time.monotonic()
-        try:
-            self._give(shard, order, copy)
-        except (TransportError, Refused) as error:
-            self._leave_behind(copy, error, time.monotonic() - started)
-            if isinstance(error, Refused) and error.code is RefusalCode.STALE_TERM:
-                raise
-        finally:
+        # An order may be repeated while it is carried out; what is being sent must not change meanwhile.
+        with self._turn:
             with self._changed:
-                self._giving = False
-                self._changed.notify_all()
+                copy = self._copy
+                if copy is None:
+                    return
+                staged, copy.staged = copy.staged, order
+                if staged is not None and (staged.version, staged.apply) == (order.version, order.apply):
+                    return
+                if staged is not None and staged.version < order.version:  # else it was withdrawn
+                    copy.before = staged.apply
+                if copy.state is Following.AWAY:
+                    return
+            started = time.monotonic()
+            try:
+                self._give(shard, order, copy)
+            except (TransportError, Refused) as error:
+                self._leave_behind(copy, error, time.monotonic() - started)
+                if isinstance(error, Refused) and error.code is RefusalCode.STALE_TERM:
+                    raise
 
     def close(self) -> None:
         """End the thread. Blocks for the call that is under way."""
@@ -204,14 +191,11 @@ class Follower:
 
     def _run(self) -> None:
         """Tell a standby of the model, as soon as there is one to be told."""
-
-        def busy() -> bool:
-            away = self._copy is not None and self._copy.state is Following.AWAY
-            return self._closing or (away and not self._giving)
-
         while True:
             with self._changed:
-                self._changed.wait_for(busy)
+                self._changed.wait_for(
+                    lambda: self._closing or (self._copy is not None and self._copy.state is Following.AWAY)
+                )
                 if self._closing:
                     return
                 if (pause := self._not_before - time.monotonic()) > 0:
@@ -219,6 +203,8 @@ class Follower:
                     continue
                 copy = self._copy
             assert copy is not None
+            with self._turn:
+                pass  # what is given of an earlier model comes before
             try:
                 self._standby.configure(copy.base)
             except (TransportError, Refused) as error:
@@ -234,131 +220,114 @@ GONE = timedelta(seconds=30)
 """A standby is given up, with what it alone has, this long after the first call that it has not answered."""
 
 
-def held(
-    standby: RemoteShard, term: int, *, closing: Callable[[], bool] = lambda: False, gone: timedelta = GONE
-) -> list[Advance]:
-    """The orders that shard 0's standby can carry out, oldest first; none if it does not answer for `gone`.
+@dataclass(frozen=True)
+class Rescue:
+    """Saves versions that are on no disk.
 
-    Blocks until it answers.
-
-    Args:
-        closing: whether the process was asked to end.
-
-    Raises:
-        Fenced: another parameter server has begun a newer term.
-        AskedToEnd: the process was asked to end meanwhile. The standby keeps what it has.
-    """
-    try:
-        return retry(partial(standby.held, term), TransportError, patience=gone, over=closing)
-    except Refused as refusal:
-        raise Fenced(str(refusal)) from refusal
-    except TransportError as error:
-        if closing():
-            raise AskedToEnd(f"asked to end while the standby did not answer: {error}") from error
-        logger.warning("the standby does not answer: %s", error)
-        return []
-
-
-def rescue(
-    checkpoints: Checkpointer,
-    shards: Sequence[ShardControl],
-    standbys: Sequence[RemoteShard],
-    orders: Sequence[Advance],
-    *,
-    closing: Callable[[], bool] = lambda: False,
-    gone: timedelta = GONE,
-) -> bool:
-    """Make a checkpoint of the newest of `orders` that the shards, or their standbys, can all carry out.
-
-    Blocks until it is on disk. A standby that does not answer is asked again, until `gone` has passed. May be
-    called again.
-
-    Args:
-        orders: of one shard 0, oldest first, each with the state of its version.
-        closing: whether the process is about to end. Then no silent standby is waited for; see also
+    Attributes:
+        shards, standbys: in the same order.
+        closing: whether the process was asked to end. Then no silent standby is waited for; see also
             `Checkpointer.await_whole`.
-
-    Returns:
-        Whether there is a newer checkpoint now. If not, the job continues from the one before.
-
-    Raises:
-        StorageUnavailable: the version is there, but could not be written, or the process is about to end.
-            It is not lost: try again.
-        Fenced: another parameter server has begun a newer term.
+        gone: for how long a standby that does not answer is asked again.
     """
-    for order in reversed(orders):
-        if checkpoints.durable_version is not None and order.version <= checkpoints.durable_version:
-            return False
+
+    checkpoints: Checkpointer
+    shards: Sequence[ShardControl]
+    standbys: Sequence[RemoteShard]
+    closing: Callable[[], bool] = lambda: False
+    gone: timedelta = GONE
+
+    def held(self) -> list[Advance]:
+        """The orders that shard 0's standby can carry out, oldest first; none if it does not answer.
+
+        Blocks until it answers, for `gone` at most.
+
+        Raises:
+            Fenced: another parameter server has begun a newer term.
+            AskedToEnd: the process was asked to end meanwhile. The standby keeps what it has.
+        """
+        ask = partial(self.standbys[0].held, self.checkpoints.term)
         try:
-            _save(checkpoints, shards, standbys, order, closing=closing, gone=gone)
-        except TransportError as error:  # it will not answer to an older order either
-            logger.warning("version %d is given up with a standby that has gone: %s", order.version, error)
-            return False
+            return retry(ask, TransportError, patience=self.gone, over=self.closing)
         except Refused as refusal:
-            if refusal.code is RefusalCode.STALE_TERM:
-                raise Fenced(str(refusal)) from refusal
-            logger.warning("version %d cannot be saved from the standbys: %s", order.version, refusal)
-        else:
-            logger.info("version %d was saved from the standbys", order.version)
-            return True
-    return False
+            raise Fenced(str(refusal)) from refusal
+        except TransportError as error:
+            if self.closing():
+                raise AskedToEnd(f"asked to end while the standby did not answer: {error}") from error
+            logger.warning("the standby does not answer: %s", error)
+            return []
 
+    def save(self, orders: Sequence[Advance]) -> bool:
+        """Make a checkpoint of the newest of `orders` that the shards, or their standbys, can all carry out.
 
-def _save(
-    checkpoints: Checkpointer,
-    shards: Sequence[ShardControl],
-    standbys: Sequence[RemoteShard],
-    order: Advance,
-    *,
-    closing: Callable[[], bool],
-    gone: timedelta,
-) -> None:
-    """Raises TransportError, Refused, StorageUnavailable, Fenced."""
-    number = checkpoints.number()
-    write = replace(order, checkpoint=number, term=checkpoints.term, expected={}, prepare=False, rescue=True)
-    writers = [
-        _order(*pair, write, closing=closing, gone=gone) for pair in zip(shards, standbys, strict=True)
-    ]
-    checkpoints.begin(order.version, time.monotonic(), json.loads(order.state), number=number)
-    probe = Advance(order.version, 0, {}, term=checkpoints.term, rescue=True)
+        Blocks until it is on disk. May be called again.
 
-    def ask() -> None:
-        for index, writer in enumerate(writers):
-            checkpoints.part(index, writer.advance(probe).written)
+        Args:
+            orders: of one shard 0, oldest first, each with the state of its version.
 
-    with suppress(Refused):  # whoever writes it has lost it; `failure` says so, and another one may have it
-        checkpoints.await_whole(ask, closing=closing)
-    if checkpoints.fenced:
-        raise Fenced(checkpoints.failure)
-    if checkpoints.durable_version != order.version:
-        raise StorageUnavailable(f"version {order.version} cannot be saved yet: {checkpoints.failure}")
+        Returns:
+            Whether there is a newer checkpoint now. If not, the job continues from the one before.
 
-
-def _order(
-    shard: ShardControl, standby: RemoteShard, order: Advance, *, closing: Callable[[], bool], gone: timedelta
-) -> ShardControl:
-    """Have a shard carry `order` out, or its standby if the shard has lost the model. Returns who has.
-
-    Raises:
-        Refused: neither can.
-        TransportError: one of them has not answered for `gone`, and the other one cannot.
-        StorageUnavailable: one of them does not answer, and the process is about to end.
-    """
-
-    def first_that_can() -> ShardControl:
-        problems: list[Refused | TransportError] = []
-        for writer, its in ((shard, order), (standby, for_standby(order))):
+        Raises:
+            StorageUnavailable: the version is there, but could not be written, or the process is about to
+                end. It is not lost: try again.
+            Fenced: another parameter server has begun a newer term.
+        """
+        for order in reversed(orders):
+            durable = self.checkpoints.durable_version
+            if durable is not None and order.version <= durable:
+                return False
             try:
-                writer.advance(its)
-            except (Refused, TransportError) as error:
-                problems.append(error)
+                self._save(order)
+            except TransportError as error:  # it will not answer to an older order either
+                text = "version %d is given up with a standby that has gone: %s"
+                logger.warning(text, order.version, error)
+                return False
+            except Refused as refusal:
+                if refusal.code is RefusalCode.STALE_TERM:
+                    raise Fenced(str(refusal)) from refusal
+                logger.warning("version %d cannot be saved from the standbys: %s", order.version, refusal)
             else:
-                return writer
-        raise next((each for each in reversed(problems) if isinstance(each, TransportError)), problems[-1])
+                logger.info("version %d was saved from the standbys", order.version)
+                return True
+        return False
 
-    try:
-        return retry(first_that_can, TransportError, patience=gone, over=closing)
-    except TransportError as error:
-        if not closing():
-            raise
-        raise StorageUnavailable(f"version {order.version} is left to the standby: {error}") from error
+    def _save(self, order: Advance) -> None:
+        checkpoints, term = self.checkpoints, self.checkpoints.term
+        number = checkpoints.number()
+        write = replace(order, checkpoint=number, term=term, expected={}, prepare=False, rescue=True)
+        writers = [self._writer(*pair, write) for pair in zip(self.shards, self.standbys, strict=True)]
+        checkpoints.begin(order.version, time.monotonic(), json.loads(order.state), number=number)
+        probe = Advance(order.version, 0, {}, term=term, rescue=True)
+
+        def ask() -> None:
+            for index, writer in enumerate(writers):
+                checkpoints.part(index, writer.advance(probe).written)
+
+        with suppress(Refused):  # whoever writes it has lost it; `failure` says so, another one may have it
+            checkpoints.await_whole(ask, closing=self.closing)
+        if checkpoints.fenced:
+            raise Fenced(checkpoints.failure)
+        if checkpoints.durable_version != order.version:
+            raise StorageUnavailable(f"version {order.version} cannot be saved yet: {checkpoints.failure}")
+
+    def _writer(self, shard: ShardControl, standby: RemoteShard, order: Advance) -> ShardControl:
+        """Have a shard carry `order` out, or its standby if the shard has lost the model. Returns who has."""
+
+        def first_that_can() -> ShardControl:
+            problems: list[Refused | TransportError] = []
+            for writer, its in ((shard, order), (standby, for_standby(order))):
+                try:
+                    writer.advance(its)
+                except (Refused, TransportError) as error:
+                    problems.append(error)
+                else:
+                    return writer
+            raise next((e for e in reversed(problems) if isinstance(e, TransportError)), problems[-1])
+
+        try:
+            return retry(first_that_can, TransportError, patience=self.gone, over=self.closing)
+        except TransportError as error:
+            if not self.closing():
+                raise
+            raise StorageUnavailable(f"version {order.version} is left to the standby: {error}") from error

@@ -24,8 +24,8 @@ from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.limits import Patience
 from elastic_ps.server.node import Node
-from elastic_ps.server.orders import Advance, Application, Configuration, RemoteShard, Report
-from elastic_ps.server.standby import GONE, for_standby, held, rescue
+from elastic_ps.server.orders import Advance, Application, Configuration, RemoteShard, Report, ShardControl
+from elastic_ps.server.standby import GONE, Rescue, for_standby
 from tests.testing.shard import LR, Body, one_bucket, ones, tensor
 
 TENSOR = asdict(TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0))
@@ -79,9 +79,13 @@ class Setting:
         self.standby.advance(replace(for_standby(first), next=second))
         self.standby.take_sum(1, 0, 1, 0, [True], Body(ones(4)))
 
+    def by(self, standby: object = None, *, shard: ShardControl | None = None, **more: Any) -> Rescue:
+        """What saves versions with these; by default, with the shard and the standby that there are."""
+        standbys = [cast(RemoteShard, standby or self.standby)]
+        return Rescue(self.checkpoints, [shard or self.shard], standbys, **more)
+
     def rescue(self) -> bool:
-        orders = held(cast(RemoteShard, self.standby), self.checkpoints.term)
-        return rescue(self.checkpoints, [self.shard], [cast(RemoteShard, self.standby)], orders)
+        return self.by().save(self.by().held())
 
     def loaded(self, version: int) -> list[float]:
         """The values of the checkpoint."""
@@ -119,15 +123,13 @@ def test_what_is_on_disk_is_not_saved_again(setting: Setting) -> None:
 
 def test_without_the_last_sum_the_version_before_is_saved(tmp_path: Path, setting: Setting) -> None:
     orders = [round_of(1), round_of(3)]  # the standby is at version 1 and has the sum for 2
-    assert rescue(setting.checkpoints, [setting.shard], [cast(RemoteShard, setting.standby)], orders)
+    assert setting.by().save(orders)
     assert setting.checkpoints.durable_version == 1
     assert setting.loaded(1) == [-1.0] * 4
 
 
 def test_nothing_is_saved_if_nobody_can_carry_an_order_out(setting: Setting) -> None:
-    assert not rescue(
-        setting.checkpoints, [setting.shard], [cast(RemoteShard, setting.standby)], [round_of(3)]
-    )
+    assert not setting.by().save([round_of(3)])
     assert setting.checkpoints.durable_version is None
 
 
@@ -173,22 +175,22 @@ class Lossy:
 
 
 def test_an_answer_of_the_standby_that_is_lost_is_asked_for_again(setting: Setting) -> None:
-    lossy = cast(RemoteShard, Lossy(setting.standby, losses=3))
-    assert rescue(setting.checkpoints, [setting.shard], [lossy], [round_of(1), round_of(2)])
+    lossy = Lossy(setting.standby, losses=3)
+    assert setting.by(lossy).save([round_of(1), round_of(2)])
     assert setting.checkpoints.durable_version == 2
 
 
 def test_an_answer_that_is_lost_after_long_work_is_asked_for_again(setting: Setting) -> None:
     """The time that a standby takes for the step and the copy is not time in which it has gone."""
-    lossy = cast(RemoteShard, Lossy(setting.standby, losses=1, seconds=0.4))
-    assert rescue(setting.checkpoints, [setting.shard], [lossy], [round_of(2)], gone=timedelta(seconds=0.2))
+    lossy = Lossy(setting.standby, losses=1, seconds=0.4)
+    assert setting.by(lossy, gone=timedelta(seconds=0.2)).save([round_of(2)])
 
 
 def test_a_standby_that_has_gone_is_given_up(setting: Setting) -> None:
     """Else a job whose shard and standby are lost together would never go back to its checkpoint."""
-    lossy = cast(RemoteShard, Lossy(setting.standby, losses=1_000_000))
+    lossy = Lossy(setting.standby, losses=1_000_000)
     orders = [round_of(1), round_of(2)]
-    assert not rescue(setting.checkpoints, [setting.shard], [lossy], orders, gone=timedelta(seconds=0.3))
+    assert not setting.by(lossy, gone=timedelta(seconds=0.3)).save(orders)
 
 
 def test_a_version_that_a_shard_was_writing_when_it_was_lost_comes_from_its_standby(setting: Setting) -> None:
@@ -205,10 +207,10 @@ def test_a_version_that_a_shard_was_writing_when_it_was_lost_comes_from_its_stan
                 raise Refused(RefusalCode.NOT_READY, "shard 0 does not know the model yet")
             return Report()
 
-    given = ([Dying()], [cast(RemoteShard, setting.standby)], [round_of(2)])
+    dying = setting.by(shard=Dying())
     with pytest.raises(StorageUnavailable, match="given up: shard 0 does not know the model yet"):
-        rescue(setting.checkpoints, *given)
-    assert rescue(setting.checkpoints, *given)
+        dying.save([round_of(2)])
+    assert dying.save([round_of(2)])
     assert setting.loaded(2) == [-2.0] * 4
 
 
@@ -220,7 +222,7 @@ def test_a_shard_that_still_has_the_model_needs_no_standby(setting: Setting) -> 
         def advance(self, order: Advance) -> Report:
             raise AssertionError("the standby is asked")
 
-    assert rescue(setting.checkpoints, [setting.shard], [cast(RemoteShard, Nobody())], [order])
+    assert setting.by(Nobody()).save([order])
     assert setting.loaded(0) == [0.0] * 4
 
 
@@ -230,7 +232,7 @@ def test_a_standby_that_a_newer_term_has_asked_fences_this_one(setting: Setting)
         setting.rescue()
 
 
-def test_a_standby_that_does_not_answer_is_asked_for_a_while() -> None:
+def test_a_standby_that_does_not_answer_is_asked_for_a_while(setting: Setting) -> None:
     order = round_of(1)
 
     class Late:
@@ -242,13 +244,13 @@ def test_a_standby_that_does_not_answer_is_asked_for_a_while() -> None:
                 raise ConnectionLost("not there yet")
             return [order]
 
-    assert held(cast(RemoteShard, Late()), 2) == [order]
+    assert setting.by(Late()).held() == [order]
 
     class Never:
         def held(self, term: int) -> list[Any]:
             raise ConnectionLost("nobody")
 
-    assert held(cast(RemoteShard, Never()), 2, gone=timedelta(seconds=0.3)) == []
+    assert setting.by(Never(), gone=timedelta(seconds=0.3)).held() == []
 
 
 def test_what_only_a_silent_standby_has_is_not_given_up_by_a_process_that_ends(setting: Setting) -> None:
@@ -260,19 +262,19 @@ def test_what_only_a_silent_standby_has_is_not_given_up_by_a_process_that_ends(s
             raise ConnectionLost("nobody")
 
     with pytest.raises(AskedToEnd, match="the standby did not answer: nobody"):
-        held(cast(RemoteShard, Never()), 2, closing=lambda: True)
-    silent = cast(RemoteShard, Lossy(setting.standby, losses=1_000_000))
+        setting.by(Never(), closing=lambda: True).held()
+    silent = Lossy(setting.standby, losses=1_000_000)
     with pytest.raises(StorageUnavailable, match="version 2 is left to the standby: reset"):
-        rescue(setting.checkpoints, [setting.shard], [silent], [round_of(2)], closing=lambda: True)
+        setting.by(silent, closing=lambda: True).save([round_of(2)])
     assert time.monotonic() - began < GONE.total_seconds()
     assert setting.rescue()
     assert setting.loaded(2) == [-2.0] * 4
 
 
-def test_a_refusal_of_the_standby_is_no_answer() -> None:
+def test_a_refusal_of_the_standby_is_no_answer(setting: Setting) -> None:
     class Busy:
         def held(self, term: int) -> list[Any]:
             raise Refused(RefusalCode.STALE_TERM, "term 9 gives the orders now")
 
     with pytest.raises(Fenced, match="term 9"):
-        held(cast(RemoteShard, Busy()), 2)
+        setting.by(Busy()).held()
