@@ -27,7 +27,7 @@ from elastic_ps.server.state import JobState, Model
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
-from elastic_ps.transport.calls import answers
+from elastic_ps.transport.calls import Sender, answers
 from elastic_ps.transport.convert import tensors_from_message
 
 logger = logging.getLogger(__name__)
@@ -295,7 +295,7 @@ class MemberCalls:
         worker that has not joined reports, too, with incarnation 0: its script uses `session.server` alone.
         """
         if request.caller.incarnation:
-            self._callers.require_present(request.caller, incoming)
+            self._callers.check(Sender.MEMBER, request, incoming)
             self._callers.require_member(request.caller)
         with self._job.lock:
             keep(self._job.state.results.metrics, request.metrics)

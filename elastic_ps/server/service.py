@@ -51,28 +51,15 @@ class Callers:
         self.model_header: int | None = None
 
     def check(self, sender: Sender, request: Any, incoming: Incoming) -> None:
-        """Raises Refused, see `Sender`."""
-        if sender is Sender.JOB:
-            self._require_job(request.job)
-        elif sender is Sender.WORKER:
-            self.require_worker(request.caller, incoming)
-        else:
-            self.require_present(request.caller, incoming)
-
-    def _require_job(self, named: str) -> None:
-        """Who does not know the job's name is not told it."""
-        if named != self.job:
-            text = f"this is the parameter server of another job than {named!r}"
+        """Raises Refused, see `Sender`; a member before there is a model, too, if it is known to be none."""
+        caller = request if sender is Sender.JOB else request.caller
+        if sender is not Sender.JOB:
+            require_permitted(refuse_to_speak_for(incoming.peer, caller.worker))
+        if caller.job != self.job:  # who does not know the job's name is not told it
+            text = f"this is the parameter server of another job than {caller.job!r}"
             raise Refused(RefusalCode.WRONG_JOB, text)
-
-    def require_worker(self, caller: pb.Caller, incoming: Incoming) -> None:
-        """Raises Refused if a worker that calls is not who it says, or of another job."""
-        require_permitted(refuse_to_speak_for(incoming.peer, caller.worker))
-        self._require_job(caller.job)
-
-    def require_present(self, caller: pb.Caller, incoming: Incoming) -> None:
-        """The same; also if it is of another term, or is known to be no member before there is a model."""
-        self.require_worker(caller, incoming)
+        if sender is not Sender.MEMBER:
+            return
         term = self._guarded.term if self._guarded is not None else self.node.term
         if caller.term != term:
             text = f"message of term {caller.term}; this is term {term}"

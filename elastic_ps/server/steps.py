@@ -26,7 +26,7 @@ from elastic_ps.server.state import JobState
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
-from elastic_ps.transport.calls import answers
+from elastic_ps.transport.calls import Sender, answers
 from elastic_ps.transport.convert import fields, ranges_from_message, ranges_to_message
 
 logger = logging.getLogger(__name__)
@@ -280,7 +280,7 @@ class StepCalls:
             Refused: see `SyncRounds.finish`; INVALID: records that the worker does not hold, or settings that
                 the optimizer cannot step with.
         """
-        self._callers.require_present(request.caller, incoming)
+        self._callers.check(Sender.MEMBER, request, incoming)
         settings = settings_from_message(request.settings) if request.settings else None
         contribution = Contribution(
             **fields(request.caller, "worker", "incarnation"),
