@@ -190,7 +190,7 @@ def _numbered(
         raise InvalidModel(
             f"{name} is a stream without a length, but records can be counted exactly once only if their "
             "number is known. Pass session.loader(..., records=N), with the items of an epoch, or give the "
-            "stream a __len__: Streams in docs/guides/scripts.md"
+            "stream a __len__: Streams in docs/guides/data.md"
         )
     if records is not None and records < 1:
         raise UsageError(f"records is {records}; expected the number of items in an epoch, at least 1")

@@ -132,7 +132,7 @@ class Numbered(Dataset[Any]):
                 "%s is begun for the %dth time in epoch %d, because records before its place were given back "
                 "by other workers. Each time it is read from its first item on. Give it a method "
                 "iterate_from(number), which returns an iterator that begins with that item. See Streams in "
-                "docs/guides/scripts.md",
+                "docs/guides/data.md",
                 self._name,
                 OFTEN,
                 index.epoch,
@@ -166,7 +166,7 @@ class Numbered(Dataset[Any]):
                 "%s was begun again in epoch %d, and its first item is another one than before. If its order "
                 "is another one, some items are trained twice, and others never. A generator of its own must "
                 "be made in __iter__ with a seed that does not change, and __iter__ must not shuffle a list "
-                "of the stream in place. See Streams in docs/guides/scripts.md",
+                "of the stream in place. See Streams in docs/guides/data.md",
                 self._name,
                 self._next.epoch,
             )

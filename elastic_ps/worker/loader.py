@@ -356,7 +356,7 @@ class ElasticLoader:
                 f"the {type(self.dataset).__name__} has {now} records now; it had {self._source.records} at "
                 "session.loader(...), and the job counts those in each epoch. Give it all records from the "
                 "start. To train on more of them later, run a job for each stage, which begins with "
-                "the values of the one before: Fine-tuning in docs/guides/scripts.md"
+                "the values of the one before: Fine-tuning in docs/cookbook.md"
             )
 
     def _check_end(self) -> None:

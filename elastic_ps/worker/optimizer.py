@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 _ONE_STEP = (
     "a second step is made with the same batch, but each batch of session.loader(...) is for one: "
     "{first}.step() or {second}.step(). Choose by {choose}. Or let all optimizers step at once, with the "
-    "step() of what session.optimizer(...) returned. See Two networks in turn in docs/guides/scripts.md"
+    "step() of what session.optimizer(...) returned. See Two networks in turn in docs/cookbook.md"
 )
 
 _OTHER_GROUPS = (

@@ -230,7 +230,7 @@ class Session:
                 "session.optimizer was called twice, but a job trains one model. Put several networks, as "
                 "those of a GAN, into one torch.nn.ModuleDict, and pass their optimizers together, as in "
                 "session.optimizer({'generator': ..., 'critic': ...}, both): Two networks in turn in "
-                "docs/guides/scripts.md. To train anew in a notebook without a job, call connect() first"
+                "docs/cookbook.md. To train anew in a notebook without a job, call connect() first"
             )
         check_model(model)
         if isinstance(optimizer, Mapping):
@@ -387,7 +387,7 @@ class Session:
                 order. Without a DataLoader the job's `data.shuffle` says whether the order is random.
                 Or an `IterableDataset`, or a DataLoader over one: its records are its items in their order,
                 whatever `data.shuffle` says. Whenever it is begun, in each worker, it must give the same
-                items. Its method `iterate_from(number)` is used, if it has one; see docs/guides/scripts.md.
+                items. Its method `iterate_from(number)` is used, if it has one; see docs/guides/data.md.
             batch_size: the number of records in a batch of one worker.
             epochs: how often each record is trained, by all workers together.
             records: the items of a stream that make an epoch, the first ones; by default its length.

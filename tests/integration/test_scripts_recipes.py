@@ -1,31 +1,47 @@
-"""What docs/guides/scripts.md shows, as it stands there."""
+"""The recipes of docs/cookbook.md and docs/guides/data.md run as they stand there."""
 
 from __future__ import annotations
 
+import copy
 import gzip
 import itertools
+import json
 import math
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
+import elastic_ps
+from elastic_operator import builders
+from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, mse
 
-DOCS = Path(__file__).parents[2] / "docs" / "guides" / "scripts.md"
+ROOT = Path(__file__).parents[2]
+PAGES = "\n".join((ROOT / "docs" / page).read_text() for page in ("cookbook.md", "guides/data.md"))
+RUNS = r"<!-- runs in [^\n]*test_scripts_recipes.py -->\n```{}\n(.*?)```"
 
 
-def recipe(heading: str) -> str:
+def recipes(heading: str, language: str = "python") -> list[str]:
     """The code under a heading that says that it runs here."""
-    part = DOCS.read_text().split(f"### {heading}\n", 1)[1]
-    found = re.search(r"<!-- runs in [^\n]*test_scripts_recipes.py -->\n```python\n(.*?)```", part, re.S)
-    assert found is not None
-    return found[1]
+    part = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^##|\Z)", PAGES, re.S | re.M)
+    assert part is not None
+    found: list[str] = re.findall(RUNS.format(language), part[1], re.S)
+    return found
+
+
+def recipe(heading: str, language: str = "python") -> str:
+    (code,) = recipes(heading, language)
+    return code
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -96,7 +112,7 @@ def test_an_average_of_the_epochs(tmp_path: Path) -> None:
             "loss_of": mse,
             "directory": tmp_path,
         }
-        exec(recipe("Averages of the model"), names)
+        exec(recipe("An average of the epochs"), names)
         averages.append(names.get("average"))
 
     with running_job(tmp_path) as job:
@@ -168,7 +184,7 @@ def test_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         names: dict[str, Any] = {"math": math, "torch": torch, "loss_of": mse, "validate": validate}
         names |= {"session": session, "model": model, "optimizer": optimizer, "loader": loader}
-        exec(recipe("Patience"), names)
+        exec(recipe("Early stopping"), names)
 
     with running_job(tmp_path) as job:
         job.run(script, workers=2)
@@ -183,8 +199,227 @@ def test_episodes_in_place_of_a_data_set(tmp_path: Path) -> None:
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
         names = {"session": session, "model": model, "optimizer": optimizer}
         names |= {"play_episode": lambda model: model(torch.randn(1, 6)), "loss_of": torch.sum}
-        exec(recipe("No data set"), names)
+        exec(recipe("Reinforcement learning, and data made on the fly"), names)
 
     with running_job(tmp_path) as job:
         job.run(script, workers=2)
         assert_each_record_once(job.commits(), records=40, epochs=1)
+
+
+class Bar:
+    """Stands for tqdm's, which the tests do not install."""
+
+    def __init__(self, *, total: int, unit: str, disable: bool) -> None:
+        self.total, self.done, self.hidden = total, 0, disable
+
+    def update(self, more: int) -> None:
+        self.done += more
+
+
+def test_a_progress_bar_counts_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("tqdm")
+    vars(module)["tqdm"] = Bar
+    monkeypatch.setitem(sys.modules, "tqdm", module)
+    bars: list[Bar] = []
+
+    def script(session: Session) -> None:
+        model, dataset = make_mlp(), Numbers(24)
+        names: dict[str, Any] = {"session": session, "model": model, "dataset": dataset, "loss_of": mse}
+        names["optimizer"] = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+        names["loader"] = session.loader(dataset, batch_size=16, epochs=10)
+        exec(recipe("A progress bar"), names)
+        bars.append(names["bar"])
+
+    with running_job(tmp_path) as job:
+        job.run(script, workers=1)
+    assert [(bar.done, bar.total, bar.hidden) for bar in bars] == [(240, 240, False)]
+
+
+class Writer:
+    """Stands for TensorBoard's, which the tests do not install."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory, self.steps = directory, list[int]()
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        assert name == "loss"
+        assert math.isfinite(value)
+        self.steps.append(step)
+
+
+def test_only_worker_0_writes_for_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("torch.utils.tensorboard")
+    vars(module)["SummaryWriter"] = Writer
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    writers: dict[int, Writer | None] = {}
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        names: dict[str, Any] = {"session": session, "model": model, "loss_of": mse}
+        names["optimizer"] = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+        names["loader"] = session.loader(Numbers(160), batch_size=16)
+        exec(recipe("TensorBoard"), names)
+        writers[session.worker] = names["writer"]
+
+    with running_job(tmp_path) as job:
+        job.run(script, workers=2)
+    assert writers.pop(1) is None
+    writer = writers.pop(0)
+    assert writer is not None
+    assert writer.steps == sorted(set(writer.steps))
+
+
+def test_a_fixed_number_of_steps(tmp_path: Path) -> None:
+    versions: list[int] = []
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        names: dict[str, Any] = {"session": session, "model": model, "loss_of": mse, "dataset": Numbers(64)}
+        names["optimizer"] = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+        exec(recipe("A fixed number of steps"), names)
+        versions.append(session.version)
+
+    with running_job(tmp_path) as job:
+        job.run(script, workers=2)
+        assert job.status().progress.stopped == "20 steps are done"
+    assert set(versions) <= {20, 21}, "a step that another worker has begun is finished"
+
+
+def test_a_hidden_state_goes_from_piece_to_piece(tmp_path: Path) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru, self.head = torch.nn.GRU(2, 4, batch_first=True), torch.nn.Linear(4, 1)
+            self.begun: list[bool] = []
+
+        def forward(self, x: torch.Tensor, hidden: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            self.begun.append(hidden is None)
+            outputs, hidden = self.gru(x, hidden)
+            return self.head(outputs), hidden
+
+    dataset = torch.utils.data.TensorDataset(torch.randn(32, 60, 2), torch.randn(32, 60, 1))
+    models: list[Net] = []
+
+    def script(session: Session) -> None:
+        models.append(Net())
+        names: dict[str, Any] = {"torch": torch, "session": session, "model": models[-1], "dataset": dataset}
+        exec(recipe("Hidden state between batches"), names)
+
+    with running_job(tmp_path) as job:
+        job.run(script, workers=2)
+        assert_each_record_once(job.commits(), records=32, epochs=2)
+    assert sorted(each for model in models for each in model.begun) == [False] * 16 + [True] * 8
+
+
+def test_fine_tuning_begins_with_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained = make_mlp()
+
+    def earlier(session: Session) -> None:
+        optimizer = session.optimizer(torch.optim.Adam(trained.parameters(), lr=0.01), trained)
+        for x, y in session.loader(Numbers(16), batch_size=4):
+            optimizer.zero_grad()
+            mse(trained, x, y).backward()
+            optimizer.step()
+
+    def script(session: Session) -> None:
+        model = make_mlp(seed=3)
+        names: dict[str, Any] = {"torch": torch, "elastic_ps": elastic_ps, "session": session, "model": model}
+        exec(recipe("Fine-tuning"), names)
+        (group,) = names["optimizer"].param_groups
+        assert group["lr"] == 1e-4
+        for ours, theirs in zip(model.parameters(), trained.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+        state = names["optimizer"].state_dict()["state"]
+        assert {int(each["step"]) for each in state.values()} == {4}
+        session.stop("that was all")
+
+    with running_job(tmp_path / "a", checkpoints=tmp_path / "checkpoints") as job:
+        job.run(earlier, workers=1)
+    with running_job(tmp_path / "b") as job:
+        job.run(script, workers=1)
+
+
+def test_an_exponential_moving_average(tmp_path: Path) -> None:
+    """It is the mean of plain torch, and the same in both workers."""
+    dataset = torch.utils.data.TensorDataset(torch.randn(64, 2), torch.randn(64, 1))
+    averages: list[list[torch.Tensor]] = []
+    values: dict[int, list[torch.Tensor]] = {}  # of a version
+
+    def script(session: Session) -> None:
+        def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+            values[session.version] = [value.detach().clone() for value in model.parameters()]
+            return mse(model, x, y)
+
+        names: dict[str, Any] = {
+            "torch": torch,
+            "copy": copy,
+            "session": session,
+            "dataset": dataset,
+            "loss_of": loss_of,
+        }
+        names["model"] = make_mlp((2, 1))
+        exec(recipe("An exponential moving average"), names)
+        averages.append([value.detach() for value in names["both"]["average"].parameters()])
+
+    with running_job(tmp_path) as job:
+        job.run(script, workers=2)
+    expected = values[0]
+    for version in sorted(values):
+        expected = [mean.lerp(value, 0.1) for mean, value in zip(expected, values[version], strict=True)]
+    for average in averages:
+        torch.testing.assert_close(average, expected)
+
+
+def elastic_ps_run(directory: Path, *command: str) -> str:
+    environment = {**os.environ, "XDG_STATE_HOME": str(directory / "state"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        (sys.executable, *command),
+        cwd=directory,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_cells_of_a_notebook_run_again(tmp_path: Path) -> None:
+    before = """
+import torch, elastic_ps
+model = torch.nn.Linear(2, 1)
+dataset = torch.utils.data.TensorDataset(torch.ones(64, 2), torch.ones(64, 1))
+def loss_of(model, x, y):
+    return torch.nn.functional.mse_loss(model(x), y)
+losses = []
+"""
+    after = "losses.append(float(loss_of(model, *dataset.tensors)))\n"
+    cells = "".join(recipes("A notebook")) + after
+    end = "assert losses[1] <= losses[0] < 1e-3\nprint('done')\n"
+    (tmp_path / "cells.py").write_text(before + 2 * cells + end)
+    assert elastic_ps_run(tmp_path, "cells.py") == "done\n"
+
+
+def test_a_script_in_a_config_map(tmp_path: Path) -> None:
+    """The job is valid, a worker's pod has the script where it looks for it, and the script trains."""
+    text = recipe("A script without an image of its own", "yaml")
+    config_map, job = yaml.safe_load_all(text)
+    (script,) = config_map["data"].items()
+    job["metadata"].update(namespace="default", uid="u")
+    pod = builders.pod(job, TrainingJobSpec.model_validate(job["spec"]), "worker", 0)
+    (container,) = pod["spec"]["containers"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+    assert volumes["script"]["configMap"]["name"] == config_map["metadata"]["name"]
+    assert container["workingDir"] == mounts["script"]
+    assert script[0] == job["spec"]["entrypoint"].partition(":")[0] + ".py"
+
+    (tmp_path / script[0]).write_text(script[1])
+    (tmp_path / "job.yaml").write_text(text.partition("---\n")[2])
+    elastic_ps_run(tmp_path, "-m", "elastic_ps.cli", "run", "job.yaml", "--report", "out")
+    report = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert report["records_applied"] == report["records_expected"] == 768
+    assert report["loss"]

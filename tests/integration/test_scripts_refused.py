@@ -223,7 +223,7 @@ def test_what_cannot_be_trained(
 @pytest.mark.parametrize(
     ("source", "match"),
     [
-        (Stream(), r"stream without a length.*Streams in docs/guides/scripts\.md"),
+        (Stream(), r"stream without a length.*Streams in docs/guides/data\.md"),
         (TensorDataset(torch.zeros(0, 2)), "empty"),
         (DataLoader(Stream()), "stream without a length"),
     ],
