@@ -72,7 +72,7 @@ mutants: $(VENV)/ready  ## Small changes of the code by chance: do the unit test
 	$(BIN)/python tools/mutants.py server --least 0.85
 	$(BIN)/python tools/mutants.py operator --least 0.85
 
-bench: $(VENV)/ready  ## The benchmarks, each beside a competitor: some 15 minutes, writes docs/reports/benchmarks.md
+bench: $(VENV)/ready  ## The benchmarks, each beside a competitor: some 15 minutes, writes a page of docs/reports
 	$(BIN)/python -m benchmarks
 
 soak: $(VENV)/ready  ## Half an hour of faults on real processes, 100,000 calls of strangers, an hour of the simulator

@@ -1,4 +1,4 @@
-"""Run the benchmarks one after the other, and write what they find to docs/reports/benchmarks.md.
+"""Run the benchmarks one after the other, and write what they find to a page of docs/reports with the date.
 
 `python -m benchmarks` takes some 15 minutes; nothing else should run meanwhile. Names of benchmarks run those
 alone, and print the page instead of writing it.
@@ -14,14 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.figures import Figure, read
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "reports" / "benchmarks.md"
-PICTURE = ROOT / "docs" / "images" / "benchmarks.png"
+DOCS = ROOT / "docs"
 
 
 class Benchmark(NamedTuple):
@@ -120,17 +120,16 @@ def run(name: str, benchmark: Benchmark) -> list[Figure]:
         return read(file)
 
 
-def page(found: Mapping[str, Sequence[Figure]], picture: str) -> str:
+def page(found: Mapping[str, Sequence[Figure]], day: str) -> str:
     """The page, as Markdown."""
     lines = [
-        "# Benchmarks",
+        f"# Benchmarks of {day}",
         "",
-        "`make bench` has written this page. Timings depend on the machine: compare the ratios. "
-        "[Performance](performance.md) says where the time goes.",
+        "`make bench` wrote this page. Timings depend on the machine: compare the ratios.",
         "",
         f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}.",
         "",
-        f"![Ratios]({picture})",
+        f"![Ratios](../images/benchmarks-{day}.png)",
     ]
     for name, figures in found.items():
         benchmark = BENCHMARKS[name]
@@ -141,6 +140,13 @@ def page(found: Mapping[str, Sequence[Figure]], picture: str) -> str:
             ours, theirs = (f"{value:,.4g} {each.unit}" for value in (each.ours, each.theirs))
             lines.append(f"| {each.what} | {ours} | {theirs} | {each.competitor} | {each.ratio:.2f} |")
     return "\n".join(lines) + "\n"
+
+
+def list_report(index: Path, day: str) -> None:
+    """Name a report in the index, above the earlier ones."""
+    text, line = index.read_text(), f"- [{day}]({day}.md): the benchmarks of `make bench`\n"
+    if line not in text:
+        index.write_text(text.replace("- [", f"{line}- [", 1))
 
 
 def draw(found: Mapping[str, Sequence[Figure]], path: Path) -> None:
@@ -182,13 +188,16 @@ def main() -> None:
     for name in names or BENCHMARKS:
         print(f"=== {name}", flush=True)
         found[name] = run(name, BENCHMARKS[name])
-    text = page(found, f"images/{PICTURE.name}")
+    day = date.today().isoformat()
+    text = page(found, day)
     if names:
         print(text)
         return
-    draw(found, PICTURE)
-    PAGE.write_text(text)
-    print(f"{PAGE.relative_to(ROOT)} is written, after {(time.monotonic() - began) / 60:.0f} minutes")
+    draw(found, DOCS / "images" / f"benchmarks-{day}.png")
+    report = DOCS / "reports" / f"{day}.md"
+    report.write_text(text)
+    list_report(DOCS / "reports" / "index.md", day)
+    print(f"{report.relative_to(ROOT)} is written, after {(time.monotonic() - began) / 60:.0f} minutes")
 
 
 if __name__ == "__main__":
