@@ -4,7 +4,8 @@
 to `sendall` and `recv_into` on a socket, measured in turns in the same run, and the processor time of both
 sides for a GB. `memcpy` copies the body within a process. With `shm` the body is in shared memory, and the
 receiver copies it from there; `inproc` runs in one process. Both sides write into memory that they have
-already, as a worker and a parameter server do.
+already, as a worker and a parameter server do. `sealed` is `tcp` with certificates; `tls` is `sendall` and
+`recv_into` on Python's own TLS socket.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,11 +29,15 @@ import psutil
 from benchmarks.figures import Figure, write
 from elastic_ps.transport import local, tcp
 from elastic_ps.transport.base import Connection, Frame, Incoming
+from elastic_ps.transport.credentials import Credentials
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.transport.inproc import InprocServer, connect
 from elastic_ps.transport.local import LocalServer
 from elastic_ps.transport.memory import SharedMemory
+from elastic_ps.transport.stream import StreamServer
 from elastic_ps.transport.tcp import TcpServer
+from tests.testing.certificates import authority
+from tests.testing.certificates import write as certify
 
 MIB = 1024 * 1024
 LARGEST = 64 * MIB
@@ -39,7 +45,7 @@ TIMEOUT = timedelta(seconds=60)
 REQUEST = struct.Struct("!?Q")
 """To the raw socket's server: whether the body goes up, and its size."""
 
-BESIDE = ("socket", "memcpy")
+BESIDE = ("socket", "tls", "memcpy")
 """What the transports are compared with."""
 
 Transfer = Callable[[bool, memoryview], None]
@@ -58,12 +64,15 @@ def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
 _MEMORY = SharedMemory(LARGEST).take(LARGEST)
 
 
-def serve_raw(listener: socket.socket) -> None:
-    """What `handler` does, over a bare socket, until the client goes."""
+def serve_raw(listener: socket.socket, credentials: Credentials | None) -> None:
+    """What `handler` does, over a bare socket or one with TLS, until the client goes."""
     client, _ = listener.accept()
+    if credentials is not None:
+        client = credentials.accepting().wrap_socket(client, server_side=True)
     with client:
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while request := client.recv(REQUEST.size, socket.MSG_WAITALL):
+        request = bytearray(REQUEST.size)
+        while client.recv_into(request):  # sent at once, so it comes at once
             up, size = REQUEST.unpack(request)
             if up:
                 receive(client, _MEMORY[:size])
@@ -117,48 +126,69 @@ def over(connection: Connection) -> Transfer:
     return transfer
 
 
-def serve() -> None:
+def serve(certificate: Path) -> None:
     """The other process: print where it listens, serve until its input ends."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    credentials = Credentials(certificate)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_server(("127.0.0.1", 0)) as secure,
+    ):
         server = GrpcServer("127.0.0.1:0")
         server.serve(handler)
         near, data = LocalServer(server.address), TcpServer("127.0.0.1:0")
-        near.serve(handler)
-        data.serve(handler)
-        threading.Thread(target=serve_raw, args=(listener,), name="raw", daemon=True).start()
-        print(listener.getsockname()[1], server.address, data.address, flush=True)
+        sealed = TcpServer("127.0.0.1:0", credentials=credentials)
+        streams: list[StreamServer] = [near, data, sealed]
+        for stream in streams:
+            stream.serve(handler)
+        ports = [str(each.getsockname()[1]) for each in (listener, secure)]
+        for raw, using in ((listener, None), (secure, credentials)):
+            threading.Thread(target=serve_raw, args=(raw, using), name="raw", daemon=True).start()
+        print(*ports, server.address, data.address, sealed.address, flush=True)
         sys.stdin.read()
-        for each in (server, near, data):
-            each.close()
+        server.close()
+        for stream in streams:
+            stream.close()
 
 
 @contextlib.contextmanager
 def transfers() -> Iterator[tuple[dict[str, Transfer], Callable[[], float]]]:
     """A way to move bodies for each name, the raw socket first; and the processor time of both sides."""
-    command = [sys.executable, "-m", "benchmarks.transport", "--serve"]
-    with (
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer,
-        contextlib.ExitStack() as stack,
-    ):
+    with contextlib.ExitStack() as stack:
+        directory, ca = Path(stack.enter_context(tempfile.TemporaryDirectory())), authority()
+        certificate = certify(directory / "server", ca, "server")
+        credentials = Credentials(certify(directory / "worker", ca, "worker"))
+        command = [sys.executable, "-m", "benchmarks.transport", "--serve", str(certificate)]
+        peer = stack.enter_context(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        )
         assert peer.stdout is not None
-        port, address, data = peer.stdout.readline().split()
-        client = stack.enter_context(socket.create_connection(("127.0.0.1", int(port))))
-        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        port, secure, address, data, sealed = peer.stdout.readline().split()
+        client, encrypted = (
+            stack.enter_context(socket.create_connection(("127.0.0.1", int(each)))) for each in (port, secure)
+        )
+        for each in (client, encrypted):
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        encrypted = stack.enter_context(
+            credentials.current().client.wrap_socket(encrypted, server_hostname=credentials.server_name)
+        )
         here = InprocServer()
         here.serve(handler)
         stack.callback(here.close)
         connections = {
             "grpc": GrpcConnection(address),
             "tcp": tcp.connect(data),
+            "sealed": tcp.connect(sealed, credentials=credentials),
             "shm": local.connect(address),
             "inproc": connect(here),
         }
-        for each in connections.values():
-            stack.callback(each.close)
+        for connection in connections.values():
+            stack.callback(connection.close)
         processes = psutil.Process(), psutil.Process(peer.pid)
-        ways = {"socket": over_socket(client), "memcpy": within_memory(memoryview(bytearray(LARGEST)))} | {
-            name: over(each) for name, each in connections.items()
-        }
+        ways = {
+            "socket": over_socket(client),
+            "tls": over_socket(encrypted),
+            "memcpy": within_memory(memoryview(bytearray(LARGEST))),
+        } | {name: over(each) for name, each in connections.items()}
         yield ways, lambda: sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
@@ -191,6 +221,8 @@ def measure(sizes: list[int], rounds: int) -> list[Figure]:
                 what = f"{size / MIB:.0f} MiB {'up' if up else 'down'}, {name}"
                 if name not in BESIDE:
                     figures.append(Figure(what, rate, rates["socket"], "MB/s", "raw socket", more=True))
+                if name == "sealed":
+                    figures.append(Figure(what, rate, rates["tls"], "MB/s", "TLS socket", more=True))
                 if name == "shm":
                     figures.append(Figure(what, rate, rates["memcpy"], "MB/s", "memcpy", more=True))
                 if name in ("tcp", "shm"):
@@ -205,10 +237,10 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[4, 64], help="MiB of the bodies")
     parser.add_argument("--rounds", type=int, default=15, help="measurements of each")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve()
+        serve(arguments.serve)
     else:
         write(arguments.json, measure([size * MIB for size in arguments.sizes], arguments.rounds))
 

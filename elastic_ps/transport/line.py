@@ -13,6 +13,7 @@ import enum
 import os
 import select
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Sequence
@@ -23,9 +24,10 @@ import numpy as np
 
 from elastic_ps.contract.identity import Identity
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed
-from elastic_ps.transport import sockets
+from elastic_ps.transport import sealed, sockets
 from elastic_ps.transport.base import EMPTY, Frame, Limits
 from elastic_ps.transport.memory import Handle, Mapped, place_of
+from elastic_ps.transport.sockets import Plain
 from elastic_ps.transport.stall import SLOWEST
 from elastic_ps.transport.views import flat, target_of
 
@@ -84,7 +86,7 @@ class Line:
     """
 
     def __init__(
-        self, sock: socket.socket, what: str, *, stall: timedelta | None = None, way: str = ""
+        self, sock: socket.socket | Plain, what: str, *, stall: timedelta | None = None, way: str = ""
     ) -> None:
         """What to say and hear on a connected socket.
 
@@ -94,12 +96,13 @@ class Line:
             way: see `Incoming.transport`. Default: `shm` on a Unix socket, else `tcp`. Only `shm` hands over
                 memory.
         """
-        self._socket, self._sock = sockets.of(sock), sock
+        self._socket = sockets.of(sock)
+        self._sock = self._socket.sock
         self.peer: Identity | None = None
         self._what = what
         self._stall = stall
         self._process = os.getpid()
-        self.transport = way or ("shm" if sock.family == socket.AF_UNIX else "tcp")
+        self.transport = way or ("shm" if self._sock.family == socket.AF_UNIX else "tcp")
         self._passes_memory = self.transport == "shm"
         self._shown: list[int] = []
         self._seen: dict[int, Mapped] = {}
@@ -107,7 +110,7 @@ class Line:
         self._cut = False  # a frame has ended too early
         self._handed: list[int] = []  # descriptors of memory whose frames are still to be read
         self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
+        self._poll.register(self._sock, select.POLLIN)
 
     def hang_up(self) -> None:
         """End whatever waits on this socket, in any thread."""
@@ -115,6 +118,8 @@ class Line:
             self._socket.hang_up()
 
     def close(self) -> None:
+        if os.getpid() == self._process:
+            self._socket.end()
         self.hang_up()
         self._sock.close()
         self._seen.clear()
@@ -140,24 +145,34 @@ class Line:
         if self._sock.fileno() < 0:
             raise self._lost()
 
-    def secure(self, timeout: timedelta) -> object:
-        """Agree on keys with a client, whose certificate is checked; returns it. Blocks.
-
-        Returns:
-            What `ssl.SSLSocket.getpeercert` does; None on a socket without TLS.
+    def handshake(self, timeout: timedelta) -> object:
+        """Agree on TLS with a client; returns its certificate, as `ssl.SSLSocket.getpeercert`. Blocks.
 
         Raises:
-            ConnectionLost, DeadlineExceeded: the client has no certificate that holds, or says no more.
+            ConnectionLost: the client has no certificate that holds, or says no more.
         """
-        encrypted, deadline = self._socket, time.monotonic() + timeout.total_seconds()
-        if not isinstance(encrypted, sockets.Encrypted):
-            return None
         try:
-            while events := encrypted.handshake():
-                self._wait(events, deadline)
-            return encrypted.sock.getpeercert()
+            self._tls.settimeout(timeout.total_seconds())
+            self._tls.do_handshake()
+            return self._tls.getpeercert()
         except (OSError, ValueError) as error:
             raise ConnectionLost(f"{self._what}: no handshake ({error})") from error
+
+    def seal(self, hello: bytes, timeout: timedelta) -> None:
+        """Say `hello` to a client after the handshake; what follows is sealed. Blocks.
+
+        Raises ConnectionLost.
+        """
+        try:
+            self._socket = sealed.greet(self._tls, hello, time.monotonic() + timeout.total_seconds())
+        except (OSError, ValueError) as error:
+            raise self._lost(error) from error
+
+    @property
+    def _tls(self) -> ssl.SSLSocket:
+        if not isinstance(self._sock, ssl.SSLSocket):
+            raise TypeError(f"{self._what}: not a TLS socket")
+        return self._sock
 
     # --- waiting
 
@@ -185,7 +200,7 @@ class Line:
             said = f"the client has {verb} nothing for {seconds:g} s in the middle of a frame"
             raise ConnectionLost(f"{said}, or next to nothing") from None
 
-    def _lost(self, error: OSError | None = None) -> ConnectionLost:
+    def _lost(self, error: Exception | None = None) -> ConnectionLost:
         return ConnectionLost(f"{self._what}: the other side has gone{f' ({error})' if error else ''}")
 
     # --- sending
@@ -358,7 +373,7 @@ class Line:
             try:
                 data = self._receive_handed() if self._passes_memory else self._socket.receive(AHEAD)
             except BlockingIOError:
-                continue  # less than a record of TLS was there
+                continue  # less than a record was there
             except OSError as error:
                 raise self._lost(error) from error
             if not data:

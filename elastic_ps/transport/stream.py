@@ -23,10 +23,11 @@ from elastic_ps.transport.line import Head, Kind, Line, Received
 from elastic_ps.transport.refusal import Kind as Blame
 from elastic_ps.transport.refusal import Refusal, answers
 from elastic_ps.transport.shares import Shares, descriptors_for
+from elastic_ps.transport.sockets import Plain
 
 _LOG = logging.getLogger(__name__)
 
-PROTOCOL = b"elastic-ps/2"
+PROTOCOL = b"elastic-ps/3"
 """Its name and version."""
 
 GREETING = PROTOCOL + b"\n"
@@ -198,19 +199,23 @@ class StreamServer(Server):
             sock, server_side=True, do_handshake_on_connect=False
         )
 
-    def _identify(self, line: Line) -> None:
-        """Find out who the client is. Raises TransportError if it has no certificate of this job."""
+    def _greet(self, line: Line) -> None:
+        """Speak first, with credentials once the client has shown who it is.
+
+        Raises TransportError if it has no certificate of this job.
+        """
         if self._credentials is None:
+            line.send([self._hello], None)
             return
-        line.peer = self._credentials.accept(names_of(line.secure(self.limits.handshake)))
+        line.peer = self._credentials.accept(names_of(line.handshake(self.limits.handshake)))
         if line.peer is None:
             raise ConnectionLost(f"a client of {self._address} has no certificate of this job")
+        line.seal(self._hello, self.limits.handshake)
 
     def _answer_all(self, line: Line, client: str) -> None:
         """Answer one call after the other until the client goes."""
         try:
-            self._identify(line)
-            line.send([self._hello], None)
+            self._greet(line)
             if line.receive(len(GREETING), None) == GREETING:
                 with self._changed:
                     self._unknown.pop(line, None)
@@ -282,7 +287,7 @@ class StreamConnection(Connection):
 
     def __init__(
         self,
-        dial: Callable[[], socket.socket],
+        dial: Callable[[], socket.socket | Plain],
         address: str,
         *,
         limits: Limits | None = None,

@@ -6,8 +6,8 @@ port*. A client that cannot connect to that port, because a firewall or a Servic
 uses gRPC. The server speaks first, and says whose data port it is, so that a stranger is not taken for it.
 
 A host that vanished without closing its connections is noticed after `GONE`. With credentials, both sides
-agree on keys before anything is said (TLS 1.3, and both show a certificate); without, everybody who reaches
-the port is answered in plain text.
+show a certificate and agree on keys before anything is said (TLS 1.3, see `transport.sealed`); without,
+everybody who reaches the port is answered in plain text.
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import socket
 import ssl
 import time
 from datetime import timedelta
+from typing import overload
 
 from elastic_ps.errors import CannotListen
 from elastic_ps.process.listening import listen_address
 from elastic_ps.transport.base import Limits
 from elastic_ps.transport.credentials import Credentials, UntrustedError
+from elastic_ps.transport.sealed import SECRET, Sealed, begin, finish, hear
 from elastic_ps.transport.stream import PROTOCOL, STALL, StreamConnection, StreamServer
 
 BACKLOG = 512
@@ -39,9 +41,6 @@ GONE = timedelta(seconds=30)
 """A host that does not answer for so long, to probes or to what was sent, is gone."""
 
 _PROBES = 4
-
-_AT_ONCE = 0.001
-"""Seconds. Zero would mean that a socket does not block."""
 
 _HELLO = PROTOCOL + b" %05d\n"
 """What a server says first: the port that its clients know."""
@@ -133,13 +132,19 @@ def _prepare(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
+@overload
+def dial(address: str, *, known: str = "", speaks: timedelta | None = None) -> socket.socket: ...
+@overload
+def dial(
+    address: str, *, known: str = "", speaks: timedelta | None = None, credentials: Credentials | None
+) -> socket.socket | Sealed: ...
 def dial(
     address: str,
     *,
     known: str = "",
     speaks: timedelta | None = None,
     credentials: Credentials | None = None,
-) -> socket.socket:
+) -> socket.socket | Sealed:
     """A socket that is connected to the `TcpServer` at `address`, `host:port`.
 
     Blocks while the host's name is looked up, for `CONNECT` at most for each address that it has, and for
@@ -150,7 +155,7 @@ def dial(
             or a port that is forwarded, has another number.
         speaks: default: `CONNECT`, with TLS `SPEAK`: a handshake takes the processor of a server to which
             hundreds may connect at once.
-        credentials: to talk TLS with.
+        credentials: to show, and to check the server's with; what is sent is encrypted then.
 
     Raises:
         SilentError.
@@ -163,34 +168,36 @@ def dial(
         stack.callback(sock.close)
         _prepare(sock)
         limit = speaks or (CONNECT if credentials is None else SPEAK)
-        said, until = b"", time.monotonic() + limit.total_seconds()
-        if credentials is not None:
-            sock.settimeout(max(until - time.monotonic(), _AT_ONCE))
-            sock = _secured(sock, address, credentials)
-            stack.callback(sock.close)
-        while len(said) < len(expected):
-            sock.settimeout(max(until - time.monotonic(), _AT_ONCE))
-            try:
-                received = sock.recv(len(expected) - len(said))
-            except TimeoutError:
-                raise SilentError(f"{address} says nothing") from None
-            except (
-                ssl.SSLError
-            ) as error:  # the other side looks at our certificate after it has shown its own
-                raise UntrustedError(f"{address} does not accept this process: {_reason(error)}") from error
-            if not received:
-                raise ConnectionRefusedError(f"{address} hung up")
-            said += received
+        until = time.monotonic() + limit.total_seconds()
+        result: socket.socket | Sealed = sock
+        try:
+            if credentials is None:
+                said = hear(sock, len(expected), until)
+            else:
+                encrypted = _secured(sock, address, credentials, limit)
+                stack.callback(encrypted.close)
+                mine = begin(encrypted)
+                said, theirs = hear(encrypted, len(expected), until), hear(encrypted, SECRET, until)
+                if len(theirs) < SECRET:
+                    raise ConnectionRefusedError(f"{address} hung up")
+                result = finish(encrypted, mine, theirs, until)
+        except ssl.SSLError as error:  # the other side looks at our certificate after it has shown its own
+            raise UntrustedError(f"{address} does not accept this process: {_reason(error)}") from error
+        except TimeoutError:
+            raise SilentError(f"{address} says nothing") from None
+        if len(said) < len(expected):
+            raise ConnectionRefusedError(f"{address} hung up")
         if said != expected and (known or not said.startswith(PROTOCOL)):
             raise ConnectionRefusedError(f"{address} is not the data port of {known or 'a parameter server'}")
         stack.pop_all()
-    return sock
+    return result
 
 
-def _secured(sock: socket.socket, address: str, credentials: Credentials) -> socket.socket:
+def _secured(sock: socket.socket, address: str, credentials: Credentials, limit: timedelta) -> ssl.SSLSocket:
     """The socket with TLS on it, after the handshake. Takes `sock` over. Raises OSError."""
     context, name = credentials.current().client, credentials.server_name
     encrypted = context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
+    encrypted.settimeout(limit.total_seconds())
     try:
         encrypted.do_handshake()
     except TimeoutError:

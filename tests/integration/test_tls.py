@@ -25,6 +25,7 @@ from elastic_ps.transport import shares, tcp, ways
 from elastic_ps.transport.base import Connection, Frame, Incoming, Limits, Server, unary
 from elastic_ps.transport.credentials import Credentials
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
+from elastic_ps.transport.sealed import Sealed
 from elastic_ps.transport.tcp import TcpServer
 from tests.testing import machine
 from tests.testing.certificates import HOUR, JOB, authority, write
@@ -365,14 +366,15 @@ def test_an_older_tls_is_refused(port: Port) -> None:
 
 
 def test_a_connection_gets_new_keys_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_ps.transport.sockets.RECORDS", 100)
+    monkeypatch.setattr("elastic_ps.transport.sealed.MOST_BYTES", 1_500_000)
     with contextlib.ExitStack() as stack:
         port = Port("tcp", tmp_path, stack)
         connection, dial, dialled = port.connect(port.worker()), tcp.dial, list[str]()
 
-        def noting(address: str, **more: Any) -> socket.socket:
+        def noting(address: str, **more: Any) -> socket.socket | Sealed:
             dialled.append(address)
-            return dial(address, **more)
+            made: socket.socket | Sealed = dial(address, **more)
+            return made
 
         monkeypatch.setattr(tcp, "dial", noting)
         for _ in range(10):
