@@ -252,8 +252,8 @@ def _tell_failure(outcome: Outcome) -> None:
     """What went wrong and what to do, on stderr."""
     name, verdict, status = outcome.status.job, outcome.verdict, outcome.status
     if verdict.phase == "Failed":
-        print(f"error: job {name!r} failed ({verdict.reason}): {verdict.message}", file=sys.stderr)
-        print(f"All output: elastic-ps logs {name}", file=sys.stderr)
+        print(f"error: job {name!r} failed: {verdict.message}", file=sys.stderr)
+        print(f"Reason: {verdict.reason}. All output: elastic-ps logs {name}", file=sys.stderr)
     begun = status.server is not None  # else what is there may be another job's, or be why it was refused
     if verdict.phase != "Succeeded" and begun and newest_checkpoint(Path(status.checkpoints)) is not None:
         print(f"Continue from its last checkpoint with --resume {status.checkpoints}", file=sys.stderr)

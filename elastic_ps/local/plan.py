@@ -362,13 +362,15 @@ def _failed_too_often(desired: Desired, observed: Observed) -> Verdict | None:
         return None
     last = failed[-1]
     times = "once" if count == 1 else f"{count} times"
+    ended = f"{last.name} {describe_exit(last.exit or 0)}"
+    cause = cause_of(last.output)
     message = (
-        f"processes failed {times}, more than backoffLimit {desired.backoff_limit} allows; "
-        f"the last was {last.name}, which {describe_exit(last.exit or 0)}"
+        f"{f'{cause.splitlines()[0]} ({ended})' if cause else ended}. Processes have failed {times}, more "
+        f"than backoffLimit {desired.backoff_limit} allows"
     )
-    if cause := cause_of(last.output):
-        message += f": {cause.splitlines()[0]}"
-    return Verdict("Failed", "BackoffLimitExceeded", _with_output(message, last))
+    if last.output:
+        message += f". The last output of {last.name}:\n{last.output}"
+    return Verdict("Failed", "BackoffLimitExceeded", message)
 
 
 def _workers_done(desired: Desired, observed: Observed, now: float) -> Verdict | None:
@@ -429,10 +431,6 @@ def cause_of(output: str) -> str:
         if lines[number].startswith("Traceback (most recent call last):"):
             return "\n".join(line for line in lines[number + 1 :] if line and not line.startswith(" "))
     return ""
-
-
-def _with_output(message: str, process: Process) -> str:
-    return f"{message}. Its last output:\n{process.output}" if process.output else message
 
 
 def _start_servers(role: Role, desired: Desired, observed: Observed, now: float) -> Iterator[Start]:

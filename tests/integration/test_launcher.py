@@ -256,7 +256,7 @@ def test_a_worker_that_crashes_again_and_again_fails_the_job(tmp_path: Path) -> 
     with launched(job, tmp_path) as launcher:
         outcome = end_of(launcher)
     assert (outcome.verdict.phase, outcome.verdict.reason) == ("Failed", "BackoffLimitExceeded")
-    assert "worker 1, which was killed by SIGSEGV" in outcome.verdict.message
+    assert "worker 1 was killed by SIGSEGV" in outcome.verdict.message
     assert outcome.status.failures == 2
     assert outcome.record.last is not None
     assert outcome.record.last.progress.version > 0, "the other one trained"
