@@ -22,6 +22,7 @@ class Results:
         loss: of each version.
         trend: of the losses so far, by which it is seen that the job learns nothing.
         rate: of the records that are in the model.
+        steady: the same over a minute; it tells how long the rest will take.
         staleness: of all steps that are in the model.
         recent: of those that are in it since this was emptied last.
     """
@@ -30,6 +31,7 @@ class Results:
     loss: Curve = field(default_factory=Curve)
     trend: Trend = field(default_factory=Trend)
     rate: Rate = field(default_factory=Rate)
+    steady: Rate = field(default_factory=lambda: Rate(window=60.0))
     staleness: Distribution = field(default_factory=Distribution)
     recent: Distribution = field(default_factory=Distribution)
 
@@ -50,7 +52,8 @@ class Results:
             self.loss.add(version, loss)
             self.judge(loss, ledger)
         keep(self.metrics, reported)
-        self.rate.add(ledger.applied if ledger else 0, now)
+        for rate in (self.rate, self.steady):
+            rate.add(ledger.applied if ledger else 0, now)
 
     def judge(self, loss: float, ledger: Ledger | FixedSchedule | None) -> None:
         """Take a loss in that the job has now; NaN if a worker's gradient was not finite."""

@@ -198,7 +198,9 @@ def progress(state: JobState, now: float, durable: tuple[int, float] | None) -> 
         return progress
     done = state.ledger.applied + state.ledger.skipped
     left = state.ledger.expected - done
-    rate = state.results.rate.per_second(state.ledger.applied, now)
+    rate, steady = (
+        each.per_second(state.ledger.applied, now) for each in (state.results.rate, state.results.steady)
+    )
     return progress.model_copy(
         update={
             "epoch": state.ledger.complete_epochs,
@@ -208,7 +210,7 @@ def progress(state: JobState, now: float, durable: tuple[int, float] | None) -> 
             "records_skipped": state.ledger.skipped,
             "records_expected": state.ledger.expected,
             "samples_per_second": rate,
-            "eta_seconds": round(left / rate) if rate else None,
+            "eta_seconds": round(left / steady) if steady else None,
             "finished": state.finished,
             "stopped": state.stopped,
         }

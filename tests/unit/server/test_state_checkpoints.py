@@ -202,6 +202,19 @@ def test_progress_in_numbers(state: JobState) -> None:
     assert (progress.durable_version, progress.durable_time) == (None, None)
 
 
+def test_a_pause_hardly_changes_how_long_the_rest_is_said_to_take(state: JobState) -> None:
+    state.ledger = Ledger(records=1000, epochs=1, shard_records=10)
+    member = join(state, 0)
+    for number in range(41):
+        committed(state, [contribution(state, member, step=number)], now=float(number))
+        state.take(0, member.incarnation, 10)
+    before, after = (status.progress(state, now, None) for now in (40.0, 44.0))
+    assert before.eta_seconds == pytest.approx(59, abs=1)
+    assert after.eta_seconds == pytest.approx(65, abs=1)
+    assert after.samples_per_second is not None
+    assert after.samples_per_second < 7, "of the last seconds"
+
+
 def test_what_a_member_is_said_to_do() -> None:
     state = JobState(term=1, lease=timedelta(seconds=10))
     state.note(StageEvent.CONFIGURE)
