@@ -98,6 +98,8 @@ def frame(status: LocalStatus, record: Record | None = None, *, height: int = 10
     parts: list[RenderableType] = [_headline(status), _table(status, rows=max(3, height - 8))]
     if status.server is not None and status.server.only_tensors:
         parts.append(Text(words.ONLY_TENSORS))
+    elif status.goes_on and (waiting := words.waits_for(status)):
+        parts.append(Text(waiting))
     elif status.server is not None and status.server.ready:
         parts += [_bar(status), _numbers(status, record)]
         if record is None and (network := words.traffic(status.server.traffic, status.server.bucket_bytes)):
@@ -132,7 +134,8 @@ def _table(status: LocalStatus, *, rows: int) -> Table:
     for column, width in COLUMNS.items():
         left = column in ("process", "state")
         table.add_column(column, justify="left" if left else "right", no_wrap=True, min_width=width)
-    shown = [process for process in status.processes if process.role != "worker" or _present(process)]
+    ended = not status.goes_on
+    shown = [each for each in status.processes if ended or each.role != "worker" or _present(each)]
     for process in shown[:rows]:
         member = member_of(process.index, process.pid, status.server) if process.role == "worker" else None
         numbers: list[str] = []
@@ -174,8 +177,8 @@ def _numbers(status: LocalStatus, record: Record | None) -> Text:
     assert status.server is not None
     progress = status.server.progress
     line = Text()
-    if progress.samples_per_second is not None:
-        line.append(f"{progress.samples_per_second:,.0f}", style="bold").append(" samples/s   ")
+    if (pace := words.pace(status.server)) is not None:
+        line.append(pace, style="bold").append("   ")
     if progress.loss is not None:
         line.append("loss ").append(f"{progress.loss:.4f}", style="bold").append("  ")
         if record is not None:

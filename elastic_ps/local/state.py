@@ -301,6 +301,18 @@ def newest_checkpoint(directory: Path) -> int | None:
     return max((int(number) for number in numbers if number.isdecimal()), default=None)
 
 
+def being_written(directory: Path) -> tuple[int, int] | None:
+    """The version of the newest checkpoint that is being written there, and its bytes so far."""
+    found = [(path, path.name.split("-")) for path in directory.glob("partial-*-*-*")]
+    numbered = [([*map(int, parts[1:])], path) for path, parts in found if "".join(parts[1:]).isdecimal()]
+    if not numbered:
+        return None
+    (_, _, version), path = max(numbered)
+    with contextlib.suppress(OSError):  # it may be finished at this moment
+        return version, sum(file.stat().st_size for file in path.iterdir())
+    return None
+
+
 def start_time(pid: int) -> int | None:
     """When a process was started, in clock ticks since boot; None if it is gone or cannot be looked at."""
     try:

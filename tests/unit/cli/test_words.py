@@ -163,6 +163,90 @@ def test_a_job_that_cannot_start_says_why() -> None:
     assert words.progress_line(status).endswith("; problem: the disk is full")
 
 
+def training(worker: int, seconds: float | None) -> MemberStatus:
+    fields: dict[str, Any] = {"incarnation": worker, "pid": 70 + worker, "host": "h", "joined_version": 0}
+    return MemberStatus(worker=worker, state="training", step_seconds=seconds, **fields)
+
+
+def process(worker: int, **fields: Any) -> ProcessStatus:
+    given: dict[str, Any] = {"role": "worker", "index": worker, "pid": 70 + worker, "state": "training"}
+    return ProcessStatus(**{**given, **fields})
+
+
+def shown(status: LocalStatus) -> str:
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(frame(status))
+    return console.export_text()
+
+
+def test_a_job_that_starts_says_what_it_waits_for(tmp_path: Path) -> None:
+    server = ServerStatus(job="j", shard=0, shards=1, term=1, ready=False)
+    starting = [process(0, role="ps", state="serving"), process(1, state="starting")]
+    status = LocalStatus(
+        job="j",
+        launcher_pid=1,
+        started=0,
+        updated=0,
+        workers=1,
+        checkpoints=str(tmp_path),
+        processes=starting,
+    )
+    assert "waiting for worker 1 to start" in shown(status)
+    joined = server.model_copy(update={"members": [training(1, None)]})
+    status = status.model_copy(update={"server": joined})
+    assert words.progress_line(status) == "waiting for the first values of the model"
+    (tmp_path / "partial-1-0-0000000000").mkdir()
+    (tmp_path / "partial-1-0-0000000000" / "shard-0-of-1.safetensors").write_bytes(bytes(204_000))
+    assert words.progress_line(status) == "writing version 0, 204.0 kB"
+    assert "writing version 0, 204.0 kB" in shown(status)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rate", "text"),
+    [
+        ([0.2, 0.3], 1200.0, "1,200 samples/s"),
+        ([3.1, 2.9, 9.0], 4.2, "3.1 s/step  4.2 samples/s"),
+        ([3.1, None], None, "3.1 s/step"),
+        ([None], None, None),
+    ],
+)
+def test_of_long_steps_the_duration_is_said(
+    seconds: list[float | None], rate: float | None, text: str | None
+) -> None:
+    progress = Progress(samples_per_second=rate)
+    members = [training(worker, each) for worker, each in enumerate(seconds)]
+    server = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, progress=progress, members=members)
+    assert words.pace(server) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, None), (7, "7 s"), (59, "59 s"), (61, "1 min"), (890, "15 min"), (7630, "2 h 07 min")],
+)
+def test_the_remaining_time_is_said_no_more_exactly_than_it_is_known(
+    seconds: int | None, text: str | None
+) -> None:
+    assert words.eta(Progress(eta_seconds=seconds)) == text
+
+
+@pytest.mark.parametrize(("phase", "listed"), [("Running", False), ("Succeeded", True)])
+def test_the_workers_that_are_done_are_listed_when_the_job_is_over(phase: Phase, listed: bool) -> None:
+    member = training(1, 0.5).model_copy(update={"state": "left", "steps": 1234})
+    server = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, members=[member])
+    processes = [process(1, state="ended", exit=0)]
+    status = LocalStatus(
+        job="j",
+        phase=phase,
+        launcher_pid=1,
+        started=0,
+        updated=0,
+        workers=1,
+        server=server,
+        processes=processes,
+    )
+    assert ("worker 1" in shown(status), "1,234" in shown(status)) == (listed, listed)
+
+
 def test_a_job_that_only_uses_tensors_has_no_progress_to_tell() -> None:
     worker: dict[str, Any] = {
         "role": "worker",
