@@ -69,7 +69,9 @@ examples:
   elastic-ps run job.yaml --resume DIR       continue from the newest checkpoint in DIR
   mpirun -n 5 elastic-ps run job.yaml        under MPI: rank 0 is the parameter server, four are workers
   elastic-ps run train.py --workers 2 -- --lr 0.1
-                                             a script that calls elastic_ps.connect()"""
+                                             a script that calls elastic_ps.connect()
+  elastic-ps run train.py --set consistency.globalBatchSize=512 --set metadata.name=large
+                                             any field of a job, without a YAML file"""
 
 
 DRILL = """\
@@ -174,6 +176,14 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         default=[],
         metavar="VERSION:N",
         help="change to N workers at this version; may be repeated",
+    )
+    run.add_argument(
+        "--set",
+        dest="assignments",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="give any field of the job another value, named as in the YAML file below spec; may be repeated",
     )
     _add_running(run)
 

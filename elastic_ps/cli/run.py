@@ -19,6 +19,7 @@ from types import FrameType
 from rich.console import Console
 
 from elastic_ps.api.job import TrainingJob, load_job, parse_job
+from elastic_ps.cli.setting import with_fields
 from elastic_ps.cli.view import Display, LiveDisplay, PlainDisplay, print_outcome
 from elastic_ps.contract.env import inherited, started_by_mpirun
 from elastic_ps.errors import UserError
@@ -48,6 +49,8 @@ def run(parsed: argparse.Namespace, programs: Programs | None) -> int:
 
     def read(ranks: int | None) -> TrainingJob:
         job = _job(parsed.job, parsed.script_arguments)
+        if parsed.assignments:
+            job = with_fields(job, parsed.assignments)
         workers = ranks if parsed.workers is None else parsed.workers
         if workers is not None:
             job.spec.worker.replicas = workers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -90,10 +91,7 @@ def assignment(text: str) -> tuple[str, Any]:
     Raises:
         UserError: the text is not of the form FIELD=VALUE, or the field cannot be changed while a job runs.
     """
-    path, equals, value = text.partition("=")
-    if not (equals and path):
-        raise UserError(f"{text!r} is not of the form FIELD=VALUE, as in consistency.mode=async")
-    path = path.removeprefix("spec.")
+    path, value = _split(text)
     if path == "worker.replicas":
         raise UserError("the number of workers is changed with `elastic-ps scale JOB --workers N`")
     if path not in FIELDS and path.rpartition(".")[0] not in PARTS:
@@ -103,10 +101,39 @@ def assignment(text: str) -> tuple[str, Any]:
             f"compression.options='{{block: 128}}'; {', '.join(FIELDS)}; and the number of workers, with "
             "`elastic-ps scale`"
         )
+    return path, value
+
+
+def _split(text: str) -> tuple[str, Any]:
+    path, equals, value = text.partition("=")
+    if not (equals and path):
+        raise UserError(f"{text!r} is not of the form FIELD=VALUE, as in consistency.mode=async")
+    path = path.removeprefix("spec.")
     try:
         return path, manifest.read(value) if value else None
     except yaml.YAMLError:
         raise UserError(f"{path}: {value!r} is not a value") from None
+
+
+def with_fields(job: TrainingJob, assignments: Sequence[str]) -> TrainingJob:
+    """A job that has not started yet, with other values of any fields.
+
+    Args:
+        assignments: of the form FIELD=VALUE, as in the YAML file. A field is one of spec, or of metadata with
+            that prefix. An empty value unsets it.
+
+    Raises:
+        UserError: an assignment does not have that form; InvalidJob, if the job may not be like that.
+    """
+    document = job.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+    for text in assignments:
+        path, value = _split(text)
+        *parents, name = path.split(".")
+        top = document if parents[:1] == ["metadata"] else document["spec"]
+        _within(top, parents)[name] = value
+        if value is None:
+            del _within(top, parents)[name]
+    return parse_job(document, source=shlex.join(["--set", *assignments]))
 
 
 def changed(job: TrainingJob, assigned: Mapping[str, Any]) -> TrainingJob:
@@ -146,4 +173,6 @@ def _given(document: dict[str, Any], group: str) -> dict[str, Any]:
 def _within(document: dict[str, Any], path: Sequence[str]) -> dict[str, Any]:
     for name in path:
         document = document.setdefault(name, {})
+        if not isinstance(document, dict):
+            raise UserError(f"{'.'.join(path)}: {name} is {document!r}, which has no fields")
     return document

@@ -1,0 +1,73 @@
+"""Fields of a job that are given on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from elastic_ps.api.job import TrainingJob, parse_job
+from elastic_ps.cli.setting import with_fields
+from elastic_ps.errors import InvalidJob, UserError
+from elastic_ps.local import script
+
+
+def job() -> TrainingJob:
+    document = {
+        "apiVersion": "elastic-ps.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": "j"},
+        "spec": {
+            "entrypoint": "a:b",
+            "arguments": {"lr": 0.1},
+            "worker": {"replicas": 2, "maxReplicas": 4},
+            "consistency": {"mode": "bounded", "maxStaleness": 4},
+        },
+    }
+    return parse_job(document, source="test")
+
+
+def test_any_field_can_be_given_beside_those_of_the_file() -> None:
+    given = [
+        "consistency.maxStaleness=8",
+        "spec.parameterServer.checkpoint.interval=5m",
+        "arguments.lr=1e-3",
+        "arguments.sizes=[8, 16]",
+        "worker.maxReplicas=",
+        "metadata.name=other",
+    ]
+    changed = with_fields(job(), given)
+    assert changed.name == "other"
+    assert changed.spec.arguments == {"lr": 0.001, "sizes": [8, 16]}
+    assert changed.spec.consistency.max_staleness == 8
+    assert changed.spec.parameter_server.checkpoint.interval.total_seconds() == 300
+    assert (changed.spec.worker.replicas, changed.spec.worker.max_replicas) == (2, None)
+    assert changed.spec.entrypoint == "a:b"
+
+
+def test_a_script_needs_no_file_for_its_fields(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text("pass\n")
+    changed = with_fields(script.job_of(path, ["--lr", "1"]), ["consistency.globalBatchSize=512"])
+    assert changed.spec.consistency.global_batch_size == 512
+    assert changed.spec.arguments["argv"] == ["--lr", "1"]
+
+
+@pytest.mark.parametrize(
+    ("assignment", "error", "message"),
+    [
+        ("consistency.globalBatchsize=512", InvalidJob, "did you mean 'globalBatchSize'?"),
+        ("wroker.replicas=2", InvalidJob, "did you mean 'worker'?"),
+        ("worker.replicas=9", InvalidJob, "maxReplicas 4"),
+        ("worker.replicas=two", InvalidJob, "--set worker.replicas=two: spec.worker.replicas"),
+        ("worker.replicas", UserError, "not of the form FIELD=VALUE"),
+        ("entrypoint.name=x", UserError, "entrypoint is 'a:b', which has no fields"),
+        ("arguments.lr={", UserError, "'{' is not a value"),
+    ],
+)
+def test_what_may_not_be_is_refused_as_in_a_file(
+    assignment: str, error: type[UserError], message: str
+) -> None:
+    with pytest.raises(error) as refused:
+        with_fields(job(), [assignment])
+    assert message in str(refused.value)
