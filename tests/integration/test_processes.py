@@ -461,6 +461,7 @@ def test_a_process_that_dies_ends_its_worker_which_is_replaced(tmp_path: Path) -
     check_histories(tmp_path / "history", records=600, epochs=1)
 
 
+@pytest.mark.nightly
 def test_a_script_that_fails_in_one_process_says_why(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import os\nimport time\nimport elastic_ps\nelastic_ps.connect()\n"

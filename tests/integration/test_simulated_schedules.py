@@ -24,7 +24,7 @@ def simulate(*arguments: object, timeout: float = 600) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("first", "schedules"), per_change([(0, 60), (60, 240)], keep=[(0, 60)]))
+@pytest.mark.parametrize(("first", "schedules"), per_change([(0, 40), (40, 260)], keep=[(0, 40)]))
 def test_no_schedule_breaks_a_promise(first: int, schedules: int) -> None:
     assert f"{schedules} schedules" in simulate(
         "--seed", FIRST + first, "--schedules", schedules, timeout=3600

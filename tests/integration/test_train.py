@@ -82,6 +82,7 @@ PS_PYTORCH = """
 """The flags of ps_pytorch's own script, with a smaller network, fewer steps, and as many workers as ranks."""
 
 
+@pytest.mark.nightly
 def test_a_command_line_of_ps_pytorch_runs_with_another_program(tmp_path: Path) -> None:
     write_cifar10(tmp_path / "cifar10_data")
     done = command(tmp_path, *mpirun.command(3, "elastic_ps.cli", "train", *PS_PYTORCH.split()))
