@@ -22,6 +22,7 @@ from tests.testing.trained import (
     Models,
     adam,
     alone,
+    await_training,
     check_against_replay,
     sgd,
     training,
@@ -157,7 +158,9 @@ def test_batch_norm_statistics_are_the_mean_over_the_workers(tmp_path: Path) -> 
         model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
         models[session.worker] = model
         optimizer = session.optimizer(sgd(model), model)
-        for x, y in session.loader(data, 4):
+        for step, (x, y) in enumerate(session.loader(data, 4)):
+            if step == 0:
+                await_training(job, 0, 1)
             optimizer.zero_grad()
             mse(model, x, y).backward()
             norm = model[1]

@@ -13,6 +13,7 @@ from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.histories import check_histories
 from tests.testing.oracle import mse
 from tests.testing.polling import eventually
+from tests.testing.trained import await_training
 
 LOCAL = {"consistency": {"mode": "local", "steps": 4}}
 STRATEGIES: dict[str, dict[str, Any]] = {
@@ -41,6 +42,8 @@ def test_each_keeps_its_promises(tmp_path: Path, fields: dict[str, Any]) -> None
         model = make_mlp()
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5), model)
         for step, (x, y) in enumerate(session.loader(Numbers(RECORDS), 4)):
+            if step == 0:
+                await_training(job, 0, 1, 2)
             optimizer.zero_grad()
             mse(model, x, y).backward()
             if (session.worker, rank, step) == (1, 0, VOID):
