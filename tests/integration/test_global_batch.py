@@ -244,15 +244,18 @@ def test_a_schedule_counts_versions(tmp_path: Path) -> None:
 )
 def test_a_slow_worker_gets_less_to_compute(tmp_path: Path, consistency: dict[str, Any]) -> None:
     """It takes four times as long for a batch, and has fewer records in most versions; each counts once."""
-    data = Numbers(1600)
+    data, taken = Numbers(1600), [0.01]
 
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
         for x, y in session.loader(data, 4):
-            time.sleep(0.04 if session.worker else 0.01)
+            began = time.monotonic()
+            time.sleep(4 * taken[0] if session.worker else 0.01)
             optimizer.zero_grad()
             mse(model, x, y).backward()
+            if not session.worker:
+                taken[0] = time.monotonic() - began  # on a busy machine, more than it sleeps
             optimizer.step()
 
     consistency = consistency | {"balance": "speed"}
