@@ -19,7 +19,7 @@ from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, events, make_mlp, make_spec, running_job
 from tests.testing.inside import exchange_of
 from tests.testing.oracle import assert_each_record_once, mse
-from tests.testing.polling import eventually
+from tests.testing.polling import LIMIT, eventually
 from tests.testing.trained import alone, check_against_replay, sgd
 
 
@@ -46,7 +46,7 @@ def test_with_as_many_gradients_as_workers_it_is_sync(tmp_path: Path) -> None:
         optimizer = session.optimizer(sgd(model), model)
         for number, (x, y) in enumerate(session.loader(data, 4)):
             if not number:
-                meet.wait(30)  # all have records, so all take part
+                meet.wait(LIMIT)  # all have records, so all take part
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()

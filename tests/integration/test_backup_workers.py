@@ -16,7 +16,7 @@ from elastic_ps.errors import InvalidJob, RefusalCode, Refused, UsageError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, events, make_mlp, make_spec, running_job
 from tests.testing.oracle import assert_each_record_once, mse
-from tests.testing.polling import eventually
+from tests.testing.polling import LIMIT, eventually
 from tests.testing.trained import alone, check_against_replay, sgd
 
 BACKUP = {"backupWorkers": 1}
@@ -132,7 +132,7 @@ def test_a_worker_that_hangs_before_it_pushes_is_declared_hung(tmp_path: Path) -
                 optimizer.zero_grad()
                 if session.worker == 1 and step == 3:
                     stuck.set()
-                    assert release.wait(60)
+                    assert release.wait(LIMIT)
                 mse(model, x, y).backward()
                 optimizer.step()
         except Refused as refusal:

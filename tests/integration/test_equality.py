@@ -21,7 +21,7 @@ from tests.testing.oracle import (
     mse,
     replay,
 )
-from tests.testing.polling import eventually
+from tests.testing.polling import LIMIT, eventually
 from tests.testing.tiers import per_change
 from tests.testing.transports import whole_jobs
 
@@ -221,7 +221,7 @@ def test_workers_join_leave_and_vanish(tmp_path: Path, name: str, shards: int) -
 
         def late(session: Session, step: int) -> None:
             if step == 20:
-                hold.wait(30)
+                assert hold.wait(LIMIT)
 
         job.start(0, trainer(make, data, models, before_step=late))
         job.start(1, trainer(make, data, gone, before_step=leave))

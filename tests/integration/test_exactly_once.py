@@ -20,7 +20,7 @@ from tests.testing.harness import Numbers, events, make_mlp, running_job
 from tests.testing.histories import check_histories, worker_steps
 from tests.testing.launching import forks, make_job, version_of, wait_for_end, wait_for_workers
 from tests.testing.oracle import mse
-from tests.testing.polling import eventually
+from tests.testing.polling import LIMIT, eventually
 from tests.testing.tiers import per_change
 from tests.testing.transports import BY_NAME
 
@@ -100,13 +100,13 @@ def test_the_last_records_of_a_vanished_worker_are_trained_by_those_who_wait(tmp
         session.optimizer(torch.optim.Adam(model.parameters(), lr=0.01), model)
         for _ in session.loader(data, 8):
             holding.set()
-            waiting.wait(30)
+            assert waiting.wait(LIMIT)
             break
         session.close()
 
     with running_job(tmp_path, data={"shardRecords": 40}) as job:
         job.start(0, holder)
-        holding.wait(30)
+        assert holding.wait(LIMIT)
         job.start(1, churner(data, 1, "stay", 0))
         job.until(lambda: len(job.status().members) == 2, "worker 1 has joined")
         waiting.set()

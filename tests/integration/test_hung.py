@@ -27,10 +27,9 @@ from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.launching import forks
 from tests.testing.oracle import mse
-from tests.testing.polling import eventually
+from tests.testing.polling import LIMIT, eventually
 from tests.testing.tiers import per_change
 
-LIMIT = timedelta(seconds=120)
 WAITED = r"the others have waited for its step for \d+\.\d s"
 """At least as long as `progressTimeout`; how much longer depends on how busy the machine is."""
 
@@ -62,7 +61,7 @@ def test_the_others_go_on_and_the_worker_is_told(
                 mse(model, x, y).backward()  # pushes all buckets but the last
                 if session.worker == hanging and step >= 3 and not stuck.is_set():
                     stuck.set()
-                    assert release.wait(30)
+                    assert release.wait(LIMIT)
                 optimizer.step()
         except Refused as refusal:
             refusals.append(refusal)
@@ -154,7 +153,7 @@ def test_its_process_is_replaced(tmp_path: Path, how: str) -> None:
     options = Options(forks=forks(), root=tmp_path, history=tmp_path / "history")
     with Launcher(hanging_job(tmp_path, how), options) as launcher:
         launcher.start()
-        assert launcher.wait(LIMIT), launcher.status()
+        assert launcher.wait(timedelta(seconds=LIMIT)), launcher.status()
         outcome = launcher.outcome()
         log = launcher.directory.log("worker", 1).read_text()
     assert outcome.verdict.phase == "Succeeded", outcome.verdict

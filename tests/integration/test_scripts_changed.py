@@ -15,6 +15,7 @@ from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.inside import engine_of
 from tests.testing.oracle import mse
+from tests.testing.polling import LIMIT
 from tests.testing.trained import Models, failing, sgd, training
 
 Change = Callable[[torch.nn.Module], None]
@@ -238,7 +239,7 @@ def test_what_is_broadcast_is_one_workers(tmp_path: Path, server: dict[str, Any]
                 job.start(1, script)
                 job.until(lambda: training(job, 1), "worker 1 waits for the next round")
             if session.worker == 1 and session.version == 12:
-                assert gone.wait(30)
+                assert gone.wait(LIMIT)
             if session.worker == 1 and session.version == 15 and session.generation == 0:
                 job.restart(0)
             version = session.version

@@ -14,6 +14,7 @@ from elastic_ps.errors import UsageError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Numbers, Tally, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, mse
+from tests.testing.polling import LIMIT
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -33,7 +34,7 @@ def test_the_others_train_on_and_each_record_counts_once(tmp_path: Path, num_wor
                 session.pause()
                 before = session.version
                 paused.set()
-                assert resumed.wait(60), "worker 1 trains on"
+                assert resumed.wait(LIMIT), "worker 1 trains on"
                 assert session.version == before, "it evaluates one version"
                 versions["resumed"] = -1
             elif versions.get("resumed") == -1 and session.worker == 0:

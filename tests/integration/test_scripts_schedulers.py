@@ -21,6 +21,7 @@ from tests.testing.oracle import (
     mse,
     replay,
 )
+from tests.testing.polling import LIMIT
 from tests.testing.trained import (
     Models,
     Scheduler,
@@ -150,7 +151,7 @@ def test_who_joins_first_and_begins_last_does_not_set_the_schedule_back(tmp_path
 
     with running_job(tmp_path) as job:
         job.start(0, script)
-        joined.wait(30)
+        assert joined.wait(LIMIT)
         job.start(1, script)
         job.join()
         assert any(len(commit["contributions"]) == 2 for commit in job.commits())
