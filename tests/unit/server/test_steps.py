@@ -531,7 +531,7 @@ def test_two_steps_of_a_version_are_not_of_the_same_records() -> None:
         more = take(coordinator, member, call=2)
         assert coordinator.begin(0, member.incarnation, version=0, step=1) is not None
         assert finish(coordinator, member, more, step=1)
-        eventually(lambda: shard.applied == [1], "the version is made", within=5)
+        eventually(lambda: shard.applied == [1], "the version is made")
 
 
 def test_the_shards_do_not_wait_for_who_was_admitted_when_a_script_ended_the_training() -> None:
@@ -550,9 +550,7 @@ def test_the_shards_do_not_wait_for_who_was_admitted_when_a_script_ended_the_tra
         asking.start()
         eventually(lambda: bool(coordinator.job.stopped), "worker 0 was admitted, and training ends")
         alone = {1: members[1].incarnation}
-        eventually(
-            lambda: shard.orders[-1].expected == alone, "the shard knows that worker 0 is out", within=20
-        )
+        eventually(lambda: shard.orders[-1].expected == alone, "the shard knows that worker 0 is out")
         asking.join(20)
 
 
