@@ -91,7 +91,7 @@ def test_scaling_leaves_those_who_train_alone(tmp_path: Path) -> None:
 def test_the_schedule_is_followed_by_version(tmp_path: Path) -> None:
     schedule = (ScaleAt(20, 3), ScaleAt(400, 1), ScaleAt(10**6, 2))
     options = Options(root=tmp_path, programs=PROGRAMS, schedule=schedule)
-    with launched(make_job(records=8000, workers=1), tmp_path, options) as launcher:
+    with launched(make_job(records=8000, workers=1, pair_from=30), tmp_path, options) as launcher:
         outcome = end_of(launcher)
     assert outcome.verdict.phase == "Succeeded", outcome.verdict
     assert outcome.unreached == (ScaleAt(10**6, 2),)
@@ -327,8 +327,7 @@ def test_a_worker_that_stays_stopped_keeps_a_finished_job_open_for_a_while_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot, "FINISHED_GRACE", timedelta(seconds=0.5))
-    with launched(make_job(records=2000, workers=2), tmp_path) as launcher:
-        os.kill(training(launcher, 2)[1], signal.SIGSTOP)
+    with launched(make_job(records=2000, workers=2, stops=1, pair_from=0), tmp_path) as launcher:
         outcome = end_of(launcher)
     assert outcome.verdict.phase == "Succeeded", outcome.verdict
     [told] = [event.text for event in outcome.record.events if "killing" in event.text]

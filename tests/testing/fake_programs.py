@@ -10,6 +10,8 @@ a POST to the server. `spec.arguments` says how the run goes:
     stubborn: ignore SIGTERM
     durable: the version that the server says is on disk (default: none)
     apart: the worker with this index never joins
+    stops: the worker with this index, one of the first two, stops itself (SIGSTOP) before its first step
+    pair_from: from this version on no step counts before two workers have joined
     child: start a process in each worker that would outlive it
 """
 
@@ -87,9 +89,13 @@ class Server:
             member = self.status.members[body["incarnation"]]
             if path == "/leave":
                 member.state, member.left_version = "left", progress.version
-            elif not progress.finished:
+            elif not progress.finished and not self.waits():
                 self.step(member)
             return {"finished": progress.finished}
+
+    def waits(self) -> bool:
+        first: Any = self.environment.spec.arguments.get("pair_from")
+        return first is not None and self.status.progress.version >= first and len(self.status.members) < 2
 
     def step(self, member: MemberStatus) -> None:
         progress = self.status.progress
@@ -162,7 +168,7 @@ def keep(environment: env.ProcessEnvironment, version: int) -> None:
 
 def call(address: str, path: str, **body: int) -> dict[str, Any]:
     host, _, port = address.rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=5)
+    connection = http.client.HTTPConnection(host, int(port), timeout=60)
     connection.request("POST", path, json.dumps(body))
     answer: dict[str, Any] = json.loads(connection.getresponse().read())
     connection.close()
@@ -203,6 +209,8 @@ def run_worker(environment: env.ProcessEnvironment) -> int:
     if (crash := arguments.get("crash", {}).get(str(index))) is not None:
         signal.signal(crash, signal.SIG_DFL)
         os.kill(os.getpid(), crash)
+    if index == arguments.get("stops") and incarnation < 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
     status, step = arguments.get("fail", {}).get(str(index), 0), 0
     while not leaving.is_set():
         step += 1
