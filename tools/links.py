@@ -41,9 +41,9 @@ def broken_links(page: Path) -> Iterator[str]:
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
         if not target.exists():
-            yield f"{page.relative_to(ROOT)}: {link}: there is no such file"
+            yield f"{link}: there is no such file"
         elif anchor and anchor not in slugs(target.read_text()):
-            yield f"{page.relative_to(ROOT)}: {link}: there is no such heading"
+            yield f"{link}: there is no such heading"
 
 
 def main() -> int:
@@ -52,7 +52,8 @@ def main() -> int:
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     files = [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
-    broken = [found for path in files if path.suffix == ".md" for found in broken_links(path)]
+    pages = (path for path in files if path.suffix == ".md")
+    broken = [f"{path.relative_to(ROOT)}: {found}" for path in pages for found in broken_links(path)]
     for path in files:
         if path.suffix in (".py", ".yaml", ".proto", ".txt") and "tests" not in path.parts:
             for name in sorted(set(_PAGE.findall(path.read_text()))):
