@@ -94,7 +94,7 @@ def logs(parsed: argparse.Namespace) -> int:
         if index is not None:
             pattern = f"{role}-{index}.log"
             if not (directory.logs / pattern).exists():
-                raise UserError(f"job {directory.job!r} has had no {role} {index}")
+                raise UserError(f"job {directory.job!r} has no log of {role} {index}")
     tail = _Tail(directory.logs, pattern)
     while True:
         running = parsed.follow and directory.launcher() is not None
@@ -144,7 +144,7 @@ def status_of(directory: JobDirectory) -> LocalStatus:
     found = directory.read_status()
     if found is None:
         names = ", ".join(known.job for known in known_jobs())
-        there = f"there are: {names}" if names else "none has run yet"
+        there = f"known jobs: {names}" if names else "no job has run yet"
         raise UserError(f"there is no job {directory.job!r} on this machine; {there}")
     return found
 

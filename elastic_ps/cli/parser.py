@@ -109,7 +109,7 @@ examples:
 
 EVALUATE_EXAMPLES = """\
 examples:
-  elastic-ps evaluate checkpoints                      as the job's own evaluator did
+  elastic-ps evaluate checkpoints                      with the evaluator that the job had
   elastic-ps evaluate checkpoints --job job.yaml       with the evaluator that job.yaml names
   elastic-ps evaluate checkpoints --entrypoint evaluate:main --version 80"""
 
@@ -161,13 +161,13 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--ps",
         type=_number_of("parameter servers"),
         metavar="N",
-        help="start N parameter servers, which share the model out, whatever the file says",
+        help="start N parameter servers, each with a part of the model, whatever the file says",
     )
     run.add_argument(
         "--processes",
         type=_number_of("processes"),
         metavar="N",
-        help="give each worker N processes, which share its batches and push one sum",
+        help="run N processes in each worker; they divide its batches and push one sum",
     )
     run.add_argument(
         "--scale",
@@ -202,18 +202,18 @@ def _add_running(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--transport",
         choices=get_args(Scheme),
-        help="how the processes talk to each other; default: the fastest way that works",
+        help="how the processes talk to each other (default: the fastest way that works)",
     )
     run.add_argument(
         "--insecure",
         action="store_true",
-        help="no TLS: whoever reaches a port of the job can read and change the model",
+        help="use no TLS: whoever reaches a port of the job can read and change the model",
     )
+    run.add_argument("--bind", action="store_true", help="bind each worker to cores of its own")
     run.add_argument(
-        "--bind", action="store_true", help="run each worker on cores of its own, and on no others"
-    )
-    run.add_argument(
-        "--detach", action="store_true", help="run the job in the background, and return as soon as it runs"
+        "--detach",
+        action="store_true",
+        help="run the job in the background; the command returns as soon as the job runs",
     )
 
 
@@ -262,10 +262,10 @@ def _add_set(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     changes = commands.add_parser(
         "set",
         help="change how a running job makes versions",
-        description="Change fields of a job's consistency or compression while it runs, and when it writes\n"
-        "checkpoints. The job continues from the version that it has: workers keep running, and their\n"
-        "steps that are under way are made again. The command says what cannot change, and then\n"
-        "nothing happens.",
+        description="Change the consistency, the compression or the checkpoints of a job while it runs. The\n"
+        "job continues from its current version. Workers keep running, and repeat the steps that they\n"
+        "have not finished. If a change is not possible, the command says why, and the job stays as it\n"
+        "is.",
         epilog=SET_EXAMPLES,
         formatter_class=_Help,
     )
@@ -326,7 +326,7 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--version",
         type=_version,
         metavar="N",
-        help="the version to write, or best, by what the job's evaluator found (default: the newest)",
+        help="the version to write, or best, as the job's evaluator found (default: the newest)",
     )
 
 
@@ -334,9 +334,9 @@ def _add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     evaluate = commands.add_parser(
         "evaluate",
         help="evaluate the checkpoints that a run has left",
-        description="Evaluate the checkpoints of a directory, oldest first, and print what the evaluator\n"
-        "reports of each. The evaluator is the one that the job had. For a job that had none, name a\n"
-        "function that loops over elastic_ps.checkpoints(). The directory is only read.",
+        description="Evaluate the checkpoints of a directory, oldest first, and print the results. The\n"
+        "evaluator is the one that the job had. For a job without one, name a function that loops over\n"
+        "elastic_ps.checkpoints(). The command only reads the directory.",
         epilog=EVALUATE_EXAMPLES,
         formatter_class=_Help,
     )
@@ -346,7 +346,9 @@ def _add_evaluate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--job", type=Path, metavar="FILE", help="take the evaluator of this job's YAML file (spec.evaluator)"
     )
     which.add_argument(
-        "--entrypoint", metavar="MODULE:FUNCTION", help="the evaluator's function; called without arguments"
+        "--entrypoint",
+        metavar="MODULE:FUNCTION",
+        help="the evaluator's function, which is called without arguments",
     )
     evaluate.add_argument("--version", type=int, metavar="N", help="only this version (default: all)")
     evaluate.add_argument("--json", action="store_true", help="print JSON, a line for each version")
@@ -367,7 +369,7 @@ def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--faults",
         type=_faults,
         metavar="F,F,...",
-        help="the faults to inject; one that is named twice is injected twice",
+        help="the faults to inject; a fault that you name twice is injected twice",
     )
     drill.add_argument(
         "--workers", type=_number_of("workers"), metavar="N", help="start N workers, whatever the file says"
@@ -383,7 +385,7 @@ def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "can mount",
     )
     cluster.add_argument(
-        "-n", "--namespace", metavar="NS", help="default: the namespace of kubectl's context"
+        "-n", "--namespace", metavar="NS", help="the namespace (default: that of kubectl's context)"
     )
 
 
@@ -391,27 +393,30 @@ def _add_hostfile(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     hostfile = commands.add_parser(
         "hostfile",
         help="print a hostfile for mpirun",
-        description="Print a hostfile for `mpirun --hostfile`: of the hosts that are named, else of the\n"
-        "Slurm allocation that this is called in. The first host has rank 0, with the launcher and\n"
-        "the parameter servers. Each other rank is a worker.",
+        description="Print a hostfile for `mpirun --hostfile`. It lists the hosts that you name, or else\n"
+        "those of the Slurm allocation that the command runs in. The first host has rank 0, with the\n"
+        "launcher and the parameter servers. Each other rank runs a worker.",
         epilog=HOSTFILE_EXAMPLES,
         formatter_class=_Help,
     )
     hostfile.add_argument(
-        "hosts", metavar="HOST[:SLOTS]", nargs="*", help="a host, and for how many ranks it has room"
+        "hosts", metavar="HOST[:SLOTS]", nargs="*", help="a host, and how many ranks it may have"
     )
     hostfile.add_argument(
-        "--from", dest="source", type=Path, metavar="FILE", help="a file with a host in each line"
+        "--from", dest="source", type=Path, metavar="FILE", help="read the hosts from a file, one per line"
     )
     hostfile.add_argument(
         "--slots",
         type=_number_of("ranks"),
         default=1,
         metavar="N",
-        help="of a host that does not say (default: 1)",
+        help="how many ranks a host has that names no number (default: 1)",
     )
     hostfile.add_argument(
-        "--style", choices=["open-mpi", "mpich"], default="open-mpi", help="whose mpirun reads it"
+        "--style",
+        choices=["open-mpi", "mpich"],
+        default="open-mpi",
+        help="the MPI whose mpirun reads the file (default: open-mpi)",
     )
 
 

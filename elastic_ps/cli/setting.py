@@ -43,7 +43,7 @@ def set_fields(parsed: argparse.Namespace) -> int:
     assigned = dict(assignment(text) for text in parsed.assignments)
     before, after = directory.edit(lambda job: changed(job, assigned))
     if before == after:
-        print(f"{directory.job} is like that already")
+        print(f"{directory.job} already has these values")
         return 0
     return _await(directory, generation_of(after), before)
 
@@ -69,7 +69,7 @@ def _await(directory: JobDirectory, generation: int, before: TrainingJob) -> int
             print(f"{directory.job} has changed; {in_force(tuning, now, MutableFields.of(before.spec))}")
             return 0
         time.sleep(0.1)
-    print(f"{directory.job}: the parameter server takes the change over as soon as it can")
+    print(f"{directory.job}: the parameter server will apply the change as soon as it can")
     return 0
 
 
@@ -96,7 +96,7 @@ def assignment(text: str) -> tuple[str, Any]:
         raise UserError("the number of workers is changed with `elastic-ps scale JOB --workers N`")
     if path not in FIELDS and path.rpartition(".")[0] not in PARTS:
         raise UserError(
-            f"{path} cannot change while a job runs. What can: the fields of consistency, as in "
+            f"{path} cannot change while a job runs. These can: the fields of consistency, as in "
             "consistency.mode; those of compression, as in compression.codec=int8 or "
             f"compression.options='{{block: 128}}'; {', '.join(FIELDS)}; and the number of workers, with "
             "`elastic-ps scale`"

@@ -8,13 +8,12 @@ from pathlib import Path
 from elastic_ps.contrib.zoo.catalog import DATA_SETS, NETWORKS
 
 DESCRIPTION = """\
-Train a network of the zoo on one of its data sets, without a job file. The flags have the names of
-ps_pytorch's, and its defaults unless docs/coming-from/index.md says otherwise. The job's parameter server
-and workers are processes on this machine, as with `elastic-ps run`; under mpirun, each rank but the
-first is a worker.
+Train a network of the zoo on one of its data sets, without a job file. The flags have the
+names of ps_pytorch's, and mostly its defaults. The job's parameter server and workers are processes
+on this machine, as with `elastic-ps run`; under mpirun, each rank but the first runs a worker.
 
---dry-run prints the job file that the flags stand for, to change it and to run it with
-`elastic-ps run`. --apply gives it to the Kubernetes cluster of the current kubeconfig.
+--dry-run prints the job file that the flags stand for, so that you can edit it and run it with
+`elastic-ps run`. --apply creates the job on the Kubernetes cluster of the current kubeconfig.
 
 At the end the test loss, prec@1 and prec@5 (per cent) are shown."""
 
@@ -62,11 +61,13 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         "--epochs",
         type=_count,
         metavar="N",
-        help="how often each record is trained, by all workers together (default: 100)",
+        help="how often all workers together train each record (default: 100)",
     )
-    how.add_argument("--max-steps", type=_count, metavar="N", help="the last step (default: 10000)")
     how.add_argument(
-        "--seed", type=int, metavar="N", help="of the first values and augmentation (default: 1)"
+        "--max-steps", type=_count, metavar="N", help="stop after this many steps (default: 10000)"
+    )
+    how.add_argument(
+        "--seed", type=int, metavar="N", help="the seed of initial values and augmentation (default: 1)"
     )
     how.add_argument("--log-interval", type=_count, metavar="N", help="steps between two losses in the log")
     how.add_argument(
@@ -78,7 +79,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         metavar="YES",
         help="train on GPUs",
     )
-    how.add_argument("--no-cuda", action="store_true", help="train on the CPU, as is the default")
+    how.add_argument("--no-cuda", action="store_true", help="train on the CPU, which is the default")
     _add_job(parser.add_argument_group("the job"))
 
 
@@ -87,20 +88,20 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
         "--num-workers",
         type=_count,
         metavar="N",
-        help="default: --num-aggregate, or 2; under mpirun the ranks",
+        help="the number of workers (default: --num-aggregate or 2; under mpirun, one per rank but rank 0)",
     )
     job.add_argument(
         "--num-aggregate",
         type=_count,
         metavar="N",
-        help="how many workers' steps make a version; later ones are left out (default: all)",
+        help="how many workers' steps make a version; slower ones are left out (default: all)",
     )
     job.add_argument(
         "--mode",
         default="normal",
         metavar="M",
-        help="normal: workers wait for each other; kill: as --num-aggregate says; bounded: they do not wait "
-        "(default: normal)",
+        help="normal: workers wait for each other; kill: the same, and --num-aggregate is needed; bounded: "
+        "they do not wait (default: normal)",
     )
     job.add_argument(
         "--max-staleness", type=_count, metavar="N", help="with --mode bounded: how old a gradient may be"
@@ -111,15 +112,15 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
     job.add_argument(
         "--evaluate",
         action="store_true",
-        help="evaluate each of these checkpoints beside the training, and keep the one with the best prec@1",
+        help="evaluate these checkpoints while the job trains, and keep the one with the best prec@1",
     )
     job.add_argument("--train-dir", type=Path, metavar="DIR", help="the directory of the checkpoints")
     job.add_argument(
         "--compress-grad",
         metavar="CODEC",
-        help="how gradients are sent: none, bf16, int8, topk, ..., or compress, without loss (default: none)",
+        help="the codec of gradients: none, bf16, int8, topk, ..., or the lossless compress (default: none)",
     )
-    job.add_argument("--name", metavar="NAME", help="the job's name (default: of network and data set)")
+    job.add_argument("--name", metavar="NAME", help="the job's name (default: made of network and data set)")
     # ps_pytorch's flags that change nothing here; the command says so.
     job.add_argument("--kill-threshold", help=argparse.SUPPRESS)
     job.add_argument("--comm-type", help=argparse.SUPPRESS)
@@ -134,7 +135,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     instead.add_argument("--apply", action="store_true", help="create the job on a Kubernetes cluster")
     cluster.add_argument("--image", metavar="IMAGE", help="the container image of the job's pods")
     cluster.add_argument(
-        "-n", "--namespace", metavar="NS", help="default: the namespace of the kubeconfig's context"
+        "-n", "--namespace", metavar="NS", help="the namespace (default: that of the kubeconfig's context)"
     )
     cluster.add_argument(
         "--data-claim", metavar="CLAIM", help="a PersistentVolumeClaim with the data, mounted at --data-dir"
@@ -142,7 +143,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--train-claim",
         metavar="CLAIM",
-        help="a PersistentVolumeClaim that checkpoints are written to (default: they are lost with the job)",
+        help="a PersistentVolumeClaim for the checkpoints (default: none; they are lost with the pods)",
     )
 
 

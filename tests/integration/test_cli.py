@@ -370,7 +370,7 @@ BAD_INPUT = {
         "this is a file; expected",
     ),
     "resume nowhere": (["run", "job.yaml", "--resume", "nowhere"], {}, "no such directory"),
-    "unknown job": (["status", "nobody"], {}, "no job 'nobody' on this machine; none has run yet"),
+    "unknown job": (["status", "nobody"], {}, "no job 'nobody' on this machine; no job has run yet"),
     "empty file": (["run", os.devnull], {}, "got nothing: it is empty"),
     "a file for a directory": (["drill", "job.yaml", "--report", "script.py"], {}, "it is not a directory"),
     "nothing to export": (["export", "nowhere", "out.pt"], {}, "nowhere: there is no such directory"),
