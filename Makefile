@@ -60,6 +60,7 @@ check: $(VENV)/ready  ## Format, lint, types, layers, generated files, the site
 	PYTHONPATH=.:operator $(BIN)/python -m elastic_operator.crd --check
 	PYTHONPATH=. $(BIN)/python tools/render_install.py --check
 	PYTHONPATH=.:operator $(BIN)/python tools/reference.py --check
+	PYTHONPATH=.:operator $(BIN)/python tools/version.py --check
 	$(BIN)/python tools/links.py
 	$(MAKE) --no-print-directory docs
 
@@ -83,7 +84,8 @@ soak: $(VENV)/ready  ## Half an hour of faults on real processes, 100,000 calls 
 proto: $(VENV)/ready  ## Regenerate the protobuf modules
 	$(BIN)/python tools/generate_protobuf.py
 
-manifests: $(VENV)/ready  ## Regenerate the CRD, install.yaml and docs/reference
+manifests: $(VENV)/ready  ## Regenerate the CRD, install.yaml and docs/reference, and repeat the version
+	PYTHONPATH=.:operator $(BIN)/python tools/version.py --write
 	PYTHONPATH=.:operator $(BIN)/python -m elastic_operator.crd --write
 	PYTHONPATH=. $(BIN)/python tools/render_install.py --write
 	PYTHONPATH=.:operator $(BIN)/python tools/reference.py --write

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from elastic_ps.worker.optimizer import ElasticOptimizer
     from elastic_ps.worker.session import Session
 
+__version__ = "0.1.0"
+"""The only place where a release changes it by hand; `make manifests` writes it to the other files."""
+
 _PLACES = {
     "connect": "elastic_ps.standalone",
     "Session": "elastic_ps.worker.session",

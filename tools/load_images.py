@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from elastic_ps import __version__
 from tests.e2e.cluster import Cluster, build_image
 
 ROOT = Path(__file__).parents[1]
 IMAGES = {
-    "operator/Dockerfile": "localhost/elastic-ps-operator:0.1.0",
-    "Dockerfile": "localhost/elastic-ps:0.1.0",
+    "operator/Dockerfile": f"localhost/elastic-ps-operator:{__version__}",
+    "Dockerfile": f"localhost/elastic-ps:{__version__}",
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
+from elastic_ps import __version__
 from elastic_ps.cli import train_flags
 from elastic_ps.contract.schemes import Scheme
 from elastic_ps.drill.faults import DESCRIPTIONS, KINDS, Kind
@@ -131,6 +132,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "elastic-ps", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=_Help
     )
+    parser.add_argument("--version", action="version", version=f"elastic-ps {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     _add_run(commands)
     _add_train(commands)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from elastic_ps import __version__
 from tests.e2e.cluster import ClusterUnavailable, build_image
 from tests.e2e.conftest import unavailable
 from tools.load_images import IMAGES, ROOT
@@ -50,7 +51,7 @@ def test_an_image_says_what_it_is_and_what_it_is_made_of(
                         assert stream is not None
                         document = json.load(stream)
     told = {key.removeprefix("org.opencontainers.image."): value for key, value in labels.items()}
-    assert (told["title"], told["version"], told["licenses"]) == (title, "0.1.0", "Apache-2.0")
+    assert (told["title"], told["version"], told["licenses"]) == (title, __version__, "Apache-2.0")
     assert told["base.name"]
     urls = {item["purl"] for item in document["components"]}
     assert {url.split("@")[0] for url in urls} >= {f"pkg:pypi/{package}", "pkg:deb/debian/libc6"}

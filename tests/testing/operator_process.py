@@ -24,13 +24,14 @@ from elastic_operator.api import Api
 from elastic_operator.merging import merge
 from elastic_operator.metrics import Metrics
 from elastic_operator.settings import Settings
+from elastic_ps import __version__
 from tests.e2e.cluster import GivenCluster, wait_for
 from tests.e2e.cluster.base import KUBECTL_TIMEOUT
 
 ROOT = Path(__file__).parents[2]
 SLEEP = ["python3", "-c", "import signal, time; signal.signal(15, lambda *_: exit(0)); time.sleep(9999)"]
 NO_PROBES: dict[str, Any] = {"startupProbe": {}, "livenessProbe": {}, "readinessProbe": {}}
-TRAINING_IMAGE = "localhost/elastic-ps:0.1.0"
+TRAINING_IMAGE = f"localhost/elastic-ps:{__version__}"
 LIMIT = timedelta(seconds=90)
 HISTORIES: dict[str, Any] = {
     "apiVersion": "v1",
