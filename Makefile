@@ -61,6 +61,7 @@ check: $(VENV)/ready  ## Format, lint, types, layers, generated files, the site
 	PYTHONPATH=. $(BIN)/python tools/render_install.py --check
 	PYTHONPATH=.:operator $(BIN)/python tools/reference.py --check
 	PYTHONPATH=.:operator $(BIN)/python tools/version.py --check
+	PYTHONPATH=operator $(BIN)/python tools/chart_values.py --check
 	$(BIN)/python tools/links.py
 	$(MAKE) --no-print-directory docs
 
@@ -86,6 +87,7 @@ proto: $(VENV)/ready  ## Regenerate the protobuf modules
 
 manifests: $(VENV)/ready  ## Regenerate the CRD, install.yaml and docs/reference, and repeat the version
 	PYTHONPATH=.:operator $(BIN)/python tools/version.py --write
+	PYTHONPATH=operator $(BIN)/python tools/chart_values.py --write
 	PYTHONPATH=.:operator $(BIN)/python -m elastic_operator.crd --write
 	PYTHONPATH=. $(BIN)/python tools/render_install.py --write
 	PYTHONPATH=.:operator $(BIN)/python tools/reference.py --write

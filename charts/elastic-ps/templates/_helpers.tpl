@@ -31,6 +31,12 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 {{- end -}}
 
+{{- define "elastic-ps.pullSecrets" -}}
+{{- $names := list -}}
+{{- range .Values.global.imagePullSecrets -}}{{- $names = append $names (dict "name" .) -}}{{- end -}}
+{{- concat .Values.imagePullSecrets $names | toJson -}}
+{{- end -}}
+
 {{- define "elastic-ps.image" -}}
 {{- if .Values.image.digest -}}
 {{- printf "%s@%s" .Values.image.repository .Values.image.digest -}}

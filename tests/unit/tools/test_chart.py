@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import json
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from elastic_operator.permissions import Permissions
 from elastic_operator.wiring import service
 from elastic_ps.api.job import TrainingJobSpec, load_job
 from tests.testing.simulation import job_document
+from tools.chart_values import README, page, values
 from tools.render_install import CHART, ROOT, TARGET, install_manifest, render
 
 VERSION = "1.34"
@@ -90,7 +92,22 @@ def test_pods_and_services_of_a_job_are_valid_for_a_current_kubernetes() -> None
 def test_chart_has_no_findings() -> None:
     findings = lint(str(CHART), strict=True)
     assert findings["errors"] == []
-    assert [m for m in findings["messages"] if "icon" not in m["error"]] == []
+    assert findings["messages"] == []
+
+
+def test_the_icon_is_that_of_the_file() -> None:
+    icon = yaml.safe_load((CHART / "Chart.yaml").read_text())["icon"]
+    kind, _, content = icon.partition(",")
+    assert kind == "data:image/svg+xml;base64"
+    assert base64.b64decode(content) == (CHART / "icon.svg").read_bytes()
+
+
+def test_the_readme_has_every_value_and_says_what_it_is() -> None:
+    assert README.read_text() == page(), "run `make manifests`"
+    text = (CHART / "values.yaml").read_text()
+    described = {path: said for path, _, said in values(text)}
+    assert {path.partition(".")[0] for path in described} == yaml.safe_load(text).keys()
+    assert [path for path, said in described.items() if not said] == []
 
 
 @pytest.mark.parametrize(
@@ -101,6 +118,8 @@ def test_chart_has_no_findings() -> None:
         {"image": {"repository": ""}},
         {"namespaces": "default"},
         {"imagePolicy": "Always"},
+        {"rbac": {"create": "yes"}},
+        {"global": {"imagePullSecrets": [{"name": "a"}]}},
         {"admissionPolicy": {"enabled": "yes"}},
         {"admissionPolicy": {"validationActions": ["Refuse"]}},
         {"templatePermissions": {"one": {"secret": ["a"]}}},
@@ -291,6 +310,39 @@ def test_deleting_what_was_installed_from_the_file_deletes_no_job() -> None:
     assert "CustomResourceDefinition" not in {d["kind"] for d in installed}
     assert "Helm" not in install_manifest()
     assert "helm.sh" not in install_manifest()
+
+
+def test_roles_are_left_to_the_administrator_if_asked_for() -> None:
+    for values_given in ({}, EVERYTHING):
+        kinds = {d["kind"] for d in documents({**values_given, "rbac": {"create": False}})}
+        assert not {kind for kind in kinds if "Role" in kind}
+        assert "ServiceAccount" in kinds
+
+
+def test_several_operators_prefer_different_nodes_unless_told_otherwise() -> None:
+    def affinity(**given: Any) -> Any:
+        (deployment,) = (d for d in documents(given) if d["kind"] == "Deployment")
+        return deployment["spec"]["template"]["spec"].get("affinity")
+
+    assert affinity() is None
+    (preferred,) = affinity(replicas=2)["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert preferred["podAffinityTerm"]["topologyKey"] == "kubernetes.io/hostname"
+    assert (
+        preferred["podAffinityTerm"]["labelSelector"]["matchLabels"]["app.kubernetes.io/instance"]
+        == "elastic-ps"
+    )
+    assert affinity(replicas=2, affinity={"nodeAffinity": {}}) == {"nodeAffinity": {}}
+
+
+def test_pods_have_the_secrets_of_the_registries_and_resources() -> None:
+    given = {"imagePullSecrets": [{"name": "own"}], "global": {"imagePullSecrets": ["shared"], "other": 1}}
+    specs = [
+        d["spec"].get("template", d)["spec"] for d in documents(given) if d["kind"] in ("Deployment", "Pod")
+    ]
+    assert len(specs) == 2
+    for spec in specs:
+        assert spec["imagePullSecrets"] == [{"name": "own"}, {"name": "shared"}]
+        assert spec["containers"][0]["resources"]["limits"]["memory"]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
