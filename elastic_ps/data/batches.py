@@ -16,6 +16,7 @@ from elastic_ps.core.ledger import Range
 from elastic_ps.core.metrics import REDUCTIONS, reduce_values
 from elastic_ps.core.names import LONGEST_NAME, is_name
 from elastic_ps.core.portions import apportion
+from elastic_ps.data.states import HANDS, Hand, HandEvent
 from elastic_ps.errors import UsageError
 
 
@@ -38,14 +39,12 @@ class Batches:
     """The batches that no step has ended yet. Belongs to the training thread.
 
     Attributes:
-        lost: the last ones went to others, as this worker had to join again or was late; the script does not
-            know.
+        hand: what the script does with the last one.
         grouped: the script loads several batches before it computes on them.
-        given_back: the last one was dropped before anything was computed on it; the script may still hold it.
     """
 
     def __init__(self) -> None:
-        self.lost = self.given_back = self.grouped = False
+        self.hand, self.grouped = Hand.EMPTY, False
         self._open: list[_Batch] = []  # that no backward() has run for
         self._new = 0  # how many of the last of these were handed out since the last backward()
         self._computed: list[_Batch] = []
@@ -55,6 +54,23 @@ class Batches:
 
     def __bool__(self) -> bool:
         return bool(self._open or self._computed or self._kept)
+
+    def note(self, event: HandEvent) -> None:
+        """The last batch comes to this."""
+        self.hand = HANDS.after(self.hand, event)
+
+    @property
+    def in_batch(self) -> bool:
+        """Whether the script computes on a batch, as far as is known."""
+        return self.hand in (Hand.FULL, Hand.LOST)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the last ones went to others, as this worker had to join again or was late.
+
+        The script does not know.
+        """
+        return self.hand in (Hand.LOST, Hand.OUTDATED)
 
     @property
     def undecided(self) -> bool:
@@ -100,7 +116,7 @@ class Batches:
         """A batch of these records is handed to the script."""
         self._open.append(_Batch(ranges))
         self._new += 1
-        self.lost = self.given_back = False
+        self.note(HandEvent.HAND_OUT)
 
     def compute(self) -> None:
         """A backward() has run: its batch belongs to the next step."""
@@ -179,7 +195,8 @@ class Batches:
 
     def drop(self) -> None:
         """The script stopped iterating: forget the batch that it has not computed on."""
-        self.given_back = bool(self._open)
+        if self._open:
+            self.note(HandEvent.GIVE_BACK)
         self._open, self._new = [], 0
 
     def step_made(self) -> None:
@@ -191,7 +208,7 @@ class Batches:
     def forget(self, *, lost: bool = False) -> None:
         """They go to others; `lost`: without the script's doing."""
         self._open, self._computed, self._skipped, self._kept, self._new = [], [], [], [], 0
-        self.lost = lost
+        self.note(HandEvent.LOSE if lost else HandEvent.FORGET)
 
     def report(self, metrics: Mapping[str, Any], reduce: str = "mean") -> None:
         """Keep these values, numbers or tensors with one element, for the step.

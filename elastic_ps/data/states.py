@@ -1,4 +1,4 @@
-"""Where a worker is on its way through the records: its part in the rounds, and its script's loops."""
+"""A worker on its way through the records: its part in the rounds, its script's loops and batches."""
 
 from __future__ import annotations
 
@@ -88,5 +88,44 @@ LOOPS = Transitions(
         (Loop.RUNS, LoopEvent.EPOCH): Loop.RUNS,
         (Loop.RUNS, LoopEvent.PASS): Loop.RUNS,
         (Loop.RUNS, LoopEvent.LEAVE_EPOCHS): Loop.RUNS,
+    },
+)
+
+
+class Hand(enum.Enum):
+    """What a script does with the batch that it was handed last, as far as is known."""
+
+    EMPTY = "between two batches"
+    FULL = "in a batch"
+    LOST = "in a batch that others have been handed"
+    OUTDATED = "between two batches, after one that others have been handed"
+    GIVEN_BACK = "after a batch that it has given back before backward()"
+    """It has left the loop, and may still hold the batch."""
+
+
+class HandEvent(enum.Enum):
+    """What becomes of a batch."""
+
+    HAND_OUT = "hand out a batch"
+    LAY_DOWN = "lay it down"
+    LOSE = "hand it to others"
+    FORGET = "forget what others have"
+    GIVE_BACK = "give it back"
+
+
+HANDS = Transitions(
+    "the script",
+    {
+        **{(hand, HandEvent.HAND_OUT): Hand.FULL for hand in Hand},
+        **{(hand, HandEvent.LAY_DOWN): hand for hand in Hand},
+        (Hand.FULL, HandEvent.LAY_DOWN): Hand.EMPTY,
+        (Hand.LOST, HandEvent.LAY_DOWN): Hand.OUTDATED,
+        **{(hand, HandEvent.LOSE): Hand.OUTDATED for hand in Hand},
+        (Hand.FULL, HandEvent.LOSE): Hand.LOST,
+        (Hand.LOST, HandEvent.LOSE): Hand.LOST,
+        **{(hand, HandEvent.FORGET): hand for hand in Hand},
+        (Hand.LOST, HandEvent.FORGET): Hand.FULL,
+        (Hand.OUTDATED, HandEvent.FORGET): Hand.EMPTY,
+        **{(hand, HandEvent.GIVE_BACK): Hand.GIVEN_BACK for hand in Hand},
     },
 )

@@ -26,7 +26,6 @@ from elastic_ps.core.all_reduce import Barrier
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.settings import Settings, clip_divisor
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.client import Client
@@ -83,13 +82,11 @@ class AllReduce(Strategy):
         make_step: Callable[[], object],
         *,
         store: Store,
-        trace: Trace,
-        history: History,
     ) -> None:
         super().__init__()
         self._client, self._flat, self._replica = client, flat, replica
         self._optimizer, self._make_step = optimizer, make_step
-        self._store, self._trace, self._history = store, trace, history
+        self._store, self._trace, self._history = store, client.trace, client.history
         self._sums = _Reducer(flat)
         self._present: dict[int, Sequence[bool]] = {}
         self._attempt = 0

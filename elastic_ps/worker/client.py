@@ -35,6 +35,7 @@ from elastic_ps.errors import (
     RefusalCode,
     Refused,
 )
+from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import EMPTY, Connection, Frame, Incoming
@@ -87,6 +88,7 @@ class Client:
 
     Attributes:
         instance, limits: see above.
+        trace, history: where this process records what it does.
         address: where the other workers find this one, if they speak to each other; else "".
         member_id: the present one, since the last `join`.
         traffic: of that incarnation; what each step ends with tells it.
@@ -102,7 +104,10 @@ class Client:
         instance: str = "",
         pid: int | None = None,
         hostname: str = "",
+        trace: Trace | None = None,
+        history: History | None = None,
     ) -> None:
+        self.trace, self.history = trace or Trace(None, ""), history or History(None, "")
         self._pid = os.getpid() if pid is None else pid
         self._hostname = hostname or socket.gethostname()
         self.worker, self.address = worker, ""

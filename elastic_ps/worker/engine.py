@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.codec.state import ImportedState
@@ -24,23 +23,19 @@ from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Bucket
 from elastic_ps.core.settings import NOTHING, Made, Settings, read_settings
 from elastic_ps.core.working import Event, State
-from elastic_ps.data.batches import Batches, Slices, checked
-from elastic_ps.data.states import Loop, Part
+from elastic_ps.data.batches import checked
+from elastic_ps.data.states import Hand, Loop, Part
 from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
-from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import ranges_to_message
 from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.dialogue import Step
 from elastic_ps.worker.flat import Flat
-from elastic_ps.worker.local_world import Drained, LocalWorld
 from elastic_ps.worker.measuring import Phases
 from elastic_ps.worker.membership import Membership
 from elastic_ps.worker.model import Described
 from elastic_ps.worker.records import Records, Stopping
-from elastic_ps.worker.schedule import Interval, Schedule
 from elastic_ps.worker.state import State as ScriptState
-from elastic_ps.worker.strategy import LocalGradients, LocalTraining, Strategy
 
 logger = logging.getLogger(__name__)
 
@@ -70,56 +65,32 @@ _FROM_ELSEWHERE = (
 )
 
 
-class Engine:
+class Engine(Membership):
     """Drives one worker. Belongs to the training thread, except `begin_step` and `ready`.
 
     Those two are called by gradient hooks, one at a time, while the training thread waits in backward.
 
     Args:
-        client: closed by `close`.
-        trace, history: closed by `close`.
-        world: the processes of this worker.
+        given: what `Membership` takes.
+        client: closed by `close`, with what it records.
 
     Attributes:
-        slices: this process's of the batches.
-        batches: what the script has in hand for the next step.
         records: asks for those of the batches to come.
         state: what scripts keep with the job.
-        model, gradients: from `session.optimizer` on.
-        local: in mode `local`, from there on.
-        make_step: has the script's own optimizer make a step on this worker; from there on.
-        in_batch: the script computes on a batch, as far as is known.
+        model: from `session.optimizer` on.
         at_close: called when this worker leaves.
         phases: notes what the script is doing.
-        working: what this worker is doing.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        member: Membership,
-        *,
-        trace: Trace,
-        history: History,
-        world: LocalWorld | None = None,
-    ) -> None:
-        self.world = world or LocalWorld()
-        self.slices = Slices(self.world.rank, self.world.size)
-        self.client = client
-        self.member, self.working = member, member.working
-        self.batches = Batches()
-        self.gradients: LocalGradients
-        self.local: LocalTraining | None = None
-        self.make_step: Callable[[], object]
-        self.in_batch = False
+    def __init__(self, spec: TrainingJobSpec, client: Client, **given: Any) -> None:
+        super().__init__(spec, client, **given)
         self.at_close: list[Callable[[], object]] = []
-        self._trace, self._history = trace, history
         self._stopped = Stopping(client, self.world)
-        self.records = Records(self, client, self.world, self.batches, self._stopped)
-        self.state = ScriptState(self, client, self.world)
-        self.phases = Phases(trace)
+        self.records = Records(self, self._stopped, self.close)
+        self.state = ScriptState(self)
+        self.repeats += [self._stopped.repeat, self.state.repeat, self.records.repeat]
+        self.phases = Phases(client.trace)
         self.model: torch.nn.Module | None = None
-        self._steps = 0
         self._warned = False
 
     @property
@@ -128,50 +99,16 @@ class Engine:
         return self.working.state is State.LEFT
 
     @property
-    def spec(self) -> TrainingJobSpec:
-        """How to train the job, as of the last time that this worker has joined."""
-        return self.member.spec
-
-    @property
-    def entered(self) -> bool:
-        """Whether the model has been given to the job, or has got the job's values."""
-        return self.member.strategy is not None and self.working.state is not State.JOINING
-
-    @property
-    def strategy(self) -> Strategy:
-        """Of the model, from `enter` on."""
-        assert self.member.strategy is not None, "the model has been given to session.optimizer"
-        return self.member.strategy
-
-    @property
-    def schedule(self) -> Schedule:
-        """Of the model, from `enter` on."""
-        return self.member.schedule
-
-    @property
     def stopped(self) -> str:
         """Why a script has ended the training, as far as this worker knows; "" if none has."""
         return self._stopped.reason
-
-    @property
-    def version(self) -> int:
-        """The version of the model that this worker has; one that is under way is not taken over yet."""
-        if self.local is not None and self.local.started is not None:
-            return self.local.started.version
-        return self.member.strategy.version if self.member.strategy else 0
-
-    @property
-    def has_been_chief(self) -> bool:
-        """See `Records`."""
-        return self.records.has_been_chief
 
     @property
     def made(self) -> Made:
         """What the version that this worker has was made of."""
         if self.local is not None and self.local.started is not None:
             return self.local.started.made
-        strategy = self.member.strategy
-        text = strategy.told.settings if strategy else ""
+        text = self._strategy.told.settings if self._strategy else ""
         return read_settings(text).made if text else NOTHING
 
     @property
@@ -188,55 +125,11 @@ class Engine:
         optimizer: torch.optim.Optimizer,
         imported: ImportedState | None = None,
     ) -> Flat:
-        """Join the job with this model; returns the memory that it has from now on. Blocks.
-
-        See `Membership.enter`.
-        """
-        flat = self.member.enter(
-            described, model, optimizer, imported, weights=self.weights, make_step=lambda: self.make_step()
-        )
+        """See `Membership.enter`."""
+        flat = super().enter(described, model, optimizer, imported)
         self.model = model
         self.phases.watch(model)
         return flat
-
-    def _join_again(self, reason: Refused) -> None:
-        """Continue as a new member, because the parameter server does not know this worker any more. Blocks.
-
-        The unfinished step and all records in hand are dropped. The records are handed out again. What the
-        parameter server may have forgotten is said again.
-        """
-        logger.warning("joining again: %s", reason)
-        while True:
-            self.drop_step()
-            version = self.member.join_again()
-            try:
-                self.strategy.fetch(version, contributor=False)
-                self._stopped.repeat()
-                self.state.repeat()
-                self.records.repeat()
-                break
-            except Refused as refusal:
-                if not expelled(refusal):
-                    raise
-        self.take_settings()
-        self.member.note_join(version, again=True)
-        logger.info("joined again at version %d", version)
-
-    def come_back(self, refusal: Refused) -> None:
-        """Join again between two steps. Blocks."""
-        self._join_again(refusal)
-        self.gradients.void()
-
-    def leave_if_asked(self) -> None:
-        """Between two batches: where a worker that was asked to leave does so. Raises Drained."""
-        self.in_batch = False
-        if not self.world.alone:  # others may have been asked to leave, or may have ended the training
-            self.world.decide("the next batch", lambda: None)
-            self._stopped.heed()
-        if self.member.draining and not self.working.in_step:
-            self.exchange_steps()
-            self.close()
-            raise Drained
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the job and free everything. What this worker holds goes to others. Idempotent.
@@ -248,26 +141,26 @@ class Engine:
             return
         in_step = self.working.in_step or self.working.state is State.IN_FLIGHT
         self.working.note(Event.LEAVE)
-        over = failed or self.records.loop is Loop.RUNS or self.stopped or self.member.draining
+        over = failed or self.records.loop is Loop.RUNS or self.stopped or self.draining
         if self.batches.computed and not over:
             logger.warning(_LEFT, self.batches.samples)
         for call in self.at_close:
             call()
-        strategy = self.member.strategy
+        strategy = self._strategy
         if strategy is not None:
             self.client.hasten()
             try:
                 strategy.hand_over()
             except ElasticPSError as error:
                 logger.info("this worker's values could not be handed over: %s", error)
-        self.member.leave(in_step=in_step)
+        self.leave(in_step=in_step)
         if strategy is not None:
             strategy.close()
         if self.local is not None:
             self.local.cancel()
-        self._history.record("left", version=self.version)
-        self._trace.close()
-        self._history.close()
+        self.client.history.record("left", version=self.version)
+        self.client.trace.close()
+        self.client.history.close()
 
     def report(self, metrics: Mapping[str, Any], *, reduce: str = "mean") -> None:
         """Tell the job about values: with the step that is to be made, or at once.
@@ -289,10 +182,6 @@ class Engine:
             self.client.report({name: float(value) for name, value in values.items()})
 
     # --- steps
-
-    def add_scheduler(self, scheduler: LRScheduler, interval: Interval | None) -> None:
-        """Keep a scheduler's state on the parameter server, and take over the state in force."""
-        self.member.add_scheduler(scheduler, interval)
 
     def begin_step(self) -> None:
         """The first gradient of a step is there. Raises UsageError if it belongs to no batch."""
@@ -317,14 +206,14 @@ class Engine:
         """Raise UsageError if the step that is to be made belongs to no batch, or to too many."""
         if self.batches.undecided and not self.batches.computed:
             self.batches.compute_all()  # gradients that no backward() made
-        if not self.batches.computed and self.batches.given_back:
+        if not self.batches.computed and self.batches.hand is Hand.GIVEN_BACK:
             raise UsageError(
                 "this step has no batch: the script left the loop over the loader before backward(), and so "
                 "gave its batch back. Run backward() inside the loop. With next(iter(loader)), keep the "
                 "iterator"
             )
         if not self.batches.computed:
-            raise UsageError(_COUNTED if self.in_batch else _FROM_ELSEWHERE)
+            raise UsageError(_COUNTED if self.batches.in_batch else _FROM_ELSEWHERE)
         size = self.spec.consistency.global_batch_size
         if size is not None and self.batches.several:
             raise UsageError(
@@ -347,12 +236,12 @@ class Engine:
     def new_step(self, base: int, samples: int = 1) -> Step:
         """The step that this worker makes next, on version `base`."""
         return Step(
-            member_id=self.client.member_id, number=self._steps, base=base, version=base, samples=samples
+            member_id=self.client.member_id, number=self.steps, base=base, version=base, samples=samples
         )
 
     def assigned(self) -> None:
         """The step in which values were assigned is over: made, or known to be void."""
-        self._steps += 1
+        self.steps += 1
         self.working.note(Event.TELL)
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
@@ -387,7 +276,7 @@ class Engine:
             raise UsageError("backward() ran for two batches before optimizer.step(); call step() first")
         self.note_skipped(batches.decide(keep_new=True))
         settings = self.schedule.current()
-        self.member.check(settings)
+        self.check(settings)
         ending = pb.FinishRequest(
             ranges=ranges_to_message(batches.computed),
             settings=settings.to_json(),
@@ -411,7 +300,7 @@ class Engine:
             elif late or self._is_left_out(refusal):
                 self._give_up_step()
             elif expelled(refusal):
-                self._join_again(refusal)
+                self.join_again(refusal)
             else:
                 if refusal.code is RefusalCode.NOT_FINITE and self.world.leads:
                     self._report_not_finite()
@@ -422,12 +311,12 @@ class Engine:
             self.leave_step()
             raise
         else:
-            self._steps += 1
+            self.steps += 1
             self.working.note(Event.GET)
             self._stopped.learn(self.strategy.told.stopped)
             self._stopped.heed()
             if made:
-                self.schedule.step_made(settings, self._in_force())
+                self.schedule.step_made(settings, self.in_force)
             return True
         return False
 
@@ -435,24 +324,6 @@ class Engine:
         """A shard has refused this worker's step, or it would spoil those of others: tell shard 0 why."""
         with contextlib.suppress(ElasticPSError):
             self.client.report({"loss": math.nan})
-
-    def weights(self) -> list[float]:
-        """For each process of this worker, its share of the records that the next step is computed on."""
-        return self.slices.weights(self.batches.sizes)
-
-    def exchange_steps(self) -> None:
-        """If this worker has made steps by itself, see `LocalTraining.exchange`."""
-        if self.local is not None:
-            self.local.exchange()
-
-    def forget(self) -> None:
-        """What the script has in hand goes to others."""
-        self.batches.forget()
-        self._void_steps()
-
-    def _void_steps(self) -> None:
-        if self.local is not None:
-            self.local.void()
 
     def leave_step(self) -> None:
         """Forget the step under way, and tell the parameter server at the next occasion.
@@ -485,7 +356,7 @@ class Engine:
         except Refused as refusal:
             if not expelled(refusal):
                 raise
-            self._join_again(refusal)
+            self.join_again(refusal)
         else:
             self.take_settings()
 
@@ -494,8 +365,8 @@ class Engine:
         self.note_skipped(self.batches.skip())
         if self.working.in_step:  # some may be in the sums: this worker leaves the round, and comes again
             self.working.note(Event.GIVE_UP)
-            self.records.drop()
-            self._steps += 1
+            self.drops += 1
+            self.steps += 1
             self.strategy.reset()
         self.gradients.void()
         if self.records.part is Part.LAST_STEP:
@@ -530,14 +401,6 @@ class Engine:
             logger.log(logging.DEBUG if self._warned else logging.WARNING, _SKIPPED, records)
             self._warned = True
 
-    def drop_step(self) -> None:
-        """The step under way and all records in hand go to others."""
-        self.records.drop()
-        self._steps += 1
-        self.working.note(Event.DROP)
-        self.batches.forget(lost=True)
-        self._void_steps()
-
     # --- records
 
     def stop(self, reason: str) -> None:
@@ -547,26 +410,13 @@ class Engine:
         """
         if not self.entered:
             raise UsageError("call session.optimizer(...) before session.stop(...)")
-        try:
+        with self.known():
             self._stopped.ask(reason)
-        except Refused as refusal:
-            if not expelled(refusal):
-                raise
-            self.come_back(refusal)
 
     def begin_batch(self, ranges: Sequence[Range]) -> None:
         """A batch of these records is handed to the script."""
         self._settle_by_hand()
         if self.batches.lost:
             self.gradients.void()
-        self.in_batch = True
         self.batches.add(ranges)
         self.phases.forward()
-
-    def take_settings(self) -> None:
-        """Take the settings over that are in force."""
-        self.schedule.take_over(self._in_force())
-
-    def _in_force(self) -> Settings:
-        """As of the last pull."""
-        return Settings.from_json(self.strategy.told.settings)

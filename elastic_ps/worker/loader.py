@@ -119,7 +119,7 @@ class ElasticLoader:
             source.records, epochs, source.batch_size, fingerprint(source.dataset, source.records)
         )
         self._supply = Supply(source, seed=data.seed, version_records=consistency.global_batch_size)
-        self._drops = engine.records.drops  # as of the records in hand
+        self._drops = engine.drops  # as of the records in hand
         self._issued: deque[list[Range]] = deque()  # what torch's DataLoader was told to fetch, and has not
         self._fetching: DataLoader[Any] | None = None
         self._only: int | None = None  # the epoch that is asked for; None: any
@@ -233,7 +233,7 @@ class ElasticLoader:
                 engine.begin_batch(ranges)
                 yield batch
                 self._check_length()
-                engine.leave_if_asked()
+                engine.records.leave_if_asked()
                 if engine.stopped:
                     break
             else:
@@ -260,7 +260,7 @@ class ElasticLoader:
     @property
     def _outdated(self) -> bool:
         """Whether this worker had to join again, so that the records in hand are handed to others."""
-        return self._engine.records.drops != self._drops
+        return self._engine.drops != self._drops
 
     def _await_some(self) -> bool:
         """Block until there are records in hand; False when all records are in the model.
@@ -308,7 +308,7 @@ class ElasticLoader:
     def _forget(self) -> None:
         """Drop what others have been handed."""
         if self._outdated:
-            self._drops = self._engine.records.drops
+            self._drops = self._engine.drops
             self._supply.in_hand.clear()
 
     def _next_batch(self) -> list[int] | list[ItemIndex]:

@@ -22,7 +22,6 @@ from elastic_ps.core.settings import KEEP_ZEROS, LIMITS
 from elastic_ps.core.working import Event
 from elastic_ps.data.states import Part
 from elastic_ps.errors import ElasticPSError, InvalidModel, RefusalCode, Refused
-from elastic_ps.worker.client import expelled
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.gradients import Gradients
@@ -178,15 +177,14 @@ class LocalSteps:
         """
         engine = self._engine
         step = engine.new_step(engine.version)
-        try:
-            return engine.world.decide("where an exchange begins", lambda: engine.client.begin(step)[0])
-        except Refused as refusal:
-            if refusal.code is RefusalCode.LATE:
-                return step.base  # so is the exchange
-            if not expelled(refusal):
+        with engine.known():
+            try:
+                return engine.world.decide("where an exchange begins", lambda: engine.client.begin(step)[0])
+            except Refused as refusal:
+                if refusal.code is RefusalCode.LATE:
+                    return step.base  # so is the exchange
                 raise
-            engine.come_back(refusal)
-            return None
+        return None
 
     def _refresh(self, besides: Set[int]) -> bool:
         """Pull the newest version, but for the buckets `besides`. Blocks.
@@ -194,14 +192,10 @@ class LocalSteps:
         Returns False if this worker had to join again.
         """
         strategy = self._engine.strategy
-        try:
+        with self._engine.known():
             strategy.fetch(strategy.version, contributor=False, besides=besides)
-        except Refused as refusal:
-            if not expelled(refusal):
-                raise
-            self._engine.come_back(refusal)
-            return False
-        return True
+            return True
+        return False
 
     def exchange(self) -> None:
         """Push what the steps since the last exchanges have changed, and wait for the version. Blocks.
@@ -238,9 +232,9 @@ class LocalSteps:
         except BaseException:  # nobody knows how much of it is sent, and of which version the model is
             engine.leave_step()
             raise
-        drops = engine.records.drops
+        drops = engine.drops
         engine.finish_step()
-        if self._elastic and going_on and drops == engine.records.drops:
+        if self._elastic and going_on and drops == engine.drops:
             self._take_back()
 
     def _begin(self, fragment: int | None, *, starts: bool) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
@@ -20,7 +21,8 @@ from elastic_ps.codec.plan import Plan
 from elastic_ps.codec.state import ImportedState
 from elastic_ps.core.partition import TensorSpec
 from elastic_ps.core.settings import Settings
-from elastic_ps.core.working import Event, Working
+from elastic_ps.core.working import Event, State, Working
+from elastic_ps.data.batches import Batches, Slices
 from elastic_ps.errors import (
     ConnectionLost,
     ElasticPSError,
@@ -30,7 +32,6 @@ from elastic_ps.errors import (
     RefusalCode,
     Refused,
 )
-from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import layout_from_message
 from elastic_ps.worker.all_reduce import AllReduce
@@ -43,7 +44,7 @@ from elastic_ps.worker.model import Described
 from elastic_ps.worker.push_pull import PushPull
 from elastic_ps.worker.replica import Replica
 from elastic_ps.worker.schedule import Interval, Schedule
-from elastic_ps.worker.strategy import Strategy
+from elastic_ps.worker.strategy import LocalGradients, LocalTraining, Strategy
 from elastic_ps.worker.values import Values
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Membership:
     """This worker as a member of the job, over all its incarnations. For the training thread, except `drain`.
 
     Args:
-        trace, history: where this process records what it does.
+        client: says where this process records what it does.
         on_hung: called, on another thread, with the reason, if this worker is declared hung.
         on_joined: called when this worker has become a member.
         world: the processes of this worker; process 0 alone is heard of.
@@ -62,49 +63,87 @@ class Membership:
     Attributes:
         working: what this worker is doing.
         spec: how to train the job, as of the last time that this worker has joined.
-        strategy, schedule: of the model; `strategy` is None before `enter`, which sets both.
+        schedule: of the model, from `enter` on.
+        batches: what the script has in hand for the next step.
+        slices: this process's of the batches.
+        gradients: from `session.optimizer` on.
+        local: in mode `local`, from there on.
+        make_step: has the script's own optimizer make a step on this worker; from there on.
+        steps: how many this worker has begun.
+        drops: how often all records in hand were dropped, as this worker had to join again, or pauses.
+        repeats: called when this worker has joined again: what the parameter server may have forgotten.
+        has_been_chief: this worker has been told that it is the chief, of any epoch or at the end.
     """
+
+    schedule: Schedule
+    gradients: LocalGradients
+    make_step: Callable[[], object]
+    _described: Described
 
     def __init__(
         self,
         spec: TrainingJobSpec,
         client: Client,
         *,
-        trace: Trace,
-        history: History,
         on_hung: Callable[[str], None] | None = None,
         on_joined: Callable[[], None] = lambda: None,
         world: LocalWorld | None = None,
         host: str = "127.0.0.1",
     ) -> None:
-        self.spec, self.working = spec, Working()
-        self.strategy: Strategy | None = None
-        self.schedule: Schedule
-        self._client, self._world, self._host = client, world or LocalWorld(), host
-        self._trace, self._history = trace, history
-        self._on_hung, self._on_joined = on_hung, on_joined
+        self.spec, self.client, self.world = spec, client, world or LocalWorld()
+        self.working, self.batches = Working(), Batches()
+        self.slices = Slices(self.world.rank, self.world.size)
+        self.local: LocalTraining | None = None
+        self.steps = self.drops = 0
+        self.repeats: list[Callable[[], None]] = []
+        self.has_been_chief = False
+        self._strategy: Strategy | None = None
+        self._host, self._on_hung, self._on_joined = host, on_hung, on_joined
         self._heart: Heart | None = None
-        self._described: Described
         self._layout: pb.Layout | None = None  # of the memory that the model has; None before `enter`
         self._store: Store | None = None  # where the other workers find this one, if they speak to each other
         self._codecs = Plan(spec.compression)
+
+    @property
+    def strategy(self) -> Strategy:
+        """Of the model, from `enter` on."""
+        assert self._strategy is not None, "the model has been given to session.optimizer"
+        return self._strategy
+
+    @property
+    def entered(self) -> bool:
+        """Whether the model has been given to the job, or has got the job's values."""
+        return self._strategy is not None and self.working.state is not State.JOINING
+
+    @property
+    def version(self) -> int:
+        """The version of the model that this worker has; one that is under way is not taken over yet."""
+        if self.local is not None and self.local.started is not None:
+            return self.local.started.version
+        return self._strategy.version if self._strategy else 0
+
+    @property
+    def in_force(self) -> Settings:
+        """The settings as of the last pull."""
+        return Settings.from_json(self.strategy.told.settings)
+
+    def weights(self) -> list[float]:
+        """For each process of this worker, its share of the records that the next step is computed on."""
+        return self.slices.weights(self.batches.sizes)
+
+    # --- into the job
 
     def enter(
         self,
         described: Described,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        imported: ImportedState | None,
-        *,
-        weights: Callable[[], Sequence[float]],
-        make_step: Callable[[], object],
+        imported: ImportedState | None = None,
     ) -> Flat:
         """Join the job with this model; returns the memory that it has from now on. Blocks.
 
         Args:
             imported: the state with which the optimizer begins, if this worker brings the model.
-            weights: for each process, its share of the samples of the step that begins.
-            make_step: has the script's own optimizer make a step on this worker.
 
         Raises:
             InvalidModel, ModelMismatch: the model or optimizer cannot be trained in this job.
@@ -116,7 +155,7 @@ class Membership:
             described.require_apart(model)
         if self.spec.all_reduce:
             self._store = Store(self._host)
-            self._client.address = self._store.address
+            self.client.address = self._store.address
         self.schedule = Schedule(optimizer, own=local)
         if imported is not None:
             self.schedule.has_state()
@@ -128,15 +167,15 @@ class Membership:
             layout_from_message(joined.layout),
             described.tensors,
             stepped_here=local or self.spec.all_reduce,
-            world=self._world,
+            world=self.world,
             registered=described.registered,
         )
-        self.strategy = strategy = self._make_strategy(flat, optimizer, weights, make_step)
-        strategy.steps_here = local or self.spec.all_reduce
+        self._strategy = strategy = self._make_strategy(flat, optimizer)
+        strategy.steps_here, strategy.exchanges = local or self.spec.all_reduce, local
         joined = self._initialise(strategy, joined, flat, imported)
         if not joined.initialise:
-            self.schedule.joined(Settings.from_json(strategy.told.settings))
-        self.note_join(joined.version)
+            self.schedule.joined(self.in_force)
+        self._note_join(joined.version)
         self.working.note(Event.ENTER)
         return flat
 
@@ -151,13 +190,13 @@ class Membership:
 
         def join(models: list[tuple[Sequence[TensorSpec], str]]) -> pb.JoinReply:
             _check_same(models)
-            return self._client.join(described.specs, described.optimizer, settings)
+            return self.client.join(described.specs, described.optimizer, settings)
 
         mine: tuple[Sequence[TensorSpec], str] = described.specs, described.optimizer
-        joined = self._world.gather("session.optimizer(...)", mine, join)
+        joined = self.world.gather("session.optimizer(...)", mine, join)
         self.working.note(Event.JOIN)
-        if self._world.leads and self._heart is None:
-            self._heart = Heart(self._client, timedelta(milliseconds=joined.lease_ms) / 3, self._on_hung)
+        if self.world.leads and self._heart is None:
+            self._heart = Heart(self.client, timedelta(milliseconds=joined.lease_ms) / 3, self._on_hung)
             self._on_joined()
         return joined
 
@@ -178,50 +217,28 @@ class Membership:
         if problem := second_momentum(settings.groups, sent):
             raise InvalidModel(problem)
 
-    def _make_strategy(
-        self,
-        flat: Flat,
-        optimizer: torch.optim.Optimizer,
-        weights: Callable[[], Sequence[float]],
-        make_step: Callable[[], object],
-    ) -> Strategy:
+    def _make_strategy(self, flat: Flat, optimizer: torch.optim.Optimizer) -> Strategy:
         same = self.spec.consistency.mode == "local"
-        if not self._world.leads:
-            return GroupFollower(self._world, flat, same=same)
-        traffic, trace = self._client.traffic, self._trace
-        values = Values(flat, self._codecs, traffic=traffic, trace=trace)
+        if not self.world.leads:
+            return GroupFollower(self.world, flat, same=same)
+        client, trace = self.client, self.client.trace
+        values = Values(flat, self._codecs, traffic=client.traffic, trace=trace)
         if self._store is not None:
-            return AllReduce(
-                self._client,
-                flat,
-                Replica(self._client, flat, optimizer, values),
-                optimizer,
-                make_step,
-                store=self._store,
-                trace=trace,
-                history=self._history,
-            )
+            replica = Replica(client, flat, optimizer, values)
+            return AllReduce(client, flat, replica, optimizer, lambda: self.make_step(), store=self._store)
         encoder = Encoder(
             flat.layout,
             self._codecs,
-            worker=self._client.worker,
+            worker=client.worker,
             seed=self.spec.data.seed,
-            traffic=traffic,
+            traffic=client.traffic,
             trace=trace,
         )
         make: Callable[..., PushPull] = PushPull
-        if not self._world.alone:
-            make = partial(GroupLeader, self._world, weights, same=same)
-        return make(
-            self._client,
-            flat,
-            self.spec.consistency,
-            encoder,
-            values,
-            ahead=self.spec.parameter_server.send_ahead,
-            trace=trace,
-            history=self._history,
-        )
+        if not self.world.alone:
+            make = partial(GroupLeader, self.world, self.weights, same=same)
+        ahead = self.spec.parameter_server.send_ahead
+        return make(client, flat, self.spec.consistency, encoder, values, ahead=ahead)
 
     def _initialise(
         self, strategy: Strategy, joined: pb.JoinReply, flat: Flat, imported: ImportedState | None
@@ -235,7 +252,7 @@ class Membership:
         while True:
             try:
                 if joined.initialise:
-                    self._world.decide("session.optimizer(...)", lambda: self._bring(flat, imported))
+                    self.world.decide("session.optimizer(...)", lambda: self._bring(flat, imported))
                     flat.publish()
                 if not joined.initialise or self._codecs.encodes_values:
                     own = False
@@ -245,9 +262,7 @@ class Membership:
                 if not expelled(refusal):
                     raise
                 logger.warning("joining again: %s", refusal)
-            strategy.reset()
-            joined = self._join_anew(trained=not own)
-            self._adopt(joined)
+            joined = self._join_anew(strategy, trained=not own)
 
     def _adopt(self, joined: pb.JoinReply) -> None:
         """Make versions as this term of the job does; it may be another way than that of the term before.
@@ -274,63 +289,119 @@ class Membership:
                 logger.info("%s is %s now", what, now)
         self._require_same_codecs(joined)
         said = self.spec.compression.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-        self._history.record("coding", term=joined.term, compression=said)
-        if self.strategy is not None:
-            self.strategy.adopt(self.spec.consistency, self._codecs if "compression" in news else None)
+        self.client.history.record("coding", term=joined.term, compression=said)
+        if self._strategy is not None:
+            self._strategy.adopt(self.spec.consistency, self._codecs if "compression" in news else None)
 
     def _require_same_codecs(self, joined: pb.JoinReply) -> None:
         ours, theirs = self._codecs.names, list(joined.codecs)
         if theirs and ours != theirs:
             raise InvalidJob(
-                f"worker {self._client.worker} has the codecs {', '.join(ours)}; this job has "
+                f"worker {self.client.worker} has the codecs {', '.join(ours)}; this job has "
                 f"{', '.join(theirs)}. All processes of a job need the same code: start this worker from the "
                 "image, or the files, that the parameter server was started from"
             )
 
     def _bring(self, flat: Flat, imported: ImportedState | None) -> None:
         for bucket in flat.layout.buckets:
-            self._client.initialise(bucket.index, bucket.shard, flat.value_bytes(bucket))
+            self.client.initialise(bucket.index, bucket.shard, flat.value_bytes(bucket))
             for piece in imported.pieces(bucket, flat.tensors) if imported is not None else ():
-                self._client.initialise_state(bucket.index, bucket.shard, *piece)
-        self._client.initialised()
+                self.client.initialise_state(bucket.index, bucket.shard, *piece)
+        self.client.initialised()
 
-    def join_again(self) -> int:
-        """Become a member again; returns the version that is to be fetched. Blocks."""
-        assert self.strategy is not None, "enter was called"
-        joined = self._join_anew(trained=True)
-        self.strategy.reset()
-        self._adopt(joined)
-        return joined.version
-
-    def _join_anew(self, *, trained: bool) -> pb.JoinReply:
-        """Begin another incarnation. `trained`: the model is not as it was at first any more."""
+    def _join_anew(self, strategy: Strategy, *, trained: bool) -> pb.JoinReply:
+        """Begin another incarnation. Blocks. `trained`: the model is not as it was at first any more."""
         described, settings = self._described, self.schedule.current()
-        return self._world.decide(
+        joined = self.world.decide(
             "the place where it joins again",
-            lambda: self._client.join(described.specs, described.optimizer, settings, again=trained),
+            lambda: self.client.join(described.specs, described.optimizer, settings, again=trained),
         )
+        strategy.reset()
+        self._adopt(joined)
+        return joined
 
-    def note_join(self, version: int, *, again: bool = False) -> None:
+    def _note_join(self, version: int, **term: int) -> None:
         """Write down that an incarnation has begun, with the values of this version."""
-        term = {"term": self._client.term} if again else {}
-        self._history.record("join", incarnation=self._client.incarnation, version=version, **term)
+        self.client.history.record("join", incarnation=self.client.incarnation, version=version, **term)
+
+    def join_again(self, reason: Refused) -> None:
+        """Continue as a new member, because the parameter server does not know this worker any more. Blocks.
+
+        The unfinished step and all records in hand are dropped. The records are handed out again. What the
+        parameter server may have forgotten is said again.
+        """
+        logger.warning("joining again: %s", reason)
+        while True:
+            self.drop_step()
+            version = self._join_anew(self.strategy, trained=True).version
+            try:
+                self.strategy.fetch(version, contributor=False)
+                for repeat in self.repeats:
+                    repeat()
+                break
+            except Refused as refusal:
+                if not expelled(refusal):
+                    raise
+        self.take_settings()
+        self._note_join(version, term=self.client.term)
+        logger.info("joined again at version %d", version)
+
+    def come_back(self, refusal: Refused) -> None:
+        """Join again between two steps. Blocks."""
+        self.join_again(refusal)
+        self.gradients.void()
+
+    @contextmanager
+    def known(self) -> Iterator[None]:
+        """The block makes calls between two steps. Where one is refused for that, join again: it ends there.
+
+        So what is to be returned where all has been said is returned within the block.
+        """
+        try:
+            yield
+        except Refused as refusal:
+            if not expelled(refusal):
+                raise
+            self.come_back(refusal)
+
+    def drop_step(self) -> None:
+        """The step under way and all records in hand go to others."""
+        self.drops += 1
+        self.steps += 1
+        self.working.note(Event.DROP)
+        self.forget(lost=True)
+
+    def forget(self, *, lost: bool = False) -> None:
+        """What the script has in hand goes to others. `lost`: without its doing."""
+        self.batches.forget(lost=lost)
+        if self.local is not None:
+            self.local.void()
+
+    def take_settings(self) -> None:
+        """Take the settings over that are in force."""
+        self.schedule.take_over(self.in_force)
+
+    def exchange_steps(self) -> None:
+        """If this worker has made steps by itself, see `LocalTraining.exchange`."""
+        if self.local is not None:
+            self.local.exchange()
 
     # --- leaving
 
     @property
     def draining(self) -> bool:
         """Whether this worker was asked to leave; all of its processes have the same answer."""
-        return bool(self._world.agreed(DRAIN))
+        return bool(self.world.agreed(DRAIN))
 
     @property
     def asked_to_leave(self) -> bool:
         """Whether this process was asked to leave; others of the worker may not know yet."""
-        return self._world.proposed(DRAIN)
+        return self.world.proposed(DRAIN)
 
     def drain(self) -> None:
         """Leave at the next opportunity. May be called from a signal handler."""
-        self._client.expect_to_leave()
-        self._world.propose(DRAIN, "asked to leave")
+        self.client.expect_to_leave()
+        self.world.propose(DRAIN, "asked to leave")
 
     def leave(self, *, in_step: bool) -> None:
         """Say goodbye and close the connections; what this worker holds goes to others.
@@ -341,11 +412,11 @@ class Membership:
         if self._heart is not None:
             self._heart.close()
             try:
-                self._client.leave(in_step=in_step)
+                self.client.leave(in_step=in_step)
             except ElasticPSError as error:
                 logger.info("the parameter server could not be told that this worker leaves: %s", error)
-        self._client.close()
-        self._world.close()
+        self.client.close()
+        self.world.close()
 
 
 def _check_same(models: Sequence[tuple[Sequence[TensorSpec], str]]) -> None:
@@ -374,7 +445,7 @@ class Heart:
     """
 
     def __init__(self, client: Client, interval: timedelta, on_hung: Callable[[str], None] | None) -> None:
-        self._client = client
+        self.client = client
         self._interval = interval
         self._on_hung = on_hung
         self._stop = threading.Event()
@@ -384,7 +455,7 @@ class Heart:
     def _beat(self) -> None:
         while not self._stop.wait(self._interval.total_seconds()):
             try:
-                self._client.heartbeat()
+                self.client.heartbeat()
             except ElasticPSError as error:
                 logger.debug("heartbeat: %s", error)  # whatever the script does next is told so too
                 hung = isinstance(error, Refused) and error.code is RefusalCode.HUNG

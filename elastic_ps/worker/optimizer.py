@@ -17,7 +17,6 @@ from elastic_ps.codec.several import Several, parameters_of, parts_of
 from elastic_ps.codec.state import state_dict_of
 from elastic_ps.core.working import Event, State
 from elastic_ps.errors import RefusalCode, Refused, UsageError
-from elastic_ps.worker.client import expelled
 from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.gradients import Gradients
@@ -77,7 +76,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._stepping = False
         # Which of several optimizers makes a step is known in `step` only.
         parts = wrapped.parts if isinstance(wrapped, Several) else {}
-        local = engine.spec.consistency.mode == "local"
+        local = engine.strategy.exchanges
         self._gradients = Gradients(flat, engine, overlap=overlap and not (parts or local), check=check)
         self._local = LocalSteps(flat, engine, self._gradients, self._make_step) if local else None
         self._parts = {name: Part(self, name, part) for name, part in parts.items()}
@@ -128,7 +127,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         if other is self or isinstance(other, Part) or threading.get_ident() != self._thread:
             return
         beside = {id(p) for group in other.param_groups for p in group["params"]} - self._own
-        if self._engine.in_batch and beside:
+        if self._engine.batches.in_batch and beside:
             raise UsageError(
                 f"a second optimizer ({type(other).__name__}) makes a step in the loop over the loader. It "
                 "changes parameters on this worker only, so they would become different on each worker. A "
@@ -190,8 +189,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
     def _require_batch(self) -> None:
         """Raise UsageError if one of several optimizers has made a step with this batch."""
         batches = self._engine.batches
-        used = not (batches.computed or batches.undecided or batches.lost or batches.given_back)
-        if self._engine.in_batch and used:
+        used = not (batches.computed or batches.undecided or batches.lost)
+        if self._engine.batches.in_batch and used:
             first, second = ([f"optimizers[{name!r}]" for name in self._parts] * 2)[:2]
             choose = "session.version, which is the same on all workers"
             if self._local is not None:  # the version changes only when values are exchanged
@@ -369,15 +368,11 @@ def assign(engine: Engine, flat: Flat) -> None:
     _require_allowed(engine, strategy)
     flat.take_values()
     base = strategy.version
-    while True:
-        try:
+    takes_part: bool | None = None
+    while takes_part is None:
+        base = min(base, strategy.version)
+        with engine.known():
             takes_part = _assign_since(engine, strategy, base)
-            break
-        except Refused as refusal:
-            if not expelled(refusal):
-                raise
-            engine.come_back(refusal)
-            base = min(base, strategy.version)
     if strategy.version != base + 1:
         engine.take_settings()
     if engine.records.computing and not takes_part:

@@ -31,7 +31,6 @@ from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.pushing import FINISH, BaseReport, BeginTime, Progress, PushPolicy, PushTime, end_of
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, RefusalCode, Refused, UsageError
-from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import EMPTY, Incoming
 from elastic_ps.worker.client import Client
@@ -89,13 +88,11 @@ class PushPull(Strategy):
         values: Values,
         *,
         ahead: bool = True,
-        trace: Trace,
-        history: History,
     ) -> None:
         super().__init__()
         self.encoder, self.flat = encoder, flat
         self._client, self._values = client, values
-        self._trace, self._history = trace, history
+        self._trace, self._history = client.trace, client.history
         self._sends_ahead = ahead
         self._drafts = values.drafts
         self._pushed = flat.layout.pushed

@@ -6,41 +6,20 @@ or gives back those that it has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from elastic_ps.core.fingerprint import differing, other_records
 from elastic_ps.core.ledger import Range
-from elastic_ps.core.working import Event, State, Working
-from elastic_ps.data.batches import Batches
-from elastic_ps.data.states import LOOPS, PARTS, Loop, LoopEvent, Part, PartEvent
+from elastic_ps.core.working import Event, State
+from elastic_ps.data.states import LOOPS, PARTS, HandEvent, Loop, LoopEvent, Part, PartEvent
 from elastic_ps.errors import InvalidModel, Refused, UsageError
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import ranges_from_message, ranges_to_message
 from elastic_ps.worker.client import Client, expelled
-from elastic_ps.worker.local_world import LocalWorld
-from elastic_ps.worker.strategy import Strategy
-
-
-class Worker(Protocol):
-    """What else a worker does, as far as its records depend on it: see `Engine`."""
-
-    in_batch: bool
-    working: Working
-
-    @property
-    def entered(self) -> bool: ...
-    @property
-    def closed(self) -> bool: ...
-    @property
-    def strategy(self) -> Strategy: ...
-    def leave_if_asked(self) -> None: ...
-    def come_back(self, refusal: Refused) -> None: ...
-    def exchange_steps(self) -> None: ...
-    def forget(self) -> None: ...
-    def take_settings(self) -> None: ...
+from elastic_ps.worker.local_world import Drained, LocalWorld
+from elastic_ps.worker.membership import Membership
 
 
 class DataSet(NamedTuple):
@@ -73,29 +52,24 @@ class Records:
     """Asks for records, and gives back those that are not trained. Belongs to the training thread.
 
     Args:
-        worker: whose records they are.
-        batches: what the script has in hand for the next step.
+        member: whose records they are.
+        close: lets this worker leave.
 
     Attributes:
         part, loop: where this worker and its script are.
         loop_over: the loader that the script loops over, or has looped over last.
         chief: whether this worker is the one to evaluate and save, once all records are in the model.
-        drops: how often all records in hand were dropped, as this worker had to join again, or pauses.
     """
 
-    def __init__(
-        self, worker: Worker, client: Client, world: LocalWorld, batches: Batches, stopped: Stopping
-    ) -> None:
+    def __init__(self, member: Membership, stopped: Stopping, close: Callable[[], object]) -> None:
         self.part, self.loop = Part.IDLE, Loop.BEFORE
         self.loop_over: object = None
         self.chief = False
-        self.drops = 0
-        self._worker, self._client, self._world = worker, client, world
-        self._batches, self._stopped = batches, stopped
+        self._member, self._stopped, self._close = member, stopped, close
+        self._client, self._world, self._batches = member.client, member.world, member.batches
         self._chief_of: dict[int, bool] = {}
         self._said: tuple[int, str] | None = None  # how many drops there were before, and of the data
-        self._was_chief = False
-        self._left = self._leaves = False  # see `stop_computing`; `_leaves`: the job was not told yet
+        self._left = False  # the script has left its loop over the loader, and comes to no further epoch
 
     @property
     def over(self) -> bool:
@@ -111,10 +85,6 @@ class Records:
         """The script's loops have come to this."""
         self.loop = LOOPS.after(self.loop, event)
 
-    def drop(self) -> None:
-        """All records in hand are dropped, and those that were fetched ahead."""
-        self.drops += 1
-
     def _plays(self, event: PartEvent) -> None:
         self.part = PARTS.after(self.part, event)
 
@@ -128,31 +98,31 @@ class Records:
         Raises:
             InvalidModel: the data set is not that of the job, or of this worker's other processes.
         """
-        worker = self._worker
-        if not worker.entered:
+        member = self._member
+        if not member.entered:
             raise UsageError("call session.optimizer(...) before iterating over session.loader(...)")
+
+        def take(all_of_them: list[DataSet]) -> pb.TakeReply:
+            _check_same(all_of_them)
+            request = pb.TakeRequest(
+                **all_of_them[0]._asdict(),
+                wait=wait,
+                abandoned=member.working.in_step,
+                skipped=ranges_to_message(self._batches.skipped if wait else ()),
+                early=early,
+                epoch=epoch,
+            )
+            return self._client.take(request)
+
         while True:
-            worker.leave_if_asked()
-            try:
+            self.leave_if_asked()
+            with member.known():
                 if wait:
                     if self.computing:
-                        self._worker.strategy.hand_over()
+                        member.strategy.hand_over()
                     self._plays(PartEvent.ASK)
-                    self._left = self._leaves = False
-                said = self.drops, mine.data
-
-                def take(all_of_them: list[DataSet]) -> pb.TakeReply:
-                    _check_same(all_of_them)
-                    request = pb.TakeRequest(
-                        **all_of_them[0]._asdict(),
-                        wait=wait,
-                        abandoned=worker.working.in_step,
-                        skipped=ranges_to_message(self._batches.skipped if wait else ()),
-                        early=early,
-                        epoch=epoch,
-                    )
-                    return self._client.take(request)
-
+                    self._left = False
+                said = member.drops, mine.data
                 new = mine._replace(data="") if self._said == said else mine
                 granted = self._world.gather("the loader, where it gets records", new, take)
                 self._said = said
@@ -161,25 +131,32 @@ class Records:
                 if granted.pending:
                     continue
                 if wait:
-                    worker.working.note(Event.TELL)
+                    member.working.note(Event.TELL)
                     self._batches.forget_skipped()
                     self._accept(granted)
                 return ranges_from_message(granted.ranges)
-            except Refused as refusal:
-                if not expelled(refusal):
-                    raise
-                worker.come_back(refusal)
-                if not wait:
-                    return ()
+            if not wait:
+                return ()
+
+    def leave_if_asked(self) -> None:
+        """Between two batches: where a worker that was asked to leave does so. Raises Drained."""
+        self._batches.note(HandEvent.LAY_DOWN)
+        if not self._world.alone:  # others may have been asked to leave, or may have ended the training
+            self._world.decide("the next batch", lambda: None)
+            self._stopped.heed()
+        if self._member.draining and not self._member.working.in_step:
+            self._member.exchange_steps()
+            self._close()
+            raise Drained
 
     def _accept(self, granted: pb.TakeReply) -> None:
         """Get the version to compute on, or the last one."""
-        strategy = self._worker.strategy
+        strategy = self._member.strategy
         behind = granted.version != strategy.version
         if granted.ranges:
             if behind:
                 strategy.fetch(granted.version, contributor=True)
-                self._worker.take_settings()
+                self._member.take_settings()
             else:
                 strategy.computes_on(granted.version)
         elif granted.finished:
@@ -193,6 +170,7 @@ class Records:
                 strategy.fetch(granted.version, contributor=False)
             self._plays(PartEvent.FINISH)
             self.chief = granted.chief
+            self._member.has_been_chief |= granted.chief
 
     def is_chief_of(self, epoch: int) -> bool:
         """Whether this worker is the one to evaluate and save in an epoch before the last one. Blocks.
@@ -217,23 +195,13 @@ class Records:
 
     def _ask_chief(self, what: str, epoch: int, *, passes: bool) -> bool:
         while True:
-            try:
+            with self._member.known():
                 chief = self._world.decide(
                     what,
                     lambda: self._client.ask(calls.CHIEF, pb.ChiefRequest(epoch=epoch, passes=passes)).chief,
                 )
-            except Refused as refusal:
-                if not expelled(refusal):
-                    raise
-                self._worker.come_back(refusal)
-            else:
-                self._was_chief |= chief
+                self._member.has_been_chief |= chief
                 return chief
-
-    @property
-    def has_been_chief(self) -> bool:
-        """Whether this worker has been told that it is the chief, of any epoch or at the end."""
-        return self.chief or self._was_chief
 
     def repeat(self) -> None:
         """This worker has joined again. Blocks. Raises Refused.
@@ -243,8 +211,7 @@ class Records:
         """
         self._chief_of.clear()
         if self._left and not self.over:
-            self._world.decide("the end of its loop over the loader", partial(self._release, leaves=True))
-            self._leaves = False
+            self._release()
 
     def pause(self) -> None:
         """Give back what this worker holds until it asks for the next batch, so that nobody waits for it.
@@ -252,16 +219,16 @@ class Records:
         Raises:
             UsageError: in the middle of a step, or before the backward() of a batch.
         """
-        if not self._worker.entered:
+        if not self._member.entered:
             raise UsageError("call session.optimizer(...) before session.pause()")
-        in_step = self._worker.working.state in (State.PUSHING, State.AWAITING)
+        in_step = self._member.working.state in (State.PUSHING, State.AWAITING)
         if in_step or self._batches.computed or self._batches.undecided:
             raise UsageError(
                 "session.pause() was called in the middle of a step. Call it after optimizer.step(), or "
                 "after optimizer.skip() if this batch makes no step, before the next batch is loaded"
             )
         if self.computing:
-            self.drop()
+            self._member.drops += 1
             self.stop_computing()
 
     def stop_computing(self, *, leaves: bool = False) -> None:
@@ -270,36 +237,30 @@ class Records:
         Args:
             leaves: the script has left its loop over the loader, and comes to the end of no further epoch.
         """
-        worker = self._worker
-        worker.in_batch = False
+        member = self._member
+        self._batches.note(HandEvent.LAY_DOWN)
         self._left |= leaves
-        self._leaves |= leaves
         if self._batches.computed:
             self._plays(PartEvent.LEAVE_IN_STEP)
-        elif (self.computing or self._leaves) and worker.entered and not worker.closed:
-            worker.exchange_steps()
+        elif (self.computing or leaves) and member.entered and member.working.state is not State.LEFT:
+            member.exchange_steps()
             self._plays(PartEvent.LEAVE)
             try:
-                abandoned = worker.working.in_step
-                self._worker.strategy.hand_over()
-                self._world.decide(
-                    "the end of its loop over the loader",
-                    partial(self._release, abandoned=abandoned, leaves=self._leaves),
-                )
+                member.strategy.hand_over()
+                self._release(abandoned=member.working.in_step)
                 self._stopped.heed()
-                self._leaves = False
-                worker.working.note(Event.TELL)
-                worker.forget()
+                member.working.note(Event.TELL)
+                member.forget()
             except Refused as refusal:
                 if not expelled(refusal):
                     raise
 
-    def _release(self, *, leaves: bool, abandoned: bool = False) -> None:
-        """See `stop_computing`. Blocks. Raises Refused."""
+    def _release(self, *, abandoned: bool = False) -> None:
         skipped = ranges_to_message(self._batches.skipped)
-        leaves = leaves and not self._stopped.reason
-        self._client.ask(
-            calls.RELEASE, pb.ReleaseRequest(abandoned=abandoned, skipped=skipped, leaves=leaves)
+        leaves = self._left and not self._stopped.reason
+        request = pb.ReleaseRequest(abandoned=abandoned, skipped=skipped, leaves=leaves)
+        self._world.decide(
+            "the end of its loop over the loader", lambda: self._client.ask(calls.RELEASE, request)
         )
 
 

@@ -29,7 +29,6 @@ from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.loader import ElasticLoader
 from elastic_ps.worker.local_steps import outer_optimizer, refuse_limits
 from elastic_ps.worker.local_world import LocalWorld
-from elastic_ps.worker.membership import Membership
 from elastic_ps.worker.model import Described
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.schedule import Interval, check_interval
@@ -75,23 +74,19 @@ class Session:
         self._world = world = world or LocalWorld()
         self.spec = spec
         self.worker = worker
-        trace, history = trace or Trace(None, ""), history or History(None, "")
-        pid = None if world.alone else os.getppid()
         client = Client(
-            job, worker, connections, instance=instance, pid=pid, hostname=hostname, limits=limits
-        )
-        self._member = Membership(
-            spec,
-            client,
+            job,
+            worker,
+            connections,
+            instance=instance,
+            pid=None if world.alone else os.getppid(),
+            hostname=hostname,
+            limits=limits,
             trace=trace,
             history=history,
-            on_hung=on_hung,
-            on_joined=on_joined,
-            world=world,
-            host=host,
         )
         self._on_joined = on_joined
-        self._engine = Engine(client, self._member, trace=trace, history=history, world=world)
+        self._engine = Engine(spec, client, on_hung=on_hung, on_joined=on_joined, world=world, host=host)
         self._averages = Averages(lambda: self._engine.records.over)
         self._engine.at_close.append(self._averages.close)
         self._owner = os.getpid()
@@ -141,12 +136,12 @@ class Session:
     @property
     def generation(self) -> int:
         """A number that changes when this worker joins again, or pauses, and so drops the records in hand."""
-        return self._engine.records.drops
+        return self._engine.drops
 
     @property
     def started(self) -> bool:
         """Whether this worker is, or has been, a member of the job."""
-        return self._member.working.joined
+        return self._engine.working.joined
 
     @property
     def is_chief(self) -> bool:
@@ -516,7 +511,7 @@ class Session:
         A worker that is asked to leave does not wait any longer.
         """
         if self._tensors is not None and os.getpid() == self._owner:
-            self._tensors.finish(lambda: self._member.draining)
+            self._tensors.finish(lambda: self._engine.draining)
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the job and free all resources. This worker's records go to other workers. Idempotent.
@@ -542,8 +537,8 @@ class Session:
     @property
     def asked_to_leave(self) -> bool:
         """Whether this process was asked to leave; see `Membership.asked_to_leave`."""
-        return self._member.asked_to_leave
+        return self._engine.asked_to_leave
 
     def drain(self) -> None:
         """Leave after the current step. May be called from a signal handler."""
-        self._member.drain()
+        self._engine.drain()

@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, MutableMapping
-from typing import Any, Protocol
+from typing import Any
 
 from elastic_ps.core import script_state
 from elastic_ps.errors import RefusalCode, Refused, UsageError
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.worker.client import Client, expelled
-from elastic_ps.worker.local_world import LocalWorld
+from elastic_ps.worker.client import expelled
+from elastic_ps.worker.membership import Membership
 
 logger = logging.getLogger(__name__)
-
-
-class Driven(Protocol):
-    """What else a worker does, as far as its script's state depends on it: the engine."""
-
-    @property
-    def version(self) -> int:
-        """Of the model that this worker has."""
-
-    @property
-    def has_been_chief(self) -> bool:
-        """Whether this worker was told, at any time, that it is the chief."""
-
-    def come_back(self, refusal: Refused) -> None:
-        """Join again between two steps. Blocks."""
 
 
 class State(MutableMapping[str, Any]):
@@ -38,8 +23,8 @@ class State(MutableMapping[str, Any]):
     a value, assign it. `update` changes several at once.
     """
 
-    def __init__(self, worker: Driven, client: Client, world: LocalWorld) -> None:
-        self._worker, self._client, self._world = worker, client, world
+    def __init__(self, member: Membership) -> None:
+        self._member, self._client, self._world = member, member.client, member.world
         self._said: tuple[int, str] | None = None  # what this worker has written last, and at which version
 
     def __getitem__(self, key: str) -> Any:
@@ -78,7 +63,7 @@ class State(MutableMapping[str, Any]):
         self._world.decide("session.state", self._say_again)
 
     def _say_again(self) -> None:
-        if self._said is not None and self._said[0] <= self._worker.version:
+        if self._said is not None and self._said[0] <= self._member.version:
             self._say(self._said[1], again=True)
 
     def _read(self) -> dict[str, Any]:
@@ -91,7 +76,7 @@ class State(MutableMapping[str, Any]):
 
     def _write(self, state: dict[str, Any]) -> None:
         text = script_state.to_text(state)
-        before, self._said = self._said, (self._worker.version, text)
+        before, self._said = self._said, (self._member.version, text)
         try:
             self._say(text, again=False)
         except UsageError:
@@ -101,7 +86,7 @@ class State(MutableMapping[str, Any]):
             if not expelled(refusal):
                 raise
             if self._world.alone:
-                self._worker.come_back(refusal)  # which says it again
+                self._member.come_back(refusal)  # which says it again
             # Of several processes all have to join again: at their next common call.
 
     def _say(self, text: str, *, again: bool) -> None:
@@ -111,6 +96,6 @@ class State(MutableMapping[str, Any]):
             if refusal.code is not RefusalCode.INVALID:
                 raise
             self._said = None
-            if not self._worker.has_been_chief:
+            if not self._member.has_been_chief:
                 raise UsageError(str(refusal)) from refusal
             logger.warning("what this worker has written into session.state does not count: %s", refusal)

@@ -54,10 +54,11 @@ class Strategy(ABC):
         version: of the values that the model has; with bounded staleness, some may be newer.
         told: with the last of them.
         steps_here: the script's own optimizer makes the steps, and its state is on this worker.
+        exchanges: a step of the strategy is an exchange of steps that this worker has made by itself.
         cannot_assign: why scripts cannot assign values; "" if they can.
     """
 
-    steps_here = False
+    steps_here = exchanges = False
     cannot_assign = ""
 
     def __init__(self) -> None:
@@ -262,18 +263,11 @@ class Started(NamedTuple):
 class LocalGradients(Protocol):
     """The gradients that the model's parameters have on this worker; see `gradients.Gradients`."""
 
-    def void(self) -> None:
-        """See there."""
-
-    def finite(self) -> bool:
-        """See there."""
-
+    def void(self) -> None: ...
+    def finite(self) -> bool: ...
     @property
-    def may_make_a_step(self) -> bool:
-        """See there."""
-
-    def set_by_hand(self) -> bool:
-        """See there."""
+    def may_make_a_step(self) -> bool: ...
+    def set_by_hand(self) -> bool: ...
 
 
 class LocalTraining(Protocol):
@@ -282,11 +276,6 @@ class LocalTraining(Protocol):
     made: int
     started: Started | None
 
-    def exchange(self) -> None:
-        """See there."""
-
-    def void(self) -> None:
-        """See there."""
-
-    def cancel(self) -> None:
-        """See there."""
+    def exchange(self) -> None: ...
+    def void(self) -> None: ...
+    def cancel(self) -> None: ...

@@ -33,6 +33,7 @@ TABLES = [
     working.WORKER,
     states.PARTS,
     states.LOOPS,
+    states.HANDS,
 ]
 
 

@@ -16,7 +16,6 @@ import pytest
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, InvalidModel, RefusalCode, Refused
 from elastic_ps.process.lifecycle import tell_joined
-from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker import current
@@ -56,9 +55,7 @@ def test_a_worker_tells_its_starter_when_it_has_joined() -> None:
     reply = pb.JoinReply(lease_ms=3_600_000)
     client: Any = SimpleNamespace(join=lambda *_: reply, leave=lambda **_: None, close=lambda: None)
     described: Any = SimpleNamespace(specs=[], optimizer="sgd")
-    trace, history = Trace(None, ""), History(None, "")
-    spec = environment().spec
-    member = Membership(spec, client, trace=trace, history=history, on_joined=lambda: told.append("joined"))
+    member = Membership(environment().spec, client, on_joined=lambda: told.append("joined"))
     assert told == []
     member.join(described, Settings(()))
     member.leave(in_step=False)
