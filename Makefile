@@ -118,12 +118,15 @@ $(VENV)/ready: pyproject.toml constraints.txt $(NEWEST)/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	rm -f $@ && touch $@
 
-# The constraints pin torch, so that pip takes the CPU build where that is the one on offer.
+# The constraints pin torch, so that pip takes the CPU build where that is the one on offer. Two checkouts may
+# come here at the same time.
 $(CACHE)/%/ready:
-	$(PYTHON) -m venv --clear $(@D)
-	$(PYTHON) tools/requirements.py $(firstword $(subst -, ,$*)) >$(@D)/requirements.txt
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $(@D)/requirements.txt
-	touch $@
+	mkdir -p $(CACHE)
+	flock $(@D).lock sh -ec '[ -e $@ ] || { \
+	  $(PYTHON) -m venv --clear $(@D); \
+	  $(PYTHON) tools/requirements.py $(firstword $(subst -, ,$*)) >$(@D)/requirements.txt; \
+	  $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $(@D)/requirements.txt; \
+	  touch $@; }'
 
 clean:
 	rm -rf $(VENV) build dist runs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
