@@ -23,7 +23,7 @@ MINUTES ?= 30
 unexport PYTHONDONTWRITEBYTECODE
 SIMULATOR_SECONDS ?= 3600
 
-.PHONY: run test test-all test-here test-unit test-integration test-docs test-cluster check docs mutants bench soak proto manifests format cluster cluster-down install uninstall clean
+.PHONY: run test test-all test-here test-unit test-integration test-docs test-cluster check docs mutants bench soak jitter proto manifests format cluster cluster-down install uninstall clean
 
 run: $(VENV)/ready  ## Train on real data: 2 workers, then 4, then 2 again
 	$(BIN)/elastic-ps run examples/digits/job.yaml $(SCALE) --report runs/digits
@@ -81,6 +81,9 @@ soak: $(VENV)/ready  ## Half an hour of faults on real processes, 100,000 calls 
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
 	$(BIN)/python -m benchmarks.strangers
 	$(BIN)/python -m tests.simulator --seed $$(date +%s) --seconds $(SIMULATOR_SECONDS)
+
+jitter: $(VENV)/ready  ## The integration tests with threads that are late by chance: what fails then has a race
+	ELASTIC_PS_JITTER=$${SEED:-$$(date +%s)} $(BIN)/python $(PYTEST) $(PARALLEL) --numprocesses=2 tests/integration
 
 proto: $(VENV)/ready  ## Regenerate the protobuf modules
 	$(BIN)/python tools/generate_protobuf.py

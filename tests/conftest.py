@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import settings
 
+from tests.testing.jitter import Jitter
 from tests.testing.tiers import mark_nightly
 
 settings.register_profile("nightly", deadline=None, max_examples=200, print_blob=True)
@@ -14,6 +17,8 @@ settings.register_profile("change", settings.get_profile("nightly"), max_example
 def pytest_configure(config: pytest.Config) -> None:
     """A change is judged by the same examples each time, the night draws others."""
     settings.load_profile("change" if config.getoption("-m") == "not nightly" else "nightly")
+    if "ELASTIC_PS_JITTER" in os.environ:
+        config.pluginmanager.register(Jitter(os.environ["ELASTIC_PS_JITTER"]))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -24,7 +24,7 @@ to train; `scripts/` are scripts that `mpirun` or a launcher starts.
 
 What breaks things: `faulty_api` (an API server in trouble), `talking` (a server that says what no server
 would), `watched` (a connection on which calls are noted, late, or fail), `impatient` (a client that does not
-wait), `forked` (a child that has open what the test has open).
+wait), `forked` (a child that has open what the test has open), `jitter` (threads that are late).
 
 Tools: `polling` (wait with a deadline), `inside` (what no script may reach), `machine` (what a test says of
 the machine), `tiers` (what runs with each change, what each night), `virtual`
