@@ -66,7 +66,7 @@ check: $(VENV)/ready  ## Format, lint, types, layers, generated files, the site
 	$(MAKE) --no-print-directory docs
 
 docs: $(VENV)/ready  ## The site, in build/docs; a warning is an error
-	$(BIN)/python -m sphinx --builder html --nitpicky --fail-on-warning --keep-going --quiet -d build/doctrees docs build/docs
+	$(BIN)/python -m sphinx --builder html --fresh-env --nitpicky --fail-on-warning --keep-going --quiet -d build/doctrees docs build/docs
 
 mutants: $(VENV)/ready  ## Small changes of the code by chance: do the unit tests notice? Takes long
 	$(BIN)/python tools/mutants.py core --least 0.95

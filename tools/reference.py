@@ -15,6 +15,7 @@ from pydantic import BaseModel
 import elastic_ps
 from elastic_operator.crd import crd, flags, structural, write_or_check
 from elastic_operator.metrics import Metrics
+from elastic_ps import collectives
 from elastic_ps.api import rules
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.status import EvaluationStatus, Progress, ServerStatus, Staleness
@@ -71,7 +72,7 @@ _COMMANDS = """\
 _API = """\
 # Python API
 
-These are the public names of `elastic_ps`. Importing the package loads neither torch nor grpc.
+These are the public names. Importing `elastic_ps` loads neither torch nor grpc.
 """
 
 
@@ -275,11 +276,16 @@ def _options(command: argparse.ArgumentParser) -> str:
 def api_page() -> str:
     """Directives that show the docstrings of the public names."""
     text = _API
-    for name in elastic_ps.__all__:
-        kind = "class" if isinstance(public := getattr(elastic_ps, name), type) else "function"
-        kind = "exception" if kind == "class" and issubclass(public, Exception) else kind
-        text += f"\n## {name}\n\n```{{eval-rst}}\n.. auto{kind}:: elastic_ps.{name}\n"
-        text += "   :members:\n```\n" if kind == "class" else "```\n"
+    for module in (elastic_ps, collectives):
+        text += f"\n## {module.__name__}\n"
+        for name in module.__all__:
+            public = getattr(module, name)
+            kind = "class" if isinstance(public, type) else "function" if callable(public) else "data"
+            kind = "exception" if kind == "class" and issubclass(public, Exception) else kind
+            members = "   :members:\n" if kind == "class" else ""
+            text += (
+                f"\n### {name}\n\n```{{eval-rst}}\n.. auto{kind}:: {module.__name__}.{name}\n{members}```\n"
+            )
     return text
 
 
