@@ -15,6 +15,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from elastic_ps.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from elastic_ps.api.job import TrainingJob, load_job
     from elastic_ps.checkpoint.plain import load_checkpoint
@@ -35,9 +37,6 @@ if TYPE_CHECKING:
     from elastic_ps.worker.local_world import Drained
     from elastic_ps.worker.optimizer import ElasticOptimizer
     from elastic_ps.worker.session import Session
-
-__version__ = "0.1.0"
-"""The only place where a release changes it by hand; `make manifests` writes it to the other files."""
 
 _PLACES = {
     "connect": "elastic_ps.standalone",

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
-from elastic_ps import __version__
 from elastic_ps.cli import train_flags
 from elastic_ps.contract.schemes import Scheme
 from elastic_ps.drill.faults import DESCRIPTIONS, KINDS, Kind
+from elastic_ps.version import __version__
 
 DESCRIPTION = """\
 Train a PyTorch model with a parameter server and workers that come and go.

@@ -526,4 +526,4 @@ def test_the_operator_image_holds_what_the_operator_imports() -> None:
     lines = (ROOT / "operator" / "Dockerfile").read_text().splitlines()
     assert not [line for line in lines if "torch" in line and not line.startswith("#")]
     copied = {Path(word).name for line in lines if "elastic_ps/" in line for word in line.split()}
-    assert {"__init__.py", "errors.py", "api", "contract"} <= copied
+    assert {"__init__.py", "errors.py", "version.py", "api", "contract"} <= copied
