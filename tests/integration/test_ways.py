@@ -54,6 +54,12 @@ def far(monkeypatch: pytest.MonkeyPatch) -> str:
             return address
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine it may take more than a second until a data port has spoken."""
+    monkeypatch.setattr(tcp, "CONNECT", LONG)
+
+
 @contextlib.contextmanager
 def serving(server: Server) -> Iterator[Server]:
     server.serve(name_the_way)
@@ -113,11 +119,13 @@ def test_an_address_that_is_none_is_refused_in_words(address: str) -> None:
             made(address)
 
 
+@pytest.mark.usefixtures("patient")
 def test_another_host_is_reached_at_its_data_port(far: str) -> None:
     with everywhere(far), contextlib.closing(ways.connect(far)) as connection:
         assert way_to(connection) == "tcp"
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_port_that_was_picked_has_its_data_port_beside_it(far: str) -> None:
     with (
         serving(ways.listen("0.0.0.0:0")) as server,
@@ -127,6 +135,7 @@ def test_a_port_that_was_picked_has_its_data_port_beside_it(far: str) -> None:
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("bind", ["0.0.0.0", "[::]"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 def test_a_server_on_every_address_is_reached_with_both_protocols(far: str, bind: str, host: str) -> None:
@@ -269,9 +278,9 @@ def late(address: str, to: str, seconds: float) -> Iterator[None]:
         accepting.join()
 
 
-def test_the_time_of_a_look_counts_as_the_calls(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("patient")
+def test_the_time_of_a_look_counts_as_the_calls(far: str) -> None:
     """It takes 0.7 s, as the connection and the answer do, which would be in time alone."""
-    monkeypatch.setattr(tcp, "CONNECT", LONG)  # on a busy machine a look takes longer
 
     def answer(method: str, incoming: Incoming) -> Iterator[Frame]:
         time.sleep(0.7)
@@ -319,6 +328,7 @@ def test_a_server_that_is_busy_is_not_taken_for_lost() -> None:
         assert asked.result(60) == "tcp"
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_server_that_comes_back_is_reached_at_its_data_port_again(far: str) -> None:
     with contextlib.closing(ways.connect(far)) as connection:
         for _ in range(2):
@@ -347,6 +357,7 @@ def test_a_server_that_stood_still_is_reached_at_its_data_port_again(far: str) -
             assert way_to(connection) == "tcp"
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_server_that_comes_back_without_its_data_port_is_reached_over_grpc(far: str) -> None:
     with contextlib.closing(ways.connect(far)) as connection:
         with everywhere(far):
