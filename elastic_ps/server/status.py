@@ -10,7 +10,7 @@ import json
 import math
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler
 
@@ -43,25 +43,20 @@ class StatusServer:
         loss: Callable[[], list[tuple[int, float]]],
     ) -> None:
         self.show(status, loss)
+        plain, as_json = "text/plain", "application/json"
         pages: dict[str, Callable[[], tuple[int, str, str]]] = {
-            "/status": lambda: (200, "application/json", self._status().model_dump_json(by_alias=True)),
-            "/loss": lambda: (200, "application/json", json.dumps(self._loss())),
-            "/evaluations": lambda: (
-                200,
-                "application/json",
-                json.dumps([*map(asdict, self._evaluations())]),
-            ),
-            "/healthz": lambda: (200, "text/plain", "ok\n"),
-            "/readyz": lambda: (
-                (200, "text/plain", "ok\n") if self._status().ready else (503, "text/plain", "no\n")
-            ),
-            "/metrics": lambda: (200, "text/plain; version=0.0.4", metrics(self._status())),
+            "/status": lambda: (200, as_json, self._status().model_dump_json(by_alias=True)),
+            "/loss": lambda: (200, as_json, json.dumps(self._loss())),
+            "/evaluations": lambda: (200, as_json, json.dumps([*map(asdict, self._evaluations())])),
+            "/healthz": lambda: (200, plain, "ok\n"),
+            "/readyz": lambda: (200, plain, "ok\n") if self._status().ready else (503, plain, "no\n"),
+            "/metrics": lambda: (200, f"{plain}; version=0.0.4", metrics(self._status())),
         }
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 page = pages.get(self.path)
-                code, kind, text = page() if page else (404, "text/plain", f"no {self.path} here\n")
+                code, kind, text = page() if page else (404, plain, f"no {self.path} here\n")
                 body = text.encode()
                 self.send_response(code)
                 self.send_header("Content-Type", kind)
@@ -103,59 +98,54 @@ class StatusServer:
 def metrics(status: ServerStatus) -> str:
     """The status in Prometheus' text format."""
     progress = status.progress
-    live = sum(member.present for member in status.members)
-    values: dict[str, tuple[str, str, float | None]] = {
+    values: dict[str, tuple[str, float | None]] = {
         "version": (
-            "gauge",
             "Optimizer steps that the model is made of; falls when the job goes back.",
             progress.version,
         ),
         "records_applied": (
-            "gauge",
             "Records whose gradients are in the model; falls, too.",
             progress.records_applied,
         ),
-        "workers": ("gauge", "Workers that are members.", live),
-        "samples_per_second": ("gauge", "Records per second, lately.", progress.samples_per_second),
-        "loss": ("gauge", "Last reported training loss.", progress.loss),
-        "durable_version": ("gauge", "Version of the newest checkpoint.", progress.durable_version),
-        "durable_age_seconds": ("gauge", "Age of the newest checkpoint.", status.durable_age_seconds),
-        "term": ("gauge", "Starts of this parameter server.", status.term),
-        "tensor_bytes": ("gauge", "Bytes of tensors of session.server.", status.tensor_bytes),
+        "workers": ("Workers that are members.", sum(member.present for member in status.members)),
+        "samples_per_second": ("Records per second, lately.", progress.samples_per_second),
+        "loss": ("Last reported training loss.", progress.loss),
+        "durable_version": ("Version of the newest checkpoint.", progress.durable_version),
+        "durable_age_seconds": ("Age of the newest checkpoint.", status.durable_age_seconds),
+        "term": ("Starts of this parameter server.", status.term),
+        "tensor_bytes": ("Bytes of tensors of session.server.", status.tensor_bytes),
         "checkpoint_pause_seconds_total": (
-            "counter",
             "Time that training stood still for checkpoints.",
             status.checkpoint_pause_seconds,
         ),
     }
     if status.bucket_bytes:
-        values["bucket_bytes"] = ("gauge", "The size of buckets that was chosen.", status.bucket_bytes)
+        values["bucket_bytes"] = ("The size of buckets that was chosen.", status.bucket_bytes)
     if (stale := progress.staleness) is not None:
         of = "Versions between a step's own and the one that it went into, over all steps:"
         values |= {
-            "staleness_p50": ("gauge", f"{of} half are at most so stale.", stale.p50),
-            "staleness_p99": ("gauge", f"{of} 99 of 100 are at most so stale.", stale.p99),
-            "staleness_max": ("gauge", f"{of} the stalest one.", stale.max),
+            "staleness_p50": (f"{of} half are at most so stale.", stale.p50),
+            "staleness_p99": (f"{of} 99 of 100 are at most so stale.", stale.p99),
+            "staleness_max": (f"{of} the stalest one.", stale.max),
         }
     if (evaluation := progress.evaluation) is not None:
         values |= {
-            "evaluated_version": ("gauge", "Version that was evaluated last.", evaluation.version),
-            "evaluations": ("gauge", "Checkpoints that were evaluated.", evaluation.evaluated),
-            "evaluations_waiting": ("gauge", "Checkpoints that wait for the evaluator.", evaluation.waiting),
-            "evaluations_missed": ("gauge", "Checkpoints that were given up.", evaluation.missed),
+            "evaluated_version": ("Version that was evaluated last.", evaluation.version),
+            "evaluations": ("Checkpoints that were evaluated.", evaluation.evaluated),
+            "evaluations_waiting": ("Checkpoints that wait for the evaluator.", evaluation.waiting),
+            "evaluations_missed": ("Checkpoints that were given up.", evaluation.missed),
         }
     values |= {
         f"{name}_total": (
-            "counter",
             f"{Traffic.model_fields[name].description} All workers.",
             getattr(status.traffic, name),
         )
         for name in Traffic.counts()
     }
     lines: list[str] = []
-    for name, (kind, text, value) in values.items():
+    for name, (text, value) in values.items():
         if value is not None:
-            full = f"elastic_ps_{name}"
+            full, kind = f"elastic_ps_{name}", "counter" if name.endswith("_total") else "gauge"
             lines += [
                 f"# HELP {full} {text}",
                 f"# TYPE {full} {kind}",
@@ -172,12 +162,10 @@ def metrics(status: ServerStatus) -> str:
 
 
 def _escaped(label: str) -> str:
-    """The value of a label, as the text format wants it."""
     return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
 def _number(value: float) -> str:
-    """A value, as the text format wants it."""
     if math.isfinite(value):
         return str(value)
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
@@ -238,32 +226,19 @@ def member_status(state: JobState, member: Member, now: float) -> MemberStatus:
     """An incarnation as it is reported."""
     computing = member.worker in state.rounds.expected or member.worker in state.rounds.waiting
     here = "joining" if state.initialiser == member.worker else "training" if computing else "idle"
-    fields = {
-        name: getattr(member, name)
-        for name in (
-            "worker",
-            "incarnation",
-            "pid",
-            "host",
-            "transport",
-            "joined_version",
-            "left_version",
-            "steps",
-            "records",
-            "late",
-            "staleness",
-            "traffic",
-            "reason",
-        )
-    }
-    fields["step_seconds"] = state.pace.seconds.get(member.incarnation)
     record = state.pace.of_a_record.get(member.incarnation)
-    fields["records_per_second"] = None if record is None else 1 / record
-    fields["slowness"] = state.pace.slowness(member.incarnation)
-    fields["gone_seconds"] = None if member.ended is None else now - member.ended
-    return MemberStatus.model_validate({**fields, "state": member.outcome or here})
+    said = {each.name: getattr(member, each.name) for each in fields(Member)}
+    return MemberStatus.model_validate(
+        {name: value for name, value in said.items() if name in MemberStatus.model_fields}
+        | {
+            "state": member.outcome or here,
+            "step_seconds": state.pace.seconds.get(member.incarnation),
+            "records_per_second": None if record is None else 1 / record,
+            "slowness": state.pace.slowness(member.incarnation),
+            "gone_seconds": None if member.ended is None else now - member.ended,
+        }
+    )
 
 
 def _utc(seconds: float) -> str:
-    """A Unix time as metav1.Time writes it."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
