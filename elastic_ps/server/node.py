@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import NamedTuple
 
 from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import Consistency
-from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.codec import as_bytes, checksum
 from elastic_ps.codec.optimizers import Optimizers
@@ -38,16 +37,6 @@ from elastic_ps.server.standby import Follower, for_standby, sum_key
 from elastic_ps.transport.base import Incoming
 
 logger = logging.getLogger(__name__)
-
-
-class _Snapshot(NamedTuple):
-    """A copy to be written, and which checkpoint it is for."""
-
-    term: int
-    number: int
-    version: int
-    tensors: list[Stored]
-    pause: timedelta
 
 
 class Node:
@@ -75,19 +64,13 @@ class Node:
         optimizers: Optimizers | None = None,
         limits: ServerLimits = USUAL,
     ) -> None:
-        self._limits = limits
-        self.index = index
-        self._optimizers = optimizers or Optimizers()
-        self.shards = shards
-        self.store = store
-        self._consistency = consistency
-        self._codecs = codecs or Plan(Compression())
-        self._trace = trace
-        self._history = history or History(None, "")
+        self.index, self.shards, self.store, self._limits = index, shards, store, limits
+        self._consistency, self._optimizers = consistency, optimizers or Optimizers()
+        self._codecs, self._follower = codecs or Plan(Compression()), follower
+        self._trace, self._history = trace, history or History(None, "")
         self._lock = threading.Lock()
         self._shard: Shard | None = None
         self._term = 0
-        self._follower = follower
         self._obeys = 0  # the newest term that has given orders
         self._heard = threading.Condition(self._lock)
         self._heard_at = time.monotonic()
@@ -95,7 +78,8 @@ class Node:
         self._orders: list[Advance] = []  # as a standby: the one carried out last, and the next
         self._log = OrderLog()
         self._copied = threading.Condition(self._lock)
-        self._snapshot: _Snapshot | None = None  # of the checkpoint that was ordered last, until it is begun
+        # What is to be written for the checkpoint that was ordered last, until it is begun.
+        self._snapshot: tuple[Written, list[Stored]] | None = None
         self._closing = False
         self._begun = (0, 0)  # term and number of the checkpoint that was ordered last
         self._written: Written | None = None  # what became of it
@@ -128,17 +112,14 @@ class Node:
         Raises InvalidModel, CheckpointError, Refused (STALE_TERM), InvalidJob: a codec cannot be imported.
         """
         self._obey(configuration.term)
-        if self._is_old(order):
+        if self._log.is_old(order):
             return
         codecs = self._codecs_of(configuration)
         shard = Shard(
-            configuration.layout,
             self.index,
-            configuration.term,
-            (configuration.optimizer, configuration.settings),
+            configuration,
             consistency=configuration.mutable.consistency if configuration.mutable else self._consistency,
             trace=self._trace,
-            follows=configuration.follows,
             codecs=codecs,
             optimizers=self._optimizers,
             limits=self._limits,
@@ -149,7 +130,7 @@ class Node:
             with self.store.open(configuration.load_version) as stored:
                 shard.load(stored, configuration.load_version)
         with self._lock:
-            if order is not None and not self._log.is_last(order):
+            if not self._log.is_last(order):
                 return  # it has been repeated while this one was carried out
             before, self._shard = self._shard, shard
             self._term, self._orders = configuration.term, []
@@ -181,7 +162,7 @@ class Node:
                 a standby that is still catching up is asked to act for its shard.
         """
         self._obey(advance.term)
-        if self._is_old(order):
+        if self._log.is_old(order):
             return self._report()
         shard = self.shard
         if advance.term and not advance.rescue and advance.term != shard.term:
@@ -203,7 +184,7 @@ class Node:
                 norm = shard.norm(advance.version, to_apply)
             return replace(self._report(), norm=norm)
         shard.advance(advance.version, advance.attempt, advance.expected, advance.apply)
-        if self._is_overtaken(order):
+        if not self._log.is_last(order):
             return self._report()
         if to_apply is not None and not to_apply.elsewhere:
             self._record_values(shard)
@@ -244,15 +225,6 @@ class Node:
                 self._obeys = term
                 self._log.clear()
 
-    def _is_old(self, order: OrderId | None) -> bool:
-        with self._lock:
-            return order is not None and self._log.is_old(order)
-
-    def _is_overtaken(self, order: OrderId | None) -> bool:
-        """Whether it has been repeated, or another one has come, while it was carried out."""
-        with self._lock:
-            return order is not None and not self._log.is_last(order)
-
     def _report(self) -> Report:
         with self._lock:
             written, shard = self._written, self._shard
@@ -281,13 +253,14 @@ class Node:
             )
         self._record_values(shard)
         started = time.monotonic()
-        copy = list(_cloned(shard))
+        buckets = [bucket.index for bucket in shard.layout.of_shard(shard.index)]
+        copy = [replace(each, value=each.value.clone()) for index in buckets for each in shard.stored(index)]
         pause = timedelta(seconds=time.monotonic() - started)
         with self._copied:
             if label <= self._begun:
                 return  # told again meanwhile; a part that is written twice may be in use the second time
             self._begun, self._written = label, None
-            self._snapshot = _Snapshot(*label, advance.version, copy, pause)
+            self._snapshot = Written(*label, advance.version, None, "", pause), copy
             self._copied.notify_all()
 
     def _record_values(self, shard: Shard) -> None:
@@ -307,10 +280,9 @@ class Node:
     def take_state(self, term: int, part: Part, body: Incoming, order: OrderId | None = None) -> None:
         """As a standby: take one tensor of a bucket over. Blocks while it is received. Raises Refused."""
         self._obey(term)
-        shard = (
-            self.shard
-        )  # before the look at the order: a `configure` replaces it, and older orders are not for it
-        if not self._is_old(order):
+        # Before the look at the order: a `configure` replaces the shard, and older orders are not for it.
+        shard = self.shard
+        if not self._log.is_old(order):
             shard.take_state(part, body)
             self._obey(term)  # as in take_sum
 
@@ -333,26 +305,33 @@ class Node:
             shard, orders = self._shard, list(self._orders)
         if shard is None or not shard.whole:
             return []
-        return [order for order in orders if _can_follow(shard, order)]
+        able: list[Advance] = []
+        for order in orders:
+            following = for_standby(order).apply
+            assert following is not None
+            with suppress(Refused):  # it has carried the order out, or has all the sums for it
+                shard.has_to_apply(order.version, following)
+                able.append(order)
+        return able
 
     def _write(self) -> None:
         while (snapshot := self._await_snapshot()) is not None:
             assert self.store is not None
-            term, number, version, tensors, pause = snapshot
+            begun, tensors = snapshot
             try:
-                file: ShardFile | None = self.store.write_shard(
-                    term, version, self.index, self.shards, iter(tensors), number=number
+                file = self.store.write_shard(
+                    begun.term, begun.version, self.index, self.shards, iter(tensors), number=begun.number
                 )
-                error = ""
+                written = replace(begun, file=file)
             except CheckpointError as failure:
                 logger.warning("%s", failure)
-                file, error = None, str(failure)
+                written = replace(begun, error=str(failure))
             del tensors, snapshot
             with self._lock:
-                if (term, number) == self._begun:  # else nobody waits for it any more
-                    self._written = Written(term, number, version, file, error, pause)
+                if (begun.term, begun.number) == self._begun:  # else nobody waits for it any more
+                    self._written = written
 
-    def _await_snapshot(self) -> _Snapshot | None:
+    def _await_snapshot(self) -> tuple[Written, list[Stored]] | None:
         """The copy to write next, which is taken out; None if there will be no other. Blocks."""
         with self._copied:
             self._copied.wait_for(lambda: self._closing or self._snapshot is not None)
@@ -372,20 +351,3 @@ class Node:
         self._writer.join()
         if self._follower is not None:
             self._follower.close()
-
-
-def _cloned(shard: Shard) -> Iterator[Stored]:
-    for bucket in shard.layout.of_shard(shard.index):
-        for stored in shard.stored(bucket.index):
-            yield replace(stored, value=stored.value.clone())
-
-
-def _can_follow(shard: Shard, order: Advance) -> bool:
-    """Whether a standby has carried the order out, or has all the sums for it."""
-    following = for_standby(order).apply
-    assert following is not None
-    try:
-        shard.has_to_apply(order.version, following)
-    except Refused:
-        return False
-    return True

@@ -6,6 +6,7 @@ Shard 0's coordinator drives its own shard directly and the others by calls; bot
 from __future__ import annotations
 
 import itertools
+import threading
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,28 +139,34 @@ class OrderId:
 
 
 class OrderLog:
-    """The last order of each source, so that one which arrives late or twice is known. Not thread-safe.
+    """The last order of each source, so that one which arrives late or twice is known. Thread-safe.
 
-    The network may keep a message, and deliver it when its sender has long repeated it and gone on.
+    The network may keep a message, and deliver it when its sender has long repeated it and gone on. An order
+    of the process itself is None.
     """
 
     def __init__(self) -> None:
         self._last: dict[str, int] = {}
+        self._lock = threading.Lock()
 
-    def is_old(self, order: OrderId) -> bool:
+    def is_old(self, order: OrderId | None) -> bool:
         """Whether it, or a later one of the same source, has come before; else this is the last one now."""
-        if order.number <= self._last.get(order.source, 0):
-            return True
-        self._last[order.source] = order.number
-        return False
+        with self._lock:
+            if order is None:
+                return False
+            last = self._last.get(order.source, 0)
+            self._last[order.source] = max(last, order.number)
+            return order.number <= last
 
-    def is_last(self, order: OrderId) -> bool:
+    def is_last(self, order: OrderId | None) -> bool:
         """Whether no later one of the same source has come, nor a new term."""
-        return self._last.get(order.source) == order.number
+        with self._lock:
+            return order is None or self._last.get(order.source) == order.number
 
     def clear(self) -> None:
         """A new term: what older ones ordered is refused by that."""
-        self._last.clear()
+        with self._lock:
+            self._last.clear()
 
 
 class ShardControl(Protocol):
@@ -202,18 +209,12 @@ def advance_to_message(job: str, advance: Advance, order: OrderId | None = None)
         pb.AdvanceRequest,
         advance,
         job=job,
-        expected=[
-            pb.Participant(worker=worker, incarnation=incarnation)
-            for worker, incarnation in sorted(advance.expected.items())
-        ],
+        expected=[pb.Participant(worker=w, incarnation=i) for w, i in sorted(advance.expected.items())],
         apply=apply
         and to_message(
             pb.Apply,
             apply,
-            contributors=[
-                pb.Contributor(worker=worker, incarnation=incarnation, step=step)
-                for worker, incarnation, step in apply.contributors
-            ],
+            contributors=[pb.Contributor(worker=w, incarnation=i, step=s) for w, i, s in apply.contributors],
             settings=apply.settings.to_json(),
         ),
         next=advance.next and advance_to_message(job, advance.next),

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from elastic_ps.api.consistency import Consistency
@@ -82,18 +82,7 @@ class Basis:
 
     def has_sums_of(self, other: Basis) -> bool:
         """Whether the gradients are the same; the hyperparameters may be others."""
-        return (self.version, self.attempt, self.contributors) == (
-            other.version,
-            other.attempt,
-            other.contributors,
-        )
-
-
-@dataclass
-class _Draft:
-    values: BucketValues
-    basis: Basis
-    number: int
+        return replace(self, groups=other.groups) == other
 
 
 class Drafts:
@@ -106,7 +95,7 @@ class Drafts:
     def __init__(self, make: Callable[[], dict[int, BucketValues]]) -> None:
         self._make = make
         self._spare: dict[int, BucketValues] = {}
-        self._made: dict[int, _Draft] = {}
+        self._made: dict[int, tuple[BucketValues, Basis]] = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
 
@@ -118,8 +107,8 @@ class Drafts:
         """
         index = live.bucket.index
         there = self._made.get(index)
-        if there is not None and there.basis.has_sums_of(basis):
-            return there.values
+        if there is not None and there[1].has_sums_of(basis):
+            return there[0]
         self._made.pop(index, None)
         with self._lock:
             if not self._spare:
@@ -128,17 +117,17 @@ class Drafts:
         values.mirror(live)
         values.apply(basis.groups, basis.version)
         values.draft = next(self._numbers)
-        self._made[index] = _Draft(values, basis, values.draft)
+        self._made[index] = values, basis
         return values
 
     def take(self, live: BucketValues, basis: Basis) -> BucketValues | None:
         """What takes the place of `live`, which may be written over then; None if no draft is of `basis`."""
         index = live.bucket.index
-        draft = self._made.pop(index, None)
-        if draft is None or draft.basis != basis:
+        draft, made_of = self._made.pop(index, (None, None))
+        if draft is None or made_of != basis:
             return None
         self._spare[index] = live
-        return draft.values
+        return draft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,14 +164,18 @@ class OpenRound:
     """What a shard knows of the open round, under one lock, and the threads that wait for a change of it.
 
     Attributes:
-        lock: guards all of it.
+        buckets: the shard's, by their numbers; another one takes a bucket's place when its draft stands.
+        stepping, adding: the locks of their values and of their sums; see `shard`.
+        lock: guards all else.
         changed: a version is there, or another round is open.
         added: that, too, or a push is over.
         log: what has been pushed.
         torn: some buckets are stepped, others not: the values are of no version.
     """
 
-    def __init__(self, log: PushLog, limits: ServerLimits) -> None:
+    def __init__(self, log: PushLog, buckets: dict[int, BucketValues], limits: ServerLimits) -> None:
+        self.buckets = buckets
+        self.stepping, self.adding = ({index: threading.Lock() for index in buckets} for _ in range(2))
         self.lock = threading.RLock()
         self.changed, self.added = threading.Condition(self.lock), threading.Condition(self.lock)
         self.log, self.torn = log, False
@@ -221,27 +214,19 @@ class OpenRound:
 
 
 class Pulls:
-    """Hands out a shard's buckets. Thread-safe.
-
-    Args:
-        buckets: the shard's, by their numbers; another one takes a bucket's place when its draft stands.
-        stepping, adding: the locks of their values and of their sums; see `shard`.
-    """
+    """Hands out a shard's buckets. Thread-safe."""
 
     def __init__(
         self,
         open_round: OpenRound,
-        buckets: Mapping[int, BucketValues],
-        stepping: Mapping[int, threading.Lock],
-        adding: Mapping[int, threading.Lock],
         drafts: Drafts,
         *,
         consistency: Consistency,
         limits: ServerLimits,
         trace: Trace,
     ) -> None:
-        self._round, self._buckets, self._stepping, self._adding = open_round, buckets, stepping, adding
-        self._drafts, self._consistency, self._limits, self._trace = drafts, consistency, limits, trace
+        self._round, self._drafts = open_round, drafts
+        self._consistency, self._limits, self._trace = consistency, limits, trace
 
     def pull(self, asked: Pull) -> Iterator[Pulled | RestartedAs | None]:
         """Yield drafts, if they are wanted and as they can be made; then each bucket at the version. Blocks.
@@ -281,7 +266,7 @@ class Pulls:
         def reached() -> bool:
             if index is None:
                 return log.version >= asked.version
-            values = self._buckets[index]  # a constant one is the same at every version
+            values = self._round.buckets[index]  # a constant one is the same at every version
             return values.bucket.rule is Rule.CONSTANT or values.version >= asked.version
 
         def restarted() -> bool:
@@ -309,13 +294,12 @@ class Pulls:
             return RestartedAs(log.attempt) if restarted() else False
 
     def _read(self, asked: Pull, index: int, have: Mapping[int, int], *, stable: bool) -> Pulled:
-        """A bucket that has reached the version."""
         small = self._limits.small_pull
-        with self._stepping[index]:
+        with self._round.stepping[index]:
             with self._round.lock:
                 if stable:
                     self._round.require_part(asked.contributor)
-                values = self._buckets[index]
+                values = self._round.buckets[index]
             unchanged = asked.held is not None and values.changed <= asked.held
             stands = not unchanged and have.get(index, 0) == values.draft > 0
             delta = None if unchanged or stands else values.delta_for(asked.held)
@@ -323,7 +307,11 @@ class Pulls:
             copied = not stable or (last and len(values.memory) <= small)
             data = EMPTY
             if not (unchanged or stands or delta):
-                data = _copy_of(values, small=small) if copied else values.memory
+                data = values.memory
+                if copied and len(data) > small:
+                    data = as_bytes(values.values.clone())
+                elif copied:  # torch would give up Python's lock, for longer than this takes
+                    data = memoryview(bytes(data))
             version = values.version
         last = last and (copied or not data)
         return Pulled(index, version, data, unchanged, copied=copied, stands=stands, delta=delta, last=last)
@@ -367,21 +355,14 @@ class Pulls:
 
         Meanwhile nobody steps the bucket or adds to its sum. Others may push and pull.
         """
-        with self._stepping[index], self._adding[index]:
+        with self._round.stepping[index], self._round.adding[index]:
             with self._round.lock:
                 if not may_be_made(index):
                     return None
-                live, log, version = self._buckets[index], self._round.log, self._round.log.version + 1
+                live, log, version = self._round.buckets[index], self._round.log, self._round.log.version + 1
                 contributors = frozenset(log.added[index])
                 basis = Basis(version, log.attempt, contributors, live.weight, tuple(groups))
             started = time.monotonic_ns()
             draft = self._drafts.make(live, basis)
             self._trace.complete("draft", started, time.monotonic_ns(), bucket=index, version=version)
             return draft
-
-
-def _copy_of(values: BucketValues, *, small: int) -> memoryview:
-    """A bucket's values, which never change."""
-    if len(values.memory) > small:
-        return as_bytes(values.values.clone())
-    return memoryview(bytes(values.memory))  # torch would give up Python's lock, for longer than this takes

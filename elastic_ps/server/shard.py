@@ -29,13 +29,13 @@ from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.plan import Plan
 from elastic_ps.codec.state import Catching, Part, Source, Stored, read_state
 from elastic_ps.codec.values import ValueEncoder
-from elastic_ps.core.partition import Bucket, Layout, Rule
+from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
-from elastic_ps.core.settings import Settings, clip_divisor
+from elastic_ps.core.settings import clip_divisor
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
-from elastic_ps.server.orders import Application
+from elastic_ps.server.orders import Application, Configuration
 from elastic_ps.server.pulls import Basis, Drafts, OpenRound, Pull, Pulled, Pulls, RestartedAs
 from elastic_ps.server.values import BucketValues
 from elastic_ps.transport.base import Incoming
@@ -47,13 +47,10 @@ class Shard:
     """The values and sums of one shard.
 
     Args:
-        layout: of the whole model.
         index: of this shard.
-        term: how often this shard has been started.
-        optimizer: name of the class, or of those of all parameter groups, and the first settings.
+        model: with the first settings. Of one that `follows`, as a standby, the state comes bucket by bucket
+            with `take_state`. Until all are there, it steps those that it has.
         consistency: the job's. With `deterministic` contributions are added in the order of worker index.
-        follows: it is a standby: its state comes bucket by bucket with `take_state`. Until all are there, it
-            steps those that it has.
         codecs: the job's; they say of which buckets deltas are sent.
         optimizers: those that the job may have; torch's without it.
 
@@ -64,56 +61,40 @@ class Shard:
 
     def __init__(
         self,
-        layout: Layout,
         index: int,
-        term: int,
-        optimizer: tuple[str, Settings],
+        model: Configuration,
         *,
         consistency: Consistency,
         trace: Trace,
-        follows: bool = False,
         codecs: Plan | None = None,
         optimizers: Optimizers | None = None,
         limits: ServerLimits = USUAL,
     ) -> None:
         self._limits = limits
-        self.layout = layout
+        self.layout = layout = model.layout
         self._optimizers = optimizers or Optimizers()
         self.codecs = codecs or Plan(Compression())
         self._decoder, self.encoder = Decoder(self.codecs, layout), ValueEncoder(self.codecs, layout)
         self.index = index
-        self._advancing = threading.Lock()
-        self._log = PushLog(term=term, several=consistency.several_steps)
-        self._round = OpenRound(self._log, limits)
-        self._lock = self._round.lock
-        self._consistency = consistency
-        self._trace = trace
+        self._advancing = threading.RLock()
+        self._log = PushLog(term=model.term, several=consistency.several_steps)
+        self._consistency, self._trace, self._model = consistency, trace, model
         self._receiving: set[tuple[int, int]] = set()
-        self._optimizer = optimizer
-        self._buckets = self._make_buckets()
-        self._adding = {index: threading.Lock() for index in self._buckets}
-        self._stepping = {index: threading.Lock() for index in self._buckets}
+        self._round = OpenRound(self._log, self._make_buckets(), limits)
+        self._lock, self._buckets = self._round.lock, self._round.buckets
+        self._adding, self._stepping = self._round.adding, self._round.stepping
         self._drafts = Drafts(self._make_buckets)
-        self._pulls = Pulls(
-            self._round,
-            self._buckets,
-            self._stepping,
-            self._adding,
-            self._drafts,
-            consistency=consistency,
-            limits=limits,
-            trace=trace,
-        )
+        self._pulls = Pulls(self._round, self._drafts, consistency=consistency, limits=limits, trace=trace)
         self._stepped = [
             b for b in layout.pull_order if b.index in self._buckets and b.rule is not Rule.CONSTANT
         ]
-        self._copied = Catching(set(self._buckets) if follows else set(), anywhere=follows)
+        self._copied = Catching(set(self._buckets) if model.follows else set(), anywhere=model.follows)
         largest = max((bucket.nbytes for bucket in layout.of_shard(index)), default=0)
         self._buffers = Buffers(largest)
 
     def _make_buckets(self) -> dict[int, BucketValues]:
-        name, settings = self._optimizer
-        kinds = self._optimizers.classes_of(name, len(settings.groups))
+        groups = self._model.settings.groups
+        kinds = self._optimizers.classes_of(self._model.optimizer, len(groups))
         buckets = self.layout.of_shard(self.index)
         allocate = shared_if_possible([bucket.nbytes for bucket in buckets])
         made = {}
@@ -124,7 +105,7 @@ class Shard:
                 allocate=allocate,
                 deltas=self.codecs.of_deltas(self.layout, bucket),
             )
-            values.build_optimizer(kinds, settings.groups, self.layout.tensors)
+            values.build_optimizer(kinds, groups, self.layout.tensors)
             made[bucket.index] = values
         return made
 
@@ -265,22 +246,15 @@ class Shard:
             if self._log.decide(key) is Verdict.DUPLICATE:
                 return False
             if not may_go_on:
-                worker, number = key.worker, key.bucket
+                whose = f"worker {key.worker} in bucket {key.bucket}"
                 if slot in self._receiving:
-                    text = (
-                        f"a push of worker {worker} for bucket {number} is still being received; push again"
-                    )
+                    text = f"a push of {whose} is still being received; push again"
                     raise Refused(RefusalCode.NOT_READY, text)
-                text = f"it is not the turn of worker {worker} in bucket {number}; push again"
-                raise Refused(RefusalCode.NOT_YOUR_TURN, text)
+                raise Refused(RefusalCode.NOT_YOUR_TURN, f"it is not the turn of {whose}; push again")
             self._receiving.add(slot)
         try:
             if empty:
-
-                def add_nothing(values: BucketValues, first: bool) -> None:
-                    values.add_nothing(samples, first=first)
-
-                return self._add_by(key, samples, add_nothing)
+                return self._add_by(key, samples, lambda to, first: to.add_nothing(samples, first=first))
             plain = self._buffers.receive(bucket, incoming, timeout=self._limits.shard_answer)
             with encoded or plain as contribution:
                 return self._add(key, samples, present, contribution)
@@ -410,7 +384,10 @@ class Shard:
             Refused: INVALID; the sums are others. NOT_READY; the shard lacks the version to continue from.
         """
         with self._advancing:
-            return self._has_to_apply(version, apply)
+            if self.version >= version:
+                return False
+            self._require_complete(version, apply)
+            return True
 
     def norm(self, version: int, apply: Application) -> float:
         """The 2-norm of this shard's part of the mean gradient of which `version` is made; 0 once it is.
@@ -418,13 +395,7 @@ class Shard:
         Blocks and raises as `has_to_apply`.
         """
         with self._advancing:  # once it is made, the sums are of the next round
-            return self._norm() if self._has_to_apply(version, apply) else 0.0
-
-    def _has_to_apply(self, version: int, apply: Application) -> bool:
-        if self.version >= version:
-            return False
-        self._require_complete(version, apply)
-        return True
+            return self._norm() if self.has_to_apply(version, apply) else 0.0
 
     def _norm(self) -> float:
         return math.hypot(*(self._buckets[bucket.index].norm() for bucket in self._to_step))
@@ -493,7 +464,7 @@ class Shard:
             incoming.read_into(as_bytes(values.sum))
             with self._lock:
                 self._log.require_open(key)
-                values.present = present
+                values.present = list(present)
                 self._log.add(key)
         finally:
             with self._lock:

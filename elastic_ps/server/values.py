@@ -52,6 +52,7 @@ class BucketValues:
         delta: what makes these values of the ones before; None: nothing does.
         draft: the number under which the values were sent before their round was decided; 0: they were not.
         weight: samples of all contributions to the open round's sum.
+        present: for each piece, whether one of them had a gradient for it. Another one takes its place.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class BucketValues:
         self._bound = 0.0  # no element of the open round's sum has a larger magnitude
         self._blank = False  # nothing has been added to the open round's sum, whose memory holds anything
         self._lowest = 0
-        self._present: list[bool] = []
+        self.present: Sequence[bool] = []
         self._bounds = [0]
         for piece in bucket.pieces:
             self._bounds.append(self._bounds[-1] + piece.length)
@@ -140,21 +141,12 @@ class BucketValues:
             self._sums = [self._piece(self._sum, index) for index in range(len(self.bucket.pieces))]
         return self._sum
 
-    @property
-    def present(self) -> list[bool]:
-        """For each piece, whether a contribution to the open round had a gradient for it."""
-        return list(self._present)
-
-    @present.setter
-    def present(self, present: Sequence[bool]) -> None:
-        self._present = list(present)
-
     def add_nothing(self, samples: int, *, first: bool) -> None:
         """Add a worker's step that has no gradient for any piece; `first` begins a new sum."""
         self.weight = samples if first else self.weight + samples
         if first:
             self._blank, self._bound = True, 0.0
-            self._present = [False] * len(self.bucket.pieces)
+            self.present = [False] * len(self.bucket.pieces)
         elif self.bucket.rule is Rule.GRADIENT and not self._blank:
             self._memory().mul_((self.weight - samples) / self.weight)
 
@@ -198,8 +190,8 @@ class BucketValues:
         else:
             _move_mean(total, contribution.to(total.dtype), share)
         self._blank = False
-        self._present = (
-            list(present) if first else [a or b for a, b in zip(self._present, present, strict=True)]
+        self.present = (
+            list(present) if first else [a or b for a, b in zip(self.present, present, strict=True)]
         )
 
     def _add_gradient(
@@ -228,7 +220,7 @@ class BucketValues:
 
     def norm(self) -> float:
         """The 2-norm of the round's mean gradient, in float64."""
-        if self.bucket.rule is not Rule.GRADIENT or not any(self._present):
+        if self.bucket.rule is not Rule.GRADIENT or not any(self.present):
             return 0.0
         return float(torch.linalg.vector_norm(self.sum, dtype=torch.float64))
 
@@ -246,7 +238,7 @@ class BucketValues:
             self.values.copy_(self.sum)
         elif self.bucket.rule is Rule.SUM:
             self.values.add_(self.sum)
-        elif any(self._present) or self._is_limited(groups):
+        elif any(self.present) or self._is_limited(groups):
             self._step(groups, divisor)
             self._publish(version)
         else:
@@ -255,7 +247,6 @@ class BucketValues:
         self.version = self.changed = version
 
     def _is_limited(self, groups: Groups) -> bool:
-        """Whether values change without a gradient, too."""
         assert self._stepper is not None
         return any(groups[number].get(key) for number in self._stepper.groups for key in LIMITS)
 
@@ -298,7 +289,7 @@ class BucketValues:
             if group.get(KEEP_ZEROS)
             for parameter in group["params"]
         ]
-        self._stepper.step([index for index, present in enumerate(self._present) if present], self._sums)
+        self._stepper.step([index for index, present in enumerate(self.present) if present], self._sums)
         self._limit()
         for values, mask in zeros:
             values.masked_fill_(mask, 0)
@@ -318,7 +309,6 @@ class BucketValues:
         return None if held is None or self.delta is None or held < self.delta.since else self.delta
 
     def _limit(self) -> None:
-        """Bring the values within the limits of their parameter groups."""
         assert self._stepper is not None
         limited = [g for g in self._stepper.param_groups if any(g.get(key) is not None for key in LIMITS)]
         if not limited:
@@ -480,8 +470,6 @@ class Stepper:
 
 
 class _One:
-    """One optimizer of torch, and which pieces it steps."""
-
     def __init__(
         self,
         kind: Kind,

@@ -22,7 +22,7 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
-from elastic_ps.server.orders import Application
+from elastic_ps.server.orders import Application, Configuration
 from elastic_ps.server.shard import Shard
 
 TERM = 3
@@ -108,10 +108,8 @@ class Rig:
     ) -> None:
         self.layout = layout
         self.shard = Shard(
-            layout,
             index,
-            TERM,
-            (optimizer, settings),
+            Configuration(layout, optimizer, settings, TERM, None),
             consistency=consistency,
             trace=Trace(None, ""),
             codecs=codecs,

@@ -16,7 +16,7 @@ from elastic_ps.core.partition import Rule
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
-from elastic_ps.server.orders import Advance, Application
+from elastic_ps.server.orders import Advance, Application, Configuration
 from elastic_ps.server.shard import Shard
 from elastic_ps.server.standby import for_standby, sum_key
 from tests.testing.shard import TERM, Body, Rig, one_bucket, tensor
@@ -26,7 +26,12 @@ ADAM = Settings(groups=({"lr": 0.01},))
 
 def follow(rig: Rig) -> Shard:
     """A standby of the rig's shard with the same first values."""
-    standby = Shard(rig.layout, 0, TERM, ("Adam", ADAM), consistency=Consistency(), trace=Trace(None, ""))
+    standby = Shard(
+        0,
+        Configuration(rig.layout, "Adam", ADAM, TERM, None),
+        consistency=Consistency(),
+        trace=Trace(None, ""),
+    )
     standby.advance(0, 0, {0: 1}, None)
     standby.initialise(0, 0, 1, Body(rig.values()))
     return standby
