@@ -34,7 +34,7 @@ def main() -> int:
     with lifecycle.importing():
         from elastic_ps.process import compiler
         from elastic_ps.server.limits import Patience
-        from elastic_ps.server.process import ParameterServer, waiting_status
+        from elastic_ps.server.process import ParameterServer, bare_status
         from elastic_ps.server.status import StatusServer
         from elastic_ps.transport import credentials, ways
 
@@ -52,7 +52,9 @@ def main() -> int:
         transport = ways.listen(environment.bind, credentials=own)
         patience = Patience(stop.is_set)
         # Before anything that may have to wait, so that the waiting is seen.
-        http = StatusServer(environment.http, lambda: waiting_status(environment, patience), list)
+        http = StatusServer(
+            environment.http, lambda: bare_status(environment, problem=patience.problem), list
+        )
         server = ParameterServer(
             environment,
             transport,
@@ -73,7 +75,9 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return exits.INVALID
     what = "standby of shard" if environment.role == "standby" else "shard"
-    where = _reached(environment.bind, transport.address)
+    where, everywhere = transport.address, "0.0.0.0"
+    if everywhere in environment.bind:  # as of a pod; the address is for its own host
+        where = where.replace("127.0.0.1", everywhere)
     logger.info("%s %d of job %s serves on %s", what, environment.index, environment.job, where)
     while not (stop.wait(LOOK) or server.fenced):
         pass
@@ -84,12 +88,6 @@ def main() -> int:
     _leave_last_words(server)
     lifecycle.end_soon()  # mutant: equal
     return exits.FENCED if fenced else 0
-
-
-def _reached(bind: str, address: str) -> str:
-    """Where a server listens: `address` is for its own host, if that is on all addresses of a pod."""
-    everywhere = "0.0.0.0"
-    return address.replace("127.0.0.1", everywhere) if everywhere in bind else address
 
 
 def _leave_last_words(server: ParameterServer) -> None:

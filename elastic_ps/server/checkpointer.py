@@ -71,6 +71,7 @@ class Checkpointer:
         known: a version of which it is known that a checkpoint was written; see `newest`.
 
     Attributes:
+        evaluation_queue: see above.
         fenced: another parameter server has taken over; nothing will be written any more.
         paused: how long training stood still for the copies in memory; the mean over the shards.
     """
@@ -89,20 +90,16 @@ class Checkpointer:
         known: int | None = None,
         limits: ServerLimits = USUAL,
     ) -> None:
-        self._limits = limits
-        self.fenced = False
-        self.paused = timedelta(0)
-        self._problem = ""
+        self._limits, self._problem = limits, ""
+        self.fenced, self.paused = False, timedelta(0)
         self._unsure = ""  # why it is not known whether another parameter server has taken over
         self._looks = self._last_look = 0
-        self._store, self._check, self._evaluations, self._known = store, check, evaluation_queue, known
+        self._store, self._check, self.evaluation_queue, self._known = store, check, evaluation_queue, known
         self._name, self._term, self._shards, self._times = job, term, shards, times
         self._lock = threading.Lock()
         self._durable: tuple[int, float] | None = None
-        self._last = now
-        self._last_version = 0
-        self._durable_at = now
-        self._number = 0
+        self._last = self._durable_at = now
+        self._last_version = self._number = 0
         self._pending: Manifest | None = None
         self._files: dict[int, ShardFile] = {}
         self._queue: queue.SimpleQueue[Manifest | None] = queue.SimpleQueue()
@@ -182,7 +179,7 @@ class Checkpointer:
             every = self._times.every_versions
             passed = every is not None and version - self._last_version >= every
             timely = now - self._last >= self._times.interval.total_seconds()
-            asked = self._evaluations is not None and self._evaluations.asks(
+            asked = self.evaluation_queue is not None and self.evaluation_queue.asks(
                 version, since=self._last_version
             )
             return timely or passed or asked
@@ -236,8 +233,8 @@ class Checkpointer:
                     self._term += 1
                     raise NoCheckpoint("there is no checkpoint directory")
                 self._term = self._store.next_term(after=self._term, above=above)
-                if self._evaluations is not None:
-                    self._evaluations.term = self._term
+                if self.evaluation_queue is not None:
+                    self.evaluation_queue.term = self._term
         except Fenced as error:
             self.fence(error)
             raise
@@ -260,8 +257,8 @@ class Checkpointer:
             self._durable, self._durable_at = (manifest.version, written), time.monotonic()
             self._last_version = manifest.version  # later ones are to be made, and kept, again
             self._problem = "; ".join(problems)
-        if self._evaluations is not None:
-            self._evaluations.go_back(manifest.version)
+        if self.evaluation_queue is not None:
+            self.evaluation_queue.go_back(manifest.version)
         return manifest
 
     @property
@@ -402,7 +399,7 @@ class Checkpointer:
             assert self._store is not None
             problem, fenced = "", False
             try:
-                held = self._evaluations.held if self._evaluations is not None else ()
+                held = self.evaluation_queue.held if self.evaluation_queue is not None else ()
                 with self._lock:
                     keep = self._times.keep
                 self._store.commit(manifest, keep=keep, held=held)
@@ -418,8 +415,8 @@ class Checkpointer:
                     self._pending, self._problem = None, problem
                 if not problem and (self._durable is None or manifest.version >= self._durable[0]):
                     self._durable, self._durable_at = (manifest.version, time.time()), time.monotonic()
-            if not problem and self._evaluations is not None:
-                self._evaluations.written(manifest.version)
+            if not problem and self.evaluation_queue is not None:
+                self.evaluation_queue.written(manifest.version)
 
     def may_finish(self) -> bool:
         """Whether workers may be told that the job is finished. The job's lock is held.

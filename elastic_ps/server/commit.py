@@ -76,6 +76,7 @@ class CommitCoordinator:
         crowded: see `core.sizing.bucket_bytes`.
 
     Attributes:
+        job, shards, checkpoints, history: see above.
         standings: how far each shard's standby is, as far as the shards have said.
         queued: likewise, in deterministic mode: the workers that wait until it is their turn to push.
     """
@@ -90,13 +91,13 @@ class CommitCoordinator:
         history: History,
         crowded: bool = False,
     ) -> None:
-        self._job, self._crowded = job, crowded and len(shards) == 1
-        self._shards, self._standbys = shards, standbys
+        self.job, self._crowded = job, crowded and len(shards) == 1
+        self.shards, self._standbys = shards, standbys
+        self.checkpoints, self.history = checkpoints, history
+        checkpoints.serve(job, self)
         self.standings: list[Following | None] = [None for _ in standbys]
         self.queued: frozenset[int] = frozenset()
         self._prepared: Advance | None = None  # the last order that every shard's standby can carry out
-        self._checkpoints = checkpoints
-        self._history = history
         self._ordered = 0  # the version that the shards were ordered to make last, when all had voted for it
         self._norm = 0.0  # of its mean gradient, if that is to be clipped
         self._over = False  # the shards are told nothing any more
@@ -109,8 +110,8 @@ class CommitCoordinator:
 
         If they know the model, or have written a part of a checkpoint, or whose pushes wait.
         """
-        deterministic = self._job.spec.consistency.deterministic
-        return len(self._shards) > 1 or self._checkpoints.writing or deterministic
+        deterministic = self.job.spec.consistency.deterministic
+        return len(self.shards) > 1 or self.checkpoints.writing or deterministic
 
     def start(self, found: Manifest | None, patience: Patience) -> None:
         """Begin, from the checkpoint `found` if there is one, or from later rounds that the standbys hold.
@@ -121,19 +122,19 @@ class CommitCoordinator:
             Fenced: another parameter server has begun a newer term.
             AskedToEnd: the process was asked to end meanwhile.
         """
-        term = self._job.term
-        if self._checkpoints.writes and self._standbys and term > 1:
-            rescue = Rescue(self._checkpoints, self._shards, self._standbys, patience.asked_to_end)
+        term = self.job.term
+        if self.checkpoints.writes and self._standbys and term > 1:
+            rescue = Rescue(self.checkpoints, self.shards, self._standbys, patience.asked_to_end)
             if patience.until_done(partial(rescue.save, rescue.held())):
-                found = patience.until_done(self._checkpoints.newest)
+                found = patience.until_done(self.checkpoints.newest)
         if found is not None:
             patience.until_done(partial(self._restore, found, term))
 
     def close(self) -> None:
         """Give no further orders, but tell the other shards that they may end. Blocks."""
-        with self._job.lock:
-            self._job.changed.wait_for(
-                lambda: not self._job.sending, timeout=self._job.limits.patience.total_seconds()
+        with self.job.lock:
+            self.job.changed.wait_for(
+                lambda: not self.job.sending, timeout=self.job.limits.patience.total_seconds()
             )
             self._over = True
         self._release()
@@ -145,14 +146,14 @@ class CommitCoordinator:
 
     def finish_round(self) -> bool:
         """Commit what is decided: some shards may have applied it. Returns whether to keep the version."""
-        job = self._job
+        job = self.job
         deadline = job.clock() + job.limits.patience.total_seconds()
         while True:
             with job.lock:
                 job.changed.wait_for(lambda: not job.sending)
                 state = job.state
                 late = job.clock() > deadline  # mutant: equal
-                if self._checkpoints.fenced or job.rolling_back or not state.initialised or late:
+                if self.checkpoints.fenced or job.rolling_back or not state.initialised or late:
                     return False
                 if not state.rounds.decided:
                     return True
@@ -160,12 +161,11 @@ class CommitCoordinator:
                 time.sleep(RETRY.total_seconds())
 
     def _release(self) -> None:
-        """Tell the other shards that they may end."""
-        with self._job.lock:
-            if self._job.state.model is None or self._checkpoints.fenced or len(self._shards) == 1:
+        with self.job.lock:
+            if self.job.state.model is None or self.checkpoints.fenced or len(self.shards) == 1:
                 return
             last = replace(self._current(), last=True)
-        for order in [self._fan_out.submit(shard.advance, last) for shard in self._shards[1:]]:
+        for order in [self._fan_out.submit(shard.advance, last) for shard in self.shards[1:]]:
             try:
                 order.result(timeout=GOODBYE.total_seconds())
             except (Refused, TransportError, TimeoutError) as error:
@@ -185,16 +185,15 @@ class CommitCoordinator:
             state: of the job. If another one takes its place meanwhile, that has no model.
             link: by which the size of buckets is chosen, if the job leaves that open.
         """
-        job = self._job
+        job = self.job
         model: Model | None = None
         chosen = 0
         self._ordered = 0  # versions are counted anew
         try:
             layout, chosen = self._laid_out(tensors, settings, link)
-            for shard in self._shards:
-                shard.configure(
-                    Configuration(layout, optimizer, settings, state.term, None, mutable=job.mutable)
-                )
+            told = Configuration(layout, optimizer, settings, state.term, None, mutable=job.mutable)
+            for shard in self.shards:
+                shard.configure(told)
             model = Model(layout, optimizer)
         except UserError as error:
             raise Refused(RefusalCode.INVALID, str(error)) from error
@@ -208,10 +207,10 @@ class CommitCoordinator:
     def _laid_out(
         self, tensors: Sequence[TensorSpec], settings: Settings, link: Link | None
     ) -> tuple[Layout, int]:
-        """The first layout, and the size of buckets that was chosen; 0 for none. Raises as `_partition`."""
-        if link is None or not self._job.spec.chooses_buckets:
-            return self._partition(tensors, settings), 0
-        size, why = bucket_bytes(link, sent=Plan(self._job.spec.compression).sent, crowded=self._crowded)
+        """The first layout, and the size of buckets that was chosen; 0 for none. Raises as `_cut`."""
+        if link is None or not self.job.spec.chooses_buckets:
+            return self._cut(tensors, settings, 0)
+        size, why = bucket_bytes(link, sent=Plan(self.job.spec.compression).sent, crowded=self._crowded)
         layout, chosen = self._cut(tensors, settings, size)
         if chosen:
             logger.info("buckets have %d KiB: %s", size // 1024, why)
@@ -220,41 +219,39 @@ class CommitCoordinator:
     def _cut(self, tensors: Sequence[TensorSpec], settings: Settings, chosen: int) -> tuple[Layout, int]:
         """The layout with buckets of the size that was chosen, and that size; 0 if they have the usual one.
 
-        That is so if none was chosen, or the model cannot be cut so. Raises as `_partition`.
+        That is so if none was chosen, or the model cannot be cut so.
+
+        Raises:
+            InvalidModel: rows whose norm is limited are cut, or there are not so many fragments.
         """
-        if chosen:
-            try:
-                return self._partition(tensors, settings, chosen), chosen
-            except InvalidModel as problem:
-                logger.info("buckets have the usual size, and not %d KiB: %s", chosen // 1024, problem)
-        return self._partition(tensors, settings), 0
+        size = self.job.spec.parameter_server.bucket_bytes or chosen or BUCKET_BYTES
+        parts = self.job.spec.consistency.fragments or 1
+        shards, least = len(self.shards), self.job.limits.smallest_bucket
+        limited = [i for i, group in enumerate(settings.groups) if group.get(MAX_NORM) is not None]
+        try:
+            layout = partition(tensors, bucket_bytes=size, shards=shards, parts=parts, smallest=least)
+            fragments(layout, parts)
+            if cut := cut_rows(layout, limited):
+                raise InvalidModel(
+                    f"the rows of {cut[0]} have more than parameterServer.bucketBytes={size} bytes, so they "
+                    f"are divided, and {MAX_NORM} cannot limit their norm; increase "
+                    "parameterServer.bucketBytes"
+                )
+        except InvalidModel as problem:
+            if not chosen:
+                raise
+            logger.info("buckets have the usual size, and not %d KiB: %s", chosen // 1024, problem)
+            return self._cut(tensors, settings, 0)
+        return layout, chosen
 
     def _kept_size(self, found: Manifest) -> int:
         """The size of buckets that a checkpoint says was chosen, if this job has it, too; else 0."""
-        spec, chosen = self._job.spec, int(found.state["bucket_bytes"])
+        spec, chosen = self.job.spec, int(found.state["bucket_bytes"])
         if spec.parameter_server.bucket_bytes:
             return 0
-        if of_same_run(found, self._job.mutable):
+        if of_same_run(found, self.job.mutable):
             return chosen  # the workers have cut their memory so
         return chosen if spec.chooses_buckets and (chosen <= LARGEST or self._crowded) else 0
-
-    def _partition(self, tensors: Sequence[TensorSpec], settings: Settings, chosen: int = 0) -> Layout:
-        """Raises InvalidModel if rows whose norm is limited are cut, or there are not so many fragments.
-
-        `chosen`: the size of buckets, in bytes, if the job leaves that open; 0 for the usual one.
-        """
-        size = self._job.spec.parameter_server.bucket_bytes or chosen or BUCKET_BYTES
-        parts = self._job.spec.consistency.fragments or 1
-        shards, least = len(self._shards), self._job.limits.smallest_bucket
-        layout = partition(tensors, bucket_bytes=size, shards=shards, parts=parts, smallest=least)
-        fragments(layout, parts)
-        limited = [i for i, group in enumerate(settings.groups) if group.get(MAX_NORM) is not None]
-        if cut := cut_rows(layout, limited):
-            raise InvalidModel(
-                f"the rows of {cut[0]} have more than parameterServer.bucketBytes={size} bytes, so they are "
-                f"divided, and {MAX_NORM} cannot limit their norm; increase parameterServer.bucketBytes"
-            )
-        return layout
 
     def drive(self) -> None:
         """Give the shards the orders that are due, unless another thread is doing it."""
@@ -269,7 +266,7 @@ class CommitCoordinator:
 
         Returns whether the order was carried out, so that there may be more to do.
         """
-        job = self._job
+        job = self.job
         with job.lock:
             model = job.state.model
             if job.sending or job.closing != closing or model is None:
@@ -308,9 +305,9 @@ class CommitCoordinator:
         Args:
             model: that the order is about.
         """
-        job = self._job
-        if contributions and not self._checkpoints.leads():
-            if not self._checkpoints.fenced:  # it cannot be told at the moment, and the ticker tries again
+        job = self.job
+        if contributions and not self.checkpoints.leads():
+            if not self.checkpoints.fenced:  # it cannot be told at the moment, and the ticker tries again
                 self._back_off()
                 with job.lock:
                     job.state.rounds.fail_commit()
@@ -318,7 +315,7 @@ class CommitCoordinator:
             return False
         try:
             advance = self._prepare(advance)
-            if contributions and len(self._shards) > 1:
+            if contributions and len(self.shards) > 1:
                 self._ordered = advance.version
             self.tell_all(advance)
         except Exception as error:  # noqa: BLE001 (an order that failed for whatever reason is given again)
@@ -332,19 +329,19 @@ class CommitCoordinator:
             booked = job.state.last_round
             if advance.checkpoint:
                 state = to_checkpoint(job.state)
-                self._checkpoints.begin(job.state.version, job.clock(), state, number=advance.checkpoint)
+                self.checkpoints.begin(job.state.version, job.clock(), state, number=advance.checkpoint)
         if contributions:
-            self._history.record("commit", **booked)
+            self.history.record("commit", **booked)
         return True
 
     def _current(self) -> Advance:
-        job = self._job
+        job = self.job
         rounds = job.state.rounds
         return Advance(rounds.version, rounds.attempt, job.state.expected, term=job.state.term)
 
     def _commit(self, contributions: Sequence[Contribution], decided: float) -> Advance:
         """The order to apply a round, with the lock held."""
-        job = self._job
+        job = self.job
         state, rounds = job.state, job.state.rounds
         state.decide_settings(contributions)
         application = Application(
@@ -356,11 +353,11 @@ class CommitCoordinator:
             elsewhere=state.state_holders is not None,
         )
         version = rounds.version + 1
-        due = self._checkpoints.due(version, job.clock())
+        due = self.checkpoints.due(version, job.clock())
         if state.state_holders is not None:  # it is written when a worker has sent the values
             state.state_holders.wanted = version if due else None
             return Advance(version, 0, state.following, application, term=state.term)
-        number = self._checkpoints.number() if due else 0
+        number = self.checkpoints.number() if due else 0
         order = Advance(version, 0, state.following, application, checkpoint=number, term=state.term)
         if not self._standbys:
             return order
@@ -373,7 +370,7 @@ class CommitCoordinator:
         A shard that refuses a round it has agreed to has lost the model: all go back to a checkpoint. But not
         if the worker that was bringing this model has been lost meanwhile.
         """
-        job = self._job
+        job = self.job
         expected = isinstance(problem, TransportError | Refused)
         text = "a shard did not carry out an order for version %d: %s"
         logger.warning(text, advance.version, problem, exc_info=None if expected else problem)
@@ -381,7 +378,7 @@ class CommitCoordinator:
         if refused is None:
             self._back_off()
         if refused is RefusalCode.STALE_TERM:
-            self._checkpoints.fence(problem)
+            self.checkpoints.fence(problem)
         with job.lock:
             rounds = job.state.rounds
             if rounds.committing:
@@ -394,21 +391,21 @@ class CommitCoordinator:
 
     def _roll_back(self) -> bool:
         """Take all shards back to the newest checkpoint, in a new term; see `Course.ROLLING_BACK`."""
-        job = self._job
+        job = self.job
         try:
-            self._checkpoints.begin_term()
+            self.checkpoints.begin_term()
             if self._prepared is not None:
-                rescue = Rescue(self._checkpoints, self._shards, self._standbys, lambda: job.closing)
+                rescue = Rescue(self.checkpoints, self.shards, self._standbys, lambda: job.closing)
                 rescue.save([self._prepared])
-            self._restore(self._checkpoints.newest(), self._checkpoints.term)
+            self._restore(self.checkpoints.newest(), self.checkpoints.term)
         except NoCheckpoint as error:
             logger.error("a shard has lost the model, and the job cannot go back to a checkpoint: %s", error)
             with job.lock:
-                job.state = job.blank(self._checkpoints.term)
+                job.state = job.blank(self.checkpoints.term)
         except (TransportError, Refused, CheckpointError) as error:
             self._back_off()
             problem = f"the job has to go back to a checkpoint, and that failed so far: {error}"
-            self._checkpoints.failed(problem)
+            self.checkpoints.failed(problem)
             return False
         with job.lock:
             job.turn(CourseEvent.RESTORE)
@@ -424,17 +421,16 @@ class CommitCoordinator:
             Fenced: a shard obeys a newer term.
             InvalidJob: see `scales.check` and `Plan`.
         """
-        job = self._job
+        job = self.job
         settings = Settings.from_json(found.state["settings"])
         layout, chosen = self._cut(found.specs, settings, self._kept_size(found))
         mutable = mutable_of(found, job.mutable)
         scales.check(mutable.consistency.staleness_scale)
         Plan(mutable.compression)  # before any shard is told
+        told = Configuration(layout, found.optimizer, settings, term, found.version, mutable=mutable)
         try:
-            for shard in self._shards:
-                shard.configure(
-                    Configuration(layout, found.optimizer, settings, term, found.version, mutable=mutable)
-                )
+            for shard in self.shards:
+                shard.configure(told)
         except Refused as refusal:
             if refusal.code is RefusalCode.STALE_TERM:
                 raise Fenced(str(refusal)) from refusal
@@ -455,12 +451,12 @@ class CommitCoordinator:
             logger.warning("max_grad_norm %g counts no more: it needs a job without standbys", clip)
             state.settings = state.settings.unclipped()
         said = mutable.consistency.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-        self._history.record(
+        self.history.record(
             "restore", term=term, version=found.version, round=state.last_round, consistency=said
         )
         self._prepared, self._ordered = None, 0
         if mutable.replaces(job.mutable):
-            self._checkpoints.tune(mutable.checkpoint)
+            self.checkpoints.tune(mutable.checkpoint)
         with job.lock:
             job.state = state
             job.tune(mutable)
@@ -478,7 +474,7 @@ class CommitCoordinator:
         """
         if advance.apply is None:
             return advance
-        if len(self._shards) > 1:
+        if len(self.shards) > 1:
             reports = self.tell_all(replace(advance, prepare=True, checkpoint=0))
             if advance.apply.clips is not None:
                 if self._ordered != advance.version:
@@ -494,15 +490,15 @@ class CommitCoordinator:
         This process's shard is last, because that answers workers' pulls.
         """
         reports: list[Report] = []
-        if len(self._shards) > 1:
+        if len(self.shards) > 1:
             to_others = replace(advance, state="")
-            others = [self._fan_out.submit(shard.advance, to_others) for shard in self._shards[1:]]
+            others = [self._fan_out.submit(shard.advance, to_others) for shard in self.shards[1:]]
             reports = [future.result() for future in others]
-        reports.append(self._shards[0].advance(advance))
-        for shard, report in zip([*range(1, len(self._shards)), 0], reports, strict=True):
+        reports.append(self.shards[0].advance(advance))
+        for shard, report in zip([*range(1, len(self.shards)), 0], reports, strict=True):
             if self._standbys:
                 self.standings[shard] = report.standby
-            self._checkpoints.part(shard, report.written)
+            self.checkpoints.part(shard, report.written)
         self.queued = frozenset().union(*(report.queued for report in reports))
         return reports
 
@@ -515,7 +511,7 @@ class CommitCoordinator:
         Raises:
             Refused: NOT_READY; it is closed.
         """
-        job = self._job
+        job = self.job
         with job.lock:
             job.changed.wait_for(lambda: not job.sending)
             if self._over:

@@ -21,6 +21,8 @@ from elastic_ps.evaluation.decisions import Evaluation
 from elastic_ps.evaluation.queue import EvaluationQueue
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.checkpointer import Checkpointer
+from elastic_ps.server.commit import CommitCoordinator
+from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.limits import USUAL, Patience, ServerLimits
 from elastic_ps.server.members import MemberCalls
 from elastic_ps.server.node import Node
@@ -113,7 +115,6 @@ class ParameterServer:
         )
         self.shard_zero: ShardZero | None = None
         self.term = 1
-        self._evaluations: EvaluationQueue | None = None
         try:
             if index == 0 and self._leads:
                 self._take_the_lead(connect, connect_standby)
@@ -138,26 +139,21 @@ class ParameterServer:
         if connect_standby is not None:
             standbys = [RemoteShard(environment.job, connect_standby(shard)) for shard in range(self._shards)]
         self._remotes = [*remotes, *standbys]
-        desired, file = None, environment.tuning
-        if file is not None:
-            desired = DesiredConfiguration(file, environment.run)
         mutable = MutableFields.of(environment.spec, run=environment.run)
         said = mutable.consistency.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         self._history.record("start", term=self.term, consistency=said)
-        shard_zero = ShardZero(
-            environment.job,
-            environment.spec,
-            self.term,
+        job = Guarded(environment.spec, self.term, mutable=mutable, limits=self._limits)
+        commit = CommitCoordinator(
+            job,
             controls,
             standbys=standbys,
             checkpoints=checkpoints,
-            evaluation_queue=self._evaluations,
             history=self._history,
-            mutable=mutable,
-            desired=desired,
             crowded=environment.crowded,
-            limits=self._limits,
         )
+        file = environment.tuning
+        desired = DesiredConfiguration(file, environment.run) if file is not None else None
+        shard_zero = ShardZero(environment.job, commit, desired=desired)
         shard_zero.start(found, self._patience)
         self.shard_zero = shard_zero
 
@@ -183,13 +179,11 @@ class ParameterServer:
     def _checkpointer(self) -> tuple[Checkpointer, Manifest | None]:
         """What writes the checkpoints, and the one to continue from."""
         environment, store = self._environment, self._store
-        evaluator = environment.spec.evaluator
+        evaluator, evaluations = environment.spec.evaluator, None
         if store is not None:
             store.discard_partial()
         if store is not None and evaluator is not None:
-            self._evaluations = self._patience.until_done(
-                partial(EvaluationQueue, store, evaluator, self.term)
-            )
+            evaluations = self._patience.until_done(partial(EvaluationQueue, store, evaluator, self.term))
         checkpoints = Checkpointer(
             store,
             job=environment.job,
@@ -198,14 +192,20 @@ class ParameterServer:
             times=MutableFields.of(environment.spec).checkpoint,
             now=time.monotonic(),
             check=partial(require_usable, spec=environment.spec),
-            evaluation_queue=self._evaluations,
+            evaluation_queue=evaluations,
             known=environment.durable,
             limits=self._limits,
         )
         try:
-            found = self._find(checkpoints) if store is not None else None
-            if found is None and self._evaluations is not None:  # what an earlier run has left says nothing
-                self._patience.until_done(partial(self._evaluations.go_back, 0))
+            found = None
+            if store is not None and environment.resume != "no":
+                try:
+                    found = self._patience.until_done(checkpoints.newest)
+                except NoCheckpoint:
+                    if environment.resume == "require":
+                        raise
+            if found is None and evaluations is not None:  # what an earlier run has left says nothing
+                self._patience.until_done(partial(evaluations.go_back, 0))
             if found is not None and found.term >= self.term:  # it was written elsewhere, and copied
                 self._patience.until_done(partial(checkpoints.begin_term, above=found.term))
                 self.term = checkpoints.term
@@ -214,29 +214,12 @@ class ParameterServer:
             checkpoints.close()
             raise
 
-    def _find(self, checkpoints: Checkpointer) -> Manifest | None:
-        """The checkpoint to continue from; None to start from scratch."""
-        if self._environment.resume == "no":
-            return None
-        try:
-            return self._patience.until_done(checkpoints.newest)
-        except NoCheckpoint:
-            if self._environment.resume == "require":
-                raise
-            return None
-
     def status(self) -> ServerStatus:
         """What GET /status says; only shard 0 knows of members and progress."""
         if self.shard_zero is not None:
             status = self.shard_zero.status()
         else:
-            status = ServerStatus(
-                job=self._environment.job,
-                shard=self._environment.index,
-                shards=self._shards,
-                term=self.term,
-                ready=self.node.configured,
-            )
+            status = bare_status(self._environment, term=self.term, ready=self.node.configured)
         ready = status.ready or self._tensors.used
         return status.model_copy(update={"ready": ready, "tensor_bytes": self._tensors.nbytes})
 
@@ -251,7 +234,8 @@ class ParameterServer:
 
     def evaluations(self) -> list[Evaluation]:
         """What the job's evaluator has found; empty on other shards than 0."""
-        return self.shard_zero.evaluations() if self.shard_zero is not None else []
+        queue = self.shard_zero.evaluation_queue if self.shard_zero is not None else None
+        return queue.results() if queue is not None else []
 
     def close(self, *, keep: bool = True) -> None:
         """Stop serving and end all threads; with `keep`, write a last checkpoint before. Blocks."""
@@ -290,13 +274,11 @@ def service_of(
     )
 
 
-def waiting_status(environment: ProcessEnvironment, patience: Patience) -> ServerStatus:
-    """What GET /status says of a parameter server that cannot serve yet."""
+def bare_status(
+    environment: ProcessEnvironment, *, term: int = 0, ready: bool = False, problem: str = ""
+) -> ServerStatus:
+    """What GET /status says of one that does not lead the job, or cannot serve yet."""
+    shards = environment.spec.parameter_server.replicas
     return ServerStatus(
-        job=environment.job,
-        shard=environment.index,
-        shards=environment.spec.parameter_server.replicas,
-        term=0,
-        ready=False,
-        problem=patience.problem,
+        job=environment.job, shard=environment.index, shards=shards, term=term, ready=ready, problem=problem
     )

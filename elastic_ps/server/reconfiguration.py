@@ -24,9 +24,7 @@ from elastic_ps.core.objective import Objective, ways
 from elastic_ps.core.progress import Distribution
 from elastic_ps.core.stages import CourseEvent
 from elastic_ps.errors import InvalidJob
-from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.commit import CommitCoordinator
-from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.state import JobState
 
 logger = logging.getLogger(__name__)
@@ -38,11 +36,10 @@ PAUSE = timedelta(seconds=10)
 class Reconfiguration:
     """Carries out what is wanted. `look` belongs to one thread.
 
+    If nothing is written, nothing but the times of checkpoints can change.
+
     Args:
-        job: which is changed.
         commit: takes the shards to the new term.
-        checkpoints: writes the version that the new term continues from. If nothing is written, nothing but
-            the times of checkpoints can change.
         desired: None if nobody can change the job.
 
     Attributes:
@@ -50,15 +47,10 @@ class Reconfiguration:
         problem: why the newest change is not in force, in words; "" if it is, or is about to be.
     """
 
-    def __init__(
-        self,
-        job: Guarded,
-        commit: CommitCoordinator,
-        checkpoints: Checkpointer,
-        desired: DesiredConfiguration | None,
-    ) -> None:
+    def __init__(self, commit: CommitCoordinator, desired: DesiredConfiguration | None) -> None:
         self.asked, self.problem = 0, ""
-        self._job, self._commit, self._checkpoints, self._desired = job, commit, checkpoints, desired
+        self._job, self._commit, self._checkpoints = commit.job, commit, commit.checkpoints
+        self._desired = desired
         self._objective = Objective()
         self._wanted: MutableFields | None = None
         self._not_before = 0.0

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
 
-from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.api.mutable import MutableFields, describe
+from elastic_ps.api.mutable import describe
 from elastic_ps.api.status import ServerStatus, TuningStatus
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.core.stages import CourseEvent, Following, OrderEvent
-from elastic_ps.evaluation.decisions import Evaluation
-from elastic_ps.evaluation.queue import EvaluationQueue
-from elastic_ps.process.telemetry import History
 from elastic_ps.server import status
-from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.commit import CommitCoordinator
-from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.limits import USUAL, Patience, ServerLimits
-from elastic_ps.server.orders import RemoteShard, ShardControl
+from elastic_ps.server.limits import Patience
 from elastic_ps.server.reconfiguration import DesiredConfiguration, Reconfiguration
 
 
@@ -28,48 +20,24 @@ class ShardZero:
 
     Args:
         name: the job's.
-        spec: how to train it.
-        term: how often shard 0 has been started.
-        shards: in order; the first is this process's own.
-        standbys: of each shard, in order; empty without `durability: standby`.
-        checkpoints: decides when they are written, and finishes them. Closed by `close`.
-        evaluation_queue: None if the job has no evaluator.
-        history: where commits, joins and skipped records are recorded.
-        mutable: what of the spec may change, as it is now; None for what the spec says.
+        commit: gives the shards their orders.
         desired: what a person wants of the running job; None if nobody can change it.
-        crowded: see `core.sizing.bucket_bytes`.
 
     Attributes:
         job: its state.
-        commit: gives the shards their orders.
-        checkpoints, evaluation_queue, history: see above.
+        commit: see above.
+        checkpoints: decides when they are written, and finishes them. Closed by `close`.
+        evaluation_queue: None if the job has no evaluator.
+        history: where commits, joins and skipped records are recorded.
     """
 
     def __init__(
-        self,
-        name: str,
-        spec: TrainingJobSpec,
-        term: int,
-        shards: Sequence[ShardControl],
-        *,
-        standbys: Sequence[RemoteShard] = (),
-        checkpoints: Checkpointer,
-        evaluation_queue: EvaluationQueue | None = None,
-        history: History,
-        clock: Callable[[], float] | None = None,
-        mutable: MutableFields | None = None,
-        desired: DesiredConfiguration | None = None,
-        crowded: bool = False,
-        limits: ServerLimits = USUAL,
+        self, name: str, commit: CommitCoordinator, *, desired: DesiredConfiguration | None = None
     ) -> None:
-        self._name, self._shards = name, len(shards)
-        self.checkpoints, self.evaluation_queue, self.history = checkpoints, evaluation_queue, history
-        self.job = Guarded(spec, term, clock=clock, mutable=mutable, limits=limits)
-        self.commit = CommitCoordinator(
-            self.job, shards, standbys=standbys, checkpoints=checkpoints, history=history, crowded=crowded
-        )
-        checkpoints.serve(self.job, self.commit)
-        self._reconfiguration = Reconfiguration(self.job, self.commit, checkpoints, desired)
+        self._name, self.commit, self.job = name, commit, commit.job
+        self.checkpoints, self.history = commit.checkpoints, commit.history
+        self.evaluation_queue = self.checkpoints.evaluation_queue
+        self._reconfiguration = Reconfiguration(commit, desired)
         self._ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
 
     def start(self, found: Manifest | None, patience: Patience | None = None) -> None:
@@ -137,7 +105,7 @@ class ShardZero:
             return ServerStatus(
                 job=self._name,
                 shard=0,
-                shards=self._shards,
+                shards=len(self.commit.shards),
                 term=state.term,
                 ready=state.initialised,
                 progress=progress,
@@ -162,10 +130,6 @@ class ShardZero:
         with self.job.lock:
             over = self.job.state.finished and self.checkpoints.is_kept()
             return self.checkpoints.durable_version if over else None
-
-    def evaluations(self) -> list[Evaluation]:
-        """What the job's evaluator has found, in the order of evaluation."""
-        return self.evaluation_queue.results() if self.evaluation_queue is not None else []
 
     def loss(self) -> list[tuple[int, float]]:
         """The loss curve: (version, sample-weighted mean of what the scripts reported)."""

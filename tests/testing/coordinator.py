@@ -20,10 +20,13 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.core.sizing import Link
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.checkpointer import Checkpointer
+from elastic_ps.server.commit import CommitCoordinator
+from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
-from elastic_ps.server.orders import Advance, Configuration, Report
+from elastic_ps.server.orders import Advance, Configuration, Report, ShardControl
 from elastic_ps.server.process import service_of
+from elastic_ps.server.reconfiguration import DesiredConfiguration
 from elastic_ps.server.service import Callers
 from elastic_ps.server.shard_zero import ShardZero
 from elastic_ps.server.steps import StepCalls
@@ -183,6 +186,22 @@ NOTHING = Body(torch.empty(0))
 class AskedShardZero(ShardZero):
     """Shard 0 whose shards need not be of this process, and what is asked of it."""
 
+    def __init__(
+        self,
+        name: str,
+        spec: TrainingJobSpec,
+        term: int,
+        shards: Sequence[ShardControl],
+        *,
+        checkpoints: Checkpointer,
+        crowded: bool = False,
+        desired: DesiredConfiguration | None = None,
+        **job: Any,
+    ) -> None:
+        guarded, nothing = Guarded(spec, term, **job), History(None, "")
+        commit = CommitCoordinator(guarded, shards, checkpoints=checkpoints, history=nothing, crowded=crowded)
+        super().__init__(name, commit, desired=desired)
+
     @cached_property
     def coordinator(self) -> Asked:
         return Asked(self, self._node)
@@ -199,8 +218,7 @@ class AskedShardZero(ShardZero):
 @contextmanager
 def running(shards: Sequence[Notes], *, limits: ServerLimits = USUAL, **fields: Any) -> Iterator[Asked]:
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", **fields})
-    nothing = History(None, "")
-    zero = AskedShardZero("job", spec, 1, shards, checkpoints=unwritten(), history=nothing, limits=limits)
+    zero = AskedShardZero("job", spec, 1, shards, checkpoints=unwritten(), limits=limits)
     zero.start(None)
     try:
         yield zero.coordinator

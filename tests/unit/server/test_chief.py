@@ -16,7 +16,7 @@ from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.membership import Member
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import NoCheckpoint, RefusalCode, Refused, StorageUnavailable
-from elastic_ps.process.telemetry import History, Trace
+from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
@@ -45,15 +45,8 @@ class Server:
         )
         self.node = Node(0, 1, store=self.store, consistency=Consistency(), trace=Trace(None, ""))
         spec = TrainingJobSpec.model_validate({"entrypoint": "train:main"})
-        history = History(None, "")
         self._zero = AskedShardZero(
-            "job",
-            spec,
-            self.term,
-            [self.node],
-            checkpoints=self.checkpoints,
-            history=history,
-            limits=self._limits,
+            "job", spec, self.term, [self.node], checkpoints=self.checkpoints, limits=self._limits
         )
         try:
             found = self.checkpoints.newest()
@@ -141,7 +134,7 @@ def test_a_job_that_was_stopped_stays_so_after_a_loss(server: Server) -> None:
     server.start()
     other = start(server.coordinator, 1)
     assert end_of(take(server.coordinator, other, call=1)) == (True, False)
-    assert server.coordinator.job.stopped == "it is good enough"
+    assert server.coordinator.job.state.stopped == "it is good enough"
 
 
 @soon

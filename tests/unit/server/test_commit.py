@@ -69,10 +69,7 @@ class Job:
         spec = TrainingJobSpec.model_validate(
             {"entrypoint": "train:main", "parameterServer": {"replicas": 2}}
         )
-        nothing = History(None, "")
-        self.zero = AskedShardZero(
-            "job", spec, 1, self.shards, checkpoints=self.checkpoints, history=nothing, limits=limits
-        )
+        self.zero = AskedShardZero("job", spec, 1, self.shards, checkpoints=self.checkpoints, limits=limits)
         self.zero.start(None)
         self._closed = False
 
@@ -208,8 +205,8 @@ def test_a_job_that_goes_back_during_a_change_loses_no_version_by_that(tmp_path:
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", "parameterServer": {"replicas": 2}})
     wanted = spec.model_copy(update={"compression": Compression(codec="int8")})
     file = tmp_path / "wanted.json"
-    desired, nothing = DesiredConfiguration(file, ""), History(None, "")
-    zero = AskedShardZero("job", spec, 1, shards, checkpoints=checkpoints, history=nothing, desired=desired)
+    desired = DesiredConfiguration(file, "")
+    zero = AskedShardZero("job", spec, 1, shards, checkpoints=checkpoints, desired=desired)
     zero.start(None)
     try:
         start(zero.coordinator)

@@ -21,7 +21,7 @@ from elastic_ps.server import process
 from elastic_ps.server.limits import Patience
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Configuration, RemoteShard
-from elastic_ps.server.process import ParameterServer, waiting_status
+from elastic_ps.server.process import ParameterServer, bare_status
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.inproc import connect
 from tests.testing import machine
@@ -164,11 +164,10 @@ def test_a_shard_that_is_not_the_first_knows_no_members(tmp_path: Path) -> None:
 
 
 def test_a_server_that_waits_for_its_disk_says_what_for() -> None:
-    patience = Patience()
     given = environment(index=1, parameterServer={"replicas": 2})
-    status = waiting_status(given, patience)
+    status = bare_status(given, problem="no room")
     assert (status.job, status.shard, status.shards) == ("job", 1, 2)
-    assert (status.term, status.ready, status.problem) == (0, False, patience.problem)
+    assert (status.term, status.ready, status.problem) == (0, False, "no room")
 
 
 def test_a_checkpoint_that_another_shard_cannot_load_is_asked_for_again(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.core.stages import CourseEvent
 from elastic_ps.errors import ConnectionLost, Fenced, RefusalCode, Refused
-from elastic_ps.process.telemetry import History
 from elastic_ps.server import record
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.limits import RETRY, USUAL, ServerLimits
@@ -57,7 +56,7 @@ def leading(
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", **fields})
     checkpoints = checkpoints or unwritten()
     given: dict[str, Any] = {"checkpoints": checkpoints, "clock": clock, "crowded": crowded, "limits": limits}
-    zero = AskedShardZero("job", spec, 1, shards, history=History(None, ""), **given)
+    zero = AskedShardZero("job", spec, 1, shards, **given)
     zero.start(None)
     try:
         yield zero
@@ -116,8 +115,7 @@ def test_a_parameter_server_whose_shard_refuses_the_checkpoint_does_not_start(
             raise refusal
 
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", "parameterServer": {"replicas": 2}})
-    nothing = History(None, "")
-    zero = AskedShardZero("job", spec, 2, [Notes(), Refusing()], checkpoints=unwritten(2), history=nothing)
+    zero = AskedShardZero("job", spec, 2, [Notes(), Refusing()], checkpoints=unwritten(2))
     tensors = [asdict(TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0))]
     state = {"settings": SETTINGS.to_json(), "bucket_bytes": 0, "tuning": ""}
     found = Manifest(job="job", version=1, term=1, tensors=tensors, optimizer="SGD", state=state)
