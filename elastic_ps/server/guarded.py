@@ -33,8 +33,6 @@ class Look(Enum):
 
     AGAIN = auto()
     """It looks again at once."""
-    OVER = auto()
-    """It answers that nothing has happened."""
 
 
 class Guarded:
@@ -138,12 +136,6 @@ class Guarded:
         return self.spec.worker.lease_duration
 
     @property
-    def stopped(self) -> str:
-        """See `JobState.stopped`."""
-        with self.lock:
-            return self.state.stopped
-
-    @property
     def _is_settled(self) -> bool:
         return self.closing or (self.course is Course.RUNNING and not self.state.rounds.committing)
 
@@ -197,8 +189,6 @@ class Guarded:
                 found = decide(state)
                 if found is Look.AGAIN:
                     continue
-                if found is Look.OVER:
-                    return None
                 if found is not None:
                     return found
                 left = deadline - self.clock()

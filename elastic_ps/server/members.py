@@ -304,7 +304,6 @@ class MemberCalls:
 
 
 def _peer(request: pb.JoinRequest) -> Peer:
-    """What the other workers have to know of it, with `strategy: all-reduce`."""
     return Peer(request.address, request.torch)
 
 

@@ -170,7 +170,6 @@ def foreseen(state: JobState, contributions: Sequence[Contribution], *, decided:
 
 
 def _restored(saved: dict[str, Any], data: Data, size: int | None) -> Ledger | FixedSchedule:
-    """The ledger of a checkpoint, with `size` records for each version, if it is given."""
     if "shares" not in saved and size is not None:
         portioned = PortionedLedger.from_state(saved, shard_records=data.shard_records)
         return replace(portioned, size=size)

@@ -64,20 +64,21 @@ class ShardService:
     def _push(self, request: pb.PushRequest, incoming: Incoming) -> pb.Done | Iterator[Frame]:
         caller = request.caller
         key = from_message(PushKey, request, **fields(caller, "term", "worker", "incarnation"))
-        ends = self._steps is not None and request.HasField("finish")
+        steps = self._steps if request.HasField("finish") else None
         try:
             added = self._added(key, request, incoming)
         except Refused as refusal:
             if refusal.code is RefusalCode.WRONG_VERSION:
                 self._callers.require_member(caller)
-            if refusal.code is not RefusalCode.STALE_ATTEMPT or not (
-                ends and self._steps is not None and self._steps.is_applied(request)
-            ):
+            lost = (
+                refusal.code is RefusalCode.STALE_ATTEMPT and steps is not None and steps.is_applied(request)
+            )
+            if not lost:
                 raise
             added = False  # its answer was lost; the version is there
         else:
-            if ends and self._steps is not None:
-                added = self._steps.finished(request.finish, incoming) or added
+            if steps is not None:
+                added = steps.finished(request.finish, incoming) or added
         if request.HasField("pull"):
             return self._pulled(request.pull, caller)
         return pb.Done(duplicate=not added)
@@ -200,5 +201,4 @@ def answer_of(shard: Shard, pulled: Pulled) -> tuple[pb.PullReply, memoryview]:
 
 
 def _frame(message: pb.PullReply | pb.OptimizerStateReply) -> Frame:
-    """The last answer to a call."""
     return Frame(message.SerializeToString(), last=True)

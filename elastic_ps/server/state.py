@@ -408,10 +408,6 @@ class JobState:
         live, stopped = self.members.live, bool(self.stopped)
         return self.chiefs.choose(member, epoch, live=live, ledger=self.ledger, stopped=stopped)
 
-    def awaits_chief(self, member: Member) -> bool:
-        """See `Chiefs.awaits`."""
-        return self.chiefs.awaits(member, self.last_epoch, self.members.live)
-
     def hung(self, now: float, limit: timedelta, *, queued: Set[int] = frozenset()) -> dict[int, float]:
         """The workers that have kept others waiting for longer than `limit`, and for how many seconds.
 
@@ -523,7 +519,6 @@ class JobState:
         self.ledger.check(step.incarnation, [r for c in (step, *others) for r in c.ranges])
 
     def _finished(self, incarnation: int) -> list[Contribution]:
-        """A worker's steps that wait for their version."""
         return [c for c in self.rounds.contributions if c.incarnation == incarnation]
 
     def _finished_by(self, incarnation: int) -> list[Range]:

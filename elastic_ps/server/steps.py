@@ -87,7 +87,11 @@ class StepCalls:
                 state.chiefs.early.discard(worker)
             if not held and state.finished and state.choose_chief(member, state.last_epoch):
                 return Look.AGAIN  # it is kept with the last version
-            if not held and self._checkpoints.may_finish() and not state.awaits_chief(member):
+            if (
+                not held
+                and self._checkpoints.may_finish()
+                and not state.chiefs.awaits(member, state.last_epoch, state.members.live)
+            ):
                 chief = state.chiefs.tell(member, state.last_epoch)
                 self.job.changed.notify_all()
                 return self._taken(state, incarnation, finished=True, version=state.version, chief=chief)
@@ -101,7 +105,7 @@ class StepCalls:
             return Look.AGAIN if self.job.unsent and not unsent else None
 
         answer = self.job.poll(decide, self._drive_and_keep)
-        return pb.TakeReply(pending=True, stopped=self.job.stopped) if answer is None else answer
+        return pb.TakeReply(pending=True, stopped=self.job.state.stopped) if answer is None else answer
 
     def _taken(
         self, state: JobState, incarnation: int, ranges: Sequence[Range] = (), **said: Any
@@ -188,35 +192,31 @@ class StepCalls:
         """
         worker, version = request.caller.worker, request.version
         round_: int | None = None
-        late: Refused | None = None
 
-        def decide(state: JobState) -> pb.BeginReply | Look | None:
-            nonlocal round_, late
+        def decide(state: JobState) -> pb.BeginReply | None:
+            nonlocal round_
             member = self.job.check(request.caller)
-            entry = (
-                Entry.IN if round_ is not None else state.begin(member, version=version, step=request.step)
-            )
-            if entry is Entry.LATE:
-                self.job.note_change()
-                late = Refused(
-                    RefusalCode.LATE,
-                    f"worker {worker} wants to push a step on version {version}, but the round on version "
-                    f"{state.version} has enough other workers",
-                )
-                return Look.OVER
-            if entry is Entry.IN:
-                round_ = state.version if round_ is None else round_
-                if state.version != round_:  # it has asked again, been answered, and finished
-                    return Look.OVER
-                if not self.job.behind:
-                    return pb.BeginReply(version=round_, attempt=state.rounds.attempt)
-            return None
+            if round_ is None:
+                entry = state.begin(member, version=version, step=request.step)
+                if entry is Entry.LATE:
+                    self.job.note_change()
+                    raise Refused(
+                        RefusalCode.LATE,
+                        f"worker {worker} wants to push a step on version {version}, but the round on "
+                        f"version {state.version} has enough other workers",
+                    )
+                if entry is not Entry.IN:
+                    return None
+                round_ = state.version
+            if state.version != round_:  # it has asked again, been answered, and finished
+                return pb.BeginReply(pending=True)
+            return None if self.job.behind else pb.BeginReply(version=round_, attempt=state.rounds.attempt)
 
-        begun = self.job.poll(decide, self._commit.drive)
-        if late is not None:
-            self._commit.drive()
-            raise late
-        return begun
+        try:
+            return self.job.poll(decide, self._commit.drive)
+        except Refused:
+            self._commit.drive()  # one that is late takes no part any more
+            raise
 
     @answers(calls.AWAIT)
     def await_version(self, request: pb.AwaitRequest, _: Incoming) -> pb.AwaitReply | None:

@@ -542,13 +542,13 @@ def test_the_shards_do_not_wait_for_who_was_admitted_when_a_script_ended_the_tra
         take(coordinator, members[1], call=1)
 
         def stop(advance: Advance) -> None:
-            if 0 in advance.expected and not coordinator.job.stopped:
+            if 0 in advance.expected and not coordinator.job.state.stopped:
                 coordinator.stop(1, members[1].incarnation, "it is good enough")
 
         shard.refuse = stop
         asking = threading.Thread(target=lambda: take(coordinator, members[0], call=1))
         asking.start()
-        eventually(lambda: bool(coordinator.job.stopped), "worker 0 was admitted, and training ends")
+        eventually(lambda: bool(coordinator.job.state.stopped), "worker 0 was admitted, and training ends")
         alone = {1: members[1].incarnation}
         eventually(lambda: shard.orders[-1].expected == alone, "the shard knows that worker 0 is out")
         asking.join(20)
