@@ -37,6 +37,7 @@ from elastic_ps.api.status import Phase, ServerStatus
 from elastic_ps.checkpoint import files, owner
 from elastic_ps.contract.env import Role, state_directory
 from elastic_ps.errors import UserError
+from elastic_ps.process import lifecycle
 
 KEEP_RUNS = 3
 """How many runs of a job keep their checkpoints in the job's directory."""
@@ -316,11 +317,10 @@ def being_written(directory: Path) -> tuple[int, int] | None:
 def start_time(pid: int) -> int | None:
     """When a process was started, in clock ticks since boot; None if it is gone or cannot be looked at."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        said = lifecycle.stat(pid)
     except OSError:
         return None
-    state, *fields = stat.rpartition(")")[2].split()
-    return None if state in ("Z", "X") else int(fields[18])
+    return None if said[0] in ("Z", "X") else int(said[19])
 
 
 def _last_written(run: Path) -> float:
@@ -335,7 +335,7 @@ def _last_written(run: Path) -> float:
 def is_stopped(pid: int) -> bool:
     """Whether a signal (SIGSTOP) keeps a process of this host from running."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return lifecycle.stat(pid)[0] == "T"
     except OSError:
         return False
 

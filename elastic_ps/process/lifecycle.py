@@ -218,6 +218,15 @@ def end_if_a_thread_fails() -> None:
     threading.excepthook = end
 
 
+def stat(pid: int) -> list[str]:
+    """What the system says of a process of this host: `/proc/PID/stat` from the state on.
+
+    Raises:
+        OSError: it is gone, or cannot be looked at.
+    """
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def tell_joined(file: Path | None) -> None:
     """Write into the file by which the starter of this worker sees that it has joined.
 
@@ -226,8 +235,8 @@ def tell_joined(file: Path | None) -> None:
     """
     try:
         if file is not None:
-            began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-            file.write_text(f"{os.getpid()} {began}")
+            pid = os.getpid()
+            file.write_text(f"{pid} {stat(pid)[19]}")
     except OSError as error:
         logger.warning("nobody sees by %s that this worker has joined: %s", file, error)
 
