@@ -326,7 +326,7 @@ class Checkpointer:
         Raises:
             Refused: a shard has lost the model; the checkpoint is given up.
         """
-        began, silent = time.monotonic(), math.inf
+        began, silent, patience = time.monotonic(), math.inf, self._limits.patience.total_seconds()
         deadline = began + self._limits.given_up.total_seconds()
         while self._lacks_parts:
             try:
@@ -340,12 +340,10 @@ class Checkpointer:
                     raise
             now = time.monotonic()
             if closing():
-                deadline = min(
-                    deadline, now + self._limits.patience.total_seconds()
-                )  # of the first look that finds it so
+                deadline = min(deadline, now + patience)  # of the first look that finds it so
             if now > deadline:
                 self._give_up(f"a shard has not written its part after {now - began:.0f} s")
-            elif now - silent > self._limits.patience.total_seconds():
+            elif now - silent > patience:
                 self._give_up(f"a shard has not answered for {now - silent:.0f} s")
             time.sleep(POLL)
         while self.writing:

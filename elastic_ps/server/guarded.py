@@ -208,13 +208,11 @@ class Guarded:
             return
         if state.model is None:  # there is nothing to go back from
             self.turn(CourseEvent.RESTORE)
-        logger.info(
-            "worker %d %s at version %d%s", worker, outcome, state.version, f": {reason}" if reason else ""
-        )
+        why = f": {reason}" if reason else ""
+        logger.info("worker %d %s at version %d%s", worker, outcome, state.version, why)
         if state.rounds.attempt != attempt:
-            logger.info(
-                "the round on version %d starts again, as attempt %d", state.version, state.rounds.attempt
-            )
+            text = "the round on version %d starts again, as attempt %d"
+            logger.info(text, state.version, state.rounds.attempt)
         self.note_change()
 
     def hasten(self) -> None:

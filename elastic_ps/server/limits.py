@@ -125,7 +125,7 @@ class Patience:
 
     def __init__(self, asked_to_end: Callable[[], bool] = lambda: False, pause: timedelta = PAUSE) -> None:
         self.problem = ""
-        self.asked_to_end, self._pause_for = asked_to_end, pause
+        self.asked_to_end, self._pause = asked_to_end, pause
 
     def until_done(self, action: Callable[[], T], *, between: Callable[[], object] = lambda: None) -> T:
         """Call `action` until the storage lets it through. Blocks without a limit.
@@ -140,26 +140,18 @@ class Patience:
         while True:
             try:
                 result = action()
-            except StorageUnavailable as error:
-                self._tell(str(error))
-            except Refused as refusal:  # another shard waits for its storage
-                if refusal.code is not RefusalCode.NOT_READY:
-                    raise
-                self._tell(str(refusal))
+            except (StorageUnavailable, Refused) as error:
+                if isinstance(error, Refused) and error.code is not RefusalCode.NOT_READY:
+                    raise  # else another shard waits for its storage
+                if self.problem != str(error):
+                    logger.warning("waiting: %s", error)
+                self.problem = str(error)
             else:
                 self.problem = ""
                 return result
             between()
-            self._pause()
-
-    def _tell(self, problem: str) -> None:
-        if problem != self.problem:
-            logger.warning("waiting: %s", problem)
-        self.problem = problem
-
-    def _pause(self) -> None:
-        deadline = time.monotonic() + self._pause_for.total_seconds()
-        while time.monotonic() < deadline:
-            if self.asked_to_end():
-                raise AskedToEnd(f"asked to end while waiting: {self.problem}")
-            time.sleep(LOOK.total_seconds())
+            deadline = time.monotonic() + self._pause.total_seconds()
+            while time.monotonic() < deadline:
+                if self.asked_to_end():
+                    raise AskedToEnd(f"asked to end while waiting: {self.problem}")
+                time.sleep(LOOK.total_seconds())
