@@ -109,7 +109,7 @@ def from_many_hosts() -> Iterator[None]:
 
 def initialise(client: Client, layout: Layout) -> None:
     for bucket in layout.buckets:
-        client.initialise(bucket.index, bucket.shard, memoryview(bytearray(bucket.nbytes)))
+        client.initialise(bucket, memoryview(bytearray(bucket.nbytes)))
     client.initialised()
 
 
@@ -122,7 +122,7 @@ def make_version(client: Client, layout: Layout, records: int) -> None:
     step = Step(member_id=client.member_id, number=1, base=0, version=0, samples=samples)
     for bucket in layout.buckets:
         if bucket.rule is not Rule.CONSTANT:
-            client.push(bucket.index, 0, step, 0, Payload(memoryview(bytes(bucket.nbytes))), None)
+            client.push(bucket, step, 0, Payload(memoryview(bytes(bucket.nbytes))), None)
     client.finish(step, 0, pb.FinishRequest(ranges=granted.ranges))
 
 

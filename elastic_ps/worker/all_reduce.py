@@ -105,19 +105,19 @@ class AllReduce(Strategy):
     # --- what the engine asks
 
     def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
-        """See `Strategy`."""
-        self._step, self._problem, self._ahead = step, None, None
+        self.under_way, self._problem, self._ahead = step, None, None
         self._present.clear()
         self._began = time.monotonic()
         assert not self._adding, "a step that is not made is forgotten with its group"
         if self._lasted < AHEAD:
-            self._ahead = self._group_ahead(step)
+            met, self._open = self._open, None
+            # Those of the version that this worker has, if they make the next one as well.
+            self._ahead = self._same_group(met) if met is not None and met.version == step.version else None
         if self._ahead is not None:
             self._adding = True
             self._sums.begin(step.samples)
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
-        """See `Strategy`."""
         self._present[bucket.index] = present
         try:
             # What a device is still copying comes with the next bucket, so that backward waits for nothing.
@@ -133,20 +133,15 @@ class AllReduce(Strategy):
 
     def _require_finite(self, bucket: Bucket) -> None:
         """Raise Refused (NOT_FINITE) if this worker's gradients would spoil those of all."""
-        step = self._step
+        step = self.under_way
         assert step is not None, "begin was called"
         if bucket.rule is Rule.GRADIENT:
             who = f"worker {step.member_id.worker}, step {step.number}, bucket {bucket.index}"
             require_finite(self._flat.contribution_of(bucket), who, advice=WHAT_TO_DO)
 
-    def _group_ahead(self, step: Step) -> Group | None:
-        """The group of the version that this worker has, if it makes the next one as well."""
-        met, self._open = self._open, None
-        return self._same_group(met) if met is not None and met.version == step.version else None
-
     def reset(self) -> None:
         """Forget the step under way, and the group."""
-        self._step = self._settled = None
+        self.under_way = self._settled = None
         self._drop_group()
 
     def close(self) -> None:
@@ -171,7 +166,7 @@ class AllReduce(Strategy):
 
     def finish(self, ending: pb.FinishRequest) -> bool:
         """See `Strategy`: add the gradients up with those of the others, and make the step."""
-        step = self._step
+        step = self.under_way
         assert step is not None, "begin was called"
         if self._problem is not None:
             raise self._problem
@@ -200,7 +195,6 @@ class AllReduce(Strategy):
         return True
 
     def hand_over(self) -> None:
-        """See `Strategy`."""
         if self._held is None:
             return
         term, version = self._held
@@ -278,11 +272,11 @@ class AllReduce(Strategy):
         """The process group of those that make the round, which may be the last one's. Raises Broken."""
         if (same := self._same_group(met)) is not None:
             return same
-        members = _members(met)
+        members, me = _members(met), self._client.member_id
         self._drop_group()
         started = time.monotonic_ns()
-        name = f"{self._client.term}/{met.version}/{met.attempt}"
-        rank = members.index((self._client.worker, self._client.incarnation))
+        name = f"{me.term}/{met.version}/{met.attempt}"
+        rank = members.index((me.worker, me.incarnation))
         made = Group(name, [peer.address for peer in met.group], rank, self._store.host)
         self._trace.complete("group", started, time.monotonic_ns(), members=len(members))
         logger.info("a group of %d workers makes version %d", len(members), met.version + 1)
@@ -347,7 +341,8 @@ class AllReduce(Strategy):
             self._sums.begin(step.samples)
         while (due := self._sums.due(self._present)) is not None:
             self._sums.add(due, self._present[due.index], group)
-        self._sums.end(group)
+        assert self._sums.begun == len(self._flat.layout.pushed), "all buckets are complete"
+        group.sum(self._sums.counts)
         group.wait(lambda: self._look(met))
         self._trace.complete("reduce", started, time.monotonic_ns(), step=step.number, attempt=met.attempt)
 
@@ -361,7 +356,7 @@ class AllReduce(Strategy):
         self._adding = False
         self._sums.publish(settings.max_grad_norm)
         self._make_step()
-        self._step, self.version = None, step.version + 1
+        self.under_way, self.version = None, step.version + 1
         self._held = (step.member_id.term, self.version)
         if self._group is not None:
             self._group = self._group._replace(made=self.version)
@@ -383,21 +378,21 @@ class _Reducer:
 
     Attributes:
         begun: how many buckets are being added up.
+        counts: of samples, and, for each gradient, of those that have it.
     """
 
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
         self._gradients = [i for i, spec in enumerate(flat.layout.tensors) if spec.rule is Rule.GRADIENT]
         self._place = {tensor: 1 + place for place, tensor in enumerate(self._gradients)}
-        # Of samples, and, for each gradient, of those that have it.
-        self._counts = torch.zeros(1 + len(self._gradients), dtype=torch.int64, device="cpu")
+        self.counts = torch.zeros(1 + len(self._gradients), dtype=torch.int64, device="cpu")
         self._totals: dict[int, torch.Tensor] = {}
         self._samples = self.begun = 0
 
     def begin(self, samples: int) -> None:
         """A step of so many samples begins. All of a group begin with the same bucket."""
-        self._counts.zero_()
-        self._counts[0] = samples
+        self.counts.zero_()
+        self.counts[0] = samples
         self._samples, self.begun = samples, 0
 
     def due(self, complete: Container[int]) -> Bucket | None:
@@ -424,7 +419,7 @@ class _Reducer:
         total.copy_(own)
         if bucket.rule is Rule.GRADIENT:
             for piece, has in zip(bucket.pieces, present, strict=True):
-                self._counts[self._place[piece.tensor]] = int(has)
+                self.counts[self._place[piece.tensor]] = int(has)
         if bucket.rule in (Rule.GRADIENT, Rule.MEAN):
             total.mul_(self._samples)
             group.sum(total)
@@ -435,11 +430,6 @@ class _Reducer:
         else:
             group.broadcast(total, 0)
 
-    def end(self, group: Group) -> None:
-        """All buckets are under way. Raises Broken."""
-        assert self.begun == len(self._flat.layout.pushed), "all buckets are complete"
-        group.sum(self._counts)
-
     @torch.no_grad()
     def publish(self, norm: float | None) -> None:
         """Give the model's parameters the mean gradients, and its buffers the values that the version has.
@@ -447,7 +437,7 @@ class _Reducer:
         Args:
             norm: the 2-norm that the mean gradient has at most.
         """
-        flat, samples = self._flat, int(self._counts[0])
+        flat, samples = self._flat, int(self.counts[0])
         divisor = samples * self._clipped(norm, samples)
         for bucket in flat.layout.pushed:
             total = self._totals[bucket.index]
@@ -459,7 +449,7 @@ class _Reducer:
         for index, spec in enumerate(flat.layout.tensors):
             tensor = flat.tensors[index]
             if spec.rule is Rule.GRADIENT:
-                if not int(self._counts[self._place[index]]):
+                if not int(self.counts[self._place[index]]):
                     tensor.grad = None
                     continue
                 if tensor.grad is None:

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from elastic_ps.codec import as_bytes, as_tensor, dtype_of
 from elastic_ps.codec.base import Payload
 from elastic_ps.codec.state import Stored
 from elastic_ps.core.all_reduce import Barrier
-from elastic_ps.core.partition import TensorSpec
+from elastic_ps.core.partition import Bucket, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.core.sizing import NEAR
 from elastic_ps.errors import (
@@ -40,12 +40,7 @@ from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import EMPTY, Connection, Frame, Incoming
 from elastic_ps.transport.calls import A, Call, Q, Sender
-from elastic_ps.transport.convert import (
-    from_message,
-    run_to_message,
-    tensors_to_message,
-    to_message,
-)
+from elastic_ps.transport.convert import from_message, run_to_message, tensors_to_message, to_message
 from elastic_ps.worker.dialogue import USUAL, Answers, MemberId, Step, WorkerLimits
 from elastic_ps.worker.measuring import Traffic, measure
 
@@ -129,19 +124,9 @@ class Client:
         """Of the parameter server that was joined."""
         return self.member_id.term
 
-    @property
-    def incarnation(self) -> int:
-        """The number of this incarnation in the job."""
-        return self.member_id.incarnation
-
     def is_near(self, shard: int) -> bool:
         """Whether the shard is known to be on this host."""
         return self._connections[shard].near
-
-    @property
-    def closed(self) -> bool:
-        """Whether nothing is to be tried again."""
-        return self._closed.is_set()
 
     def close(self) -> None:
         """Cancel what is under way, also what waits to be repeated, and free the connections."""
@@ -209,7 +194,7 @@ class Client:
 
         return self.retry(attempt)
 
-    def initialise(self, bucket: int, shard: int, values: memoryview, *, version: int | None = None) -> None:
+    def initialise(self, bucket: Bucket, values: memoryview, *, version: int | None = None) -> None:
         """Send a bucket's first values.
 
         Args:
@@ -218,22 +203,22 @@ class Client:
         Raises:
             Refused: STALE_TERM, STALE_INCARNATION; also if only shard 0 knows, and this shard has just begun.
         """
-        request = pb.InitRequest(caller=self.member_id.caller(), bucket=bucket, version=version)
-        self._send_first(calls.INIT, shard, Frame(request.SerializeToString(), values))
+        request = pb.InitRequest(caller=self.member_id.caller(), bucket=bucket.index, version=version)
+        self._send_first(calls.INIT, bucket.shard, Frame(request.SerializeToString(), values))
 
     def initialise_state(
-        self, bucket: int, shard: int, piece: int, state: Sequence[Stored], *, version: int | None = None
+        self, bucket: Bucket, piece: int, state: Sequence[Stored], *, version: int | None = None
     ) -> None:
         """Send the optimizer's state of a piece, after the bucket's values. Raises as `initialise`."""
         request = pb.InitStateRequest(
             caller=self.member_id.caller(),
-            bucket=bucket,
+            bucket=bucket.index,
             piece=piece,
             entries=[to_message(pb.InitStateRequest.Entry, each, dtype=each.dtype) for each in state],
             version=version,
         )
         body = b"".join(as_bytes(each.value.contiguous()) for each in state)
-        self._send_first(calls.INIT_STATE, shard, Frame(request.SerializeToString(), memoryview(body)))
+        self._send_first(calls.INIT_STATE, bucket.shard, Frame(request.SerializeToString(), memoryview(body)))
 
     def _send_first(self, call: Call[Q, pb.Done], shard: int, frame: Frame) -> None:
         def send() -> None:
@@ -294,10 +279,6 @@ class Client:
         else:
             self.ask(calls.LEAVE, pb.LeaveRequest())
 
-    def report(self, metrics: Mapping[str, float]) -> None:
-        """Values outside a step."""
-        self.ask(calls.REPORT, pb.ReportRequest(metrics=metrics))
-
     def take(self, request: pb.TakeRequest) -> pb.TakeReply:
         """Ask for records; with `wait` it blocks for some seconds at most, then the answer is `pending`.
 
@@ -314,10 +295,6 @@ class Client:
             raise
         self._pending = number if reply.pending else 0
         return reply
-
-    def stop(self, reason: str) -> None:
-        """End the training before all records are in the model."""
-        self.ask(calls.STOP, pb.StopRequest(reason=reason))
 
     # --- steps
 
@@ -339,13 +316,7 @@ class Client:
         return self.ask(calls.AWAIT, request)
 
     def push(
-        self,
-        bucket: int,
-        shard: int,
-        step: Step,
-        attempt: int,
-        payload: Payload,
-        ending: pb.FinishRequest | None,
+        self, bucket: Bucket, step: Step, attempt: int, payload: Payload, ending: pb.FinishRequest | None
     ) -> None:
         """Send a gradient, and block until it is in the round's sum.
 
@@ -353,11 +324,11 @@ class Client:
             ending: end the step as well; this is what is said of it, but for what its pushes say.
         """
         request = self._push(bucket, step, attempt, payload, ending)
-        self.ask(calls.PUSH, request, shard=shard, body=payload.body)
+        self.ask(calls.PUSH, request, shard=bucket.shard, body=payload.body)
 
     def push_and_pull(
         self,
-        bucket: int,
+        bucket: Bucket,
         step: Step,
         attempt: int,
         payload: Payload,
@@ -370,7 +341,7 @@ class Client:
         return self._pulled(0, calls.PUSH.name, Frame(request.SerializeToString(), payload.body))
 
     def _push(
-        self, bucket: int, step: Step, attempt: int, payload: Payload, ending: pb.FinishRequest | None
+        self, bucket: Bucket, step: Step, attempt: int, payload: Payload, ending: pb.FinishRequest | None
     ) -> pb.PushRequest:
         return to_message(
             pb.PushRequest,
@@ -378,7 +349,7 @@ class Client:
             runs=[run_to_message(run) for run in payload.runs],
             caller=step.member_id.caller(),
             step=step.number,
-            bucket=bucket,
+            bucket=bucket.index,
             version=step.version,
             attempt=attempt,
             samples=step.samples,
@@ -525,7 +496,7 @@ class Client:
             try:
                 return attempt()
             except (ConnectionLost, DeadlineExceeded) as error:
-                if self.closed:
+                if self._closed.is_set():
                     raise
                 if self.is_lost(since):
                     seconds = time.monotonic() - since
@@ -533,11 +504,11 @@ class Client:
                     raise ConnectionLost(text) from error
                 self.notice(since, error)
             except Refused as refusal:
-                if refusal.code is RefusalCode.NOT_YOUR_TURN and not self.closed:
+                if refusal.code is RefusalCode.NOT_YOUR_TURN and not self._closed.is_set():
                     since = time.monotonic()  # it waits for a worker
                 elif (
                     refusal.code is not RefusalCode.NOT_READY
-                    or self.closed
+                    or self._closed.is_set()
                     or self._is_late(since, time.monotonic())
                 ):
                     raise

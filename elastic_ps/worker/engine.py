@@ -14,10 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
-import torch
-
 from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.codec.state import ImportedState
 from elastic_ps.core import damping
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.partition import Bucket
@@ -26,14 +23,13 @@ from elastic_ps.core.working import Event, State
 from elastic_ps.data.batches import checked
 from elastic_ps.data.states import Hand, Loop, Part
 from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
+from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import ranges_to_message
 from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.dialogue import Step
-from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.measuring import Phases
 from elastic_ps.worker.membership import Membership
-from elastic_ps.worker.model import Described
 from elastic_ps.worker.records import Records, Stopping
 from elastic_ps.worker.state import State as ScriptState
 
@@ -77,7 +73,6 @@ class Engine(Membership):
     Attributes:
         records: asks for those of the batches to come.
         state: what scripts keep with the job.
-        model: from `session.optimizer` on.
         at_close: called when this worker leaves.
         phases: notes what the script is doing.
     """
@@ -90,7 +85,6 @@ class Engine(Membership):
         self.state = ScriptState(self)
         self.repeats += [self._stopped.repeat, self.state.repeat, self.records.repeat]
         self.phases = Phases(client.trace)
-        self.model: torch.nn.Module | None = None
         self._warned = False
 
     @property
@@ -117,19 +111,6 @@ class Engine(Membership):
         return self.local.made if self.local else 0
 
     # --- coming and going
-
-    def enter(
-        self,
-        described: Described,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        imported: ImportedState | None = None,
-    ) -> Flat:
-        """See `Membership.enter`."""
-        flat = super().enter(described, model, optimizer, imported)
-        self.model = model
-        self.phases.watch(model)
-        return flat
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the job and free everything. What this worker holds goes to others. Idempotent.
@@ -179,7 +160,8 @@ class Engine(Membership):
                     "optimizer.step(), or leave reduce out"
                 )
         elif self.world.leads:
-            self.client.report({name: float(value) for name, value in values.items()})
+            said = {name: float(value) for name, value in values.items()}
+            self.client.ask(calls.REPORT, pb.ReportRequest(metrics=said))
 
     # --- steps
 
@@ -239,11 +221,6 @@ class Engine(Membership):
             member_id=self.client.member_id, number=self.steps, base=base, version=base, samples=samples
         )
 
-    def assigned(self) -> None:
-        """The step in which values were assigned is over: made, or known to be void."""
-        self.steps += 1
-        self.working.note(Event.TELL)
-
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """A bucket's contribution is complete. Does not block."""
         self.phases.gradient()
@@ -290,7 +267,7 @@ class Engine(Membership):
         """Wait for a step's version with `finish`. Returns whether the step counts. See `finish_step`."""
         self.working.note(Event.END)
         try:
-            with self.phases.waiting(number):
+            with self.client.trace.span("wait", step=number):
                 made = finish()
         except Refused as refusal:
             late = refusal.code is RefusalCode.LATE
@@ -298,12 +275,18 @@ class Engine(Membership):
                 self.drop_step()
                 self.strategy.reset()
             elif late or self._is_left_out(refusal):
-                self._give_up_step()
+                # Some of the version may have arrived: pull what there is.
+                logger.info("the step is dropped: the round is made without this worker")
+                self.leave_step()
+                with self.known(in_step=True):
+                    self.strategy.fetch(self.version, contributor=False)
+                    self.take_settings()
             elif expelled(refusal):
                 self.join_again(refusal)
             else:
                 if refusal.code is RefusalCode.NOT_FINITE and self.world.leads:
-                    self._report_not_finite()
+                    with contextlib.suppress(ElasticPSError):  # it would spoil those of others: say why
+                        self.client.ask(calls.REPORT, pb.ReportRequest(metrics={"loss": math.nan}))
                 raise
         except ElasticPSError:
             raise
@@ -319,11 +302,6 @@ class Engine(Membership):
                 self.schedule.step_made(settings, self.in_force)
             return True
         return False
-
-    def _report_not_finite(self) -> None:
-        """A shard has refused this worker's step, or it would spoil those of others: tell shard 0 why."""
-        with contextlib.suppress(ElasticPSError):
-            self.client.report({"loss": math.nan})
 
     def leave_step(self) -> None:
         """Forget the step under way, and tell the parameter server at the next occasion.
@@ -347,19 +325,6 @@ class Engine(Membership):
             return False
         return True
 
-    def _give_up_step(self) -> None:
-        """The round is made without this worker: pull what there is, since some of it may have arrived."""
-        logger.info("the step is dropped: the round is made without this worker")
-        self.leave_step()
-        try:
-            self.strategy.fetch(self.version, contributor=False)
-        except Refused as refusal:
-            if not expelled(refusal):
-                raise
-            self.join_again(refusal)
-        else:
-            self.take_settings()
-
     def skip(self) -> None:
         """No step is made with the batches in hand; their records are not trained by anybody."""
         self.note_skipped(self.batches.skip())
@@ -371,11 +336,6 @@ class Engine(Membership):
         self.gradients.void()
         if self.records.part is Part.LAST_STEP:
             self.records.stop_computing()
-
-    def gradients_zeroed(self) -> None:
-        """The script drops the gradients that it has; it makes no step with what it has computed."""
-        if not self.working.in_step:
-            self.note_skipped(self.batches.reopen())
 
     def _settle_by_hand(self) -> None:
         if self.batches.undecided and self.gradients.set_by_hand():

@@ -104,7 +104,6 @@ class Flat:
         self._value_of = [self._slice(self._values, bucket) for bucket in layout.buckets]
         self._value_bytes = [as_bytes(values) for values in self._value_of]
         self._contribution_of = {b.index: self._slice(self._contributions, b) for b in layout.pushed}
-        self._contribution_bytes = {index: as_bytes(own) for index, own in self._contribution_of.items()}
         self.buckets_of: list[list[int]] = [[] for _ in layout.tensors]
         for bucket in layout.buckets:
             for piece in bucket.pieces:
@@ -214,11 +213,6 @@ class Flat:
         """Block until what was put into a bucket's contribution has arrived."""
         self._staging.arrived(self._tensors_of[bucket.index])
 
-    def contribution_bytes(self, bucket: Bucket) -> memoryview:
-        """A bucket's contribution, to send. Blocks as `wait_for` does."""
-        self.wait_for(bucket)
-        return self._contribution_bytes[bucket.index]
-
     def contribution_of(self, bucket: Bucket) -> torch.Tensor:
         """A bucket's contribution, flat, of its dtype. Blocks as `wait_for` does."""
         self.wait_for(bucket)
@@ -250,7 +244,10 @@ class Flat:
             return
         names = [self.layout.tensors[index].name for index in changed]
         which = (", ".join(names[:3]) + (", ..." if len(names) > 3 else "")) or "a parameter"
-        outside = [i for i in changed if not self._is_trained(i)]
+        specs = self.layout.tensors
+        outside = [
+            i for i in changed if specs[i].rule is not Rule.GRADIENT or not self.tensors[i].requires_grad
+        ]
         if changed and len(outside) == len(changed):
             raise UsageError(
                 f"the script has changed {which}, which the optimizer does not train. Checkpoints, and "
@@ -266,9 +263,6 @@ class Flat:
             "limits, use the options clamp, max_norm and keep_zeros of a parameter group. If the optimizer "
             "does not train a tensor, name it in session.optimizer(..., averaged=[...])"
         )
-
-    def _is_trained(self, index: int) -> bool:
-        return self.layout.tensors[index].rule is Rule.GRADIENT and self.tensors[index].requires_grad
 
     def take_values(self) -> None:
         """Put the model's values, which the script has changed, where contributions are sent from.
@@ -406,17 +400,14 @@ class CudaEvent:
         self._event, self._device = event, device
 
     def synchronize(self) -> None:
-        """See `Event.synchronize`."""
         with torch.cuda.device(self._device):
             self._event.synchronize()
 
     def query(self) -> bool:
-        """See `Event.query`."""
         with torch.cuda.device(self._device):
             return bool(self._event.query())
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        """See `Event.wait`."""
         self._event.wait(stream)
 
 
@@ -437,7 +428,6 @@ class CudaStreams:
         self._streams: dict[tuple[torch.device, bool], torch.cuda.Stream] = {}
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None] | None:
-        """See `Streams.pin`."""
         runtime, address, size = torch.cuda.cudart(), memory.data_ptr(), memory.nbytes
         if code := self._code_of(lambda: runtime.cudaHostRegister(address, size, 0)):
             logger.info("CUDA cannot lock %d bytes of memory (error %d): copies are slower", size, code)
@@ -461,7 +451,6 @@ class CudaStreams:
         return code
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
-        """See `Streams.copy`."""
         there = source if source.is_cuda else target
         stream = self._stream(there.device, source.is_cuda)
         stream.wait_stream(torch.cuda.current_stream(there.device))
@@ -473,7 +462,6 @@ class CudaStreams:
         return CudaEvent(event, there.device)
 
     def compute_after(self, event: Event, device: torch.device) -> None:
-        """See `Streams.compute_after`."""
         event.wait(torch.cuda.current_stream(device))
 
     def _stream(self, device: torch.device, down: bool) -> torch.cuda.Stream:

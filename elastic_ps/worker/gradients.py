@@ -56,9 +56,8 @@ class Gradients:
         self._check = check
         self._synchronise = True
         self._trainable = [i for i, spec in enumerate(flat.layout.tensors) if spec.rule is Rule.GRADIENT]
-        self._buffers = [
-            i for i, spec in enumerate(flat.layout.tensors) if spec.rule not in (Rule.GRADIENT, Rule.CONSTANT)
-        ]
+        rules = enumerate(spec.rule for spec in flat.layout.tensors)
+        self._buffers = [i for i, rule in rules if rule not in (Rule.GRADIENT, Rule.CONSTANT)]
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._taken: dict[int, tuple[torch.Tensor, int]] = {}  # the gradient, and how often it was changed

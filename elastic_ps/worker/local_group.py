@@ -11,7 +11,6 @@ parameters by the same. Process 0 pushes its own change then, and adds up buffer
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
@@ -30,10 +29,10 @@ from elastic_ps.worker.dialogue import Step
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.push_pull import PushPull
-from elastic_ps.worker.strategy import Future, Strategy, Told
+from elastic_ps.worker.strategy import Future, Queue, Strategy, Told
 
 _STEP = "optimizer.step()"
-_EXCHANGE = "the exchange of local steps"
+_EXCHANGE = "the exchange of local steps"  # these have met at optimizer.step(), see `MeanGradients`
 _START = "where an exchange is sent off"
 _FETCH = "where a version is read"
 _RESULT = "where the version of an exchange is taken over"
@@ -83,12 +82,11 @@ class GroupLeader(PushPull):
         super().__init__(client, flat, *given, **options)
         self.told = Told()
         self._world, self._weights = world, weights
-        self._finish = _finish_of(same=same)
+        self._finish = _EXCHANGE if same else _STEP
         links = [link.gradients for link in world.links]
         self._sums = _Reducer(flat, links, super().ready, same=same)
 
     def close(self) -> None:
-        """See `Strategy`."""
         super().close()
         self._sums.close()
 
@@ -98,7 +96,6 @@ class GroupLeader(PushPull):
         super().reset()
 
     def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:
-        """See `Strategy`."""
         self._sums.begin(step.number, self._weights())
         super().begin(step, settings, besides=besides)
 
@@ -170,38 +167,35 @@ class GroupFollower(Strategy):
         super().__init__()
         self._besides: Set[int] = frozenset()
         self._world, self._flat = world, flat
-        self._finish = _finish_of(same=same)
+        self._finish = _EXCHANGE if same else _STEP
 
     def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
-        """See `Strategy`."""
-        self._step, self._besides = step, besides
+        self.under_way, self._besides = step, besides
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """This process's part of a bucket is complete."""
-        assert self._step is not None, "begin was called"
+        assert self.under_way is not None, "begin was called"
         try:
-            self._world.links[0].gradients.send((self._step.number, bucket.index, list(present)))
+            self._world.links[0].gradients.send((self.under_way.number, bucket.index, list(present)))
         except OSError:
             self._world.ended(0, "backward()")
 
     def finish(self, ending: pb.FinishRequest) -> bool:
-        """See `GroupLeader`."""
-        where: _Where = self._world.gather(self._finish, _reported(ending), _process_0_calls)
+        where: _Where = self._world.ask(self._finish, _reported(ending))
         return self._learn(where, self._besides)
 
     def start(self, ending: pb.FinishRequest) -> Future:
         """See `GroupLeader`. Here nothing goes on meanwhile. The script gives the values to the model."""
-        self._world.gather(_START, _reported(ending), _process_0_calls)
+        self._world.ask(_START, _reported(ending))
 
         def agree(_: Callable[[], bool]) -> bool:
-            return self._learn(self._world.gather(_RESULT, None, _process_0_calls))
+            return self._learn(self._world.ask(_RESULT, None))
 
         return Future(lambda: True, agree=agree)
 
     def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
-        """See `GroupLeader`."""
         self._flat.check_memory()  # not the values: process 0 may be receiving the next ones already
-        where: _Where = self._world.gather(_FETCH, None, _process_0_calls)
+        where: _Where = self._world.ask(_FETCH, None)
         self._learn(where, besides)
 
     def _learn(self, where: _Where, besides: Set[int] | None = None) -> bool:
@@ -210,19 +204,10 @@ class GroupFollower(Strategy):
         Args:
             besides: the buckets that the model gets no values of; None: it gets none of any, for now.
         """
-        self.version, self.told, self._step = where.version, where.told, None
+        self.version, self.told, self.under_way = where.version, where.told, None
         if where.made and besides is not None:
             self._flat.publish(besides=besides)
         return where.made
-
-
-def _finish_of(*, same: bool) -> str:
-    """Where a step ends, in words: at `optimizer.step()` local steps have met, see `MeanGradients`."""
-    return _EXCHANGE if same else _STEP
-
-
-def _process_0_calls(_: list[Any]) -> Any:
-    raise AssertionError("not here")
 
 
 def _reported(ending: pb.FinishRequest) -> Metrics:
@@ -265,9 +250,7 @@ class _Reducer:
         self._changed = threading.Condition()
         self._step, self._missing = _NO_STEP, 0
         self._error: BaseException | None = None
-        self._parts: queue.SimpleQueue[_Part | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="sums", daemon=True)
-        self._thread.start()
+        self._parts = Queue("sums", self._take)
 
     def begin(self, step: int, weights: Sequence[float]) -> None:
         """A step begins. Nothing of an older one is added up any more."""
@@ -291,18 +274,17 @@ class _Reducer:
                 raise self._error
 
     def close(self) -> None:
-        """End the thread. If it waits for another process, it ends with the sockets."""
-        self._parts.put(None)
+        """End the thread. The sockets must be closed before: it may wait for another process."""
+        self._parts.close()
 
-    def _run(self) -> None:
+    def _take(self, part: _Part) -> None:
         try:
-            while (part := self._parts.get()) is not None:
-                others = [self._await(number, part) for number in range(len(self._links))]
-                with self._changed:
-                    if part.step == self._step and None not in others:
-                        self._add_up(part, [part.present, *(other or [] for other in others)])
-                        self._missing -= 1
-                        self._changed.notify_all()
+            others = [self._await(number, part) for number in range(len(self._links))]
+            with self._changed:
+                if part.step == self._step and None not in others:
+                    self._add_up(part, [part.present, *(other or [] for other in others)])
+                    self._missing -= 1
+                    self._changed.notify_all()
         except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
             with self._changed:
                 self._error = error
@@ -322,33 +304,19 @@ class _Reducer:
 
     def _add_up(self, part: _Part, present: Sequence[Sequence[bool]]) -> None:
         own, *others = self._flat.contributions_of(part.bucket)
-        if part.bucket.rule is Rule.GRADIENT:
-            self._add_gradients(part.bucket, own, others, present)
-        elif part.bucket.rule is Rule.MEAN:
+        rule = part.bucket.rule
+        # Of what is broadcast, process 0's counts: it has the lowest index.
+        if rule is Rule.GRADIENT and not self._same:
+            shares = zip(others, self.weights[1:], present[1:], strict=True)
+            add_gradients(own, self.weights[0], [(each, share) for each, share, has in shares if any(has)])
+            self._flat.written(part.bucket)
+        elif rule is Rule.MEAN:
             add_means(own, list(zip(others, self.weights[1:], strict=True)))
-        elif part.bucket.rule is Rule.MAXIMUM:
-            for other, weight in zip(others, self.weights[1:], strict=True):
-                if weight:
-                    torch.maximum(own, other, out=own)
-        elif part.bucket.rule is Rule.SUM:
+        elif rule in (Rule.MAXIMUM, Rule.SUM):
             for other, weight in zip(others, self.weights[1:], strict=True):
                 if weight:  # else it has computed on process 0's slice
-                    own.add_(other)
-        # Of what is broadcast, process 0's counts: it has the lowest index.
+                    torch.maximum(own, other, out=own) if rule is Rule.MAXIMUM else own.add_(other)
         self._done(part.bucket, [any(each) for each in zip(*present, strict=True)])
-
-    def _add_gradients(
-        self,
-        bucket: Bucket,
-        own: torch.Tensor,
-        others: Sequence[torch.Tensor],
-        present: Sequence[Sequence[bool]],
-    ) -> None:
-        if self._same:
-            return
-        shares = zip(others, self.weights[1:], present[1:], strict=True)
-        add_gradients(own, self.weights[0], [(each, share) for each, share, has in shares if any(has)])
-        self._flat.written(bucket)
 
 
 def add_gradients(own: torch.Tensor, weight: float, others: Sequence[tuple[torch.Tensor, float]]) -> None:

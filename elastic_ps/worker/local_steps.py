@@ -166,18 +166,11 @@ class LocalSteps:
 
         Returns None if this worker had to join again.
         """
-        if self._asks:
-            return self._open_round()
-        return self._engine.version if self._consistency.waits_for_all else self._exchanges
-
-    def _open_round(self) -> int | None:
-        """The version of the round that an exchange will be part of, which waits for it from now on. Blocks.
-
-        Returns None if this worker had to join again.
-        """
         engine = self._engine
+        if not self._asks:
+            return engine.version if self._consistency.waits_for_all else self._exchanges
         step = engine.new_step(engine.version)
-        with engine.known():
+        with engine.known():  # the round that is open waits for this worker from now on
             try:
                 return engine.world.decide("where an exchange begins", lambda: engine.client.begin(step)[0])
             except Refused as refusal:
@@ -185,17 +178,6 @@ class LocalSteps:
                     return step.base  # so is the exchange
                 raise
         return None
-
-    def _refresh(self, besides: Set[int]) -> bool:
-        """Pull the newest version, but for the buckets `besides`. Blocks.
-
-        Returns False if this worker had to join again.
-        """
-        strategy = self._engine.strategy
-        with self._engine.known():
-            strategy.fetch(strategy.version, contributor=False, besides=besides)
-            return True
-        return False
 
     def exchange(self) -> None:
         """Push what the steps since the last exchanges have changed, and wait for the version. Blocks.
@@ -235,7 +217,12 @@ class LocalSteps:
         drops = engine.drops
         engine.finish_step()
         if self._elastic and going_on and drops == engine.drops:
-            self._take_back()
+            # Go on from the parameters that were set aside. Buffers stay what the exchange has made of them.
+            with torch.no_grad():
+                for index, own in self._own.items():
+                    if self._flat.layout.tensors[index].rule is Rule.GRADIENT:
+                        self._flat.tensors[index].copy_(own)
+            self._own.clear()
 
     def _begin(self, fragment: int | None, *, starts: bool) -> bool:
         """Begin an exchange; see `_exchange`. Blocks for the job's values where they are needed before.
@@ -248,8 +235,12 @@ class LocalSteps:
         engine = self._engine
         besides = self._every - (self._every if fragment is None else self._fragments[fragment])
         if self._elastic:
-            self._set_aside(besides)
-            if not self._refresh(besides):
+            self._own = self._now(besides)  # the job's values must not replace this worker's
+            fetched = False
+            with engine.known():
+                engine.strategy.fetch(engine.strategy.version, contributor=False, besides=besides)
+                fetched = True
+            if not fetched:
                 return False
         samples = max(self._trained) if fragment is None else self._trained[fragment]
         if starts:
@@ -280,14 +271,18 @@ class LocalSteps:
 
         Returns False if it is lost, and with it the steps that were made since.
         """
-        if self.started is None:
+        engine, started = self._engine, self.started
+        if started is None:
             return True
         try:
-            if not self._await_started(self.started):
-                return False
+            try:
+                if not engine.await_version(started.future.finish, started.settings, started.number):
+                    return False  # its steps are void, and those since
+            finally:
+                self.cancel()
             self._take_over()
         except BaseException:  # all of the model, or some of it, is of another version than what was pulled
-            self._engine.leave_step()
+            engine.leave_step()
             raise
         self._before.clear()
         self._flat.publish(besides={bucket.index for bucket in self._flat.layout.pushed})
@@ -301,13 +296,6 @@ class LocalSteps:
         version, made = engine.version, engine.made
         self.started = Started(engine.strategy.start(ending), settings, step.number, version, made)
         engine.working.note(Event.START)
-
-    def _await_started(self, started: Started) -> bool:
-        """Whether the version of the exchange is in flat memory. Else its steps are void, and those since."""
-        try:
-            return self._engine.await_version(started.future.finish, started.settings, started.number)
-        finally:
-            self.cancel()
 
     def cancel(self) -> None:
         """If an exchange goes on by itself, end it. Blocks."""
@@ -334,10 +322,6 @@ class LocalSteps:
         for index, spec in enumerate(self._flat.layout.tensors):
             if spec.rule is Rule.GRADIENT and besides.isdisjoint(self._flat.buckets_of[index]):
                 yield index
-
-    def _set_aside(self, besides: Set[int]) -> None:
-        """The job's values are about to be pulled into the model, which must not replace this worker's."""
-        self._own = self._now(besides)
 
     def _now(self, besides: Set[int]) -> dict[int, torch.Tensor]:
         """A copy of what the exchange replaces, as it is on this worker."""
@@ -371,14 +355,6 @@ class LocalSteps:
         torch.sub(self._flat.value(index), contribution, out=contribution)
         if own is not None:
             own.add_(contribution.to(own.device), alpha=self._rate)
-
-    @torch.no_grad()
-    def _take_back(self) -> None:
-        """Go on from the parameters that were set aside. Buffers stay what the exchange has made of them."""
-        for index, own in self._own.items():
-            if self._flat.layout.tensors[index].rule is Rule.GRADIENT:
-                self._flat.tensors[index].copy_(own)
-        self._own.clear()
 
 
 def _go_on(tensor: torch.Tensor, before: torch.Tensor, value: torch.Tensor, rule: Rule) -> None:

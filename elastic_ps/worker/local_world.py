@@ -131,7 +131,7 @@ class LocalWorld:
         if self.alone:
             return call([mine])
         if not self.leads:
-            told: T = self._ask(what, mine)
+            told: T = self.ask(what, mine)
             return told
         arrivals = [_Arrival(what, mine, self._proposals.copy())]
         arrivals += [self._receive(rank, what) for rank in range(1, self.size)]
@@ -194,7 +194,8 @@ class LocalWorld:
                 own.shutdown(socket.SHUT_RDWR)  # a thread may wait for it
             each.close()
 
-    def _ask(self, what: str, mine: object) -> Any:
+    def ask(self, what: str, mine: object) -> Any:
+        """As `gather`, of another process than process 0."""
         try:
             self.links[0].questions.send(_Arrival(what, mine, self._proposals.copy()))
             answer: _Answer = self.links[0].questions.recv()

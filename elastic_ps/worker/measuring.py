@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import torch
 
@@ -126,7 +125,3 @@ class Phases:
         """The script calls `optimizer.step`."""
         if self._trace.enabled and self._backward_at:
             self._trace.complete("backward", self._backward_at, self._last_gradient or time.monotonic_ns())
-
-    def waiting(self, step: int) -> AbstractContextManager[None]:
-        """The block waits for the new version."""
-        return self._trace.span("wait", step=step)

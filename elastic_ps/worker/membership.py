@@ -11,7 +11,6 @@ from functools import partial
 from itertools import zip_longest
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.mutable import MutableFields, read_mutable
@@ -43,7 +42,7 @@ from elastic_ps.worker.local_world import DRAIN, LocalWorld
 from elastic_ps.worker.model import Described
 from elastic_ps.worker.push_pull import PushPull
 from elastic_ps.worker.replica import Replica
-from elastic_ps.worker.schedule import Interval, Schedule
+from elastic_ps.worker.schedule import Schedule
 from elastic_ps.worker.strategy import LocalGradients, LocalTraining, Strategy
 from elastic_ps.worker.values import Values
 
@@ -66,7 +65,7 @@ class Membership:
         schedule: of the model, from `enter` on.
         batches: what the script has in hand for the next step.
         slices: this process's of the batches.
-        gradients: from `session.optimizer` on.
+        model, gradients: from `session.optimizer` on.
         local: in mode `local`, from there on.
         make_step: has the script's own optimizer make a step on this worker; from there on.
         steps: how many this worker has begun.
@@ -93,6 +92,7 @@ class Membership:
         self.spec, self.client, self.world = spec, client, world or LocalWorld()
         self.working, self.batches = Working(), Batches()
         self.slices = Slices(self.world.rank, self.world.size)
+        self.model: torch.nn.Module | None = None
         self.local: LocalTraining | None = None
         self.steps = self.drops = 0
         self.repeats: list[Callable[[], None]] = []
@@ -156,9 +156,7 @@ class Membership:
         if self.spec.all_reduce:
             self._store = Store(self._host)
             self.client.address = self._store.address
-        self.schedule = Schedule(optimizer, own=local)
-        if imported is not None:
-            self.schedule.has_state()
+        self.schedule = Schedule(optimizer, own=local, has_state=imported is not None)
         joined = self.join(described, self.schedule.current())
         self._adopt(joined)
         self.check(self.schedule.current())
@@ -177,6 +175,7 @@ class Membership:
             self.schedule.joined(self.in_force)
         self._note_join(joined.version)
         self.working.note(Event.ENTER)
+        self.model = model
         return flat
 
     def join(self, described: Described, settings: Settings) -> pb.JoinReply:
@@ -199,11 +198,6 @@ class Membership:
             self._heart = Heart(self.client, timedelta(milliseconds=joined.lease_ms) / 3, self._on_hung)
             self._on_joined()
         return joined
-
-    def add_scheduler(self, scheduler: LRScheduler, interval: Interval | None) -> None:
-        """Let the job step a scheduler. Raises InvalidModel: it has made a second momentum."""
-        self.schedule.add(scheduler, interval)
-        self.check(self.schedule.current())
 
     def check(self, settings: Settings) -> None:
         """Raise InvalidModel where what is sent cannot have momentum, or `settings` make a second one."""
@@ -287,13 +281,6 @@ class Membership:
             self._codecs = Plan(self.spec.compression)
             for what, (now, _) in news.items():
                 logger.info("%s is %s now", what, now)
-        self._require_same_codecs(joined)
-        said = self.spec.compression.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-        self.client.history.record("coding", term=joined.term, compression=said)
-        if self._strategy is not None:
-            self._strategy.adopt(self.spec.consistency, self._codecs if "compression" in news else None)
-
-    def _require_same_codecs(self, joined: pb.JoinReply) -> None:
         ours, theirs = self._codecs.names, list(joined.codecs)
         if theirs and ours != theirs:
             raise InvalidJob(
@@ -301,12 +288,16 @@ class Membership:
                 f"{', '.join(theirs)}. All processes of a job need the same code: start this worker from the "
                 "image, or the files, that the parameter server was started from"
             )
+        said = self.spec.compression.model_dump(mode="json", by_alias=True, exclude_defaults=True)
+        self.client.history.record("coding", term=joined.term, compression=said)
+        if self._strategy is not None:
+            self._strategy.adopt(self.spec.consistency, self._codecs if "compression" in news else None)
 
     def _bring(self, flat: Flat, imported: ImportedState | None) -> None:
         for bucket in flat.layout.buckets:
-            self.client.initialise(bucket.index, bucket.shard, flat.value_bytes(bucket))
+            self.client.initialise(bucket, flat.value_bytes(bucket))
             for piece in imported.pieces(bucket, flat.tensors) if imported is not None else ():
-                self.client.initialise_state(bucket.index, bucket.shard, *piece)
+                self.client.initialise_state(bucket, *piece)
         self.client.initialised()
 
     def _join_anew(self, strategy: Strategy, *, trained: bool) -> pb.JoinReply:
@@ -322,7 +313,9 @@ class Membership:
 
     def _note_join(self, version: int, **term: int) -> None:
         """Write down that an incarnation has begun, with the values of this version."""
-        self.client.history.record("join", incarnation=self.client.incarnation, version=version, **term)
+        self.client.history.record(
+            "join", incarnation=self.client.member_id.incarnation, version=version, **term
+        )
 
     def join_again(self, reason: Refused) -> None:
         """Continue as a new member, because the parameter server does not know this worker any more. Blocks.
@@ -346,23 +339,23 @@ class Membership:
         self._note_join(version, term=self.client.term)
         logger.info("joined again at version %d", version)
 
-    def come_back(self, refusal: Refused) -> None:
-        """Join again between two steps. Blocks."""
-        self.join_again(refusal)
-        self.gradients.void()
-
     @contextmanager
-    def known(self) -> Iterator[None]:
-        """The block makes calls between two steps. Where one is refused for that, join again: it ends there.
+    def known(self, *, in_step: bool = False) -> Iterator[None]:
+        """The block makes calls. Where one is refused because this worker is not known, it joins again.
 
-        So what is to be returned where all has been said is returned within the block.
+        The block ends there. So what is to be returned where none is refused is returned within it.
+
+        Args:
+            in_step: a step ends there, whose gradients the script may still look at.
         """
         try:
             yield
         except Refused as refusal:
             if not expelled(refusal):
                 raise
-            self.come_back(refusal)
+            self.join_again(refusal)
+            if not in_step:
+                self.gradients.void()
 
     def drop_step(self) -> None:
         """The step under way and all records in hand go to others."""

@@ -80,7 +80,10 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._gradients = Gradients(flat, engine, overlap=overlap and not (parts or local), check=check)
         self._local = LocalSteps(flat, engine, self._gradients, self._make_step) if local else None
         self._parts = {name: Part(self, name, part) for name, part in parts.items()}
-        self._trained = {id(part): _ids(part) for part in parts.values()}
+        self._trained = {
+            id(part): frozenset(id(p) for group in part.param_groups for p in group["params"])
+            for part in parts.values()
+        }
         super().__init__(parameters_of(wrapped.param_groups), wrapped.defaults)
         self.param_groups = wrapped.param_groups
         if not engine.strategy.steps_here:  # else the wrapped one's step calls its hooks
@@ -218,8 +221,37 @@ class ElasticOptimizer(torch.optim.Optimizer):
             )
 
     def assign(self) -> None:
-        """See `Session.assign`."""
-        assign(self._engine, self._flat)
+        """See `Session.assign`. If another worker's were assigned meanwhile, this worker gets those. Blocks.
+
+        Raises:
+            UsageError: the values cannot be assigned, or not here.
+            Refused, ConnectionLost: the parameter server did not take them.
+        """
+        engine, strategy = self._engine, self._engine.strategy
+        if strategy.cannot_assign:
+            raise UsageError(strategy.cannot_assign)
+        if strategy.under_way is not None or engine.batches.computed:
+            raise UsageError(
+                "session.assign was called in the middle of a step. Call it between optimizer.step() and the "
+                "next backward()"
+            )
+        if not engine.spec.consistency.may_assign:
+            raise UsageError(
+                "session.assign needs consistency.mode sync, without backupWorkers, globalBatchSize, "
+                "maxStalenessP99 and deterministic: elsewhere a version is made of the steps of some "
+                "workers, at a time that they do not choose"
+            )
+        self._flat.take_values()
+        base = strategy.version
+        takes_part: bool | None = None
+        while takes_part is None:
+            base = min(base, strategy.version)
+            with engine.known():
+                takes_part = _assign_since(engine, strategy, base)
+        if strategy.version != base + 1:
+            engine.take_settings()
+        if engine.records.computing and not takes_part:
+            engine.drop_step()
 
     def skip(self) -> None:
         """Make no step with the batches in hand, for example because the loss is not finite.
@@ -236,7 +268,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
     def zero_grad_of(self, wrapped: torch.optim.Optimizer, set_to_none: bool) -> None:
         """As `zero_grad`, of the wrapped optimizer, or of one of several."""
-        self._engine.gradients_zeroed()
+        if not self._engine.working.in_step:  # it makes no step with what it has computed
+            self._engine.note_skipped(self._engine.batches.reopen())
         if not (set_to_none and type(wrapped).zero_grad is torch.optim.Optimizer.zero_grad):
             wrapped.zero_grad(set_to_none)
             return
@@ -258,20 +291,18 @@ class ElasticOptimizer(torch.optim.Optimizer):
         `load_state_dict` of the same class of torch optimizer reads it. In mode `local`, and with `strategy:
         all-reduce`, it is this worker's. Of several optimizers, the state of each by its name.
         """
-        state = self._state()
-        return self._wrapped.split(state) if isinstance(self._wrapped, Several) else state
-
-    def _state(self) -> dict[str, Any]:
         if self._engine.strategy.steps_here:
-            return self._wrapped.state_dict()
-        if not self._engine.world.leads:
+            state = self._wrapped.state_dict()
+        elif self._engine.world.leads:
+            client = self._engine.client
+            entries = (each for shard in range(client.shards) for each in client.optimizer_state(shard))
+            state = state_dict_of(entries, self._flat.layout, self._flat.tensors, self._wrapped)
+        else:
             raise UsageError(
                 "optimizer.state_dict() fetches the state from the parameter server, which process 0 of a "
                 "worker does. Call it where session.is_chief is true, or where LOCAL_RANK is 0"
             )
-        client = self._engine.client
-        entries = (each for shard in range(client.shards) for each in client.optimizer_state(shard))
-        return state_dict_of(entries, self._flat.layout, self._flat.tensors, self._wrapped)
+        return self._wrapped.split(state) if isinstance(self._wrapped, Several) else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises UsageError, because a worker cannot load the state. The message says what to do.
@@ -350,52 +381,6 @@ def _call_hooks_of(other: torch.optim.Optimizer, optimizer: torch.optim.Optimize
     optimizer.register_step_post_hook(after)
 
 
-def _ids(optimizer: torch.optim.Optimizer) -> frozenset[int]:
-    """Of an optimizer's parameters."""
-    return frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
-
-
-def assign(engine: Engine, flat: Flat) -> None:
-    """Make the values that the script has changed the job's next version. Blocks.
-
-    If another worker's were assigned meanwhile, this worker gets those.
-
-    Raises:
-        UsageError: the values cannot be assigned, or not here.
-        Refused, ConnectionLost: the parameter server did not take them.
-    """
-    strategy = engine.strategy
-    _require_allowed(engine, strategy)
-    flat.take_values()
-    base = strategy.version
-    takes_part: bool | None = None
-    while takes_part is None:
-        base = min(base, strategy.version)
-        with engine.known():
-            takes_part = _assign_since(engine, strategy, base)
-    if strategy.version != base + 1:
-        engine.take_settings()
-    if engine.records.computing and not takes_part:
-        engine.drop_step()
-
-
-def _require_allowed(engine: Engine, strategy: Strategy) -> None:
-    """Raises UsageError."""
-    if strategy.cannot_assign:
-        raise UsageError(strategy.cannot_assign)
-    if strategy.under_way is not None or engine.batches.computed:
-        raise UsageError(
-            "session.assign was called in the middle of a step. Call it between optimizer.step() and the "
-            "next backward()"
-        )
-    if not engine.spec.consistency.may_assign:
-        raise UsageError(
-            "session.assign needs consistency.mode sync, without backupWorkers, globalBatchSize, "
-            "maxStalenessP99 and deterministic: elsewhere a version is made of the steps of some workers, at "
-            "a time that they do not choose"
-        )
-
-
 def _assign_since(engine: Engine, strategy: Strategy, base: int) -> bool:
     """Assign what the contributions hold, until some values were assigned since `base`, and pull them.
 
@@ -415,6 +400,7 @@ def _assign_since(engine: Engine, strategy: Strategy, base: int) -> bool:
         except Refused as refusal:
             if refusal.code not in (RefusalCode.STALE_ATTEMPT, RefusalCode.LATE):
                 raise
-    engine.assigned()
+    engine.steps += 1  # it is made, or known to be void
+    engine.working.note(Event.TELL)
     strategy.fetch(reply.version, contributor=reply.takes_part)
     return reply.takes_part

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from elastic_ps.api.consistency import Consistency
-from elastic_ps.codec import checksum
+from elastic_ps.codec import as_bytes, checksum
 from elastic_ps.codec.base import Payload
 from elastic_ps.codec.encoder import Encoder
 from elastic_ps.codec.plan import Plan
@@ -118,7 +118,6 @@ class PushPull(Strategy):
         self._receivers = [Queue(f"pull-{shard}", self._receive) for shard in shards]
 
     def close(self) -> None:
-        """See `Strategy`."""
         with self._lock:
             self._closing.set()
             self._changed.notify_all()
@@ -130,16 +129,14 @@ class PushPull(Strategy):
         return PushPolicy.of(consistency, small=self._small and not self.encoder.tuner.active)
 
     def adopt(self, consistency: Consistency, codecs: Plan | None = None) -> None:
-        """See `Strategy`."""
         if codecs is not None:
             self.encoder.adopt(codecs)
             self._values.adopt(codecs)
         self._progress.pushing = self._plan(consistency)
 
     def reset(self) -> None:
-        """See `Strategy`."""
         with self._lock:
-            self._step = None
+            self.under_way = None
             self._progress.reset()
             self._changed.notify_all()
 
@@ -150,7 +147,7 @@ class PushPull(Strategy):
         progress = self._progress
         with self._lock:
             progress.begin()
-            self._step, self._besides, self._to_ask = step, besides, None
+            self.under_way, self._besides, self._to_ask = step, besides, None
             self.encoder.begin(step.number, step.member_id.term)
             self._drafts.forget()
             if progress.pushing.several:  # the round may start again before the script ends the step
@@ -182,7 +179,6 @@ class PushPull(Strategy):
         return [shard for shard in range(self._client.shards) if not self._client.is_near(shard)]
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
-        """See `Strategy`. Does not block."""
         with self._lock:
             self._ready_at[bucket.index] = time.monotonic_ns()
             self._enqueue(self._progress.ready(bucket, present))
@@ -194,16 +190,16 @@ class PushPull(Strategy):
             publish: give the values to the model; else they stay in flat memory, and this may run on another
                 thread than the training thread.
         """
-        progress, step = self._progress, self._step
+        progress, step = self._progress, self.under_way
         pushing = progress.pushing
         assert step is not None, "begin was called"
         if not progress.all_ready:
             raise UsageError("not all buckets are ready")
         if pushing.begins is BeginTime.LAST:
             version, progress.attempt = self._client.begin(step)
-            self._step = step = replace(step, version=version)
+            self.under_way = step = replace(step, version=version)
         if pushing.several and not self._push_alone(step, ending):
-            self._step = None
+            self.under_way = None
             self.encoder.applied(in_sums=True)
             return False
         in_one_call = pushing.pushes is PushTime.IN_ONE_CALL
@@ -219,7 +215,7 @@ class PushPull(Strategy):
         if in_one_call:
             self._receive(pulls[0])
         self._wait()
-        self._step = None
+        self.under_way = None
         self.encoder.applied()
         self._arrived_at(step.version + 1, self._besides, publish=publish)
         if self._history.enabled:
@@ -388,8 +384,8 @@ class PushPull(Strategy):
     def _enqueue(self, buckets: Iterable[Bucket]) -> None:
         """They are to be pushed now; the lock is held."""
         for bucket in buckets:
-            assert self._step is not None
-            push = _Push(self._progress.generation, self._progress.attempt, self._step, bucket)
+            assert self.under_way is not None
+            push = _Push(self._progress.generation, self._progress.attempt, self.under_way, bucket)
             self._senders[bucket.shard].put(push)
 
     def _try_to_send(self, push: _Push) -> None:
@@ -447,7 +443,7 @@ class PushPull(Strategy):
         with self.encoder.tuner.busy():
             payload = self._contribution(bucket, step, attempt)
             with self._traced(bucket, step, attempt, payload):
-                self._client.push(bucket.index, bucket.shard, step, attempt, payload, ending)
+                self._client.push(bucket, step, attempt, payload, ending)
 
     def _contribution(self, bucket: Bucket, step: Step, attempt: int) -> Payload:
         """What is sent of a bucket. It is recorded as sent."""
@@ -475,11 +471,10 @@ class PushPull(Strategy):
         return self._trace.span("push", bucket=index, step=step.number, attempt=attempt, bytes=size)
 
     def assign(self, step: Step, attempt: int) -> None:
-        """See `Strategy`."""
         for bucket in self._pushed:
             self._history.record("push", **step.pushed(bucket.index, attempt))
-            payload = Payload(self.flat.contribution_bytes(bucket), plain=True)
-            self._client.push(bucket.index, bucket.shard, step, attempt, payload, None)
+            payload = Payload(as_bytes(self.flat.contribution_of(bucket)), plain=True)
+            self._client.push(bucket, step, attempt, payload, None)
         self._client.finish(step, attempt, pb.FinishRequest(assigns=True))
 
     # --- the threads that receive; with a step in one call, the training thread
@@ -520,8 +515,13 @@ class PushPull(Strategy):
             self._heard[pull.shard] = time.monotonic()
             kind = reply.WhichOneof("kind")
             early = reply.draft or kind not in ("bucket", "done")
-            if not (self._goes_on(pull) if early else self._may_take(pull)):
-                return False
+            with self._lock:
+                if pull.wanted.ahead and not early:  # a version without this worker may come in the step
+                    self._changed.wait_for(
+                        lambda: self._progress.ending is not None or not self._goes_on(pull)
+                    )
+                if not self._goes_on(pull):
+                    return False
             if kind == "bucket":
                 self._take(pull, self.flat.layout.buckets[reply.bucket], reply, incoming)
                 now = time.monotonic_ns()
@@ -549,7 +549,7 @@ class PushPull(Strategy):
         if not self._progress.owing:
             yield from self._client.pull(pull.member_id, pull.shard, wanted)
             return
-        step, ending = self._step, self._progress.ending
+        step, ending = self.under_way, self._progress.ending
         assert step is not None
         assert ending is not None
         *others, last = self._pushed
@@ -558,9 +558,7 @@ class PushPull(Strategy):
                 self._push(bucket, step, wanted.attempt, None)
             payload = self._contribution(last, step, wanted.attempt)
             with self._traced(last, step, wanted.attempt, payload):
-                answers = self._client.push_and_pull(
-                    last.index, step, wanted.attempt, payload, ending, wanted
-                )
+                answers = self._client.push_and_pull(last, step, wanted.attempt, payload, ending, wanted)
                 first = next(answers, None)
         except Refused as refusal:
             if refusal.code is not RefusalCode.STALE_ATTEMPT:
@@ -571,17 +569,6 @@ class PushPull(Strategy):
         if first is not None:
             yield first
         yield from answers
-
-    def _may_take(self, pull: _Pull) -> bool:
-        """Whether the answer is for the step under way, or for what is fetched between two steps.
-
-        Of a step it is taken when the script has ended that. Blocks until then: the version may be made
-        before, if it is made without this worker.
-        """
-        with self._lock:
-            if pull.wanted.ahead:
-                self._changed.wait_for(lambda: self._progress.ending is not None or not self._goes_on(pull))
-            return self._goes_on(pull)
 
     def _take(self, pull: _Pull, bucket: Bucket, reply: pb.PullReply, incoming: Incoming) -> None:
         if reply.draft:

@@ -289,7 +289,7 @@ class Stopping:
             self._world.propose(_STOP, reason)  # the other processes may not know of it yet
             return
         self.learn(reason)
-        self._client.stop(self.reason)
+        self._say()
 
     def heed(self) -> None:
         """A process of this worker may have asked for it; all know now."""
@@ -299,7 +299,7 @@ class Stopping:
         self.reason = reason
         if self._world.leads:
             try:
-                self._client.stop(reason)
+                self._say()
             except Refused as refusal:
                 if not expelled(refusal):
                     raise  # else the next call is refused, too, and it is said after joining again
@@ -307,4 +307,7 @@ class Stopping:
     def repeat(self) -> None:
         """The parameter server may have been lost before it has kept it. Blocks. Raises Refused."""
         if self.reason:
-            self._world.decide("session.stop(...)", lambda: self._client.stop(self.reason))
+            self._world.decide("session.stop(...)", self._say)
+
+    def _say(self) -> None:
+        self._client.ask(calls.STOP, pb.StopRequest(reason=self.reason))

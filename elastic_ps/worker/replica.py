@@ -81,10 +81,9 @@ class Replica:
             for bucket in self._flat.layout.pull_order:
                 if bucket not in self._flat.layout.pushed:
                     continue  # it never changes
-                index, shard = bucket.index, bucket.shard
-                self._client.initialise(index, shard, self._flat.value_bytes(bucket), version=version)
+                self._client.initialise(bucket, self._flat.value_bytes(bucket), version=version)
                 for piece in state.pieces(bucket, self._flat.tensors):
-                    self._client.initialise_state(index, shard, *piece, version=version)
+                    self._client.initialise_state(bucket, *piece, version=version)
             self._client.initialised(version)
         except Refused as refusal:
             if refusal.code is not RefusalCode.WRONG_VERSION:

@@ -112,19 +112,17 @@ class Schedule:
         wrapped: the optimizer that the parameter server runs; its `param_groups` are what schedulers change.
         own: schedulers change those of another optimizer, which runs on this worker. They go to where the job
             is, and nothing of them is sent.
+        has_state: the optimizer begins with one, which was made with the hyperparameters as they are now.
     """
 
-    def __init__(self, wrapped: torch.optim.Optimizer, *, own: bool = False) -> None:
+    def __init__(self, wrapped: torch.optim.Optimizer, *, own: bool = False, has_state: bool = False) -> None:
         self._wrapped, self._own = wrapped, own
         self._schedulers: list[_Scheduler] = []
         self._first: tuple[Mapping[str, Any], ...] = ()  # groups as the schedulers' constructors made them
         self._in_force: Settings | None = None
-        self._stepped: Settings | None = None  # what the state that the script has brought was made with
         self._current: Settings = Settings(groups=())
-
-    def has_state(self) -> None:
-        """The optimizer begins with a state, which was made with the hyperparameters as they are now."""
-        self._stepped = self.current()
+        # What the state that the script has brought was made with.
+        self._stepped = self.current() if has_state else None
 
     def current(self) -> Settings:
         """Hyperparameters and scheduler states as they are now."""

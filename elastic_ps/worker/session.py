@@ -93,7 +93,6 @@ class Session:
         self._client = client
         self._tensors: Tensors | None = None
         self._optimizer: ElasticOptimizer | None = None
-        self._model: torch.nn.Module | None = None
         self._loaders: list[ElasticLoader] = []
 
     @property
@@ -283,7 +282,7 @@ class Session:
             optimizers=Optimizers(self.spec.parameter_server.optimizers),
         )
         flat = self._engine.enter(described, model, runs_there, imported)
-        self._model = model
+        self._engine.phases.watch(model)
         self._averages.begin(model)
         self._optimizer = ElasticOptimizer(
             optimizer,
@@ -328,7 +327,7 @@ class Session:
                 not finite; consistency is not `sync`, or with backupWorkers, globalBatchSize,
                 maxStalenessP99 or deterministic.
         """
-        if self._optimizer is None or model is not self._model:
+        if self._optimizer is None or model is not self._engine.model:
             raise UsageError("session.assign needs the model that was given to session.optimizer before")
         self._optimizer.assign()
 
@@ -435,7 +434,8 @@ class Session:
             raise UsageError("call session.optimizer(...) before session.scheduler(...)")
         check_interval(scheduler, interval)
         self._optimizer.check_scheduler(scheduler)
-        self._engine.add_scheduler(scheduler, interval)
+        self._engine.schedule.add(scheduler, interval)
+        self._engine.check(self._engine.schedule.current())
         return scheduler
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, MutableMapping
 from typing import Any
@@ -77,17 +78,18 @@ class State(MutableMapping[str, Any]):
     def _write(self, state: dict[str, Any]) -> None:
         text = script_state.to_text(state)
         before, self._said = self._said, (self._member.version, text)
-        try:
-            self._say(text, again=False)
-        except UsageError:
-            self._said = before
-            raise
-        except Refused as refusal:
-            if not expelled(refusal):
+        # Of several processes all have to join again: at their next common call.
+        with (
+            self._member.known() if self._world.alone else contextlib.nullcontext()
+        ):  # it is said again there
+            try:
+                self._say(text, again=False)
+            except UsageError:
+                self._said = before
                 raise
-            if self._world.alone:
-                self._member.come_back(refusal)  # which says it again
-            # Of several processes all have to join again: at their next common call.
+            except Refused as refusal:
+                if self._world.alone or not expelled(refusal):
+                    raise
 
     def _say(self, text: str, *, again: bool) -> None:
         try:

@@ -53,6 +53,7 @@ class Strategy(ABC):
     Attributes:
         version: of the values that the model has; with bounded staleness, some may be newer.
         told: with the last of them.
+        under_way: the step that has begun, until it is made or forgotten.
         steps_here: the script's own optimizer makes the steps, and its state is on this worker.
         exchanges: a step of the strategy is an exchange of steps that this worker has made by itself.
         cannot_assign: why scripts cannot assign values; "" if they can.
@@ -64,12 +65,7 @@ class Strategy(ABC):
     def __init__(self) -> None:
         self.version = 0
         self.told = Told()
-        self._step: Step | None = None
-
-    @property
-    def under_way(self) -> Step | None:
-        """The step that has begun, until it is made or forgotten."""
-        return self._step
+        self.under_way: Step | None = None
 
     @property
     def takes_drafts(self) -> bool:
@@ -150,7 +146,7 @@ class Strategy(ABC):
 
     def reset(self) -> None:
         """Forget the step under way and what went wrong: this worker has joined again."""
-        self._step = None
+        self.under_way = None
 
     def hand_over(self) -> None:
         """This worker makes no more rounds: give the parameter server what nobody else has. Blocks."""

@@ -192,8 +192,7 @@ class Values:
 
     def has(self, bucket: Bucket, version: int) -> bool:
         """Whether the values that are there are of the version, or of a newer one."""
-        held = self._versions.get(bucket.index)
-        return held is not None and held >= version
+        return self._versions.get(bucket.index, -1) >= version
 
     def arrived(self, bucket: Bucket, version: int) -> None:
         """The values that are there are those of the version."""

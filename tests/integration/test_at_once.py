@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from elastic_ps.codec.base import Payload
+from elastic_ps.core.partition import Bucket
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker.dialogue import Answers, Step
 from elastic_ps.worker.session import Session
@@ -98,11 +99,11 @@ def test_the_step_is_pushed_again_if_another_worker_vanishes(tmp_path: Path, det
         client = engine_of(session).client
         usual = client.push_and_pull
 
-        def half(bucket: int, step: Step, attempt: int, payload: Payload, *rest: Any) -> Answers:
+        def half(bucket: Bucket, step: Step, attempt: int, payload: Payload, *rest: Any) -> Answers:
             if not of_the_other():
                 time.sleep(0.1)  # the other one takes part in rounds from the next one on that begins
                 return usual(bucket, step, attempt, payload, *rest)
-            client.push(bucket, 0, step, attempt, payload, None)
+            client.push(bucket, step, attempt, payload, None)
             eventually(lambda: step.version in of_the_other(), "the other one has pushed")
             pushed.set()
             raise Halt

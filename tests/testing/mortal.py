@@ -24,6 +24,7 @@ import torch._dynamo  # the first optimizer of a process imports it, which takes
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.contract import env
+from elastic_ps.core.partition import Bucket
 from elastic_ps.local.gone import tell_parameter_server
 from elastic_ps.local.processes import free_addresses
 from elastic_ps.server.process import ParameterServer
@@ -114,11 +115,11 @@ def doom(session: Session, moment: str, number: int) -> None:
     push, finish, finish_step = client.push, client.finish, exchange.finish
     begun = itertools.count()
 
-    def pushed(bucket: int, shard: int, step: Any, *arguments: Any) -> None:
+    def pushed(bucket: Bucket, step: Any, *arguments: Any) -> None:
         here = step.number == STEP
         if here and moment == "before a push" and next(begun) == number:
             die()
-        push(bucket, shard, step, *arguments)
+        push(bucket, step, *arguments)
         if here and moment == "after its pushes" and next(begun) == number - 1:
             die()
 
