@@ -11,7 +11,6 @@ html_title = f"elastic-ps {release}"
 
 myst_heading_anchors = 4  # the anchors that GitHub gives to headings
 myst_fence_as_directive = ["mermaid"]
-suppress_warnings = ["myst.header"]
 
 # Docstrings write `code` as Markdown does, and name types of libraries that are not part of this site.
 default_role = "code"
