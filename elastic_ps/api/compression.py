@@ -30,15 +30,15 @@ class CompressionRule(CamelModel):
 
     match: str = Field(
         min_length=1,
-        description="A pattern of parameter names, as of files: *.bias matches layer1.bias. The first rule "
-        "that matches a parameter counts.",
+        description="A pattern of parameter names, written like a pattern of file names: *.bias matches "
+        "layer1.bias. The first rule that matches a parameter counts.",
     )
     codec: CODEC = Field(description="As compression.codec.")
     options: dict[str, JsonValue] = Field(default_factory=dict, description="As compression.options.")
 
 
 class Compression(CamelModel):
-    """What gradients, and the values of the model, look like on the wire."""
+    """How gradients and the model's values are encoded on the network."""
 
     codec: CODEC_OR_AUTO = Field(
         default="none",
@@ -53,38 +53,41 @@ class Compression(CamelModel):
         default=None,
         ge=0,
         le=1,
-        description="With codec auto: how much of a gradient may be lost in a step, 0.02 if unset. It is the "
-        "norm of the difference between what is sent and what arrives, divided by the norm of what is sent: "
-        "the gradient, and what was left over before. It holds for each bucket of each step.",
+        description="With codec auto: how much of a gradient may be lost in a step, 0.02 if unset. This "
+        "is the norm of the difference between what is sent and what arrives, divided by the "
+        "norm of what is sent: the gradient, and what was left over before. It holds for each "
+        "bucket of each step.",
     )
     options: dict[str, JsonValue] = Field(
         default_factory=dict,
-        description="Arguments of the codec: block, the number of elements that share a scale (int8, int4, "
-        "signsgd); ratio, the share of elements that is sent, warmup, in how many versions it falls to "
-        "that, momentum, of the workers' gradients before they are sent, and dtype, bfloat16 or float32, of "
-        "the elements (topk); rank, the number of columns (powersgd).",
+        description="Arguments of the codec. For int8, int4 and signsgd: block, the number of elements "
+        "that share a scale. For topk: ratio, the share of elements that is sent; warmup, the "
+        "number of versions in which the share falls to ratio; momentum, which is applied to "
+        "the workers' gradients before they are sent; and dtype, bfloat16 or float32, of the "
+        "elements. For powersgd: rank, the number of columns.",
     )
     rules: list[CompressionRule] = Field(
-        default_factory=list, description="Other codecs for some of the parameters, by their names."
+        default_factory=list, description="Other codecs for some of the parameters, selected by name."
     )
     lossless: Literal["none", "zstd", "blosc"] = Field(
         default="none",
-        description="What follows each codec, also none. With zstd, what the codecs of gradients and values "
-        "make is compressed with Zstandard, with blosc by Blosc, and nothing is lost by that. Blosc is "
-        "faster, Zstandard finds more. They need the packages zstandard and blosc.",
+        description="A lossless compression of what the codecs of gradients and values make, also of "
+        "codec none: zstd (Zstandard, which finds more) or blosc (Blosc, which is faster). "
+        "They need the packages zstandard and blosc.",
     )
     values: Literal["none", "changed", "bf16", "int8", "int4", "topk", "signsgd"] = Field(
         default="none",
-        description="How the parameter server sends the model's values to the workers. With none, they are "
-        "sent as they are. With bf16, float32 parameters that are trained take half the bytes: workers "
-        "compute on rounded values, and the parameter server keeps and steps the float32 ones. With "
-        "changed it sends only those that a version has changed, and their places. With int8, int4, topk or "
-        "signsgd it sends by how much, encoded so, and adds what is lost by that to the next change.",
+        description="How the parameter server sends the model's values to the workers. With none, they "
+        "are sent as they are. With bf16, trained float32 parameters take half the bytes: "
+        "workers compute on rounded values, and the parameter server keeps and updates the "
+        "float32 ones. With changed, only the values that a version has changed are sent, "
+        "with their positions. With int8, int4, topk or signsgd, the changes are sent in that "
+        "encoding, and what it loses is added to the next change.",
     )
     values_options: dict[str, JsonValue] = Field(
         default_factory=dict,
-        description="Arguments of the codec of values, as compression.options: block (int8, int4, signsgd), "
-        "ratio, warmup and dtype (topk).",
+        description="Arguments of the codec of values, like compression.options: block (int8, int4, "
+        "signsgd), ratio, warmup and dtype (topk).",
     )
 
     @property

@@ -162,13 +162,14 @@ class Consistency(CamelModel):
 
     mode: Annotated[Literal["sync", "bounded", "accumulate", "async", "local"], _STAYS_LOCAL] = Field(
         default="sync",
-        description="With sync, each version is made of one step of every worker, so fast workers wait for "
-        "slow ones. With bounded, a version is made as soon as one worker has finished a step. A slow "
-        "worker's step goes into a later version, and maxStaleness limits how much later. With accumulate, "
-        "each version is made of a fixed number of steps, from whichever workers have them; see gradients. "
-        "With async, each step makes a version as soon as it is there, however old the version is that it "
-        "was computed on. With local, workers make steps by themselves, with the script's optimizer, and "
-        "exchange what came of it now and then; see steps and outer.",
+        description="With sync, each version is made of one step of every worker, so fast workers wait "
+        "for slow ones. With bounded, a version is made as soon as one worker has finished a "
+        "step. A slow worker's step goes into a later version, and maxStaleness limits how "
+        "much later. With accumulate, each version is made of a fixed number of steps, from "
+        "whichever workers have them; see gradients. With async, each step makes a version at "
+        "once, however old the version is that it was computed on. With local, workers make "
+        "steps by themselves with the script's optimizer, and exchange the results now and "
+        "then; see steps and outer.",
     )
     max_staleness: Annotated[
         int | None,
@@ -195,75 +196,82 @@ class Consistency(CamelModel):
     ] = Field(
         default=None,
         ge=1,
-        description="Only with mode sync: how many records each version is made of, whatever the number of "
-        "workers. They are the next ones in the order of the epoch. The parameter server gives each worker "
-        "a part of them, and the records of a worker that is lost go to others in the same version. The last "
-        "version of an epoch has what is left.",
+        description="Only with mode sync: how many records each version is made of, whatever the number "
+        "of workers. They are the next records in the order of the epoch. The parameter "
+        "server gives each worker a part of them, and the records of a lost worker go to "
+        "others in the same version. The last version of an epoch has the records that are "
+        "left.",
     )
     balance: Annotated[Literal["even", "speed"] | None, _BALANCES, _WAITS, _MEASURED, NOT_LOCALLY] = Field(
         default=None,
         description="Only with globalBatchSize, or with mode local and outer diloco or average; even if "
-        "unset. With speed, workers get work in proportion to their measured speed: records of each version, "
-        "or local steps between two exchanges, where the fastest makes as many as steps says.",
+        "unset. With speed, workers get work in proportion to their measured speed: records "
+        "of each version, or local steps between two exchanges, of which the fastest worker "
+        "makes as many as the field steps sets.",
     )
     reads: Annotated[Literal["consistent", "inconsistent"] | None, OnlyWith("mode", ("async",))] = Field(
         default=None,
-        description="Only with mode async; consistent if unset. With consistent, a worker reads one version "
-        "wholly, and the next version is made when all that read have finished. With inconsistent, versions "
-        "are made meanwhile, so some of the parameters that a worker reads may be newer than others.",
+        description="Only with mode async; consistent if unset. With consistent, a worker always reads a "
+        "single version, and the next version waits until all workers have finished reading. "
+        "With inconsistent, versions do not wait, so some of the parameters that a worker "
+        "reads may be newer than others.",
     )
     staleness_scale: Annotated[STALENESS_SCALE | None, OnlyWith("mode", ("async", "bounded"))] = Field(
         default=None,
-        description="Only with modes async and bounded; damped if unset. With inverse, the learning "
-        "rate of a step is divided by one more than its staleness: a step that is 3 versions old is made "
-        "with a quarter of the rate (delay-adaptive rates: Zhang et al. 2016, Mishchenko et al. 2022). With "
-        "damped, so is the memory of a momentum, since stale steps are a momentum of their own (Mitliagkas "
-        "et al. 2016): 0.9 becomes 0.69. With none, a stale step is made as any other. A function of your "
-        "own is named as module:function. It takes the staleness, a number of versions, and returns what the "
-        "rate is multiplied by. A version of several steps has the rate of the stalest one.",
+        description="Only with modes async and bounded; damped if unset. With inverse, the learning rate "
+        "of a step is divided by one more than its staleness: a step that is 3 versions old "
+        "gets a quarter of the rate (delay-adaptive rates: Zhang et al. 2016, Mishchenko et "
+        "al. 2022). With damped, a momentum is reduced as well, because stale steps act like "
+        "a momentum of their own (Mitliagkas et al. 2016): for the same step, 0.9 becomes "
+        "0.69. With none, a stale step gets the full rate. Name a function of your own as "
+        "module:function: it takes the staleness in versions, and returns the factor for the "
+        "rate. A version of several steps has the rate of the stalest one.",
     )
     max_staleness_p99: Annotated[int | None, *_OBJECTIVE] = Field(
         default=None,
         ge=0,
-        description="Only with modes async, bounded and sync: how stale 99 of 100 steps may be at most, in "
-        "versions. The parameter server measures it, and keeps it by changing the mode while the job runs: "
-        "from async to bounded with this bound, or to sync if it is 0; and back when steps have long been "
-        "half as stale at most. The mode is the one that the job begins with.",
+        description="Only with modes async, bounded and sync: how stale 99 of 100 steps may be at most, "
+        "in versions. The parameter server measures the staleness, and keeps to this limit by "
+        "changing the mode while the job runs: from async to bounded with this bound, or to "
+        "sync if it is 0. It changes back when steps have been at most half as stale for a "
+        "long time. The field mode is the mode that the job begins with.",
     )
     steps: Annotated[int | None, _needed("local", "steps that a worker makes by itself")] = Field(
         default=None,
         ge=1,
-        description="Only with mode local, and needed there: how many steps a worker makes by itself between "
-        "two exchanges; with fragments, between two exchanges of the same one. An exchange before the data "
-        "runs out, or before the worker leaves, has fewer.",
+        description="Only with mode local, and needed there: how many steps a worker makes by itself "
+        "between two exchanges; with fragments, between two exchanges of the same one. The "
+        "last exchange before the data runs out, or before the worker leaves, covers fewer "
+        "steps.",
     )
     fragments: Annotated[int | None, _LOCAL, _TURNS, NOT_LOCALLY] = Field(
         default=None,
         ge=1,
-        description="Only with mode local; 1 if unset: into how many parts the model is divided, which are "
-        "exchanged in turn. Each part is exchanged once in as many steps as are set, so exchanges are more "
-        "frequent and smaller. A tensor is not divided, so there are at most as many parts as tensors.",
+        description="Only with mode local; 1 if unset: the number of parts of the model, which are "
+        "exchanged in turn. Each part is exchanged once in the number of steps that the field "
+        "steps sets, so exchanges are more frequent and smaller. A tensor is not divided, so "
+        "there are at most as many parts as tensors.",
     )
     overlap: Annotated[int | None, _LOCAL, _OWN_VALUES, _OVERLAPS, NOT_LOCALLY] = Field(
         default=None,
         ge=0,
         description="Only with mode local, and not with outer easgd; 0 if unset: how many steps a worker "
-        "makes while an exchange is under way. It then adds the changes of these steps to the result. There "
-        "must be fewer of them than between two exchanges.",
+        "makes while an exchange is under way. It then adds the changes of these steps to the "
+        "result. The number must be smaller than the steps between two exchanges.",
     )
     quorum: Annotated[int | None, _LOCAL, _WAITS, NOT_LOCALLY] = Field(
         default=None,
         ge=1,
-        description="Only with mode local and outer diloco or average: of how many workers' exchanges a "
-        "version is made at least. Those that come within the grace period after that are part of it, too, "
-        "and later ones are part of a later version. All workers' if unset. It may be worker.minReplicas at "
-        "most.",
+        description="Only with mode local and outer diloco or average: how many workers' exchanges are "
+        "enough for a version; all if unset. Exchanges that come within the grace period "
+        "after that join the same version, and later ones go into a later version. At most "
+        "worker.minReplicas.",
     )
     grace: Annotated[DurationOrAuto | None, _LOCAL, _GRACE, NOT_LOCALLY] = Field(
         default=None,
         description="Only with quorum: how long a version waits for the other workers when it has its "
-        "quorum. With auto, which is the default, it is a quarter of the time between two exchanges of a "
-        "worker, as measured.",
+        "quorum. With auto, the default, it waits a quarter of the measured time between two "
+        "exchanges of a worker.",
     )
     outer: Annotated[
         Literal["diloco", "delayed", "average", "easgd", "downpour"] | None,
@@ -271,13 +279,14 @@ class Consistency(CamelModel):
         NOT_LOCALLY,
     ] = Field(
         default=None,
-        description="Only with mode local; diloco if unset. What the parameter server makes of the workers' "
-        "exchanges. With diloco, the mean of their changes is the gradient of a step with Nesterov momentum. "
-        "With average, a version is the mean of their values. Both wait for all workers. With delayed, each "
-        "worker's change is such a gradient by itself when it comes, and the momentum changes once in as "
-        "many exchanges as worker.replicas says. With downpour, each worker's change is added when it "
-        "comes. With easgd, a worker keeps its own values, and at each exchange they and the job's are drawn "
-        "together.",
+        description="Only with mode local; diloco if unset: how the parameter server combines the "
+        "workers' exchanges. With diloco, the mean of their changes is the gradient of a step "
+        "with Nesterov momentum. With average, a version is the mean of their values. Both "
+        "wait for all workers. With delayed, each worker's change is such a gradient as soon "
+        "as it comes, and the momentum changes once in worker.replicas exchanges. With "
+        "downpour, each worker's change is added when it comes. With easgd, a worker keeps "
+        "its own values, and each exchange moves them and the job's values towards each "
+        "other.",
     )
     outer_learning_rate: Annotated[
         float | None, _LOCAL, _takes("outer_learning_rate"), _PASSES, NOT_LOCALLY
@@ -285,20 +294,20 @@ class Consistency(CamelModel):
         default=None,
         ge=0.0001,
         le=100,
-        description="Only with mode local, and not with outer average: the share of the workers' change that "
-        "becomes part of the job's values. 0.7 if unset with diloco and delayed (Douillard et al. 2023). "
-        "With downpour, if unset, 1 divided by one more than the staleness of the exchange, as "
-        "delay-adaptive rates are (Mishchenko et al. 2022). With easgd it is the share of their distance by "
-        "which both sides move, 0.25 if unset, and 1 at most.",
+        description="Only with mode local, and not with outer average: the share of the workers' change "
+        "that becomes part of the job's values. If unset, it is 0.7 with diloco and delayed "
+        "(Douillard et al. 2023), and with downpour 1 divided by one more than the staleness "
+        "of the exchange (delay-adaptive rates: Mishchenko et al. 2022). With easgd, both "
+        "sides move by this share of their distance: 0.25 if unset, and at most 1.",
     )
     outer_momentum: Annotated[float | None, _LOCAL, _takes("outer_momentum"), NOT_LOCALLY] = Field(
         default=None,
         ge=0,
         le=0.9999,
         description="Only with mode local and outer diloco or delayed: the Nesterov momentum of the outer "
-        "step. If unset it rises with the exchanges that the job has made (a schedule as in Sutskever et al. "
-        "2013): 0.05 in the first one, 0.5 in the 20th, and 0.9 from the 180th on (Douillard et al. 2023). "
-        "So it fits a job with few of them, too.",
+        "step. If unset, it rises with the number of exchanges (a schedule as in Sutskever et "
+        "al. 2013): 0.05 in the first one, 0.5 in the 20th, and 0.9 from the 180th on "
+        "(Douillard et al. 2023). So it also fits a job with few exchanges.",
     )
     outer_nesterov: Annotated[bool | None, _LOCAL, _takes("outer_nesterov"), NOT_LOCALLY] = Field(
         default=None,
@@ -313,10 +322,11 @@ class Consistency(CamelModel):
     ] = Field(
         default=False,
         description="With true, two runs of the job give the same model, bit for bit. Each worker has a "
-        "fixed share of the records, and gradients are added in the order of the workers' indexes. When a "
-        "worker is lost, the others wait for its replacement. worker.replicas cannot change while the job "
-        "runs. With globalBatchSize it may change, and nobody waits for a replacement: each version has the "
-        "same records with any workers, and two runs agree up to round-off.",
+        "fixed share of the records, and gradients are added in the order of the workers' "
+        "indexes. When a worker is lost, the others wait for its replacement. worker.replicas "
+        "cannot change while the job runs. With globalBatchSize, worker.replicas may change, "
+        "and nobody waits for a replacement: each version has the same records with any "
+        "number of workers, and two runs agree up to round-off.",
     )
     backup_workers: Annotated[
         int,

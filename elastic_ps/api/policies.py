@@ -53,8 +53,8 @@ class PodFailurePolicy(CamelModel):
     """What follows from a worker's end, in the manner of a Kubernetes Job."""
 
     rules: list[FailureRule] = Field(
-        description="Looked at in this order; the first that fits decides. If none does, each end other than "
-        "0 counts, except disruptions."
+        description="The rules, in the order in which they are tried. The first one that fits decides. If "
+        "none fits, every exit status other than 0 counts, except after disruptions."
     )
 
 
@@ -83,10 +83,11 @@ class RunPolicy(CamelModel):
     )
     on_divergence: Literal["warn", "stop"] = Field(
         default="warn",
-        description="What happens when the job learns nothing: its loss, or a gradient, is not finite; or "
-        "the loss is far above its best for a tenth of the job; or in the second half of the job it is no "
-        "better than at the start. With warn, the condition Diverged says so, and what to change. With stop, "
-        "the job fails as well, and no worker is started again. The loss is what scripts report as loss.",
+        description="What happens when the job learns nothing: its loss or a gradient is not finite; or "
+        "the loss is far above its best for a tenth of the job; or in the second half of the "
+        "job the loss is no better than at the start. With warn, the condition Diverged says "
+        "so, and what to change. With stop, the job also fails, and no worker is started "
+        "again. The loss is what scripts report as loss.",
     )
     active_deadline_seconds: int | None = Field(
         default=None,

@@ -22,8 +22,8 @@ Reported: TypeAlias = Annotated[dict[str, float], PlainSerializer(_finite, when_
 class Staleness(CamelModel):
     """How stale the steps in the model were, in versions. From 100 on, p50 and p99 have two digits."""
 
-    p50: int = Field(description="Half of the steps were at most so stale.")
-    p99: int = Field(description="99 of 100 steps were at most so stale.")
+    p50: int = Field(description="Half of the steps were at most this stale.")
+    p99: int = Field(description="99 of 100 steps were at most this stale.")
     max: int = Field(description="The largest staleness of any step.")
 
 
@@ -32,18 +32,18 @@ class EvaluationStatus(CamelModel):
 
     version: int | None = Field(default=None, description="The version that was evaluated last.")
     metrics: Reported = Field(
-        default_factory=dict, description="What the evaluator reported of that version."
+        default_factory=dict, description="What the evaluator reported about that version."
     )
     best_version: int | None = Field(
-        default=None, description="With evaluator.best: the version that is the best so far. It is kept."
+        default=None, description="With evaluator.best: the best version so far. Its checkpoint is kept."
     )
     best: float | None = Field(default=None, description="The metric's value at the best version.")
     evaluated: int = Field(default=0, description="How many checkpoints have been evaluated.")
     waiting: int = Field(default=0, description="How many checkpoints wait for the evaluator.")
     missed: int = Field(
         default=0,
-        description="How many checkpoints were given up: more than evaluator.backlog were waiting, or the "
-        "evaluator died over one again and again.",
+        description="How many checkpoints were given up, because more than evaluator.backlog were waiting or "
+        "the evaluator kept failing on one.",
     )
 
     def __str__(self) -> str:
@@ -57,10 +57,11 @@ class Divergence(CamelModel):
     """That the job learns nothing, as far as its loss says."""
 
     reason: str = Field(
-        description="LossNotFinite, LossFarAboveBest (for a tenth of the job) or LossNoBetter (than at the "
-        "start, in the second half of the job)."
+        description="LossNotFinite; LossFarAboveBest, for a tenth of the job; or LossNoBetter than at the "
+        "start, "
+        "in the second half of the job."
     )
-    message: str = Field(description="What was found, and what to change in a job of this mode.")
+    message: str = Field(description="What was found, and what to change in this mode.")
 
 
 class Progress(CamelModel):
@@ -76,7 +77,7 @@ class Progress(CamelModel):
         default=0, ge=0, le=100, description="The share of all records that is trained, in percent."
     )
     samples_per_second: float | None = Field(
-        default=None, description="How many records the whole job trains in a second."
+        default=None, description="How many records the whole job trains per second."
     )
     loss: float | None = Field(
         default=None,
@@ -84,7 +85,7 @@ class Progress(CamelModel):
         "are in one version, weighted by their samples.",
     )
     diverged: Divergence | None = Field(
-        default=None, description="Why the job learns nothing, by its loss; unset if it does."
+        default=None, description="Why the job learns nothing, judged by its loss. Unset while it learns."
     )
     eta_seconds: int | None = Field(
         default=None, description="The expected time until the end of training, in seconds."
@@ -105,17 +106,19 @@ class Progress(CamelModel):
     )
     metrics: Reported = Field(
         default_factory=dict,
-        description="The values that scripts reported last, for example test_accuracy. Of a value that was "
-        "reported with a step, the mean, sum or maximum over the steps of the last version that had any.",
+        description="The values that scripts reported last, for example test_accuracy. A value that was "
+        "reported "
+        "with a step is the mean, sum or maximum over the steps of the last version that had any.",
     )
     evaluation: EvaluationStatus | None = Field(
         default=None, description="With an evaluator: what it has found so far."
     )
     staleness: Staleness | None = Field(
         default=None,
-        description="Where a step may be stale (modes bounded and async, and mode local with a quorum or "
-        "outer delayed, downpour or easgd): how many versions the others made while a worker computed a "
-        "step, over all steps that are in the model. In mode local an exchange is a step.",
+        description="How many versions the others made while a worker computed a step, over all steps that "
+        "are "
+        "in the model. Only in modes bounded and async, and in mode local with a quorum or with outer "
+        "delayed, downpour or easgd, where an exchange counts as a step.",
     )
     finished: bool = Field(
         default=False,
@@ -181,18 +184,18 @@ STAYED_OUT = (
 class Traffic(CamelModel):
     """Bodies of gradients and values that workers have sent and received, and what their codecs cost them."""
 
-    pushed_bytes: int = Field(default=0, description="Of gradients, as they were sent.")
-    pushed_plain_bytes: int = Field(default=0, description="Of the same gradients without a codec.")
-    pulled_bytes: int = Field(default=0, description="Of values, as they were received.")
-    pulled_plain_bytes: int = Field(default=0, description="Of the same values without a codec.")
-    encode_seconds: float = Field(default=0.0, description="How long it took to encode the gradients.")
-    decode_seconds: float = Field(default=0.0, description="How long it took to decode the values.")
+    pushed_bytes: int = Field(default=0, description="Bytes of gradients that workers sent.")
+    pushed_plain_bytes: int = Field(default=0, description="The size of the same gradients without a codec.")
+    pulled_bytes: int = Field(default=0, description="Bytes of values that workers received.")
+    pulled_plain_bytes: int = Field(default=0, description="The size of the same values without a codec.")
+    encode_seconds: float = Field(
+        default=0.0, description="How many seconds workers took to encode gradients."
+    )
+    decode_seconds: float = Field(default=0.0, description="How many seconds workers took to decode values.")
     push_seconds: float = Field(
-        default=0.0, description="How long any gradient was being encoded or sent, until it was added up."
+        default=0.0, description="For how many seconds any gradient was being encoded or sent."
     )
-    codec: str = Field(
-        default="", description="With the codec auto: what the worker, or each of them, has chosen."
-    )
+    codec: str = Field(default="", description="With codec auto: the codecs that workers have chosen.")
 
     @classmethod
     def counts(cls) -> list[str]:
@@ -208,17 +211,21 @@ class Traffic(CamelModel):
 class TrafficStatus(CamelModel):
     """What all workers together have sent and received, and what their codecs cost them."""
 
-    pushed_bytes: int = Field(default=0, description="Of gradients, as they were sent.")
-    pushed_ratio: float = Field(default=1.0, description="These bytes divided by those without a codec.")
-    pulled_bytes: int = Field(default=0, description="Of values, as they were received.")
-    pulled_ratio: float = Field(default=1.0, description="These bytes divided by those without a codec.")
-    codec_seconds: float = Field(
-        default=0.0, description="How long the workers took to encode gradients and to decode values."
+    pushed_bytes: int = Field(default=0, description="Bytes of gradients that workers sent.")
+    pushed_ratio: float = Field(
+        default=1.0, description="pushedBytes divided by the size of the same gradients without a codec."
     )
-    codec: str = Field(default="", description="With the codec auto: what the workers have chosen.")
+    pulled_bytes: int = Field(default=0, description="Bytes of values that workers received.")
+    pulled_ratio: float = Field(
+        default=1.0, description="pulledBytes divided by the size of the same values without a codec."
+    )
+    codec_seconds: float = Field(
+        default=0.0, description="How many seconds workers took to encode gradients and to decode values."
+    )
+    codec: str = Field(default="", description="With codec auto: the codecs that workers have chosen.")
     bucket_bytes: int | None = Field(
         default=None,
-        description="If parameterServer.bucketBytes names none: the size of buckets that was chosen.",
+        description="The size of buckets that was chosen, if parameterServer.bucketBytes is 0.",
     )
 
     @classmethod
@@ -241,21 +248,24 @@ class MemberStatus(CamelModel):
     """A member of the job, as the parameter server sees it."""
 
     worker: int = Field(description="The worker's index.")
-    incarnation: int
-    pid: int
-    host: str
+    incarnation: int = Field(description="The number of this stay in the job; it only grows.")
+    pid: int = Field(description="The process id of the worker.")
+    host: str = Field(description="The host or pod of the worker.")
     transport: str = Field(
         default="",
-        description="How this worker's calls came when it joined: shm (on one host, with bodies in shared "
-        "memory), tcp, grpc, or mpi (through the ranks of an mpirun).",
+        description="How this worker was connected when it joined: shm (shared memory on one host), tcp, "
+        "grpc, or "
+        "mpi (through the ranks of an mpirun).",
     )
-    state: Literal["joining", "idle", "training", "left", "lost", "hung"]
+    state: Literal["joining", "idle", "training", "left", "lost", "hung"] = Field(
+        description="Whether the worker is a member (joining, idle, training), or how it ceased to be one."
+    )
     reason: str = Field(default="", description="Why the worker was declared lost or hung, in words.")
     gone_seconds: float | None = Field(
-        default=None, description="How many seconds ago it ceased to be a member. Unset while it is one."
+        default=None, description="How many seconds ago it ceased to be a member. Unset while it is a member."
     )
-    joined_version: int
-    left_version: int | None = None
+    joined_version: int = Field(description="The version that the worker joined at.")
+    left_version: int | None = Field(default=None, description="The version that the worker left at.")
     steps: int = Field(default=0, description="How many of this member's steps are in the model.")
     records: int = Field(default=0, description="How many of this member's records are in the model.")
     late: int = Field(
@@ -265,25 +275,27 @@ class MemberStatus(CamelModel):
     )
     staleness: int = Field(
         default=0,
-        description="Where a step may be stale, see progress.staleness: how many versions the others made "
-        "while this member computed its last step. Elsewhere it is always 0.",
+        description="How many versions the others made while this member computed its last step, in the "
+        "modes of "
+        "progress.staleness. Otherwise 0.",
     )
     step_seconds: float | None = Field(
         default=None,
         description="How many seconds this member takes for a step, from the new version to its complete "
-        "gradients: a moving average.",
+        "gradients; a moving average.",
     )
     records_per_second: float | None = Field(
         default=None,
-        description="How many records the member computes in a second, without the time that it waits for "
-        "others: an exponential moving average.",
+        description="How many records this member computes per second, without the time that it waits for "
+        "others; "
+        "a moving average.",
     )
     slowness: float | None = Field(
         default=None, description="This member's stepSeconds divided by the median of all workers."
     )
     traffic: Traffic = Field(
         default_factory=Traffic,
-        description="What this member had sent and received when it ended its last step.",
+        description="What this member had sent and received at the end of its last step.",
     )
 
     @property
@@ -315,18 +327,18 @@ class TuningStatus(CamelModel):
     consistency: str = Field(default="", description="The consistency that is in force, in words.")
     compression: str = Field(default="", description="The compression that is in force, in words.")
     since: int = Field(default=0, description="The version after which both are in force.")
-    asked: int = Field(default=0, description="The number of the newest change that was asked for.")
-    problem: str = Field(default="", description="Why that one is not in force; empty if it is.")
+    asked: int = Field(default=0, description="The number of the newest change that was requested.")
+    problem: str = Field(default="", description="Why the newest change is not in force. Empty if it is.")
 
 
 class ServerStatus(CamelModel):
     """What a parameter server answers on `GET /status`."""
 
-    job: str
-    shard: int
-    shards: int
+    job: str = Field(description="The job's name.")
+    shard: int = Field(description="The index of this parameter server.")
+    shards: int = Field(description="The number of parameter servers.")
     term: int = Field(
-        description="How often the parameter server has been started. 0 while it waits for its storage."
+        description="How often the parameter server has started. 0 while it waits for its storage."
     )
     ready: bool = Field(
         description="Whether the model has its first values, or a script has asked for a tensor of "
@@ -343,14 +355,15 @@ class ServerStatus(CamelModel):
     problem: str = Field(
         default="",
         description="A problem that somebody should solve, for example a full disk. The job keeps running, "
-        "or continues as soon as it can.",
+        "or "
+        "continues as soon as it can.",
     )
     checkpoint_pause_seconds: float = Field(
         default=0.0,
         description="How many seconds training has paused for checkpoints since the server's start.",
     )
     tuning: TuningStatus = Field(
-        default_factory=TuningStatus, description="How versions are made at the moment."
+        default_factory=TuningStatus, description="The consistency and compression in force."
     )
     standbys: list[bool] = Field(
         default_factory=list,
@@ -358,11 +371,12 @@ class ServerStatus(CamelModel):
     )
     bucket_bytes: int = Field(
         default=0,
-        description="If parameterServer.bucketBytes names none: the size that was chosen. 0: none was.",
+        description="The size of buckets that was chosen, if parameterServer.bucketBytes is 0. 0: none was "
+        "chosen.",
     )
     members: list[MemberStatus] = Field(
         default_factory=list,
-        description="All workers that have joined, in the order of joining, also those that are gone.",
+        description="All workers that have ever joined, in the order of joining.",
     )
 
     @property
@@ -406,12 +420,14 @@ class Condition(CamelModel):
         description="What the condition is about: Created, Running, Degraded, Diverged, Suspended, Succeeded "
         "or Failed."
     )
-    status: Literal["True", "False", "Unknown"] = Field(description="Whether it holds: True or False.")
-    reason: str = Field(description="Why, in one word.")
-    message: str = Field(default="", description="Why, for a person.")
-    last_transition_time: str = Field(description="When it began or ceased to hold.")
+    status: Literal["True", "False", "Unknown"] = Field(
+        description="Whether the condition holds: True or False."
+    )
+    reason: str = Field(description="The reason, in one word.")
+    message: str = Field(default="", description="The reason, in a sentence.")
+    last_transition_time: str = Field(description="When the status of the condition last changed.")
     observed_generation: int | None = Field(
-        default=None, description="The metadata.generation of the spec that it was found with."
+        default=None, description="The metadata.generation of the spec when the condition was written."
     )
 
 
@@ -423,11 +439,14 @@ class WorkerStatus(CamelModel):
     completed: int = Field(default=0, description="How many workers have come to the end of their script.")
     failures: int = Field(default=0, description="How many failures count against backoffLimit.")
     restarts: int = Field(default=0, description="How many workers have been replaced, for any reason.")
-    last_failure: str | None = Field(default=None, description="Which worker was replaced last, and why.")
+    last_failure: str | None = Field(
+        default=None, description="The worker that was replaced last, and the reason."
+    )
     invalid_on: dict[str, str] = Field(
         default_factory=dict,
-        description="By node: what a process of the job wrote there when it ended with exit status 78, which "
-        "says that the job cannot run as specified. The same on a second node ends the job.",
+        description="For each node, the last output of a process that ended there with exit status 78: the "
+        "job "
+        "cannot run as specified. The job fails when a second node has the same output.",
     )
     counted_pods: list[str] = Field(
         default_factory=list,
@@ -448,14 +467,12 @@ class ParameterServerStatus(CamelModel):
 
     ready: int = Field(default=0, description="How many parameter servers are ready.")
     term: int | None = Field(
-        default=None, description="How often the parameter server has been started. Each start is a term."
+        default=None, description="How often the parameter server has started. Each start is a term."
     )
-    consistency: str = Field(
-        default="", description="How versions are made at the moment, as the parameter server says."
-    )
+    consistency: str = Field(default="", description="The consistency that is in force, in words.")
     compression: str = Field(
         default="",
-        description="How gradients and values are encoded at the moment, as the parameter server says.",
+        description="The compression that is in force, in words.",
     )
     standbys: int | None = Field(
         default=None,
@@ -476,23 +493,27 @@ class Summary(CamelModel):
     """The columns of `kubectl get`, as text."""
 
     workers: str = Field(
-        default="", description="How many workers have joined or are done, of how many, as in 2/4."
+        default="",
+        description="How many workers have joined or are done, and how many the job wants, as in 2/4.",
     )
     progress: str = Field(default="", description="The share of all records that is trained, as in 15%.")
     loss: str = Field(default="", description="The last reported training loss.")
     reason: str = Field(
         default="",
-        description="Why the job does not run as its spec asks for, or how it has ended: the reason of the "
-        "condition that says more. Empty if all is well.",
+        description="Why the job does not run as its spec asks, or how it ended: the reason of a condition. "
+        "Empty "
+        "if all is well.",
     )
 
 
 class CertificatesStatus(CamelModel):
     """The certificates of the job's processes, as they were issued last."""
 
-    issued: str = Field(default="", description="When they were issued.")
-    expires: str = Field(default="", description="When they end. New ones are issued before.")
-    workers: int = Field(default=0, description="How many workers there are certificates for.")
+    issued: str = Field(default="", description="When the certificates were issued.")
+    expires: str = Field(
+        default="", description="When the certificates expire. New ones are issued before that."
+    )
+    workers: int = Field(default=0, description="For how many workers there are certificates.")
 
 
 class TrainingJobStatus(CamelModel):
@@ -506,21 +527,20 @@ class TrainingJobStatus(CamelModel):
         default=None, description="The metadata.generation of the spec that the operator has seen last."
     )
     conditions: list[Condition] = Field(
-        default_factory=list, description="What holds of the job and what does not, each with the reason."
+        default_factory=list, description="The conditions of the job, each with its reason."
     )
     worker: WorkerStatus = Field(default_factory=WorkerStatus)
     parameter_server: ParameterServerStatus = Field(default_factory=ParameterServerStatus)
     progress: Progress = Field(default_factory=Progress)
     traffic: TrafficStatus | None = Field(
         default=None,
-        description="What all workers have sent and received since the parameter server was started last. "
-        "It is written with the progress.",
+        description="What all workers have sent and received since the last start of the parameter server.",
     )
     summary: Summary = Field(default_factory=Summary)
     certificates: CertificatesStatus | None = Field(
-        default=None, description="Of a job whose processes talk to each other over TLS."
+        default=None, description="The certificates of a job that uses TLS."
     )
     start_time: str | None = Field(
-        default=None, description="When the job began, or was resumed after it had been suspended."
+        default=None, description="When the job began, or when it was last resumed."
     )
     completion_time: str | None = Field(default=None, description="When the job ended.")
