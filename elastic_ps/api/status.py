@@ -156,8 +156,8 @@ class Progress(CamelModel):
         """That training is done and `unwritten`, because of a `problem` if one is known."""
         return (
             f"the training is done, but its last version {self.version} is not on disk: "
-            f"{problem or 'it was not written in time'}. The newest one there is version "
-            f"{self.durable_version}. Make room, and continue from that one"
+            f"{problem or 'it was not written in time'}. The newest one on disk is "
+            f"version {self.durable_version}. Make room, and continue from it"
         )
 
 
@@ -175,8 +175,8 @@ FINISHED_GRACE = timedelta(minutes=1)
 """How long a worker that does not answer, or has not joined, may keep a job open whose training is done."""
 
 STAYED_OUT = (
-    f"it has not joined in the {FINISHED_GRACE.total_seconds():g} s since another worker was done: its "
-    "script has not come to elastic_ps.connect(), and nothing is left for it to train"
+    f"it has not joined within {FINISHED_GRACE.total_seconds():g} s after another worker was done: its "
+    "script has not called elastic_ps.connect(), and nothing is left for it to train"
 )
 """Why it is ended then, in words."""
 

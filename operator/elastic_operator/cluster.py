@@ -323,7 +323,7 @@ def _words(action: Action, job: str) -> str:
     if isinstance(action, TellPod):
         return f"told Pod {action.name} of a change"
     if isinstance(action, Remember):
-        return f"wrote the spec down on Service {action.name}"
+        return f"recorded the spec on Service {action.name}"
     return f"deleted Pod {action.name}" if isinstance(action, DeletePod) else f"deleted Job {job}"
 
 

@@ -184,7 +184,9 @@ class Listings:
 
     def _leave_out(self, refused: Mapping[str, ApiError]) -> None:
         for namespace, error in refused.items():
-            logger.warning("the namespace %s is not served, its jobs cannot be listed: %s", namespace, error)
+            logger.warning(
+                "cannot serve the namespace %s, because its jobs cannot be listed: %s", namespace, error
+            )
             self._store.forget_jobs(namespace)
         self._left_out = frozenset(refused)
 

@@ -370,7 +370,7 @@ def _ended(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[E
     init = _failed_init(manifest)
     end = terminated or _end_of(init)
     if not end or end.get("reason") in _LOST_SIGHT:
-        return "disrupted", Problem("Lost", f"{name} ended, and its node does not know how")
+        return "disrupted", Problem("Lost", f"{name} ended, and its node does not know how it ended")
     if not terminated:
         return "failed", _exit(_init_name(init, name), end)
     if end.get("exitCode") == exits.LEFT:

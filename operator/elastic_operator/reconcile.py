@@ -284,7 +284,9 @@ def _network(
         return
     for name, manifest in network.policies(job, desired.spec, options.http_from).items():
         if name not in observed.policies:
-            yield Create("NetworkPolicy", name, manifest, "only the job's own pods reach its data ports")
+            yield Create(
+                "NetworkPolicy", name, manifest, "it lets only the job's own pods reach its data ports"
+            )
 
 
 def _service(job: Mapping[str, Any], desired: Desired, observed: Observed) -> Iterator[Action]:
@@ -296,9 +298,9 @@ def _service(job: Mapping[str, Any], desired: Desired, observed: Observed) -> It
         manifest = wiring.service(job, secured=desired.secured)
         if valid:
             manifest["metadata"]["annotations"][names.VALID_ANNOTATION] = valid
-        yield Create("Service", name, manifest, "the address of the job's servers")
+        yield Create("Service", name, manifest, "it gives the job's servers their addresses")
     elif valid and observed.valid_spec != valid:
-        yield Remember(name, valid, "the job goes on with it if the next one cannot be followed")
+        yield Remember(name, valid, "the job keeps this spec if a later one is invalid")
 
 
 def _servers(
@@ -322,15 +324,15 @@ def _servers(
             yield _create(job, desired, status, role, shard, _NEED[role])
         elif pod.ending is not None and pod.deleting is None and _is_counted(pod, old):
             if pause(pod, now, options) == ZERO:
-                yield DeletePod.of(pod, "it has ended and is created again")
+                yield DeletePod.of(pod, "it has ended, and a new one takes its place")
         elif pod.active and (why := server_to_renew(pod, desired, observed)):
             yield DeletePod.of(pod, why)
         elif pod.active and pod.tuning:
             if wanted := tuning_to_tell(desired, pod):
-                told = "the job wants another consistency or compression, or other checkpoints"
+                told = "the spec asks for another consistency, compression or checkpoint policy"
                 yield TellPod(pod.name, pod.uid, {names.TUNING_ANNOTATION: wanted}, told)
             if not pod.durable and (version := _durable(desired, status)) is not None:
-                told = "a version is on disk, without which it is not to begin again"
+                told = "a version is on disk, and a restart must not begin without it"
                 yield TellPod(pod.name, pod.uid, builders.durable_annotation(version), told)
 
 
@@ -363,9 +365,9 @@ def _evaluator(
             yield _create(job, desired, status, "evaluator", 0, "the job has an evaluator")
     elif pod.over and pod.finished:
         if pause(pod, now, options) == ZERO:
-            yield DeletePod.of(pod, "it has ended and is created again")
+            yield DeletePod.of(pod, "it has ended, and a new one takes its place")
     elif pod.deleting is None and pod.ending != "done" and desired.outdated(pod):
-        yield DeletePod.of(pod, "image or template have changed, or a restart was asked for")
+        yield DeletePod.of(pod, "its image or template has changed, or somebody has asked for a restart")
 
 
 def _is_counted(server: Pod, old: TrainingJobStatus) -> bool:
@@ -396,15 +398,15 @@ def _workers(
         if pod.over:
             restart = restart_in(pod, status, desired, now, options)
             if pod.uid in old.worker.counted_pods and restart == ZERO:
-                yield DeletePod.of(pod, "it has ended and is replaced")
+                yield DeletePod.of(pod, "it has ended, and a new one takes its place")
         elif pod.active and (why := _given_up(pod, desired, status, observed, now)):
             yield DeletePod.of(pod, why)
         elif index not in wanted:
             yield DeletePod.of(pod, f"scaled down to {desired.replicas} workers")
         elif pod.active and finished and pod.unbegun:
-            yield DeletePod.of(pod, "the training is finished, and it has not begun")
+            yield DeletePod.of(pod, "training is finished, and it has not started")
         elif pod.active and finished and _stays_out(pod, observed, now):
-            yield DeletePod.of(pod, f"the training is finished, and {STAYED_OUT}")
+            yield DeletePod.of(pod, f"training is finished, and {STAYED_OUT}")
         elif pod.stuck and desired.outdated(pod):
             yield DeletePod.of(pod, MENDED)
     yield from workers_to_renew(desired, status, observed, now)

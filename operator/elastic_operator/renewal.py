@@ -18,7 +18,7 @@ from elastic_operator.pods import Pod, Problem, parse_time
 from elastic_operator.status import condition, holds, member_statuses, with_condition
 from elastic_ps.api.status import TrainingJobStatus, WorkerStatus
 
-MENDED = "it does not run, and image or template have changed"
+MENDED = "it does not run, and its image or template has changed"
 
 
 def is_corrected(status: TrainingJobStatus, generation: int | None) -> bool:
@@ -56,7 +56,7 @@ def begun_again(status: TrainingJobStatus, now: datetime) -> TrainingJobStatus:
 
 def left_over(desired: Desired, observed: Observed) -> tuple[Action, ...]:
     """Delete the pods that had ended before a restart was asked for; they say nothing of what comes."""
-    asked = "a restart was asked for"
+    asked = "somebody has asked for a restart"
     ended = [pod for pod in observed.pods if pod.ending is not None and pod.deleting is None]
     return tuple(DeletePod.of(pod, asked) for pod in ended if pod.older_than(desired.restart))
 
@@ -70,7 +70,7 @@ def server_to_renew(server: Pod, desired: Desired, observed: Observed) -> str:
     leaders = observed.of("ps")
     settled = all(pod.active and pod.ready and not pod.older_than(desired.restart) for pod in leaders)
     leads = server.role == "ps"
-    return "a restart was asked for" if leads or (settled and leaders) else ""
+    return "somebody has asked for a restart" if leads or (settled and leaders) else ""
 
 
 def workers_to_renew(
@@ -86,5 +86,5 @@ def workers_to_renew(
             return
     for pod in reversed(wanted):
         if pod is not None and desired.outdated(pod):
-            yield DeletePod.of(pod, "image or template have changed, or a restart was asked for")
+            yield DeletePod.of(pod, "its image or template has changed, or somebody has asked for a restart")
             return

@@ -164,7 +164,7 @@ def judged(status: TrainingJobStatus, now: datetime) -> TrainingJobStatus:
         return with_condition(status, "Diverged", True, Problem(found.reason, found.message), now=now)
     if condition(status, "Diverged") is None:
         return status
-    over = Problem("NotFound", "the loss is finite, and as far as can be said it is as it should be")
+    over = Problem("NotFound", "the loss is finite, and shows no problem")
     return with_condition(status, "Diverged", False, over, now=now)
 
 
@@ -196,10 +196,10 @@ def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
     notes = list(_evaluated(old.progress.evaluation or EvaluationStatus(), new.progress.evaluation))
     was, now = old.parameter_server, new.parameter_server
     if was.consistency and now.consistency != was.consistency:
-        text = f"consistency is ({now.consistency}) now; it was ({was.consistency})"
+        text = f"consistency has changed from ({was.consistency}) to ({now.consistency})"
         notes.append(Note(f"Changed/{now.term}/{now.consistency}", "Normal", "ConsistencyChanged", text))
     if was.compression and now.compression != was.compression:
-        text = f"compression is ({now.compression}) now; it was ({was.compression})"
+        text = f"compression has changed from ({was.compression}) to ({now.compression})"
         notes.append(Note(f"Encoded/{now.term}/{now.compression}", "Normal", "CompressionChanged", text))
     for after in new.conditions:
         before = condition(old, after.type)
@@ -245,6 +245,6 @@ def _evaluated(old: EvaluationStatus, new: EvaluationStatus | None) -> Iterator[
         yield Note(f"Evaluated/{new.version}", "Normal", "Evaluated", str(new))
     if new.missed > old.missed:
         text = (
-            f"{new.missed} checkpoints in all will not be evaluated: the evaluator is too slow, or dies over "
+            f"{new.missed} checkpoints in all were given up: the evaluator is too slow, or keeps failing on "
         )
         yield Note(f"Missed/{new.missed}", "Warning", "EvaluationMissed", f"{text}them (evaluator.backlog)")

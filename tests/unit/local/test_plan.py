@@ -220,7 +220,7 @@ def test_a_worker_that_never_joins_keeps_a_finished_job_open_for_a_minute(
     assert plan(DESIRED, observed(first, late, progress=HALF), NOW) == []
     if ends:
         assert isinstance(actions[0], Terminate)
-        assert "has not come to elastic_ps.connect()" in actions[0].reason
+        assert "has not called elastic_ps.connect()" in actions[0].reason
         gone = ended(1, -15, asked=NOW)
         assert verdict(first, gone, progress=FINISHED, asked_at=NOW + 1).phase == "Succeeded"
         before = ended(1, -9, pid=99, joined=True, started=NOW - 400, ended=NOW - 300)

@@ -138,7 +138,7 @@ def test_a_job_gets_what_it_needs_and_a_status_and_events(server: ApiServer, ope
     assert all(made.query == {"fieldValidation": "Strict"} for made in server.asked("POST", "pods"))
     (made,) = operator.messages()
     assert made.startswith(
-        "Created service digits-servers: the address of the job's servers; persistentvolumeclaim "
+        "Created service digits-servers: it gives the job's servers their addresses; persistentvolumeclaim "
     )
     assert made.endswith("; pod digits-worker-0, pod digits-worker-1: the job asks for 2 workers")
     operator.turns()

@@ -196,7 +196,7 @@ def test_a_worker_that_never_joins_keeps_no_job_open_that_is_finished() -> None:
     simulation.server = server
     plan = simulation.step()
     assert named(plan) == ["digits-worker-2"]
-    assert "has not come to elastic_ps.connect()" in plan.actions[0].reason
+    assert "has not called elastic_ps.connect()" in plan.actions[0].reason
     simulation.end("digits-worker-1", 0)
     simulation.settle()
     assert simulation.status["phase"] == "Succeeded"
