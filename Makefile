@@ -23,7 +23,7 @@ MINUTES ?= 30
 unexport PYTHONDONTWRITEBYTECODE
 SIMULATOR_SECONDS ?= 3600
 
-.PHONY: run test test-all test-here test-unit test-integration test-docs test-cluster check docs mutants bench soak jitter proto manifests format cluster cluster-down install uninstall clean
+.PHONY: run test test-all test-here test-unit test-integration test-docs test-cluster check lint-project docs mutants bench soak jitter proto manifests format cluster cluster-down install uninstall clean
 
 run: $(VENV)/ready  ## Train on real data: 2 workers, then 4, then 2 again
 	$(BIN)/elastic-ps run examples/digits/job.yaml $(SCALE) --report runs/digits
@@ -67,6 +67,16 @@ check: $(VENV)/ready  ## Format, lint, types, layers, generated files, the site
 
 docs: $(VENV)/ready  ## The site, in build/docs; a warning is an error
 	$(BIN)/python -m sphinx --builder html --fresh-env --nitpicky --fail-on-warning --keep-going --quiet -d build/doctrees docs build/docs
+
+# A folder of their own: nothing else needs these programs.
+lint-project:  ## The workflows, the issue forms and the citation
+	$(PYTHON) -m venv build/lint
+	build/lint/bin/pip install --quiet --disable-pip-version-check zizmor==1.32.0 check-jsonschema==0.39.0
+	build/lint/bin/zizmor --offline .github
+	build/lint/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	build/lint/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+	build/lint/bin/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	build/lint/bin/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
 mutants: $(VENV)/ready  ## Small changes of the code by chance: do the unit tests notice? Takes long
 	$(BIN)/python tools/mutants.py core --least 0.95

@@ -17,6 +17,7 @@ FILES = (
     "manifests/**/*.yaml",
     "docs/**/*.md",
     "*.md",
+    "CITATION.cff",
 )
 _REPEATED = re.compile(
     r"""((?:localhost|REGISTRY)/elastic-ps(?:-operator)?:|^version: |^appVersion: "|^ARG VERSION=)"""
