@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import get_args
 
 from elastic_ps.api.job import load_job
+from elastic_ps.cli.tail import Tail
 from elastic_ps.contract.env import Role
 from elastic_ps.errors import ElasticPSError, UserError
 from elastic_ps.local import script
@@ -95,40 +95,15 @@ def logs(parsed: argparse.Namespace) -> int:
             pattern = f"{role}-{index}.log"
             if not (directory.logs / pattern).exists():
                 raise UserError(f"job {directory.job!r} has no log of {role} {index}")
-    tail = _Tail(directory.logs, pattern)
+    tail = Tail(directory.logs, pattern)
     while True:
         running = parsed.follow and directory.launcher() is not None
-        tail.print_new(last=not running)
+        for line in tail.new(last=not running):
+            print(line)
+        sys.stdout.flush()
         if not running:
             return 0
         time.sleep(0.2)
-
-
-class _Tail:
-    """Prints lines as they are added to the files of a directory."""
-
-    def __init__(self, directory: Path, pattern: str) -> None:
-        self._directory, self._pattern = directory, pattern
-        self._offsets: dict[Path, int] = {}
-
-    def print_new(self, *, last: bool) -> None:
-        """Print what has been added; of a line that has not ended only if it is the `last` time."""
-        paths = sorted(self._directory.glob(self._pattern), key=_natural)
-        for path in paths:
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
-                for line in file:
-                    if not (line.endswith(b"\n") or last):
-                        break
-                    self._offsets[path] = self._offsets.get(path, 0) + len(line)
-                    prefix = "" if self._pattern == path.name else f"{path.stem:<10}| "
-                    print(prefix + line.decode(errors="replace").rstrip("\n"))
-        sys.stdout.flush()
-
-
-def _natural(path: Path) -> tuple[str, int]:
-    name, _, number = path.stem.rpartition("-")
-    return name, int(number) if re.fullmatch(r"\d+", number) else 0
 
 
 def directory_of(job: str) -> JobDirectory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
@@ -212,6 +213,13 @@ def _add_running(run: argparse.ArgumentParser) -> None:
         help="use no TLS: whoever reaches a port of the job can read and change the model",
     )
     run.add_argument("--bind", action="store_true", help="bind each worker to cores of its own")
+    run.add_argument(
+        "--output",
+        type=_output,
+        default="worker-0",
+        metavar="WHICH",
+        help="show what worker-0 (the default), worker-N, ps-N, evaluator-0, or all of them print; or none",
+    )
     run.add_argument(
         "--detach",
         action="store_true",
@@ -430,6 +438,14 @@ def _faults(text: str) -> list[Kind]:
             raise argparse.ArgumentTypeError(f"{word!r} is not a fault; expected one of {', '.join(KINDS)}")
         kinds += known
     return kinds
+
+
+def _output(text: str) -> str:
+    if not re.fullmatch(r"all|none|(ps|standby|worker|evaluator)-\d+", text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not the output of a process: try worker-0, all or none"
+        )
+    return text
 
 
 def _version(text: str) -> str:

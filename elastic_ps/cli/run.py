@@ -20,6 +20,7 @@ from rich.console import Console
 
 from elastic_ps.api.job import TrainingJob, load_job, parse_job
 from elastic_ps.cli.setting import with_fields
+from elastic_ps.cli.tail import Tail
 from elastic_ps.cli.view import Display, LiveDisplay, PlainDisplay, print_outcome
 from elastic_ps.contract.env import inherited, started_by_mpirun
 from elastic_ps.errors import UserError
@@ -135,7 +136,7 @@ def _check_and_run(job: TrainingJob, options: Options, parsed: argparse.Namespac
                     options.forks.release()
                 return _wait_until_it_runs(pid, launcher.directory)
             _leave_the_terminal(launcher.directory)
-        code = _run(launcher, parsed.report)
+        code = _run(launcher, parsed.report, "none" if parsed.detach else parsed.output)
     if parsed.detach:
         sys.stdout.flush()
         os._exit(code)  # the copy of the caller that the fork made must not return into it
@@ -167,8 +168,8 @@ def _check(job: TrainingJob, options: Options, report: Path | None) -> None:
         preflight.prepare_file(options.trace, option="--trace")
 
 
-def _run(launcher: Launcher, report: Path | None) -> int:
-    """Run the job to its end with a display."""
+def _run(launcher: Launcher, report: Path | None, output: str) -> int:
+    """Run the job to its end with a display. `output`: whose output is shown; see `parser`."""
     # Under mpirun the output is a terminal for rank 0 alone, whatever it is in truth.
     console = _Output(highlight=False, force_terminal=False if started_by_mpirun() else None)
     signals: list[int] = []
@@ -184,7 +185,7 @@ def _run(launcher: Launcher, report: Path | None) -> int:
         launcher.start()
         with contextlib.suppress(OSError):
             try:
-                _show(launcher, console)
+                _show(launcher, console, output)
             except OSError:
                 raise
             except Exception:  # noqa: BLE001 (what shows a job shall not end it)
@@ -215,17 +216,22 @@ class _Output(Console):
         raise
 
 
-def _show(launcher: Launcher, console: Console) -> None:
+def _show(launcher: Launcher, console: Console, output: str) -> None:
+    pattern = {"all": "*.log", "none": ""}.get(output, f"{output}.log")
+    tail = Tail(launcher.directory.logs, pattern) if pattern else None
+    console.print(f"All output: elastic-ps logs {launcher.job.name} -f", style="dim", soft_wrap=True)
     display: Display = LiveDisplay(console) if console.is_terminal else PlainDisplay()
     told_to_wait = False
     try:
         while not launcher.wait(REFRESH):
+            display.show(tail.shown() if tail else [])
             display.update(launcher.status(), launcher.record)
             if launcher.stopping and not told_to_wait:
                 told_to_wait = True
                 console.print(
                     "Stopping: workers leave, and a checkpoint is written. Ctrl-C again kills all processes."
                 )
+        display.show(tail.shown(last=True) if tail else [])
         display.update(launcher.status(), launcher.record)
     finally:
         display.close()

@@ -42,6 +42,9 @@ class Display(Protocol):
     def update(self, status: LocalStatus, record: Record) -> None:
         """Show the state of now and the events that are new."""
 
+    def show(self, lines: Sequence[str]) -> None:
+        """Show what processes of the job have printed."""
+
     def close(self) -> None:
         """The run is over; the display leaves the terminal as it was."""
 
@@ -61,6 +64,10 @@ class LiveDisplay:
         for event in events:
             self._console.print(event_line(event), soft_wrap=True)
         self._live.update(frame(status, record, height=self._console.height), refresh=True)
+
+    def show(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self._console.print(Text.from_ansi(line), soft_wrap=True)
 
     def close(self) -> None:
         self._live.update(Text(""), refresh=True)
@@ -83,6 +90,10 @@ class PlainDisplay:
             self._next = status.elapsed + PLAIN_SECONDS
             print(f"{status.elapsed:7.1f} s  {words.progress_line(status)}")
         sys.stdout.flush()
+
+    def show(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            print(line)
 
     def close(self) -> None:
         sys.stdout.flush()

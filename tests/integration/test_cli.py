@@ -132,7 +132,18 @@ def test_the_launcher_loads_neither_torch_nor_the_programs(place: Place) -> None
 def test_run_scales_and_reports(place: Place) -> None:
     job = place.job(records=4000)
     done = place.run(
-        "run", job, "--scale", "30:3", "--scale", "99999:2", "--report", "out", "--trace", "t.json"
+        "run",
+        job,
+        "--scale",
+        "30:3",
+        "--scale",
+        "99999:2",
+        "--report",
+        "out",
+        "--trace",
+        "t.json",
+        "--output",
+        "all",
     )
     assert done.returncode == 0, done.stderr
     assert "fake succeeded" in done.stdout
@@ -140,6 +151,8 @@ def test_run_scales_and_reports(place: Place) -> None:
     assert "scaled from 2 to 3 workers" in done.stdout
     assert "worker 2 joined at version" in done.stdout
     assert "99999:2 had no effect" in done.stdout
+    assert "All output: elastic-ps logs fake" in done.stdout
+    assert "ps-0      | serving" in done.stdout
     report = json.loads((place.path / "out" / "run.json").read_text())
     assert report["phase"] == "Succeeded"
     assert report["test_accuracy"] == 0.975
@@ -159,6 +172,8 @@ def test_a_failed_job_shows_the_end_of_the_log(place: Place) -> None:
     )
     assert done.returncode == 1
     assert "BackoffLimitExceeded" in done.stderr
+    assert done.stderr.startswith("error: job 'fake' failed: worker 0 exited with 5")
+    assert "fake worker 0 ends with 5" in done.stdout, "worker 0's output is shown"
     assert "fake worker 0 ends with 5" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -353,6 +368,8 @@ BAD_INPUT = {
     "workers": (["run", "job.yaml", "--workers", "9"], {"worker": {"maxReplicas": 4}}, "maxReplicas 4"),
     "scale": (["run", "job.yaml", "--scale", "5:9"], {"worker": {"maxReplicas": 4}}, "--scale 5:9"),
     "scale twice": (["run", "job.yaml", "--scale", "5:1", "--scale", "5:2"], {}, "version 5 twice"),
+    "output": (["run", "job.yaml", "--output", "worker"], {}, "try worker-0, all or none"),
+    "set": (["run", "job.yaml", "--set", "worker.replica=2"], {}, "did you mean 'replicas'?"),
     "scale syntax": (["run", "job.yaml", "--scale", "5"], {}, "VERSION:N"),
     "workers syntax": (["run", "job.yaml", "--workers", "0"], {}, "not a number of workers"),
     "processes syntax": (["run", "job.yaml", "--processes", "0"], {}, "not a number of processes"),
