@@ -28,6 +28,7 @@ EVENT_STYLES = {
     "left": "cyan",
     "lost": "red",
     "hung": "red",
+    "died": "red",
     "warning": "yellow",
     "scale": "bold",
     "changed": "bold",

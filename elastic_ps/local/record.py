@@ -14,6 +14,7 @@ from elastic_ps.api.status import (
     ServerStatus,
     TuningStatus,
 )
+from elastic_ps.core.progress import Curve
 
 MAX_POINTS = 4000
 
@@ -22,7 +23,8 @@ MAX_POINTS = 4000
 class Event:
     """Something worth telling.
 
-    `kind`: joined, left, lost, hung, scale, changed, process, checkpoint, evaluated or warning.
+    `kind`: joined, left, lost, hung, died (a process), scale, changed, process, checkpoint, evaluated or
+    warning.
     """
 
     elapsed: float
@@ -51,6 +53,8 @@ class Record:
     points: list[Point] = field(default_factory=list)
     loss: list[tuple[int, float]] = field(default_factory=list)
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    metrics: dict[str, Curve] = field(default_factory=dict)
+    checkpoints: list[tuple[float, int]] = field(default_factory=list)  # (elapsed, version) of each on disk
     last: ServerStatus | None = None
     durable: int | None = None  # the newest version of which it was said that it is on disk
     _stride: int = 1
@@ -75,10 +79,13 @@ class Record:
         if self.last is not None:
             for kind, version, text in tuning_changes(self.last.tuning, status.tuning):
                 self.events.append(Event(elapsed, version, kind, text))
+        self._add_metrics(status.progress)
         moved = self.last is None or status.progress.version != self.last.progress.version
         self.last = status
-        if status.progress.durable_version is not None:
-            self.durable = status.progress.durable_version
+        written = status.progress.durable_version
+        if written is not None and written != self.durable:
+            self.durable = written
+            self.checkpoints.append((elapsed, written))
         if not (moved and status.ready):
             return
         self._skipped += 1
@@ -88,6 +95,12 @@ class Record:
         if len(self.points) >= MAX_POINTS:  # a long run is recorded more coarsely
             self.points = [self.points[0], *self.points[2::2]]
             self._stride *= 2
+
+    def _add_metrics(self, progress: Progress) -> None:
+        before = self.last.progress.metrics if self.last else {}
+        for name, value in progress.metrics.items():
+            if value != before.get(name):
+                self.metrics.setdefault(name, Curve()).add(progress.version, value)
 
     def _evaluation(self) -> EvaluationStatus | None:
         return self.last.progress.evaluation if self.last else None
@@ -111,6 +124,18 @@ class Record:
     def loss_curve(self) -> list[tuple[int, float]]:
         """Loss by version, as fine as it is known."""
         return self.loss or [(point.version, point.loss) for point in self.points if point.loss is not None]
+
+    def metric_curves(self) -> dict[str, list[tuple[int, float]]]:
+        """(version, value) by name, wherever a value was seen to change, and what it is in the end.
+
+        Answers come a few times a second: of several changes between two of them, the last one counts.
+        """
+        progress = self.last.progress if self.last else Progress()
+        curves: dict[str, list[tuple[int, float]]] = {}
+        for name, curve in sorted(self.metrics.items()):
+            end = (progress.version, progress.metrics.get(name, curve.points[-1][1]))
+            curves[name] = curve.points if curve.points[-1] == end else [*curve.points, end]
+        return curves
 
 
 GONE = {"left": "left", "lost": "was lost", "hung": "was declared hung"}

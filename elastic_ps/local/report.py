@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from elastic_ps.api.status import MemberStatus, Progress
 from elastic_ps.local.options import Outcome
-from elastic_ps.local.record import Point
+from elastic_ps.local.record import Point, Record
 from elastic_ps.local.state import write_atomically
 
 LOSS, SPEED, WORKERS, INK, GRID = "#c2410c", "#0f766e", "#3730a3", "#1f2937", "#e5e7eb"
 LABEL = 0.06
-"""Of the picture's width, for how many workers came and left."""
+"""The least distance of two labels, as a share of the picture's width."""
+STEPS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21_600, 86_400, 604_800)
+"""Seconds between two labels of the axis of time."""
+MARKERS: dict[str, dict[str, Any]] = {
+    "joined": {"marker": "^", "color": "#15803d"},
+    "left": {"marker": "v", "color": "#0e7490"},
+    "died": {"marker": "X", "color": "#b91c1c"},
+    "rescaled": {"marker": "D", "color": WORKERS},
+    "changed": {"marker": "s", "color": INK},
+    "checkpoint": {"marker": "|", "color": "#6b7280"},
+}
+Curve: TypeAlias = list[tuple[int, float]]
+"""(version, value)"""
 
 
 def write_report(outcome: Outcome, directory: Path) -> list[Path]:
@@ -64,6 +79,10 @@ def build_report(outcome: Outcome) -> dict[str, Any]:
             for member in (server.members if server else [])
         ],
         "loss": [[version, loss] for version, loss in outcome.record.loss_curve()],
+        "metric_curves": outcome.record.metric_curves(),
+        "checkpoints_written": [
+            {"elapsed": elapsed, "version": version} for elapsed, version in outcome.record.checkpoints
+        ],
         "evaluations": [
             {"version": version, "metrics": metrics} for version, metrics in outcome.record.evaluations
         ],
@@ -120,32 +139,77 @@ def speeds(points: list[Point]) -> list[tuple[int, float]]:
     return found
 
 
-def draw(outcome: Outcome, path: Path) -> None:
-    """Loss, samples per second and number of workers over the version, as a PNG.
+MARKS = {
+    "joined": ("joined",),
+    "left": ("left",),
+    "died": ("lost", "hung", "died"),
+    "rescaled": ("scale",),
+    "changed": ("changed",),
+}
+"""The rows of marks in the picture, and the kinds of events in each."""
 
-    If there was an evaluator, also what it found: its loss beside that of the training, its other metrics in
-    a panel of their own.
+
+def marks(record: Record) -> dict[str, list[int]]:
+    """The versions at which something happened, by what it was; only what did happen."""
+    found = {row: [e.version for e in record.events if e.kind in kinds] for row, kinds in MARKS.items()}
+    found["checkpoint"] = [version for _, version in record.checkpoints]
+    return {row: versions for row, versions in found.items() if versions}
+
+
+def panels(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
+    """The curves by the last word of their names: values of one kind share a scale, and so a panel."""
+    found: dict[str, dict[str, Curve]] = {}
+    for name, curve in curves.items():
+        found.setdefault(re.split(r"[^a-zA-Z0-9@]|_", name)[-1] or name, {})[name] = curve
+    return found
+
+
+def time_ticks(points: Sequence[Point]) -> list[tuple[int, str]]:
+    """(version, time since the start in words) for the axis of time: at most nine, and well apart."""
+    if len(points) < 2:
+        return []
+    first, last = points[0], points[-1]
+    step = next((s for s in STEPS if (last.elapsed - first.elapsed) / s <= 8), last.elapsed / 8)
+    unit, name = (3600, "h") if step >= 1800 else (60, "min") if step >= 30 else (1, "s")
+    ticks: list[tuple[int, str]] = []
+    due = math.ceil(first.elapsed / step)
+    for before, after in pairwise(points):
+        while due * step <= after.elapsed:
+            share = (due * step - before.elapsed) / max(1e-9, after.elapsed - before.elapsed)
+            version = round(before.version + share * (after.version - before.version))
+            if not ticks or version - ticks[-1][0] > LABEL * (last.version - first.version):
+                ticks.append((version, f"{due * step / unit:g} {name}"))
+            due += 1
+    return ticks
+
+
+def draw(outcome: Outcome, path: Path) -> None:
+    """What happened over the versions, as a PNG, with the time above.
+
+    Loss, samples per second, number of workers, what the scripts reported, what an evaluator found (its loss
+    is beside that of the training), and when processes came and went and checkpoints were written.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
-    server = outcome.record.last
+    record, server = outcome.record, outcome.record.last
     progress = server.progress if server else Progress()
-    found = by_metric(outcome.record.evaluations)
+    found = by_metric(record.evaluations)
     evaluated = found.pop("loss", [])
-    figure = Figure(figsize=(9, 8.4 if found else 6.4), dpi=140, layout="constrained")
-    axes = figure.subplots(
-        3 + bool(found), 1, sharex=True, height_ratios=[3, 2, 1.3, *([2] if found else [])]
-    )
+    drawn = panels(record.metric_curves()) | ({"evaluated": found} if found else {})
+    marked = marks(record)
+    heights = [3.0, 2.0, 1.3, *[1.6] * len(drawn), *([0.3 + 0.25 * len(marked)] if marked else [])]
+    figure = Figure(figsize=(9, 1.0 + 0.86 * sum(heights)), dpi=140, layout="constrained")
+    axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     figure.suptitle(_title(outcome, progress), x=0.015, ha="left", fontsize=11, color=INK)
-    _draw_loss(axes[0], outcome.record.loss_curve(), evaluated)
-    if found:
-        _draw_evaluations(axes[3], found)
-    _draw_speed(axes[1], speeds(outcome.record.points))
+    _draw_loss(axes[0], record.loss_curve(), evaluated)
+    _draw_speed(axes[1], speeds(record.points))
     steps = worker_steps(server.members if server else [], progress.version)
     _draw_workers(axes[2], steps)
+    for axis, (name, curves) in zip(axes[3:], drawn.items(), strict=False):
+        _draw_metrics(axis, name, curves)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.spines[["left", "bottom"]].set_color("#9ca3af")
@@ -154,6 +218,8 @@ def draw(outcome: Outcome, path: Path) -> None:
         axis.set_axisbelow(True)
         for version, _ in steps[1:-1]:
             axis.axvline(version, color="#9ca3af", linewidth=0.8, linestyle=(0, (3, 3)), zorder=0)
+    if marked:
+        _draw_marks(axes[-1], marked)
     top = axes[0].get_xaxis_transform()
     for version, text in change_labels(steps):
         axes[0].text(
@@ -162,9 +228,27 @@ def draw(outcome: Outcome, path: Path) -> None:
     figure.align_ylabels(axes)
     axes[-1].set_xlabel("version (optimizer steps)", color=INK, fontsize=9)
     axes[2].set_xlim(steps[0][0] if steps else 0, max(1, progress.version))
+    _draw_time(axes[0], time_ticks(record.points))
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, format="png")
     temporary.replace(path)
+
+
+def _draw_time(axis: Any, ticks: list[tuple[int, str]]) -> None:
+    above = axis.secondary_xaxis("top")
+    above.set_xticks([version for version, _ in ticks], [text for _, text in ticks])
+    above.tick_params(colors="#6b7280", labelsize=8.5, length=3)
+    above.spines["top"].set_color("#9ca3af")
+
+
+def _draw_marks(axis: Any, marked: Mapping[str, list[int]]) -> None:
+    axis.grid(visible=False)
+    rows = [*marked.items()][::-1]
+    for y, (row, versions) in enumerate(rows):
+        axis.plot(versions, [y] * len(versions), **MARKERS[row], linestyle="", markersize=5.5, clip_on=False)
+    axis.set_yticks(range(len(rows)), [row for row, _ in rows])
+    axis.set_ylim(-0.6, len(rows) - 0.4)
+    axis.tick_params(axis="y", length=0)
 
 
 def _title(outcome: Outcome, progress: Progress) -> str:
@@ -189,13 +273,19 @@ def by_metric(evaluations: list[tuple[int, dict[str, float]]]) -> dict[str, list
     return curves
 
 
-def _draw_evaluations(axis: Any, curves: dict[str, list[tuple[int, float]]]) -> None:
-    _label(axis, "evaluated", INK)
-    for name, curve in sorted(curves.items()):
+def _draw_metrics(axis: Any, name: str, curves: Mapping[str, Curve]) -> None:
+    _label(axis, next(iter(curves)).replace("_", " ") if len(curves) == 1 else name, INK)
+    for label, curve in sorted(curves.items()):
+        versions, values = [version for version, _ in curve], [value for _, value in curve]
+        marker = "o" if len(curve) < 60 else ""
+        style = (
+            "default" if name == "evaluated" else "steps-post"
+        )  # a reported value holds until the next one
         axis.plot(
-            [v for v, _ in curve], [value for _, value in curve], marker="o", markersize=3.5, label=name
+            versions, values, marker=marker, markersize=3.5, drawstyle=style, clip_on=False, label=label
         )
-    axis.legend(fontsize=8, frameon=False, loc="best")
+    if len(curves) > 1 or name == "evaluated":
+        axis.legend(fontsize=8, frameon=False, loc="best")
 
 
 def _draw_loss(axis: Any, curve: list[tuple[int, float]], evaluated: list[tuple[int, float]]) -> None:

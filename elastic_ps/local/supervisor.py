@@ -344,7 +344,7 @@ class Launcher:
             said = planning.cause_of(process.output).splitlines()[:1] or process.output.splitlines()[-1:]
             last = said if process.ending != "killed" else []
             words = describe_exit(status)
-            self._event("process", ": ".join([f"{process.name} (pid {process.pid}) {words}", *last]))
+            self._event("died", ": ".join([f"{process.name} (pid {process.pid}) {words}", *last]))
             if process.role == "evaluator" and process.ending == "invalid":
                 self._event("warning", "the evaluator is not started again; the job trains without it")
 
