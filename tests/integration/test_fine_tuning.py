@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from elastic_ps.codec.state import Stored
+from elastic_ps.core.partition import Bucket
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
@@ -148,15 +149,15 @@ def test_a_parameter_server_takes_only_what_its_optimizer_keeps(tmp_path: Path, 
     def script(session: Session) -> None:
         model = make_mlp((4, 4, 1))
         client = engine_of(session).client
-        initialised = client.initialised
+        initialise = client.initialise
 
-        def spoil(version: int | None = None) -> None:
+        def spoil(bucket: Bucket, values: memoryview, *, version: int | None = None) -> None:
+            initialise(bucket, values, version=version)
             with pytest.raises(Refused) as caught:
-                client.initialise_state(0, 0, 0, state)
+                client.initialise_state(bucket, 0, state)
             assert caught.value.code is RefusalCode.MALFORMED
-            initialised(version)
 
-        client.initialised = spoil  # type: ignore[method-assign]
+        client.initialise = spoil  # type: ignore[method-assign]
         session.optimizer(adam(model), model)
 
     with running_job(tmp_path) as job:
