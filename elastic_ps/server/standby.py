@@ -203,8 +203,12 @@ class Follower:
                     continue
                 copy = self._copy
             assert copy is not None
-            with self._turn:
-                pass  # what is given of an earlier model comes before
+            with (
+                self._turn,
+                self._changed,
+            ):  # what is given of an earlier model comes before, and may change this
+                if self._closing or self._copy is not copy or time.monotonic() < self._not_before:
+                    continue
             try:
                 self._standby.configure(copy.base)
             except (TransportError, Refused) as error:

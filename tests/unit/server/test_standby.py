@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -384,3 +385,43 @@ def test_a_standby_that_is_not_there_is_asked_now_and_then() -> None:
         assert follower.state is Following.AWAY
     finally:
         follower.close()
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_standby_is_told_of_the_newest_model_once_the_round_before_was_given(closes: bool) -> None:
+    giving, go_on = threading.Event(), threading.Event()
+    told: list[int] = []
+
+    class Slow(RemoteShard):
+        def configure(self, configuration: Configuration) -> None:
+            told.append(configuration.term)
+
+        def advance(self, order: Advance) -> None:
+            giving.set()
+            assert go_on.wait(30)
+            raise ConnectionLost("it has gone")
+
+    follower = Follower(Slow("job", connect(InprocServer())), ServerLimits(probe=timedelta(0)))
+    model = Configuration(one_bucket(tensor("w", 4)), "SGD", ADAM, 1, None)
+    order = Advance(1, 0, {}, Application(0, (), 1, ADAM), term=1)
+    round_given = threading.Thread(target=follower.stage, args=(None, order))
+    closing = threading.Thread(target=follower.close)
+    try:
+        follower.reset(model)
+        eventually(lambda: follower.state is not Following.AWAY, "it knows of the model")
+        round_given.start()
+        assert giving.wait(10)
+        for term in (2, 3):
+            follower.reset(replace(model, term=term))
+            threading.Event().wait(0.05)
+        if closes:
+            closing.start()
+            threading.Event().wait(0.05)
+        go_on.set()
+        round_given.join(10)
+        if not closes:
+            eventually(lambda: len(told) > 1, "it is told again")
+    finally:
+        go_on.set()
+        follower.close()
+    assert told == ([1] if closes else [1, 3])
