@@ -33,8 +33,8 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 
 {{- define "elastic-ps.pullSecrets" -}}
 {{- $names := list -}}
-{{- range .Values.global.imagePullSecrets -}}{{- $names = append $names (dict "name" .) -}}{{- end -}}
-{{- concat .Values.imagePullSecrets $names | toJson -}}
+{{- range (.Values.global | default dict).imagePullSecrets -}}{{- $names = append $names (dict "name" .) -}}{{- end -}}
+{{- concat (.Values.imagePullSecrets | default list) $names | toJson -}}
 {{- end -}}
 
 {{- define "elastic-ps.image" -}}

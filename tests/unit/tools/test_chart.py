@@ -319,6 +319,12 @@ def test_roles_are_left_to_the_administrator_if_asked_for() -> None:
         assert "ServiceAccount" in kinds
 
 
+@pytest.mark.parametrize("name", ["rbac", "global", "imagePullSecrets"])
+def test_values_of_a_release_that_lack_a_part_render_as_before(name: str) -> None:
+    """`helm upgrade --reuse-values` brings the values of an older chart."""
+    assert list(documents({name: None})) == list(documents())
+
+
 def test_several_operators_prefer_different_nodes_unless_told_otherwise() -> None:
     def affinity(**given: Any) -> Any:
         (deployment,) = (d for d in documents(given) if d["kind"] == "Deployment")
