@@ -88,9 +88,16 @@ def greet(sock: ssl.SSLSocket, hello: bytes, until: float) -> Sealed:
 
 
 def begin(sock: ssl.SSLSocket) -> bytes:
-    """As a client, after the handshake: tell the server a secret; returns it. Raises OSError."""
+    """As a client, after the handshake: tell the server a secret; returns it. Raises OSError.
+
+    A server that refuses the client's certificate says why, and may be gone before this is sent.
+    """
     mine = os.urandom(SECRET)
-    sock.sendall(mine)
+    try:
+        sock.sendall(mine)
+    except ssl.SSLError:
+        sock.recv(1)
+        raise
     return mine
 
 
@@ -116,6 +123,7 @@ class Sealed(Plain):
     def __init__(self, sock: socket.socket, sends: bytes, receives: bytes) -> None:
         super().__init__(sock)
         self._sends, self._receives = AESGCM(sends), AESGCM(receives)
+        self._process = os.getpid()  # a copy of the keys in a fork would use each nonce once more
         self._sent = self._received = 0  # records
         self._bytes_sent = self._bytes_received = 0
         self._unsent, self._covers = EMPTY, 0  # the rest of a record, and how many bytes it carries
@@ -142,12 +150,14 @@ class Sealed(Plain):
                 content = b"".join((content, parts[1][: FIRST - len(content)]))
             content = memoryview(content)[:RECORD]
             self._unsent, self._covers = self._seal(content, DATA), len(content)
-        self._unsent = self._unsent[self.sock.send(self._unsent, socket.MSG_NOSIGNAL) :]
+        self._unsent = _after(self._unsent, self.sock.send(self._unsent, socket.MSG_NOSIGNAL))
         if self._unsent:
             raise BlockingIOError
         return self._covers
 
     def _seal(self, content: bytes | memoryview, kind: int) -> memoryview:
+        if os.getpid() != self._process:
+            raise ConnectionAbortedError("a forked process cannot use its parent's connection")
         header = HEADER.pack(len(content), kind)
         record = np.empty(HEADER.size + len(content) + TAG, np.uint8).data
         record[: HEADER.size] = header
@@ -185,7 +195,7 @@ class Sealed(Plain):
         return self._take(most)
 
     def _take(self, most: int) -> memoryview:
-        taken, self._opened = self._opened[:most], self._opened[most:]
+        taken, self._opened = self._opened[:most], _after(self._opened, most)
         return taken
 
     def _open(self, record: memoryview, target: memoryview) -> memoryview:
@@ -214,7 +224,7 @@ class Sealed(Plain):
                 raise ConnectionAbortedError(f"a record of {size} bytes; expected at most {RECORD}")
             whole = HEADER.size + size + TAG
             if len(self._arrived) >= whole:
-                record, self._arrived = self._arrived[:whole], self._arrived[whole:]
+                record, self._arrived = self._arrived[:whole], _after(self._arrived, whole)
                 return record
             # With room for the header of the next one: it is received as a whole then, too.
             self._arriving = np.empty(whole + HEADER.size, np.uint8).data
@@ -227,8 +237,8 @@ class Sealed(Plain):
             if not received:
                 raise self._cut_off()
             self._filled += received
-        record, self._arrived = self._arriving[:whole], self._arriving[whole : self._filled]
-        self._arriving = None
+        record, rest = self._arriving[:whole], bytes(self._arriving[whole : self._filled])
+        self._arriving, self._arrived = None, memoryview(rest)
         return record
 
     def _some(self) -> bytes:
@@ -250,10 +260,15 @@ class Sealed(Plain):
 
     def alive(self) -> bool:
         """See `Plain.alive`. The other side's last record counts as its end."""
-        if self._opened or self._arrived or self._arriving is not None:
+        if self._opened or self._arriving is not None:
             return True
-        first = self.sock.recv(HEADER.size, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        return bool(first) and not (len(first) == HEADER.size and HEADER.unpack(first)[1] == END)
+        first = self._arrived or self.sock.recv(HEADER.size, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return bool(first) and not (len(first) >= HEADER.size and HEADER.unpack_from(first)[1] == END)
+
+
+def _after(view: memoryview, size: int) -> memoryview:
+    """What comes after so many bytes. An empty slice would keep all the memory that it is of."""
+    return view[size:] if size < len(view) else EMPTY
 
 
 def _nonce(number: int) -> bytes:

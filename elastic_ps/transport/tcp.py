@@ -181,6 +181,8 @@ def dial(
                 if len(theirs) < SECRET:
                     raise ConnectionRefusedError(f"{address} hung up")
                 result = finish(encrypted, mine, theirs, until)
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
+            raise ConnectionRefusedError(f"{address} hung up") from error
         except ssl.SSLError as error:  # the other side looks at our certificate after it has shown its own
             raise UntrustedError(f"{address} does not accept this process: {_reason(error)}") from error
         except TimeoutError:

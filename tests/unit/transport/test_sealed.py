@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import socket
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -198,3 +200,36 @@ def test_a_sender_goes_on_where_the_kernel_had_no_room() -> None:
         for at in range(0, len(wire), FIRST):
             pair.of_server.sendall(wire[at : at + FIRST])
         assert everything(pair.server) == body
+
+
+def test_an_idle_connection_holds_no_record() -> None:
+    with ends() as pair:
+        tracemalloc.start()
+        for _ in range(2):
+            pair.of_server.sendall(pair.records(b"b" * RECORD)[0])
+            assert len(everything(pair.server)) == RECORD
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert held < RECORD / 2
+
+
+def test_a_client_that_has_called_and_gone_is_not_there() -> None:
+    with ends() as pair:
+        [call] = pair.records(b"call")
+        pair.client.close()
+        pair.of_server.sendall(call + pair.of_client.recv(100))
+        assert pair.server.receive(100) == b"call"
+        assert not pair.server.alive()
+
+
+def test_a_fork_sends_nothing_on_its_parents_connection() -> None:
+    """It would use keys and numbers of records that its parent uses, too."""
+    with ends() as pair:
+        child = os.fork()
+        if not child:
+            try:
+                pair.client.send([b"one"])
+            except ConnectionAbortedError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
