@@ -112,15 +112,16 @@ class Job:
         """Run `script(session)` as a worker in a thread; what it raises is raised by `join`."""
 
         def run() -> None:
-            session = self.session(worker, world)
+            session, raised = self.session(worker, world), list[BaseException]()
             try:
                 script(session)
             except SystemExit:
                 pass
             except BaseException as error:  # noqa: BLE001
-                self.errors.append(error)
+                raised.append(error)
             finally:
-                session.close()
+                session.close()  # before others learn of the error, who would close it, too
+            self.errors += raised
 
         thread = threading.Thread(target=run, name=f"worker-{worker}")
         self.threads.append(thread)
