@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -31,7 +32,7 @@ import grpc
 
 from elastic_ps.contract.identity import CA_FILE, CERTIFICATE_FILE, KEY_FILE, server_name
 from elastic_ps.transport import tcp
-from elastic_ps.transport.base import Frame, Incoming, Server
+from elastic_ps.transport.base import Frame, Incoming, Server, unary
 from elastic_ps.transport.credentials import Credentials
 from elastic_ps.transport.grpc import GrpcServer
 from elastic_ps.transport.line import HEAD, Kind
@@ -100,12 +101,11 @@ def context(directory: Path | None) -> ssl.SSLContext:
     return found
 
 
-def over_socket(port: int, said: bytes, tls: ssl.SSLContext | None, *, until: bytes = b"") -> Try:
-    """Calls of which each has a connection, from one of 200 addresses, and hears at least `until`."""
+def over_socket(port: int, said: bytes, tls: ssl.SSLContext | None) -> Try:
+    """Calls of which each has a connection, from one of 200 addresses."""
 
     def call(number: int) -> bool:
         source = (f"127.0.0.{2 + number % 200}", 0)
-        heard = b""
         with contextlib.ExitStack() as stack:
             sock = stack.enter_context(
                 socket.create_connection(("127.0.0.1", port), SECONDS, source_address=source)
@@ -114,10 +114,8 @@ def over_socket(port: int, said: bytes, tls: ssl.SSLContext | None, *, until: by
                 if tls is not None:
                     sock = stack.enter_context(tls.wrap_socket(sock))
                 sock.sendall(said)
-                while until not in heard or not heard:
-                    if not (more := sock.recv(100)):
-                        return False
-                    heard += more
+                if not (heard := sock.recv(100)):
+                    return False
             except OSError:  # it hung up, or sent an alert
                 return False
         return tls is not None or not heard.startswith(ALERT)
@@ -196,9 +194,10 @@ def measure(root: Path, calls: int) -> Result:
         with ThreadPoolExecutor(THREADS) as pool:
             answered = {name: sum(pool.map(call, range(each))) for name, call in strangers.items()}
         seconds, heard = time.monotonic() - begin, reached()
-        known = context(worker)
-        assert over_socket(ports["tcp"], FRAMES, known, until=b"answered")(0)
-        assert over_socket(ports["grpc"], HTTP2, known)(0)
+        known = tcp.connect(f"127.0.0.1:{ports['tcp']}", credentials=Credentials(worker))
+        stack.callback(known.close)
+        assert unary(known, METHOD.decode(), b"", timeout=timedelta(seconds=SECONDS)) == b"answered"
+        assert over_socket(ports["grpc"], HTTP2, context(worker))(0)
         assert over_channel(ports["grpc"], worker, stack)(0)
         assert reached() == heard + 2, "the worker's calls, and they are counted"
     return Result(each * len(strangers), seconds, answered, heard)

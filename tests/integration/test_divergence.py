@@ -110,6 +110,6 @@ def test_it_fails_if_it_is_to_stop_then_and_starts_no_worker_again(
     status, said, report = run_digits(tmp_path, {"onDivergence": "stop", "backoffLimit": 0}, lr=lr)
     assert (status, report["phase"], report["reason"]) == (1, "Failed", "Diverged"), said
     assert report["diverged"]["reason"] == reason
-    assert "error: job 'digits' failed (Diverged): " in said
+    assert "error: job 'digits' failed: " in said
     assert "lower the learning rate" in said
     assert "is started again" not in said

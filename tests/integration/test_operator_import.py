@@ -37,7 +37,7 @@ def test_operator_imports_without_torch() -> None:
     )
     assert answer.returncode == 0, answer.stderr
     loaded = {name.split(".")[1] for name in answer.stdout.split() if name != "elastic_ps"}
-    assert loaded == {"api", "contract", "errors", "process"}
+    assert loaded == {"api", "contract", "errors", "process", "version"}
     assert copied() == {"__init__", *loaded}, "the operator's image has just what it imports"
 
 
