@@ -18,7 +18,7 @@ class Tail:
 
     def __init__(self, directory: Path, pattern: str) -> None:
         self._directory, self._pattern = directory, pattern
-        self._offsets: dict[Path, int] = {}
+        self._places: dict[Path, tuple[int, int]] = {}  # where a line begins, and how far it was read
 
     def new(self, *, last: bool) -> Iterator[str]:
         """The lines that were added since the previous call. Raises OSError.
@@ -28,11 +28,19 @@ class Tail:
         """
         for path in sorted(self._directory.glob(self._pattern), key=_natural):
             with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
+                begin, read = self._places.get(path, (0, 0))
+                file.seek(read)
+                more = file.readline()
+                if not (more.endswith(b"\n") or last):  # a progress bar's line may have no end for hours
+                    self._places[path] = begin, read + len(more)
+                    continue
+                file.seek(begin)
                 for line in file:
                     if not (line.endswith(b"\n") or last):
+                        self._places[path] = begin, begin + len(line)
                         break
-                    self._offsets[path] = self._offsets.get(path, 0) + len(line)
+                    begin += len(line)
+                    self._places[path] = begin, begin
                     prefix = "" if self._pattern == path.name else f"{path.stem:<10}| "
                     yield prefix + line.decode(errors="replace").rstrip("\n")
 
