@@ -18,6 +18,8 @@ from elastic_ps.local import Event, LocalStatus, Outcome, ProcessStatus, Record
 from elastic_ps.local.snapshot import member_of
 
 PLAIN_SECONDS = 2.0
+LINES = 100
+"""The live view shows so many lines of the job's processes at each refresh."""
 STATE_STYLES = {
     "training": "green", "serving": "green", "following": "green", "idle": "yellow", "joining": "yellow",
     "running": "green", "starting": "yellow", "leaving": "cyan", "ended": "dim",
@@ -67,8 +69,12 @@ class LiveDisplay:
         self._live.update(frame(status, record, height=self._console.height), refresh=True)
 
     def show(self, lines: Sequence[str]) -> None:
-        for line in lines:
-            self._console.print(Text.from_ansi(line), soft_wrap=True)
+        shown = [Text.from_ansi(line) for line in lines[-LINES:]]
+        if len(lines) > LINES:
+            left_out = f"{len(lines) - LINES:,} lines are left out here; `elastic-ps logs` has them"
+            shown.insert(0, Text(left_out, style="dim"))
+        if shown:  # at once: each print draws the live view again
+            self._console.print(Text("\n").join(shown), soft_wrap=True)
 
     def close(self) -> None:
         self._live.update(Text(""), refresh=True)
