@@ -244,8 +244,9 @@ def _write_report(outcome: Outcome, report: Path | None) -> list[Path]:
 
     try:
         return write_report(outcome, report)
-    except OSError as error:
-        print(f"warning: the report cannot be written: {error}", file=sys.stderr)
+    except Exception as error:  # noqa: BLE001 (what tells of a job shall not make it fail)
+        reason = error if isinstance(error, OSError) else repr(error)
+        print(f"warning: the report in {report} is not complete: {reason}", file=sys.stderr)
         return []
 
 

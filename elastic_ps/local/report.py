@@ -21,6 +21,8 @@ LABEL = 0.06
 """The least distance of two labels, as a share of the picture's width."""
 STEPS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21_600, 86_400, 604_800)
 """Seconds between two labels of the axis of time."""
+PANELS = CURVES = 12
+"""The picture has at most so many panels of reported metrics, and a panel so many curves."""
 MARKERS: dict[str, dict[str, Any]] = {
     "joined": {"marker": "^", "color": "#15803d"},
     "left": {"marker": "v", "color": "#0e7490"},
@@ -164,6 +166,11 @@ def panels(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
     return found
 
 
+def fitting(drawn: Mapping[str, Mapping[str, Curve]]) -> dict[str, dict[str, Curve]]:
+    """The first panels, and the first curves of each: as many as a picture has room for."""
+    return {panel: dict([*curves.items()][:CURVES]) for panel, curves in [*drawn.items()][:PANELS]}
+
+
 def time_ticks(points: Sequence[Point]) -> list[tuple[int, str]]:
     """(version, time since the start in words) for the axis of time: at most nine, and well apart."""
     if len(points) < 2:
@@ -198,7 +205,9 @@ def draw(outcome: Outcome, path: Path) -> None:
     progress = server.progress if server else Progress()
     found = by_metric(record.evaluations)
     evaluated = found.pop("loss", [])
-    drawn = panels(record.metric_curves()) | ({"evaluated": found} if found else {})
+    reported = record.metric_curves()
+    drawn = fitting(panels(reported)) | fitting({"evaluated": found} if found else {})
+    left_out = len(reported) + len(found) - sum(map(len, drawn.values()))
     marked = marks(record)
     heights = [3.0, 2.0, 1.3, *[1.6] * len(drawn), *([0.3 + 0.25 * len(marked)] if marked else [])]
     figure = Figure(figsize=(9, 1.0 + 0.86 * sum(heights)), dpi=140, layout="constrained")
@@ -226,7 +235,8 @@ def draw(outcome: Outcome, path: Path) -> None:
             version, 1.0, f" {text}", transform=top, va="top", fontsize=8.5, color=WORKERS, fontweight="bold"
         )
     figure.align_ylabels(axes)
-    axes[-1].set_xlabel("version (optimizer steps)", color=INK, fontsize=9)
+    more = f"\n{left_out} more metrics are in run.json" if left_out else ""
+    axes[-1].set_xlabel(f"version (optimizer steps){more}", color=INK, fontsize=9)
     axes[2].set_xlim(steps[0][0] if steps else 0, max(1, progress.version))
     _draw_time(axes[0], time_ticks(record.points))
     temporary = path.with_name(f".{path.name}.tmp")

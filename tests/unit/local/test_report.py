@@ -14,7 +14,7 @@ from elastic_ps.local import Record
 from elastic_ps.local.options import Outcome
 from elastic_ps.local.plan import Verdict
 from elastic_ps.local.record import Point
-from elastic_ps.local.report import marks, panels, time_ticks, write_report
+from elastic_ps.local.report import CURVES, PANELS, fitting, marks, panels, time_ticks, write_report
 from elastic_ps.local.state import LocalStatus
 
 pytestmark = pytest.mark.filterwarnings(
@@ -85,6 +85,27 @@ def test_the_picture_marks_what_happened_and_when() -> None:
     assert time_ticks(record.points[:1]) == []
     assert [*panels(record.metric_curves())] == ["lr", "accuracy"]
     assert set(panels(record.metric_curves())["accuracy"]) == {"test_accuracy", "train/accuracy"}
+
+
+def test_the_picture_does_not_grow_with_the_metrics_and_the_numbers_have_all(tmp_path: Path) -> None:
+    status = LocalStatus(job="j", launcher_pid=1, started=0, updated=0, workers=2)
+    heights = []
+    for kinds in (PANELS, PANELS + 8):
+        names = {f"kind{kind}": 1.0 for kind in range(kinds)}
+        record = Record()
+        for version in range(2):
+            progress = Progress(version=version, metrics=names)
+            record.add(
+                ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, progress=progress, members=[]),
+                elapsed=version,
+            )
+        outcome = Outcome(Verdict("Succeeded", "Finished", "done"), record, timedelta(seconds=1), status)
+        numbers, picture = write_report(outcome, tmp_path)
+        assert set(json.loads(numbers.read_text())["metric_curves"]) == set(names)
+        heights.append(int.from_bytes(picture.read_bytes()[20:24], "big"))
+    assert heights[1] == heights[0]
+    crowded = panels({f"layer{n % 99}/kind{n // 99}": [(0, 1.0)] for n in range(99 * 99)})
+    assert [len(curves) for curves in fitting(crowded).values()] == PANELS * [CURVES]
 
 
 def test_labels_of_the_time_do_not_lie_on_one_another() -> None:
