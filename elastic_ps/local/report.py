@@ -295,7 +295,9 @@ def _draw_metrics(axis: Any, name: str, curves: Mapping[str, Curve]) -> None:
             versions, values, marker=marker, markersize=3.5, drawstyle=style, clip_on=False, label=label
         )
     if len(curves) > 1 or name == "evaluated":
-        axis.legend(fontsize=8, frameon=False, loc="best")
+        columns = 1 if len(curves) <= CURVES // 2 else 2
+        legend = axis.legend(fontsize=7, frameon=False, loc="best", ncols=columns)
+        legend.set_in_layout(False)  # one that is higher than its panel would leave the panels no room
 
 
 def _draw_loss(axis: Any, curve: list[tuple[int, float]], evaluated: list[tuple[int, float]]) -> None:
