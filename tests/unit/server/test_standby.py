@@ -21,7 +21,7 @@ from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
-from elastic_ps.server.orders import Advance, Application, Configuration, RemoteShard
+from elastic_ps.server.orders import Advance, Application, Configuration, RemoteShard, Report
 from elastic_ps.server.process import service_of
 from elastic_ps.server.standby import Follower, for_standby
 from elastic_ps.transport.base import Frame, Incoming
@@ -396,7 +396,7 @@ def test_a_standby_is_told_of_the_newest_model_once_the_round_before_was_given(c
         def configure(self, configuration: Configuration) -> None:
             told.append(configuration.term)
 
-        def advance(self, order: Advance) -> None:
+        def advance(self, order: Advance) -> Report:
             giving.set()
             assert go_on.wait(30)
             raise ConnectionLost("it has gone")
