@@ -13,7 +13,7 @@ from elastic_ps.local import LocalStatus, Outcome, Record
 from elastic_ps.local.plan import Verdict
 
 
-@pytest.mark.filterwarnings("ignore:.* deprecated - use:DeprecationWarning")  # matplotlib 3.7's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of matplotlib, where pyparsing is newer
 def test_a_picture_that_cannot_be_drawn_does_not_make_the_job_fail(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
