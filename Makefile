@@ -14,7 +14,7 @@ INTEGRATION ?= $(VENV)
 # A test that hangs fails after 10 minutes: it prints where its threads are, and is tried again, with the others.
 PYTEST = -m pytest -m '$(TIER)' --durations=50 --durations-min=1 -o faulthandler_timeout=600 \
   -o faulthandler_exit_on_timeout=true
-PARALLEL := --dist=loadscope --max-worker-restart=2
+PARALLEL := --dist=worksteal --max-worker-restart=2
 # 0 for the nightly tests, one of which brings up a cluster of its own.
 CLUSTER_PROCESSES ?= 2
 SCALE ?= --scale 100:4 --scale 1700:2
