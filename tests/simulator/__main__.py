@@ -27,6 +27,7 @@ def main() -> int:
         metavar="N",
         help="the first seed, calm but for one death: at every N-th yield",
     )
+    parser.add_argument("--first-yield", type=int, default=1, metavar="N", help="with --each-yield")
     parser.add_argument("--log", action="store_true", help="print what happened in each schedule")
     parser.add_argument("--stop", action="store_true", help="stop at the first that broke a promise")
     arguments = parser.parse_args()
@@ -38,7 +39,8 @@ def main() -> int:
         most = arguments.schedules or (100 if arguments.seconds is None else sys.maxsize)
         plans: Iterator[Plan] = map(draw, range(arguments.seed, arguments.seed + most))
         if arguments.each_yield:
-            plans = each_death(arguments.seed, Path(directory), every=arguments.each_yield)
+            first, every = arguments.first_yield, arguments.each_yield
+            plans = each_death(arguments.seed, Path(directory), first=first, every=every)
         for plan in plans:
             if arguments.seconds is not None and time.monotonic() - started > arguments.seconds:
                 break

@@ -186,11 +186,11 @@ def calm(seed: int) -> Plan:
     return draw(seed, faults=(), deaths=(), weather=Weather(), stalling=0.0, stop_after=None)
 
 
-def each_death(seed: int, base: Path, *, every: int) -> Iterator[Plan]:
-    """A calm plan with one death: at each yield of each of its processes, or at every so many."""
+def each_death(seed: int, base: Path, *, first: int = 1, every: int) -> Iterator[Plan]:
+    """A calm plan with one death: of each of its processes, at every so many of its yields."""
     plan = calm(seed)
     for process in run(plan, base).cluster.born:
-        for at in range(1, process.yields + 1, every):
+        for at in range(first, process.yields + 1, every):
             yield replace(plan, deaths=((process.name, at),))
 
 
