@@ -158,6 +158,8 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
     for member in sorted(server.members, key=lambda each: (each.worker, each.joined_version)):
         yield name, member_line(member)
         name = ""
+    if progress.durable_version is not None:
+        yield "checkpoints", outcome.status.checkpoints
     for at in outcome.unreached:
         yield "warning", f"--scale {at.version}:{at.workers} had no effect: the job ended before that version"
 

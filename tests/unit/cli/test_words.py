@@ -269,12 +269,20 @@ def test_a_job_that_only_uses_tensors_has_no_progress_to_tell() -> None:
     assert not server.model_copy(update={"ready": False}).only_tensors
 
 
+def summary_of(progress: Progress) -> dict[str, str]:
+    server = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, progress=progress)
+    record = SimpleNamespace(last=server, loss_curve=list, samples_per_second=None)
+    status, verdict = SimpleNamespace(checkpoints="/state/run-3"), SimpleNamespace(message="")
+    outcome = SimpleNamespace(record=record, verdict=verdict, status=status, unreached=())
+    return dict(words.summary(cast(Any, outcome)))
+
+
 def test_the_value_of_the_best_version_is_not_taken_for_a_version() -> None:
     found = EvaluationStatus(version=39, metrics={"prec@1": 34.3}, best_version=30, best=40.0, evaluated=4)
-    server = ServerStatus(
-        job="j", shard=0, shards=1, term=1, ready=True, progress=Progress(version=39, evaluation=found)
-    )
-    record = SimpleNamespace(last=server, loss_curve=list, samples_per_second=None)
-    outcome = SimpleNamespace(record=record, verdict=SimpleNamespace(message=""), unreached=())
-    said = dict(words.summary(cast(Any, outcome)))
+    said = summary_of(Progress(version=39, evaluation=found))
     assert said["best"] == "version 30 with 40; it is kept"
+
+
+def test_the_summary_names_the_directory_that_has_the_model() -> None:
+    assert summary_of(Progress(version=39, durable_version=39))["checkpoints"] == "/state/run-3"
+    assert "checkpoints" not in summary_of(Progress(version=39))
