@@ -26,14 +26,15 @@ def job_of(path: Path, argv: Sequence[str]) -> TrainingJob:
     """The job whose workers each run the script with this command line; all else is as by default.
 
     Raises:
-        UserError: the file cannot be read, or is not Python; or its name or an argument is no text.
+        UserError: the file cannot be read, or is not Python; or this locale cannot encode its name or an
+            argument.
     """
     for text in (str(path.resolve()), *argv):
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise UserError(
-                f"{text!a} is no text in this locale, so no process can be told it. Set LC_ALL=C.UTF-8"
+                f"this locale cannot encode {text!a}, so no process can receive it. Set LC_ALL=C.UTF-8"
             ) from error
     try:
         compile(path.read_bytes(), str(path), "exec")

@@ -343,12 +343,12 @@ def test_an_output_that_is_closed_from_the_start_is_not_written_to(place: Place)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
 
 
-def test_a_name_that_is_no_text_in_this_locale_is_a_sentence(place: Place) -> None:
+def test_a_name_that_this_locale_cannot_encode_is_a_sentence(place: Place) -> None:
     (place.path / "schön.py").write_text("")
     variables = ("env", "LC_ALL=C", "PYTHONUTF8=0", "PYTHONCOERCECLOCALE=0")
     done = place.run("run", "schön.py", through=variables)
     assert done.returncode == 2
-    assert "is no text in this locale" in done.stderr
+    assert "this locale cannot encode" in done.stderr
     assert "Traceback" not in done.stderr
 
 
