@@ -153,7 +153,7 @@ ORDER_STATES = Transitions(
 )
 
 
-class Following(enum.Enum):
+class StandbyState(enum.Enum):
     """How far a shard's standby is with the model that the shard has."""
 
     AWAY = "away"
@@ -166,7 +166,7 @@ class Following(enum.Enum):
     """It has every round before the shard applies it."""
 
 
-class FollowingEvent(enum.Enum):
+class StandbyEvent(enum.Enum):
     """What changes how far a standby is."""
 
     TELL = "tell"
@@ -175,16 +175,16 @@ class FollowingEvent(enum.Enum):
     LOSE = "lose"
 
 
-FOLLOWING = Transitions(
+STANDBY_STATES = Transitions(
     "the standby",
     {
-        (Following.AWAY, FollowingEvent.TELL): Following.READY,
-        (Following.READY, FollowingEvent.ROUND): Following.CATCHING_UP,
-        (Following.READY, FollowingEvent.LOSE): Following.AWAY,
-        (Following.CATCHING_UP, FollowingEvent.ROUND): Following.CATCHING_UP,
-        (Following.CATCHING_UP, FollowingEvent.COMPLETE): Following.WHOLE,
-        (Following.CATCHING_UP, FollowingEvent.LOSE): Following.AWAY,
-        (Following.WHOLE, FollowingEvent.ROUND): Following.WHOLE,
-        (Following.WHOLE, FollowingEvent.LOSE): Following.AWAY,
+        (StandbyState.AWAY, StandbyEvent.TELL): StandbyState.READY,
+        (StandbyState.READY, StandbyEvent.ROUND): StandbyState.CATCHING_UP,
+        (StandbyState.READY, StandbyEvent.LOSE): StandbyState.AWAY,
+        (StandbyState.CATCHING_UP, StandbyEvent.ROUND): StandbyState.CATCHING_UP,
+        (StandbyState.CATCHING_UP, StandbyEvent.COMPLETE): StandbyState.WHOLE,
+        (StandbyState.CATCHING_UP, StandbyEvent.LOSE): StandbyState.AWAY,
+        (StandbyState.WHOLE, StandbyEvent.ROUND): StandbyState.WHOLE,
+        (StandbyState.WHOLE, StandbyEvent.LOSE): StandbyState.AWAY,
     },
 )

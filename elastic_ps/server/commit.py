@@ -28,7 +28,7 @@ from elastic_ps.core.fragments import fragments
 from elastic_ps.core.partition import Layout, TensorSpec, cut_rows, partition
 from elastic_ps.core.settings import MAX_NORM, Settings
 from elastic_ps.core.sizing import LARGEST, Link, bucket_bytes
-from elastic_ps.core.stages import Course, CourseEvent, Following, OrderEvent, StageEvent
+from elastic_ps.core.stages import Course, CourseEvent, OrderEvent, StageEvent, StandbyState
 from elastic_ps.errors import (
     CheckpointError,
     Fenced,
@@ -95,7 +95,7 @@ class CommitCoordinator:
         self.shards, self._standbys = shards, standbys
         self.checkpoints, self.history = checkpoints, history
         checkpoints.serve(job, self)
-        self.standings: list[Following | None] = [None for _ in standbys]
+        self.standings: list[StandbyState | None] = [None for _ in standbys]
         self.queued: frozenset[int] = frozenset()
         self._prepared: Advance | None = None  # the last order that every shard's standby can carry out
         self._ordered = 0  # the version that the shards were ordered to make last, when all had voted for it

@@ -18,7 +18,7 @@ from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.codec.state import Part
 from elastic_ps.core.partition import Layout
 from elastic_ps.core.settings import Settings, read_settings
-from elastic_ps.core.stages import Following
+from elastic_ps.core.stages import StandbyState
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, InvalidJob, Malformed
 from elastic_ps.server.limits import retry
 from elastic_ps.transport import calls
@@ -111,7 +111,7 @@ class Written:
     pause: timedelta
 
 
-_STANDBYS: Sequence[Following | None] = (None, *Following)
+_STANDBYS: Sequence[StandbyState | None] = (None, *StandbyState)
 """By their numbers in messages; None: the shard has none."""
 
 
@@ -125,7 +125,7 @@ class Report:
     """
 
     written: Written | None = None
-    standby: Following | None = None
+    standby: StandbyState | None = None
     norm: float = 0.0
     queued: frozenset[int] = frozenset()
 

@@ -8,7 +8,7 @@ import time
 from elastic_ps.api.mutable import describe
 from elastic_ps.api.status import ServerStatus, TuningStatus
 from elastic_ps.checkpoint.manifest import Manifest
-from elastic_ps.core.stages import CourseEvent, Following, OrderEvent
+from elastic_ps.core.stages import CourseEvent, OrderEvent, StandbyState
 from elastic_ps.server import status
 from elastic_ps.server.commit import CommitCoordinator
 from elastic_ps.server.limits import Patience
@@ -121,7 +121,7 @@ class ShardZero:
                     problem=self._reconfiguration.problem,
                 ),
                 bucket_bytes=state.bucket_bytes,
-                standbys=[standing is Following.WHOLE for standing in self.commit.standings],
+                standbys=[standing is StandbyState.WHOLE for standing in self.commit.standings],
                 members=[status.member_status(state, member, now) for member in state.members.all()],
             )
 

@@ -31,7 +31,7 @@ from functools import partial
 from elastic_ps.codec import as_bytes
 from elastic_ps.codec.state import Part
 from elastic_ps.core.sequence import PushKey
-from elastic_ps.core.stages import FOLLOWING, Following, FollowingEvent
+from elastic_ps.core.stages import STANDBY_STATES, StandbyEvent, StandbyState
 from elastic_ps.errors import AskedToEnd, Fenced, RefusalCode, Refused, StorageUnavailable, TransportError
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.limits import USUAL, ServerLimits, retry
@@ -71,14 +71,14 @@ class _Copy:
     """
 
     def __init__(self, base: Configuration) -> None:
-        self.base, self.state = base, Following.AWAY
+        self.base, self.state = base, StandbyState.AWAY
         self.buckets: set[int] = set()
         self.staged: Advance | None = None
         self.before: Application | None = None
 
-    def note(self, event: FollowingEvent) -> None:
+    def note(self, event: StandbyEvent) -> None:
         """Raises ImpossibleTransition."""
-        self.state = FOLLOWING.after(self.state, event)
+        self.state = STANDBY_STATES.after(self.state, event)
 
 
 class Follower:
@@ -99,10 +99,10 @@ class Follower:
         self._thread.start()
 
     @property
-    def state(self) -> Following:
+    def state(self) -> StandbyState:
         """How far the standby is."""
         with self._changed:
-            return Following.AWAY if self._copy is None else self._copy.state
+            return StandbyState.AWAY if self._copy is None else self._copy.state
 
     def reset(self, base: Configuration) -> None:
         """The shard has a new state. Its standby has nothing of it yet."""
@@ -131,7 +131,7 @@ class Follower:
                     return
                 if staged is not None and staged.version < order.version:  # else it was withdrawn
                     copy.before = staged.apply
-                if copy.state is Following.AWAY:
+                if copy.state is StandbyState.AWAY:
                     return
             started = time.monotonic()
             try:
@@ -155,7 +155,7 @@ class Follower:
             self._not_before = time.monotonic() + self._limits.probe.total_seconds() + seconds / COST
             if self._copy is copy and not self._closing:
                 logger.warning("training continues without the standby: %s", why)
-            copy.note(FollowingEvent.LOSE)
+            copy.note(StandbyEvent.LOSE)
             copy.buckets.clear()
             self._changed.notify_all()
 
@@ -163,17 +163,17 @@ class Follower:
         """Have the standby apply the round before, and send it this one. Nothing is applied meanwhile."""
         assert order.apply is not None
         version, attempt = order.version - 1, order.apply.attempt
-        behind = None if copy.state is Following.READY else copy.before
+        behind = None if copy.state is StandbyState.READY else copy.before
         self._standby.advance(for_standby(Advance(version, attempt, {}, behind, term=order.term, next=order)))
-        copy.note(FollowingEvent.ROUND)
+        copy.note(StandbyEvent.ROUND)
         self._send_buckets(shard, copy)
         place = {"term": shard.term, "version": version, "attempt": attempt}
         for values in shard.sums():
             if (index := values.bucket.index) in copy.buckets:
                 self._standby.sum(index, as_bytes(values.sum), values.present, **place)
-        if copy.state is Following.CATCHING_UP and shard.buckets <= copy.buckets:
+        if copy.state is StandbyState.CATCHING_UP and shard.buckets <= copy.buckets:
             logger.info("the standby has every round from version %d on", version)
-            copy.note(FollowingEvent.COMPLETE)
+            copy.note(StandbyEvent.COMPLETE)
 
     def _send_buckets(self, shard: Shard, copy: _Copy) -> None:
         """Send buckets that the standby lacks: one at least, and none after `ServerLimits.slice`."""
@@ -194,7 +194,7 @@ class Follower:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._closing or (self._copy is not None and self._copy.state is Following.AWAY)
+                    lambda: self._closing or (self._copy is not None and self.state is StandbyState.AWAY)
                 )
                 if self._closing:
                     return
@@ -217,7 +217,7 @@ class Follower:
                     self._not_before = time.monotonic() + self._limits.probe.total_seconds()
             else:
                 with self._changed:
-                    copy.note(FollowingEvent.TELL)
+                    copy.note(StandbyEvent.TELL)
 
 
 GONE = timedelta(seconds=30)

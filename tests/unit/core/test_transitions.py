@@ -29,7 +29,7 @@ TABLES = [
     stages.STAGES,
     stages.COURSES,
     stages.ORDER_STATES,
-    stages.FOLLOWING,
+    stages.STANDBY_STATES,
     working.WORKER,
     states.PARTS,
     states.LOOPS,

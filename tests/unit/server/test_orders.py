@@ -9,7 +9,7 @@ import pytest
 from elastic_ps.api.mutable import MutableFields
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.core.settings import Settings
-from elastic_ps.core.stages import Following
+from elastic_ps.core.stages import StandbyState
 from elastic_ps.errors import Malformed
 from elastic_ps.server.orders import (
     Advance,
@@ -69,9 +69,9 @@ def test_a_model_arrives_as_it_was_described(load_version: int | None, follows: 
     "report",
     [
         Report(),
-        Report(standby=Following.CATCHING_UP),
+        Report(standby=StandbyState.CATCHING_UP),
         Report(Written(1, 2, 3, ShardFile("part", "digest", 99), "", timedelta(microseconds=1234567))),
-        Report(Written(1, 2, 3, None, "No space left", timedelta(0)), Following.WHOLE),
+        Report(Written(1, 2, 3, None, "No space left", timedelta(0)), StandbyState.WHOLE),
     ],
 )
 def test_an_answer_arrives_as_it_was_given(report: Report) -> None:

@@ -16,7 +16,7 @@ from elastic_ps.codec.state import Part
 from elastic_ps.core.partition import Layout, Rule, partition
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
-from elastic_ps.core.stages import Following
+from elastic_ps.core.stages import StandbyState
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
@@ -94,12 +94,12 @@ class Pair:
     def told(self) -> None:
         """The standby is told of the model."""
         self.gate.set()
-        eventually(lambda: self.follower.state is not Following.AWAY, "the standby is told of the model")
+        eventually(lambda: self.follower.state is not StandbyState.AWAY, "the standby is told of the model")
 
     @property
     def follows(self) -> bool:
         """Whether the standby has every round, as far as the shard knows."""
-        return self.follower.state is Following.WHOLE
+        return self.follower.state is StandbyState.WHOLE
 
     def close(self) -> None:
         self.gate.set()
@@ -151,7 +151,7 @@ def test_what_both_hold_does_not_grow_with_the_rounds_that_a_standby_lacks(limit
         assert held() - alone < model // 8, "before it has been told of the model"
         pair.told()
         most = 0
-        while pair.follower.state is not Following.WHOLE:
+        while pair.follower.state is not StandbyState.WHOLE:
             pair.round()
             most = max(most, held())
         own = 4 * model  # values, a sum, and Adam's two moments
@@ -178,10 +178,10 @@ def test_it_has_the_shards_bits_when_it_has_caught_up(pair: Pair, before: int) -
         pair.round()
     pair.told()
     for bucket in range(len(pair.layout.buckets)):
-        assert pair.follower.state is (Following.CATCHING_UP if bucket else Following.READY)
+        assert pair.follower.state is (StandbyState.CATCHING_UP if bucket else StandbyState.READY)
         pair.round()
         assert len(list(pair.standby.shard.values())) == bucket + 1
-    assert pair.follower.state is Following.WHOLE
+    assert pair.follower.state is StandbyState.WHOLE
     pair.round()
     assert_same_bits(pair)
 
@@ -250,15 +250,15 @@ def test_a_shard_that_begins_anew_has_its_standby_begin_anew(pair: Pair) -> None
     eventually(lambda: pair.standby.term == 2, "the standby is told of it")
     assert list(pair.standby.shard.values()) == []
     for _ in pair.layout.buckets:
-        eventually(lambda: pair.follower.state is not Following.AWAY, "it is there")
+        eventually(lambda: pair.follower.state is not StandbyState.AWAY, "it is there")
         pair.round()
-    assert pair.follower.state is Following.WHOLE
+    assert pair.follower.state is StandbyState.WHOLE
 
 
 def test_a_small_shard_is_followed_from_the_next_round_on(pair: Pair) -> None:
     pair.told()
     pair.round()
-    assert pair.follower.state is Following.WHOLE
+    assert pair.follower.state is StandbyState.WHOLE
 
 
 def test_a_shard_without_buckets_is_followed() -> None:
@@ -269,7 +269,7 @@ def test_a_shard_without_buckets_is_followed() -> None:
         pair.told()
         for _ in range(2):
             pair.round()
-            assert pair.follower.state is Following.WHOLE
+            assert pair.follower.state is StandbyState.WHOLE
             assert [order.version for order in pair.standby.held(0)][-1] == pair.version
     finally:
         pair.close()
@@ -382,7 +382,7 @@ def test_a_standby_that_is_not_there_is_asked_now_and_then() -> None:
             eventually(lambda: asked > 0, "it is asked")
             threading.Event().wait(0.05)
         assert asked == 1
-        assert follower.state is Following.AWAY
+        assert follower.state is StandbyState.AWAY
     finally:
         follower.close()
 
@@ -408,7 +408,7 @@ def test_a_standby_is_told_of_the_newest_model_once_the_round_before_was_given(c
     closing = threading.Thread(target=follower.close)
     try:
         follower.reset(model)
-        eventually(lambda: follower.state is not Following.AWAY, "it knows of the model")
+        eventually(lambda: follower.state is not StandbyState.AWAY, "it knows of the model")
         round_given.start()
         assert giving.wait(10)
         for term in (2, 3):
