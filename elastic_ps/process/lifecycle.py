@@ -29,6 +29,7 @@ TERMINATION_LOG = Path("/dev/termination-log")
 """Where Kubernetes looks for the reason of an exit."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's <malloc.h>
+_SOME = 1 << 20
 _NEVER, _MOST = 2**31 - 1, 32 << 20  # the largest values that mallopt takes for them on 64 bits
 
 
@@ -140,12 +141,25 @@ def keep_freed_memory() -> None:
     each time, which then fills each page with zeros again. Settings of the user's own (`MALLOC_...`,
     `GLIBC_TUNABLES`) stand, and so does a C library without `mallopt`.
     """
+    _set_thresholds(trim=_NEVER, mmap=_MOST)
+
+
+def give_back_freed_memory() -> None:
+    """From now on the memory of a freed tensor of 1 MiB or more goes back to the system at once.
+
+    glibc keeps up to 32 MiB of each size that was freed once, so that what is needed for short, such as the
+    copy of a bucket, stays with the process and in pieces. Settings of the user's own stand as above.
+    """
+    _set_thresholds(trim=_SOME, mmap=_SOME)
+
+
+def _set_thresholds(*, trim: int, mmap: int) -> None:
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_TRIM_THRESHOLD, _NEVER)
-        mallopt(_MMAP_THRESHOLD, _MOST)
+        mallopt(_TRIM_THRESHOLD, trim)
+        mallopt(_MMAP_THRESHOLD, mmap)
 
 
 def end_soon() -> None:
