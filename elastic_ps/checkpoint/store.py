@@ -11,7 +11,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
@@ -102,11 +102,13 @@ class Store:
         tensors: Iterator[Stored],
         *,
         number: int = 0,
+        described: Sequence[Stored] | None = None,
     ) -> ShardFile:
         """Write and flush a shard's file. Blocks for the disk.
 
         Args:
             number: of the checkpoint; no other one of the term has it.
+            described: see `tensors.write`; None: all of `tensors` may be in memory at the same time.
 
         Raises:
             StorageUnavailable: the disk is full, read-only, or failing.
@@ -120,7 +122,10 @@ class Store:
                 if files.is_directory(left):
                     (left / name).unlink(missing_ok=True)  # of a checkpoint that was given up
             files.make_directory(directory)
-            return write(directory / name, list(tensors))
+            if described is None:
+                described = kept = list(tensors)
+                tensors = iter(kept)
+            return write(directory / name, described, tensors)
         except OSError as error:
             files.remove(directory)  # else it keeps the disk full
             raise files.failure(error, f"cannot write {name} of version {version}") from error

@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -54,11 +54,16 @@ _CODES = {name: code for code, name in DTYPES.items()}
 _NAME = re.compile(r"(\d{1,9})/(\d{1,15})/(\w{1,100})/(elements|scalar)", re.ASCII)
 
 
-def write(path: Path, tensors: Sequence[Stored]) -> ShardFile:
-    """Write and flush a new file. The digest is that of what was to be written. Raises OSError."""
+def write(path: Path, described: Sequence[Stored], tensors: Iterable[Stored]) -> ShardFile:
+    """Write and flush a new file. The digest is that of what was to be written. Raises OSError.
+
+    Args:
+        described: `tensors`, of which only names, dtypes and shapes are looked at.
+        tensors: taken one after the other. The memory of one may be that of the next, too.
+    """
     header: dict[str, Any] = {}
     end = 0
-    for stored in tensors:
+    for stored in described:
         start, end = end, end + stored.value.nbytes
         code, shape = _CODES[name_of(stored.value.dtype)], list(stored.value.shape)
         header[stored.name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
@@ -70,11 +75,12 @@ def write(path: Path, tensors: Sequence[Stored]) -> ShardFile:
             file.write(part)
             digest.update(part)
             size += len(part)
+    assert size == 8 + len(text) + end, "the tensors are other ones than those described"
     files.flush(path)
     return ShardFile(path.name, digest.hexdigest(), size)
 
 
-def _parts(header: bytes, tensors: Sequence[Stored]) -> Iterator[bytes | memoryview]:
+def _parts(header: bytes, tensors: Iterable[Stored]) -> Iterator[bytes | memoryview]:
     yield len(header).to_bytes(8, "little")
     yield header
     for stored in tensors:

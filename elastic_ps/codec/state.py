@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 
 from elastic_ps.codec.finite import require_finite
-from elastic_ps.codec.memory import Body, as_bytes, as_tensor, dtype_of, name_of
+from elastic_ps.codec.memory import Body, Scratch, as_bytes, as_tensor, dtype_of, name_of
 from elastic_ps.codec.optimizers import VALUE, WIDE, usual_numbers, usual_state, with_numbers
 from elastic_ps.codec.several import Kind, Several, kinds_of, parts_of
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule
 from elastic_ps.core.settings import CONSTRAINTS, plain_group
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
+
+ALIGNMENT = 64
+"""Bytes from the start of a tensor's copy to the next one's are a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,65 @@ class Source(Protocol):
 
     def state(self, tensor: int, start: int, length: int) -> dict[str, torch.Tensor]:
         """The optimizer's state of that piece, its `MASTER` and `PULLED`, by key; {} if there is none."""
+
+
+class Snapshot:
+    """The tensors of a shard at one version. One thread reads them while others make the next versions.
+
+    This is copy on write. A bucket is copied when it is about to change and has not been read; nothing is
+    copied at first. `keep` and `read` may be called from different threads.
+
+    Args:
+        buckets: the tensors of each bucket, which the shard goes on to change.
+        locks: the locks of the buckets. Whoever changes a bucket holds its lock, and calls `keep` first.
+
+    Attributes:
+        described: all tensors, in the order in which they are read. Only dtypes and shapes stay true.
+        pause: for how long changes of buckets have waited for copies.
+    """
+
+    def __init__(self, buckets: Mapping[int, Sequence[Stored]], locks: Mapping[int, threading.Lock]) -> None:
+        self._locks = locks
+        self.described = [stored for tensors in buckets.values() for stored in tensors]
+        self._unread = {bucket: deque(tensors) for bucket, tensors in buckets.items()}
+        self._kept: set[int] = set()
+        self.pause = timedelta(0)
+
+    def keep(self, bucket: int) -> None:
+        """Copy what has not been read of a bucket. The caller holds its lock. Blocks for the copy."""
+        unread = self._unread.get(bucket)
+        if not unread or bucket in self._kept:
+            return
+        began = time.monotonic()
+        sizes = [-(-stored.value.nbytes // ALIGNMENT) * ALIGNMENT for stored in unread]
+        memory, at = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu"), 0
+        for size in sizes:
+            stored = unread.popleft()
+            value = stored.value
+            copy = memory[at : at + value.nbytes].view(value.dtype).view(value.shape)
+            unread.append(replace(stored, value=copy.copy_(value)))
+            at += size
+        self._kept.add(bucket)
+        self.pause += timedelta(seconds=time.monotonic() - began)
+
+    def read(self, scratch: Scratch) -> Iterator[Stored]:
+        """Yield each tensor once, in memory that may be the next one's, too. Blocks while a bucket changes.
+
+        Args:
+            scratch: gets what has not been copied.
+        """
+        for bucket, lock in [(bucket, self._locks[bucket]) for bucket in self._unread]:
+            while True:
+                with lock:
+                    if not self._unread[bucket]:
+                        break
+                    stored = self._unread[bucket].popleft()
+                    if bucket not in self._kept:
+                        value = stored.value
+                        copy = scratch.tensor(value.numel(), value.dtype).view(value.shape)
+                        stored = replace(stored, value=copy.copy_(value))
+                yield stored
+            del self._unread[bucket]
 
 
 class OptimizerState:

@@ -73,7 +73,7 @@ class Checkpointer:
     Attributes:
         evaluation_queue: see above.
         fenced: another parameter server has taken over; nothing will be written any more.
-        paused: how long training stood still for the copies in memory; the mean over the shards.
+        paused: how long steps waited for copies of what was not written yet; the mean over the shards.
     """
 
     def __init__(

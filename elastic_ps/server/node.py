@@ -17,9 +17,10 @@ from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.codec import as_bytes, checksum
+from elastic_ps.codec.memory import Scratch
 from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.plan import Plan
-from elastic_ps.codec.state import Part, Stored
+from elastic_ps.codec.state import Part, Snapshot
 from elastic_ps.core.partition import Rule
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
 from elastic_ps.process.telemetry import History, Trace
@@ -77,9 +78,9 @@ class Node:
         self._released = False  # mutant: equal
         self._orders: list[Advance] = []  # as a standby: the one carried out last, and the next
         self._log = OrderLog()
-        self._copied = threading.Condition(self._lock)
+        self._wanted = threading.Condition(self._lock)
         # What is to be written for the checkpoint that was ordered last, until it is begun.
-        self._snapshot: tuple[Written, list[Stored]] | None = None
+        self._snapshot: tuple[Written, Snapshot] | None = None
         self._closing = False
         self._begun = (0, 0)  # term and number of the checkpoint that was ordered last
         self._written: Written | None = None  # what became of it
@@ -194,7 +195,7 @@ class Node:
                 self._orders = [*done, advance.next]
             self._obey(advance.term)  # as in take_sum
         if advance.checkpoint and self.store is not None:
-            self._copy(shard, advance)
+            self._keep(shard, advance)
         if advance.last:
             with self._heard:
                 self._released = True
@@ -231,37 +232,28 @@ class Node:
         standby = self._follower.state if self._follower else None
         return Report(written, standby, queued=frozenset() if shard is None else shard.queued)
 
-    def _copy(self, shard: Shard, advance: Advance) -> None:
-        """Copy the shard and have the copy written in the background.
+    def _keep(self, shard: Shard, advance: Advance) -> None:
+        """Have the shard written in the background as it is now.
 
-        A copy that waits to be written is dropped: its checkpoint was given up, and nobody waits for it. So
-        there are two copies at the most, of which one is being written.
+        A snapshot that waits to be written is dropped: its checkpoint was given up, and nobody waits for it.
+        So there are two at the most, of which one is being written.
 
         Raises:
-            Refused: NOT_READY; the shard is at another version, so its values must not get this one's name.
+            Refused: see `Shard.snapshot`.
         """
         label = (advance.term or self.term, advance.checkpoint)
         with self._lock:
             if label <= self._begun:
                 return  # told again
             self._snapshot = None
-        if shard.version != advance.version:
-            raise Refused(
-                RefusalCode.NOT_READY,
-                f"asked for a checkpoint of version {advance.version}, but shard {self.index} is at version "
-                f"{shard.version}",
-            )
+        snapshot = shard.snapshot(advance.version)
         self._record_values(shard)
-        started = time.monotonic()
-        buckets = [bucket.index for bucket in shard.layout.of_shard(shard.index)]
-        copy = [replace(each, value=each.value.clone()) for index in buckets for each in shard.stored(index)]
-        pause = timedelta(seconds=time.monotonic() - started)
-        with self._copied:
+        with self._wanted:
             if label <= self._begun:
                 return  # told again meanwhile; a part that is written twice may be in use the second time
             self._begun, self._written = label, None
-            self._snapshot = Written(*label, advance.version, None, "", pause), copy
-            self._copied.notify_all()
+            self._snapshot = Written(*label, advance.version, None, "", timedelta(0)), snapshot
+            self._wanted.notify_all()
 
     def _record_values(self, shard: Shard) -> None:
         """For whoever compares histories: the checksum of each bucket, as workers get it.
@@ -315,26 +307,27 @@ class Node:
         return able
 
     def _write(self) -> None:
+        scratch = Scratch()
         while (snapshot := self._await_snapshot()) is not None:
             assert self.store is not None
             begun, tensors = snapshot
+            place = begun.term, begun.version, self.index, self.shards, tensors.read(scratch)
             try:
-                file = self.store.write_shard(
-                    begun.term, begun.version, self.index, self.shards, iter(tensors), number=begun.number
-                )
+                file = self.store.write_shard(*place, number=begun.number, described=tensors.described)
                 written = replace(begun, file=file)
             except CheckpointError as failure:
                 logger.warning("%s", failure)
                 written = replace(begun, error=str(failure))
-            del tensors, snapshot
+            written = replace(written, pause=tensors.pause)
+            del place, tensors, snapshot  # else the shard goes on to copy what it changes
             with self._lock:
                 if (begun.term, begun.number) == self._begun:  # else nobody waits for it any more
                     self._written = written
 
-    def _await_snapshot(self) -> tuple[Written, list[Stored]] | None:
-        """The copy to write next, which is taken out; None if there will be no other. Blocks."""
-        with self._copied:
-            self._copied.wait_for(lambda: self._closing or self._snapshot is not None)
+    def _await_snapshot(self) -> tuple[Written, Snapshot] | None:
+        """What to write next, which is taken out; None if there will be nothing else. Blocks."""
+        with self._wanted:
+            self._wanted.wait_for(lambda: self._closing or self._snapshot is not None)
             snapshot, self._snapshot = self._snapshot, None
             return snapshot
 
@@ -345,9 +338,9 @@ class Node:
 
     def close(self) -> None:
         """Write what is still to be written and end the thread. Blocks."""
-        with self._copied:
+        with self._wanted:
             self._closing = True
-            self._copied.notify_all()
+            self._wanted.notify_all()
         self._writer.join()
         if self._follower is not None:
             self._follower.close()

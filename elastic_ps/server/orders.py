@@ -100,7 +100,7 @@ class Written:
     Attributes:
         term, number: of the order; together they name the checkpoint for all time.
         version: of the model.
-        pause: how long training stood still for the copy in memory.
+        pause: how long steps waited for copies of what was not written yet.
     """
 
     term: int

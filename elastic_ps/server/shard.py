@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,9 +26,10 @@ from elastic_ps.codec import as_bytes
 from elastic_ps.codec.base import Payload, Sparse
 from elastic_ps.codec.decoder import Decoder
 from elastic_ps.codec.finite import WHAT_TO_DO, require_finite
+from elastic_ps.codec.memory import Scratch
 from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.plan import Plan
-from elastic_ps.codec.state import Catching, Part, Source, Stored, read_state
+from elastic_ps.codec.state import Catching, Part, Snapshot, Source, Stored, read_state
 from elastic_ps.codec.values import ValueEncoder
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
@@ -91,6 +93,7 @@ class Shard:
         self._copied = Catching(set(self._buckets) if model.follows else set(), anywhere=model.follows)
         largest = max((bucket.nbytes for bucket in layout.of_shard(index)), default=0)
         self._buffers = Buffers(largest)
+        self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()  # that somebody may still read
 
     def _make_buckets(self) -> dict[int, BucketValues]:
         groups = self._model.settings.groups
@@ -157,6 +160,7 @@ class Shard:
                 require_finite(values, f"first values of bucket {index}")
             with self._stepping[index], self._lock:
                 self._check_sender(worker, incarnation, version)
+                self._keep(index)
                 self._buckets[index].initialise(values, version=version)
 
     def _check_sender(self, worker: int, incarnation: int, version: int | None) -> None:
@@ -357,6 +361,7 @@ class Shard:
         divisor = 1.0 if clip is None else clip_divisor(self._norm() if norm is None else norm, clip)
         for bucket in stepped:
             with self._stepping[bucket.index]:
+                self._keep(bucket.index)
                 with self._lock:
                     values = self._buckets[bucket.index]
                     may_be_drafted = clip is None and not apply.assigns
@@ -500,15 +505,45 @@ class Shard:
             self._log.open(version=version, attempt=0, expected={})
             self._round.wake()
 
+    def snapshot(self, version: int) -> Snapshot:
+        """All tensors at this version, for a checkpoint. Blocks while a version is being made.
+
+        Raises:
+            Refused: NOT_READY; the shard is at another version, so its values must not get this one's name.
+        """
+        with self._advancing:
+            if self.version != version:
+                raise Refused(
+                    RefusalCode.NOT_READY,
+                    f"asked for a checkpoint of version {version}, but shard {self.index} is at version "
+                    f"{self.version}",
+                )
+            return self._snapshot(BucketValues.stored)
+
+    def _snapshot(self, part: Callable[[BucketValues], Iterable[Stored]]) -> Snapshot:
+        """`part` of each bucket, in the order of steps. The caller holds `_advancing`."""
+        tensors = {}
+        for index in (b.index for b in self.layout.pull_order if b.index in self._buckets):
+            with self._stepping[index]:
+                tensors[index] = list(part(self._buckets[index]))
+        snapshot = Snapshot(tensors, self._stepping)
+        with self._lock:
+            self._snapshots.add(snapshot)
+        return snapshot
+
+    def _keep(self, bucket: int) -> None:
+        """Have snapshots copy a bucket that is about to change; its lock of `_stepping` is held."""
+        with self._lock:
+            snapshots = list(self._snapshots)
+        for snapshot in snapshots:
+            snapshot.keep(bucket)
+
     def state(self) -> Iterator[Stored]:
         """Copies of the optimizer's state, of one version. Blocks while a version is being made."""
-        entries: list[Stored] = []
         with self._advancing:
-            for index in self._buckets:
-                with self._stepping[index]:
-                    state = self._buckets[index].state()
-                    entries += [replace(entry, value=entry.value.clone()) for entry in state]
-        yield from entries
+            snapshot = self._snapshot(BucketValues.state)
+        for entry in snapshot.read(Scratch()):
+            yield replace(entry, value=entry.value.clone())
 
     def values(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
         """The values, live: copy them before the next round is applied."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,14 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import Times
 from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.codec import as_bytes, checksum
+from elastic_ps.codec import as_bytes, checksum, dtype_of
 from elastic_ps.codec.optimizers import MASTER
-from elastic_ps.codec.state import Stored
+from elastic_ps.codec.state import Snapshot, Stored
 from elastic_ps.core.partition import Bucket, Rule, TensorSpec, partition
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
@@ -29,6 +31,7 @@ from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Application, Configuration, OrderId, Written
+from elastic_ps.server.pulls import Pull, Pulled
 from elastic_ps.server.shard import Shard
 from tests.testing.polling import eventually
 from tests.testing.shard import Body, tensor
@@ -46,6 +49,7 @@ class InstantStore(Store):
         tensors: Iterator[Stored],
         *,
         number: int = 0,
+        described: Sequence[Stored] | None = None,
     ) -> ShardFile:
         return ShardFile("file", "digest", 0)
 
@@ -238,7 +242,7 @@ def test_a_part_of_an_earlier_life_is_no_part_of_the_checkpoint_of_this_one(tmp_
         node.close()
 
 
-def test_a_copy_that_nobody_waits_for_takes_no_memory_and_is_not_written(tmp_path: Path) -> None:
+def test_a_checkpoint_that_nobody_waits_for_is_not_written(tmp_path: Path) -> None:
     """On a slow disk each checkpoint that is given up would leave a copy of the shard behind."""
     store = SlowStore(tmp_path)
     node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""))
@@ -255,22 +259,23 @@ def test_a_copy_that_nobody_waits_for_takes_no_memory_and_is_not_written(tmp_pat
         node.close()
 
 
-def test_a_part_that_is_ordered_again_while_it_is_copied_is_written_once(
+def test_a_part_that_is_ordered_again_while_it_is_carried_out_is_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second time, the file would be replaced in a checkpoint that may be whole."""
-    stored, began, go_on = Shard.stored, threading.Event(), threading.Event()
+    snapshot, began, go_on = Shard.snapshot, threading.Event(), threading.Event()
 
-    def slowly(shard: Shard, bucket: int) -> Iterator[Stored]:
+    def slowly(shard: Shard, version: int) -> Snapshot:
+        made = snapshot(shard, version)
         if not began.is_set():
             began.set()
             assert go_on.wait(10)
-        yield from stored(shard, bucket)
+        return made
 
     store = SlowStore(tmp_path)
     store.go_on.set()
     node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""))
-    monkeypatch.setattr(Shard, "stored", slowly)
+    monkeypatch.setattr(Shard, "snapshot", slowly)
     order = Advance(0, 0, {}, checkpoint=1, term=1)
     try:
         configure(node, term=1)
@@ -287,7 +292,7 @@ def test_a_part_that_is_ordered_again_while_it_is_copied_is_written_once(
     assert store.numbers == [1]
 
 
-def test_a_copy_that_waits_is_not_dropped_for_an_order_that_is_repeated(
+def test_a_snapshot_that_waits_is_not_dropped_for_an_order_that_is_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The order is on its way in twice, and the one is overtaken by the other."""
@@ -300,7 +305,7 @@ def test_a_copy_that_waits_is_not_dropped_for_an_order_that_is_repeated(
             assert go_on.wait(10)
         return values(shard)
 
-    monkeypatch.setattr(Shard, "values", slowly)  # for the history, before the copy
+    monkeypatch.setattr(Shard, "values", slowly)  # for the history
     store, history = SlowStore(tmp_path / "kept"), History(tmp_path, "ps-0")
     node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""), history=history)
     order = Advance(0, 0, {}, checkpoint=2, term=1)
@@ -345,6 +350,7 @@ class SlowStore(InstantStore):
         tensors: Iterator[Stored],
         *,
         number: int = 0,
+        described: Sequence[Stored] | None = None,
     ) -> ShardFile:
         self.began.set()
         assert self.go_on.wait(10)
@@ -464,9 +470,9 @@ def test_a_checkpoint_that_is_ordered_again_is_written_once(tmp_path: Path) -> N
     written: list[int] = []
 
     class Counting(InstantStore):
-        def write_shard(self, *place: Any, number: int = 0) -> ShardFile:
+        def write_shard(self, *place: Any, number: int = 0, **named: Any) -> ShardFile:
             written.append(number)
-            return super().write_shard(*place, number=number)
+            return super().write_shard(*place, number=number, **named)
 
     node = Node(0, 1, store=Counting(tmp_path), consistency=Consistency(), trace=Trace(None, ""))
     try:
@@ -515,3 +521,96 @@ def test_a_history_tells_the_values_of_each_version_that_was_made_or_kept(tmp_pa
     assert [(event["event"], event["term"], event["values"]) for event in events] == [
         ("values", 1, [expected])
     ] * 2, "when it was made, and when it was kept"
+
+
+class StepwiseStore(Store):
+    """A disk that takes so many tensors at once, and the others when it may go on."""
+
+    def __init__(self, directory: Path, at_once: int) -> None:
+        super().__init__(directory)
+        self.began, self.go_on = threading.Event(), threading.Event()
+        self._at_once = at_once
+
+    def write_shard(
+        self,
+        term: int,
+        version: int,
+        shard: int,
+        shards: int,
+        tensors: Iterator[Stored],
+        *,
+        number: int = 0,
+        described: Sequence[Stored] | None = None,
+    ) -> ShardFile:
+        def slowly() -> Iterator[Stored]:
+            yield from itertools.islice(tensors, self._at_once)
+            self.began.set()
+            self.go_on.wait()
+            yield from tensors
+
+        place = term, version, shard, shards, slowly()
+        return super().write_shard(*place, number=number, described=described)
+
+
+MIXED = [
+    tensor("a", 400),
+    tensor("b", 300),
+    tensor("c", 100),
+    tensor("half", 400, dtype="bfloat16"),
+    tensor("mean", 8, rule=Rule.MEAN),
+    tensor("constant", 8, rule=Rule.CONSTANT),
+]
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "with speculative updates"])
+@pytest.mark.parametrize("at_once", [0, 1, 2, 6, 17], ids=lambda count: f"{count} tensors are written before")
+def test_a_checkpoint_that_is_written_while_steps_go_on_is_of_one_version(
+    tmp_path: Path, at_once: int, ahead: bool
+) -> None:
+    """Nothing is copied before a step changes it, so each step must copy what is not on disk yet."""
+    layout = partition(MIXED, bucket_bytes=1600, shards=1)
+    settings = Settings(({"lr": 0.1},))
+    store = StepwiseStore(tmp_path, at_once)
+    node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""))
+    generator = torch.Generator().manual_seed(0)
+
+    def step(version: int) -> None:
+        shard, place = node.shard, {"worker": 0, "incarnation": 1, "step": version, "attempt": 0}
+        for bucket in layout.pushed:
+            values = torch.randn(bucket.elements, generator=generator).to(dtype_of(bucket.dtype))
+            key = PushKey(term=1, bucket=bucket.index, version=version, **place)
+            shard.push(key, 1, (), Body(values))
+        if ahead:
+            numbers = [bucket.index for bucket in layout.pushed]
+            asked = Pull(
+                buckets=numbers, version=version + 1, term=1, contributor=(0, 1), groups=settings.groups
+            )
+            drafts = list(itertools.islice(shard.pull(asked), len(numbers)))
+            assert all(isinstance(draft, Pulled) and draft.draft for draft in drafts)
+        apply = Application(0, [(0, 1, version)], 1, settings)
+        node.advance(Advance(version + 1, 0, {0: 1}, apply, term=1))
+
+    try:
+        node.configure(Configuration(layout, "Adam", settings, 1, None))
+        node.advance(Advance(0, 0, {0: 1}, term=1))
+        for version in range(2):
+            step(version)
+        stored = [each for index in sorted(node.shard.buckets) for each in node.shard.stored(index)]
+        assert len(stored) == 19
+        expected = {each.name: each.value.clone() for each in stored}
+        node.advance(Advance(2, 0, {0: 1}, checkpoint=1, term=1))
+        eventually(store.began.is_set, "some of it is written")
+        for version in range(2, 5):
+            step(version)
+        assert not torch.equal(stored[0].value, expected[stored[0].name]), "the steps change something"
+        store.go_on.set()
+        eventually(lambda: told_in(node, term=1, version=5) is not None, "the part is written")
+    finally:
+        store.go_on.set()
+        node.close()
+    (file,) = tmp_path.rglob("*.safetensors")
+    written = load_file(file)
+    assert {name: value.dtype for name, value in written.items()} == {
+        name: value.dtype for name, value in expected.items()
+    }
+    assert [name for name, value in expected.items() if not torch.equal(value, written[name])] == []
