@@ -90,8 +90,8 @@ def memory_of(pid: int) -> int:
 
     def told(file: str, *names: str) -> list[int]:
         lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
-        found = {line.split(":")[0]: line.split()[1] for line in lines[1 if file != "status" else 0 :]}
-        return [int(found[name]) * 1024 for name in names]
+        found = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+        return [int(found[name][0]) * 1024 for name in names]
 
     pss, part = told("smaps_rollup", "Pss", "Pss_Shmem")
     (shared,) = told("status", "RssShmem")
