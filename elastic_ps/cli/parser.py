@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import NoReturn, get_args
 
 from elastic_ps.cli import train_flags
 from elastic_ps.contract.schemes import Scheme
@@ -129,8 +129,15 @@ class _Help(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=26, width=98)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Begin with the cause: argparse prints the usage first, which is longer."""
+        cause = message.removeprefix("argument ")
+        self.exit(2, f"error: {cause}\n`{self.prog} --help` explains the arguments\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         "elastic-ps", description=DESCRIPTION, epilog=EXAMPLES, formatter_class=_Help
     )
     parser.add_argument("--version", action="version", version=f"elastic-ps {__version__}")

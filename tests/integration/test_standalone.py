@@ -168,7 +168,7 @@ def test_an_argument_of_the_script_without_dashes_is_told_where_it_belongs(
         in done.stderr
     )
     done = elastic_ps_here("run", "job.yaml", "--lr", "0.1")
-    assert done.stderr.endswith("unrecognized arguments: --lr 0.1\n")
+    assert done.stderr.startswith("error: unrecognized arguments: --lr 0.1\n")
 
 
 def test_arguments_after_dashes_belong_to_run(folder: Path, elastic_ps_here: Here) -> None:
