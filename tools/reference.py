@@ -262,7 +262,7 @@ def _options(command: argparse.ArgumentParser) -> str:
     """The table of a command's arguments and options."""
     rows = []
     for action in command._actions:  # noqa: SLF001 (argparse has no other way to list them)
-        if isinstance(action, argparse._HelpAction):  # noqa: SLF001
+        if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS:  # noqa: SLF001
             continue
         metavar = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
         value = (

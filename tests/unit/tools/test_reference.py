@@ -10,7 +10,7 @@ import pytest
 from elastic_ps.api import rules
 from elastic_ps.api.job import TrainingJobSpec
 from tools.reasons import CONDITIONS, EVENTS
-from tools.reference import job_page, pages
+from tools.reference import commands_page, job_page, pages
 
 ROOT = Path(__file__).parents[3]
 OF_KUBERNETES = {"Forbidden", "NamespaceTerminating", "Refused"}
@@ -78,3 +78,7 @@ def test_each_reason_is_explained_and_exists() -> None:
     ends = {"Succeeded", "Failed"}  # the reason with which Running ends is the phase
     assert explained == of_conditions | OF_KUBERNETES | ends
     assert {name for row in EVENTS for name in row.names} >= IN_EVENTS_ONLY
+
+
+def test_an_option_without_help_is_not_listed() -> None:
+    assert "==SUPPRESS==" not in commands_page()
