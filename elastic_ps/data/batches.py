@@ -70,7 +70,7 @@ class Batches:
 
         The script does not know.
         """
-        return self.hand in (Hand.LOST, Hand.OUTDATED)
+        return self.hand in (Hand.LOST, Hand.OUTDATED, Hand.GIVEN_BACK_OUTDATED)
 
     @property
     def undecided(self) -> bool:

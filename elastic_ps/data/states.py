@@ -101,6 +101,7 @@ class Hand(enum.Enum):
     OUTDATED = "between two batches, after one that others have been handed"
     GIVEN_BACK = "after a batch that it has given back before backward()"
     """It has left the loop, and may still hold the batch."""
+    GIVEN_BACK_OUTDATED = "after a batch that it has given back, where others have been handed the rest"
 
 
 class HandEvent(enum.Enum):
@@ -123,9 +124,12 @@ HANDS = Transitions(
         **{(hand, HandEvent.LOSE): Hand.OUTDATED for hand in Hand},
         (Hand.FULL, HandEvent.LOSE): Hand.LOST,
         (Hand.LOST, HandEvent.LOSE): Hand.LOST,
+        (Hand.GIVEN_BACK, HandEvent.LOSE): Hand.GIVEN_BACK_OUTDATED,
+        (Hand.GIVEN_BACK_OUTDATED, HandEvent.LOSE): Hand.GIVEN_BACK_OUTDATED,
         **{(hand, HandEvent.FORGET): hand for hand in Hand},
         (Hand.LOST, HandEvent.FORGET): Hand.FULL,
         (Hand.OUTDATED, HandEvent.FORGET): Hand.EMPTY,
+        (Hand.GIVEN_BACK_OUTDATED, HandEvent.FORGET): Hand.GIVEN_BACK,
         **{(hand, HandEvent.GIVE_BACK): Hand.GIVEN_BACK for hand in Hand},
     },
 )

@@ -641,6 +641,28 @@ def test_what_a_script_cannot_do(tmp_path: Path) -> None:
             alone(tmp_path / str(number), script, consistency=local(2))
 
 
+def test_a_step_after_a_batch_that_was_given_back_while_the_worker_joined_again(tmp_path: Path) -> None:
+    """Worker 0 is declared gone when its script leaves the loop, where its exchange notices it."""
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for number, (x, y) in enumerate(session.loader(Numbers(40), BATCH)):
+            if number:
+                job.declare_gone(0)
+                break
+            mse(model, x, y).backward()
+            optimizer.step()
+        assert session.generation == 1
+        mse(model, x, y).backward()
+        optimizer.step()
+
+    with running_job(tmp_path, consistency=local(5)) as job:
+        job.start(0, script)
+        with pytest.raises(UsageError, match=r"Run backward\(\) inside the loop"):
+            job.join()
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
