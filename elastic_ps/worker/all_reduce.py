@@ -258,15 +258,13 @@ class AllReduce(Strategy):
         self._replica.share(group, source, lambda: self._look(met))
         self._trace.complete("state", started, time.monotonic_ns(), version=met.version)
         if lacks:
-            self._held = (self._client.term, met.version)
-            self._record_values(met.version)
+            self._hold(met.version, self._client.term)
 
     def _take_over(self, version: int) -> None:
         """Get the version from the parameter server."""
         self._held = None
         if self._replica.fetch(version):
-            self._held = (self._client.term, version)
-            self._record_values(version)
+            self._hold(version, self._client.term)
 
     def _group_for(self, met: pb.MeetReply) -> Group:
         """The process group of those that make the round, which may be the last one's. Raises Broken."""
@@ -342,7 +340,7 @@ class AllReduce(Strategy):
         while (due := self._sums.due(self._present)) is not None:
             self._sums.add(due, self._present[due.index], group)
         assert self._sums.begun == len(self._flat.layout.pushed), "all buckets are complete"
-        group.sum(self._sums.counts)
+        group.all_reduce(self._sums.counts)
         group.wait(lambda: self._look(met))
         self._trace.complete("reduce", started, time.monotonic_ns(), step=step.number, attempt=met.attempt)
 
@@ -357,13 +355,14 @@ class AllReduce(Strategy):
         self._sums.publish(settings.max_grad_norm)
         self._make_step()
         self.under_way, self.version = None, step.version + 1
-        self._held = (step.member_id.term, self.version)
         if self._group is not None:
             self._group = self._group._replace(made=self.version)
         self._history.record("applied", **step.applied(ending))
-        self._record_values(self.version)
+        self._hold(self.version, step.member_id.term)
 
-    def _record_values(self, version: int) -> None:
+    def _hold(self, version: int, term: int) -> None:
+        """This replica is of the version from now on."""
+        self._held = (term, version)
         if self._history.enabled:
             self._flat.gather()
             values = [
@@ -422,13 +421,10 @@ class _Reducer:
                 self.counts[self._place[piece.tensor]] = int(has)
         if bucket.rule in (Rule.GRADIENT, Rule.MEAN):
             total.mul_(self._samples)
-            group.sum(total)
-        elif bucket.rule is Rule.SUM:
-            group.sum(total)
-        elif bucket.rule is Rule.MAXIMUM:
-            group.maximum(total)
-        else:
+        if bucket.rule is Rule.BROADCAST:
             group.broadcast(total, 0)
+        else:
+            group.all_reduce(total, maximum=bucket.rule is Rule.MAXIMUM)
 
     @torch.no_grad()
     def publish(self, norm: float | None) -> None:

@@ -141,19 +141,12 @@ class Group:
         """Whether no operation is under way, so that the group can be let go of without waiting."""
         return all(work.is_completed() for work in self._works)
 
-    def sum(self, tensor: torch.Tensor) -> None:
-        """Begin to make `tensor` the sum over the group, in place."""
-        self._all_reduce(tensor, dist.ReduceOp.SUM)
-
-    def maximum(self, tensor: torch.Tensor) -> None:
-        """Begin to make `tensor` the maximum over the group, in place."""
-        self._all_reduce(tensor, dist.ReduceOp.MAX)
-
-    def _all_reduce(self, tensor: torch.Tensor, operation: Any) -> None:
+    def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False) -> None:
+        """Begin to make `tensor` the sum over the group, or the maximum, in place."""
         if self._backend is None or not tensor.numel():
             return
         options = dist.AllreduceOptions()
-        options.reduceOp = operation
+        options.reduceOp = _c10d.ReduceOp.MAX if maximum else _c10d.ReduceOp.SUM
         self._begin(lambda: self._backend.allreduce([tensor], options))
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:

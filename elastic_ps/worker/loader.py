@@ -165,7 +165,7 @@ class ElasticLoader:
         some = self._await_some()
         epoch = max(self._supply.in_hand[0].epoch, self._least) if some else self._data_set.epochs
         for each in range(last + 1, 0 if last == _NO_EPOCH or engine.stopped else epoch):
-            if records.comes_to(each):
+            if records.is_chief_of(each, passes=True):
                 records.note(LoopEvent.PASS)
                 return each
         records.note(LoopEvent.EPOCH)

@@ -172,35 +172,29 @@ class Records:
             self.chief = granted.chief
             self._member.has_been_chief |= granted.chief
 
-    def is_chief_of(self, epoch: int) -> bool:
+    def is_chief_of(self, epoch: int, *, passes: bool = False) -> bool:
         """Whether this worker is the one to evaluate and save in an epoch before the last one. Blocks.
 
         It asks each time: the job may have gone back to a checkpoint from before the chief was chosen. Of
         several processes one may ask again by itself, and gets the answer that all had, as long as this
         worker has not joined again.
+
+        Args:
+            passes: others have trained the epoch, so the script comes to its end only as its chief.
         """
-        if self._world.alone or epoch not in self._chief_of:
-            self._chief_of[epoch] = self._ask_chief("session.is_chief", epoch, passes=False)
-        return self._chief_of[epoch]
+        if epoch in self._chief_of and not (self._world.alone or passes):
+            return self._chief_of[epoch]
+        what = "the next epoch" if passes else "session.is_chief"
 
-    def comes_to(self, epoch: int) -> bool:
-        """Whether this worker comes to the end of an epoch that others have trained: as its chief. Blocks.
+        def ask() -> bool:
+            return self._client.ask(calls.CHIEF, pb.ChiefRequest(epoch=epoch, passes=passes)).chief
 
-        The chief stays while it lives, and its script may ask in some epochs only.
-        """
-        chief = self._ask_chief("the next epoch", epoch, passes=True)
-        if chief:
-            self._chief_of[epoch] = True
-        return chief
-
-    def _ask_chief(self, what: str, epoch: int, *, passes: bool) -> bool:
         while True:
             with self._member.known():
-                chief = self._world.decide(
-                    what,
-                    lambda: self._client.ask(calls.CHIEF, pb.ChiefRequest(epoch=epoch, passes=passes)).chief,
-                )
+                chief = self._world.decide(what, ask)
                 self._member.has_been_chief |= chief
+                if chief or not passes:
+                    self._chief_of[epoch] = chief
                 return chief
 
     def repeat(self) -> None:

@@ -258,11 +258,10 @@ class Session:
             runs_there = outer_optimizer(
                 optimizer, self.spec.consistency.outer_rule, workers=self.spec.worker.replicas
             )
-        elif self.spec.all_reduce:
-            refuse_limits(optimizer, "with strategy all-reduce")
+        else:
+            if self.spec.all_reduce:
+                refuse_limits(optimizer, "with strategy all-reduce")
             imported = None if state is None else ImportedState(optimizer, state)
-        elif state is not None:
-            imported = ImportedState(optimizer, state)
         if summed and self.spec.consistency.mode == "local" and self.spec.consistency.outer_rule.elastic:
             raise UsageError(
                 f"summed={[*summed]} does not work with consistency.outer easgd: a worker keeps its own "

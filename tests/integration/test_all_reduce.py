@@ -230,12 +230,12 @@ def test_gradients_are_added_up_while_backward_goes_on(
     """Once a group has made a version. Worker 1 is gone in the middle of a backward, with a part sent."""
     data, models = Numbers(200), Models()
     computing, begun = threading.local(), set[int]()
-    add_up = Group.sum
+    add_up = Group.all_reduce
 
-    def note(self: Group, tensor: torch.Tensor) -> None:
+    def note(self: Group, tensor: torch.Tensor, *, maximum: bool = False) -> None:
         if getattr(computing, "version", None) is not None:
             begun.add(computing.version)
-        add_up(self, tensor)
+        add_up(self, tensor, maximum=maximum)
         if computing.vanishes:
             job.declare_gone(1)
             raise SystemExit
@@ -254,7 +254,7 @@ def test_gradients_are_added_up_while_backward_goes_on(
             computing.version, computing.vanishes = None, False
             optimizer.step()
 
-    monkeypatch.setattr(Group, "sum", note)
+    monkeypatch.setattr(Group, "all_reduce", note)
     with running(tmp_path) as job:
         job.start(0, script)
         job.until(lambda: bool(job.status().members), "the first one joins")
