@@ -242,7 +242,7 @@ class Batches:
 
 
 def checked(metrics: Mapping[str, Any], reduce: str) -> dict[str, Any]:
-    """The values without their gradients. Raises UsageError: see `Engine.report`."""
+    """The values without their gradients. Raises UsageError: see `Runtime.report`."""
     if reduce not in REDUCTIONS:
         raise UsageError(f"session.metric got reduce={reduce!r}; expected one of {', '.join(REDUCTIONS)}")
     for name in metrics:

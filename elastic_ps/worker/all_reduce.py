@@ -102,7 +102,7 @@ class AllReduce(Strategy):
         self._began = 0.0
         self._lasted = math.inf  # from the first gradient of the last step until all had computed theirs
 
-    # --- what the engine asks
+    # --- what the runtime asks
 
     def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
         self.under_way, self._problem, self._ahead = step, None, None

@@ -1,6 +1,6 @@
 """Takes gradients as backward makes them (`Tensor.register_post_accumulate_grad_hook`), last layer first.
 
-They are handed to the engine bucket by bucket, so that the network works while backward does. Rules that a
+They are handed to the runtime bucket by bucket, so that the network works while backward does. Rules that a
 script has to keep are checked, and a message says what to do.
 
 Autograd runs the hooks of parameters on several devices on several threads, at the same time. What they
@@ -19,8 +19,8 @@ import torch
 
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.errors import InvalidModel, UsageError
-from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.flat import Flat
+from elastic_ps.worker.runtime import Runtime
 
 _CHANGED_LATE = (
     "the gradient of {name} was changed or replaced between backward() and optimizer.step(), after it had "
@@ -49,9 +49,9 @@ class Gradients:
         check: compare each gradient with what was sent, which also notices changes through `.data`.
     """
 
-    def __init__(self, flat: Flat, engine: Engine, *, overlap: bool, check: bool = False) -> None:
+    def __init__(self, flat: Flat, runtime: Runtime, *, overlap: bool, check: bool = False) -> None:
         self._flat = flat
-        self._engine = engine
+        self._runtime = runtime
         self._overlap = overlap
         self._check = check
         self._synchronise = True
@@ -67,7 +67,7 @@ class Gradients:
         self.reset()
         for index in self._trainable:
             self._hook(index)
-        engine.gradients = self
+        runtime.gradients = self
 
     def reset(self) -> None:
         """The next gradient is the first of a step."""
@@ -119,7 +119,7 @@ class Gradients:
 
     def _hook(self, index: int) -> None:
         def computed(parameter: torch.Tensor) -> None:
-            batches = self._engine.batches
+            batches = self._runtime.batches
             # Lost: the script had loaded it before its step, which was not made. A forked child shares the
             # memory that gradients are sent from.
             if batches.lost or os.getpid() != self._process:
@@ -140,19 +140,19 @@ class Gradients:
             return
         hook = parameter.register_post_accumulate_grad_hook(computed)
         # A parameter and its hook hold each other, where Python's garbage collector does not see it.
-        self._engine.at_close.append(hook.remove)
-        if self._engine.slices.processes > 1:
-            self._engine.at_close.append(parameter.register_hook(partial(self._counted, index)).remove)
+        self._runtime.at_close.append(hook.remove)
+        if self._runtime.slices.processes > 1:
+            self._runtime.at_close.append(parameter.register_hook(partial(self._counted, index)).remove)
 
     def _counted(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """What is added to a parameter's gradient: nothing if this process has no record of the batch.
 
         Then it computes on process 0's records, and its other batches of the same step may have weight.
         """
-        batches = self._engine.batches
+        batches = self._runtime.batches
         with self._lock:
             records = batches.under_way(begins=batches.fresh or index in self._ran)
-        none = not batches.lost and self._engine.slices.has_none(records)
+        none = not batches.lost and self._runtime.slices.has_none(records)
         return torch.zeros_like(gradient) if none else None
 
     def _first(self, index: int) -> bool:
@@ -173,7 +173,7 @@ class Gradients:
             if index in self._taken:
                 raise UsageError(_TWICE)
             if not self._taken:
-                self._engine.begin_step()
+                self._runtime.begin_step()
             self._taken[index] = gradient, gradient._version
         # Within backward, gradients have no history, unless the script asks for it (`create_graph`).
         plain = gradient.detach() if torch.is_grad_enabled() else gradient
@@ -187,7 +187,7 @@ class Gradients:
                 self._waiting[number] -= 1
                 if not self._waiting[number]:
                     bucket = self._flat.layout.buckets[number]
-                    self._engine.ready(bucket, self._present(bucket))
+                    self._runtime.ready(bucket, self._present(bucket))
 
     def _present(self, bucket: Bucket) -> Sequence[bool]:
         if bucket.rule is not Rule.GRADIENT:
@@ -225,7 +225,7 @@ class Gradients:
             elif parameter.grad is not None and (only is None or id(parameter) in only):
                 self._take(index, parameter)
         if not self._taken:
-            self._engine.begin_step()
+            self._runtime.begin_step()
         with torch.no_grad():
             for index in self._trainable:
                 if index not in self._taken:

@@ -25,8 +25,8 @@ from elastic_ps.data.stream import ItemIndex, Numbered
 from elastic_ps.data.supply import Supply
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.checks import check_loop
-from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.records import DataSet
+from elastic_ps.worker.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class ElasticLoader:
 
     def __init__(
         self,
-        engine: Engine,
+        runtime: Runtime,
         given: Any,
         *,
         batch_size: int | None,
@@ -81,8 +81,8 @@ class ElasticLoader:
         records: int | None,
         options: Mapping[str, Any],
     ) -> None:
-        self._engine = engine
-        consistency, data = engine.spec.consistency, engine.spec.data
+        self._runtime = runtime
+        consistency, data = runtime.spec.consistency, runtime.spec.data
         source = read_source(
             given,
             batch_size=batch_size,
@@ -91,9 +91,9 @@ class ElasticLoader:
             late=consistency.may_be_late,
             options=options,
         )
-        if source.batch_size < engine.world.size:
+        if source.batch_size < runtime.world.size:
             raise UsageError(
-                f"batch_size is {source.batch_size}, but each worker has {engine.world.size} processes, "
+                f"batch_size is {source.batch_size}, but each worker has {runtime.world.size} processes, "
                 "which share a batch (worker.processes); expected as many records at least"
             )
         for name, number in (("epochs", epochs), ("batch_size", source.batch_size)):
@@ -110,7 +110,7 @@ class ElasticLoader:
         if source.options.get("num_workers") and (self._placed or consistency.global_batch_size):
             # Within a loop new ones would read the stream from its beginning, or begin with each version.
             source.options["persistent_workers"] = True
-        engine.slices.least = LEAST if source.batch_size >= LEAST * engine.slices.processes else 1
+        runtime.slices.least = LEAST if source.batch_size >= LEAST * runtime.slices.processes else 1
         self.batch_size = source.batch_size
         self.epoch = 0
         self.dataset = source.dataset
@@ -119,7 +119,7 @@ class ElasticLoader:
             source.records, epochs, source.batch_size, fingerprint(source.dataset, source.records)
         )
         self._supply = Supply(source, seed=data.seed, version_records=consistency.global_batch_size)
-        self._drops = engine.drops  # as of the records in hand
+        self._drops = runtime.drops  # as of the records in hand
         self._issued: deque[list[Range]] = deque()  # what torch's DataLoader was told to fetch, and has not
         self._fetching: DataLoader[Any] | None = None
         self._only: int | None = None  # the epoch that is asked for; None: any
@@ -143,7 +143,7 @@ class ElasticLoader:
         Raises:
             UsageError: training is over, and an earlier loop has trained all epochs.
         """
-        records = self._engine.records
+        records = self._runtime.records
         if records.over:
             raise UsageError(_OVER)
         self._void_left()
@@ -159,12 +159,12 @@ class ElasticLoader:
 
     def _next_epoch(self, last: int) -> int | None:
         """The epoch to yield after the `last` one; None after all of them. Blocks."""
-        engine, records = self._engine, self._engine.records
-        if self._least == self._data_set.epochs and not engine.stopped:
+        runtime, records = self._runtime, self._runtime.records
+        if self._least == self._data_set.epochs and not runtime.stopped:
             return None
         some = self._await_some()
         epoch = max(self._supply.in_hand[0].epoch, self._least) if some else self._data_set.epochs
-        for each in range(last + 1, 0 if last == _NO_EPOCH or engine.stopped else epoch):
+        for each in range(last + 1, 0 if last == _NO_EPOCH or runtime.stopped else epoch):
             if records.is_chief_of(each, passes=True):
                 records.note(LoopEvent.PASS)
                 return each
@@ -179,9 +179,9 @@ class ElasticLoader:
             UsageError: training is over, this epoch's loop has ended, another loop is running, or the data
                 set's length has changed.
         """
-        engine, records = self._engine, self._engine.records
-        if engine.model is not None:
-            check_loop(engine.model)
+        runtime, records = self._runtime, self._runtime.records
+        if runtime.model is not None:
+            check_loop(runtime.model)
         ended = records.loop in (Loop.ENDED, Loop.UNFINISHED)
         if records.loop is Loop.PASSED:
             records.note(LoopEvent.END)
@@ -204,7 +204,7 @@ class ElasticLoader:
         try:
             end = yield from self._batches(self._fetching)
         except GeneratorExit:  # the script broke out of the loop; what it has not computed on is not its own
-            engine.batches.drop()
+            runtime.batches.drop()
             if self._only is not None:
                 self._least = self._only + 1
                 self._leave(for_good=False)
@@ -216,10 +216,10 @@ class ElasticLoader:
 
     def _batches(self, fetching: Iterable[Any]) -> Generator[Any, None, LoopEvent]:
         """Yield the batches of a loop over the epoch, or over all of them; returns how it ends. Blocks."""
-        engine = self._engine
+        runtime = self._runtime
         while self._await_some():
             if self._only is not None and self._supply.in_hand[0].epoch > self._only:
-                engine.exchange_steps()
+                runtime.exchange_steps()
                 if self._outdated:
                     continue
                 break
@@ -230,21 +230,21 @@ class ElasticLoader:
                 self._check_accumulation()
                 ranges = self._issued.popleft()
                 self.epoch = ranges[0].epoch
-                engine.begin_batch(ranges)
+                runtime.begin_batch(ranges)
                 yield batch
                 self._check_length()
-                engine.records.leave_if_asked()
-                if engine.stopped:
+                runtime.records.leave_if_asked()
+                if runtime.stopped:
                     break
             else:
                 self._check_end()
-            if engine.stopped:
+            if runtime.stopped:
                 continue
-            if engine.spec.consistency.global_batch_size is not None:
-                engine.settle()
-                if engine.batches.computed:
-                    engine.skip()  # no step is made with what has had none of the version
-            if (engine.batches.grouped and engine.batches.undecided) or not engine.settle():
+            if runtime.spec.consistency.global_batch_size is not None:
+                runtime.settle()
+                if runtime.batches.computed:
+                    runtime.skip()  # no step is made with what has had none of the version
+            if (runtime.batches.grouped and runtime.batches.undecided) or not runtime.settle():
                 return LoopEvent.END_EARLY
         return LoopEvent.END
 
@@ -253,14 +253,14 @@ class ElasticLoader:
 
         So after Ctrl-C in a notebook. The records go to others, or come again.
         """
-        if self._engine.batches.computed and self._engine.records.loop is Loop.BEFORE:
-            self._engine.leave_step()
-            self._engine.gradients.void()
+        if self._runtime.batches.computed and self._runtime.records.loop is Loop.BEFORE:
+            self._runtime.leave_step()
+            self._runtime.gradients.void()
 
     @property
     def _outdated(self) -> bool:
         """Whether this worker had to join again, so that the records in hand are handed to others."""
-        return self._engine.drops != self._drops
+        return self._runtime.drops != self._drops
 
     def _await_some(self) -> bool:
         """Block until there are records in hand; False when all records are in the model.
@@ -268,23 +268,23 @@ class ElasticLoader:
         Raises:
             UsageError: the script has batches that it made no step with.
         """
-        engine = self._engine
-        if engine.records.over:
+        runtime = self._runtime
+        if runtime.records.over:
             return False
-        if engine.stopped:
+        if runtime.stopped:
             self._supply.in_hand.clear()
-            engine.exchange_steps()
-            engine.forget()
+            runtime.exchange_steps()
+            runtime.forget()
         self._forget()
         if self._supply.in_hand:
             return True
-        if engine.batches and not engine.settle():
+        if runtime.batches and not runtime.settle():
             raise UsageError(
                 "the loop over the loader has ended, but no optimizer.step() was called for the last "
                 "batches. When you accumulate gradients, call optimizer.step() for them after the loop; to "
                 "make no step with them, call optimizer.skip()"
             )
-        engine.exchange_steps()
+        runtime.exchange_steps()
         return self._take(wait=True)
 
     def _take(self, *, wait: bool = False) -> bool:
@@ -294,7 +294,7 @@ class ElasticLoader:
         that was begun and those that were fetched ahead are still to be dropped.
         """
         only = self._only
-        ranges = self._engine.records.take(
+        ranges = self._runtime.records.take(
             self._data_set,
             wait=wait,
             early=only is not None and only < self._data_set.epochs - 1,
@@ -308,7 +308,7 @@ class ElasticLoader:
     def _forget(self) -> None:
         """Drop what others have been handed."""
         if self._outdated:
-            self._drops = self._engine.drops
+            self._drops = self._runtime.drops
             self._supply.in_hand.clear()
 
     def _next_batch(self) -> list[int] | list[ItemIndex]:
@@ -318,23 +318,23 @@ class ElasticLoader:
         handed to the script. After joining again there is nothing until `_await_some` has got some: only that
         takes part in rounds again.
         """
-        while not (self._engine.stopped or self._outdated):
+        while not (self._runtime.stopped or self._outdated):
             batch, indices = self._supply.cut(self._take, only=self._only)
             if self._outdated or not batch:
                 break
             if indices is None:
-                self._engine.batches.leave_out(batch)
+                self._runtime.batches.leave_out(batch)
                 continue
             self._issued.append(batch)
-            own = self._engine.slices.own(indices)
+            own = self._runtime.slices.own(indices)
             return [ItemIndex(batch[0].epoch, index) for index in own] if self._placed else own
         return []
 
     def _leave(self, *, for_good: bool) -> None:
         """A loop is left: what is in hand goes to others, or to this worker's next loop if there is one."""
-        if not self._engine.records.over:
+        if not self._runtime.records.over:
             self._supply.in_hand.clear()
-            self._engine.records.stop_computing(leaves=for_good)
+            self._runtime.records.stop_computing(leaves=for_good)
 
     def close(self) -> None:
         """End the processes that fetch. Waits a while for them; those that are late end later. Idempotent.
@@ -347,7 +347,7 @@ class ElasticLoader:
         # Torch ends them when nobody refers to the DataLoader any more.
         ending = threading.Thread(target=last.clear, name="end of fetching", daemon=True)
         ending.start()
-        ending.join(self._engine.client.limits.fetching.total_seconds())
+        ending.join(self._runtime.client.limits.fetching.total_seconds())
 
     def _check_length(self) -> None:
         """Raise UsageError if the data set has got more records, or fewer. A stream notices that itself."""
@@ -371,10 +371,10 @@ class ElasticLoader:
     def _check_accumulation(self) -> None:
         """Raise UsageError if a last step of several batches may have to be repeated after the loop."""
         if (
-            self._engine.spec.consistency.global_batch_size is None  # else each batch has its own step
-            and self._engine.batches.computed
+            self._runtime.spec.consistency.global_batch_size is None  # else each batch has its own step
+            and self._runtime.batches.computed
             and self._only is None
-            and self._engine.spec.consistency.may_be_late
+            and self._runtime.spec.consistency.may_be_late
         ):
             raise UsageError(
                 "this script accumulates gradients of several batches. With backupWorkers, and in mode "
@@ -389,10 +389,10 @@ class ElasticLoader:
         Blocks: in the last epoch, and after a loop that has ended before its last step, until all records are
         in the model.
         """
-        epoch, engine, records = self._only, self._engine, self._engine.records
-        if engine.closed:
+        epoch, runtime, records = self._only, self._runtime, self._runtime.records
+        if runtime.closed:
             return None
-        if epoch is None or engine.stopped:
+        if epoch is None or runtime.stopped:
             self._await_end()
             return None
         if epoch < self._data_set.epochs - 1:
@@ -400,16 +400,16 @@ class ElasticLoader:
         if records.over:
             return None
         ended = records.loop in (Loop.ENDED, Loop.UNFINISHED)
-        return False if not ended or engine.batches.computed or self._await_some() else None
+        return False if not ended or runtime.batches.computed or self._await_some() else None
 
     def _await_end(self) -> None:
         """Block until training is over, if the loop has ended with batches for a last step, or was stopped.
 
         Does nothing before that step, nor between epochs. What others give back meanwhile is left to others.
         """
-        engine, records = self._engine, self._engine.records
+        runtime, records = self._runtime, self._runtime.records
         unfinished = records.loop_over is self and records.loop in (Loop.UNFINISHED, Loop.OWES)
-        if records.over or not (engine.stopped or (unfinished and not engine.batches.computed)):
+        if records.over or not (runtime.stopped or (unfinished and not runtime.batches.computed)):
             return
         if unfinished:
             records.note(LoopEvent.AWAIT)

@@ -22,10 +22,10 @@ from elastic_ps.core.settings import KEEP_ZEROS, LIMITS
 from elastic_ps.core.working import Event
 from elastic_ps.data.states import Part
 from elastic_ps.errors import ElasticPSError, InvalidModel, RefusalCode, Refused
-from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.gradients import Gradients
 from elastic_ps.worker.local_group import MeanGradients
+from elastic_ps.worker.runtime import Runtime
 from elastic_ps.worker.strategy import Started
 
 
@@ -75,7 +75,7 @@ class LocalSteps:
 
     Args:
         flat: of a model whose trained tensors have memory of their own.
-        engine: of a job in mode `local`.
+        runtime: of a job in mode `local`.
         make_step: has the script's own optimizer, or the given one of several, make a step.
 
     Attributes:
@@ -86,18 +86,18 @@ class LocalSteps:
     def __init__(
         self,
         flat: Flat,
-        engine: Engine,
+        runtime: Runtime,
         gradients: Gradients,
         make_step: Callable[[Callable[[], Any] | None, torch.optim.Optimizer | None], Any],
     ) -> None:
         self._gradients, self._make_step = gradients, make_step
-        self._mean = None if engine.world.alone else MeanGradients(flat, engine.world, self._weights)
-        self._consistency = engine.spec.consistency
+        self._mean = None if runtime.world.alone else MeanGradients(flat, runtime.world, self._weights)
+        self._consistency = runtime.spec.consistency
         self.made = 0
         rule = self._consistency.outer_rule
         self._rate, self._elastic = rule.learning_rate, rule.elastic
         self._flat = flat
-        self._engine = engine
+        self._runtime = runtime
         self._own: dict[int, torch.Tensor] = {}
         self.started: Started | None = None
         self._before: dict[int, torch.Tensor] = {}  # the values that an exchange under way is about
@@ -105,7 +105,7 @@ class LocalSteps:
         self._every = frozenset().union(*self._fragments)
         self._trained = [0] * len(self._fragments)  # records since each fragment was exchanged last
         self._exchanges = 0
-        engine.local = self
+        runtime.local = self
 
     def step(self, closure: Callable[[], Any] | None, part: torch.optim.Optimizer | None) -> Any:
         """The script's own optimizer makes a step; see `ElasticOptimizer.step_of`."""
@@ -113,10 +113,10 @@ class LocalSteps:
             closure = self._mean.of(closure)
         elif self._mean is not None:
             self._mean.take()
-        before = closure is None and self._engine.has_no_step
+        before = closure is None and self._runtime.has_no_step
         loss = self._make_step(closure, part)
         self._flat.check()  # not before: a closure computes on the model, and may assign buffers
-        if not (before or (closure is not None and self._engine.has_no_step)):
+        if not (before or (closure is not None and self._runtime.has_no_step)):
             self._gradients.reset()
             self._step_made()
         return loss
@@ -126,21 +126,21 @@ class LocalSteps:
 
         Raises UsageError if it belongs to no batch.
         """
-        self._engine.require_batch()
-        return self._engine.weights()
+        self._runtime.require_batch()
+        return self._runtime.weights()
 
     def _step_made(self) -> None:
         """The script's own optimizer has made a step. Blocks if it is time for an exchange.
 
-        Raises as `Engine.finish_step`.
+        Raises as `Runtime.finish_step`.
         """
-        engine = self._engine
-        engine.require_batch()
-        engine.note_skipped(engine.batches.decide(keep_new=True))
-        engine.batches.keep()
+        runtime = self._runtime
+        runtime.require_batch()
+        runtime.note_skipped(runtime.batches.decide(keep_new=True))
+        runtime.batches.keep()
         self.made += 1
-        self._trained = [records + engine.batches.last_kept for records in self._trained]
-        if engine.records.part is Part.LAST_STEP:
+        self._trained = [records + runtime.batches.last_kept for records in self._trained]
+        if runtime.records.part is Part.LAST_STEP:
             self.exchange()
             return
         if self.made >= (self._consistency.overlap or 0) and not self._finish():
@@ -152,8 +152,8 @@ class LocalSteps:
     @property
     def _due(self) -> int:
         """How many steps there are between the last exchange and the next one."""
-        steps = self._engine.strategy.told.steps
-        said = self._engine.spec.consistency.steps  # it may change while the job runs
+        steps = self._runtime.strategy.told.steps
+        said = self._runtime.spec.consistency.steps  # it may change while the job runs
         return steps_before(self._exchanges, steps or said or 1, len(self._fragments))
 
     @property
@@ -166,13 +166,13 @@ class LocalSteps:
 
         Returns None if this worker had to join again.
         """
-        engine = self._engine
+        runtime = self._runtime
         if not self._asks:
-            return engine.version if self._consistency.waits_for_all else self._exchanges
-        step = engine.new_step(engine.version)
-        with engine.known():  # the round that is open waits for this worker from now on
+            return runtime.version if self._consistency.waits_for_all else self._exchanges
+        step = runtime.new_step(runtime.version)
+        with runtime.known():  # the round that is open waits for this worker from now on
             try:
-                return engine.world.decide("where an exchange begins", lambda: engine.client.begin(step)[0])
+                return runtime.world.decide("where an exchange begins", lambda: runtime.client.begin(step)[0])
             except Refused as refusal:
                 if refusal.code is RefusalCode.LATE:
                     return step.base  # so is the exchange
@@ -185,14 +185,14 @@ class LocalSteps:
         The model has the job's values then. Does nothing if there are no such steps, or if the script is in
         the middle of one.
 
-        Raises as `Engine.finish_step`.
+        Raises as `Runtime.finish_step`.
         """
         self._flat.check()
         if not self._finish():
             return
         if any(self._trained):
             self._exchange(None, going_on=False)
-        elif self._elastic and not (self._engine.batches.computed or self._engine.closed):
+        elif self._elastic and not (self._runtime.batches.computed or self._runtime.closed):
             self.void()
 
     def _exchange(self, fragment: int | None, *, going_on: bool) -> None:
@@ -202,8 +202,8 @@ class LocalSteps:
             fragment: what it is about; None for all of them.
             going_on: the script makes more steps. Then an elastic worker keeps its own values.
         """
-        engine = self._engine
-        if engine.batches.computed or engine.closed or not self._finish():
+        runtime = self._runtime
+        if runtime.batches.computed or runtime.closed or not self._finish():
             return
         starts = going_on and bool(self._consistency.overlap)
         try:
@@ -212,11 +212,11 @@ class LocalSteps:
         except ElasticPSError:
             raise
         except BaseException:  # nobody knows how much of it is sent, and of which version the model is
-            engine.leave_step()
+            runtime.leave_step()
             raise
-        drops = engine.drops
-        engine.finish_step()
-        if self._elastic and going_on and drops == engine.drops:
+        drops = runtime.drops
+        runtime.finish_step()
+        if self._elastic and going_on and drops == runtime.drops:
             # Go on from the parameters that were set aside. Buffers stay what the exchange has made of them.
             with torch.no_grad():
                 for index, own in self._own.items():
@@ -232,23 +232,23 @@ class LocalSteps:
 
         Returns False if this worker had to join again.
         """
-        engine = self._engine
+        runtime = self._runtime
         besides = self._every - (self._every if fragment is None else self._fragments[fragment])
         if self._elastic:
             self._own = self._now(besides)  # the job's values must not replace this worker's
             fetched = False
-            with engine.known():
-                engine.strategy.fetch(engine.strategy.version, contributor=False, besides=besides)
+            with runtime.known():
+                runtime.strategy.fetch(runtime.strategy.version, contributor=False, besides=besides)
                 fetched = True
             if not fetched:
                 return False
         samples = max(self._trained) if fragment is None else self._trained[fragment]
         if starts:
             self._before = self._now(besides)
-        engine.batches.gather()  # all steps since the last exchange are one for the parameter server
-        engine.begin(samples, besides)
+        runtime.batches.gather()  # all steps since the last exchange are one for the parameter server
+        runtime.begin(samples, besides)
         for bucket, present in self._contribute(besides):
-            engine.ready(bucket, present)
+            runtime.ready(bucket, present)
         self.made = 0
         self._exchanges += 1
         for number in range(len(self._fragments)) if fragment is None else (fragment,):
@@ -271,18 +271,18 @@ class LocalSteps:
 
         Returns False if it is lost, and with it the steps that were made since.
         """
-        engine, started = self._engine, self.started
+        runtime, started = self._runtime, self.started
         if started is None:
             return True
         try:
             try:
-                if not engine.await_version(started.future.finish, started.settings, started.number):
+                if not runtime.await_version(started.future.finish, started.settings, started.number):
                     return False  # its steps are void, and those since
             finally:
                 self.cancel()
             self._take_over()
         except BaseException:  # all of the model, or some of it, is of another version than what was pulled
-            engine.leave_step()
+            runtime.leave_step()
             raise
         self._before.clear()
         self._flat.publish(besides={bucket.index for bucket in self._flat.layout.pushed})
@@ -290,12 +290,12 @@ class LocalSteps:
 
     def _start(self) -> None:
         """End the exchange that has begun, but do not wait for the version."""
-        engine = self._engine
-        step, ending, settings = engine.ending()
-        engine.batches.step_made()
-        version, made = engine.version, engine.made
-        self.started = Started(engine.strategy.start(ending), settings, step.number, version, made)
-        engine.working.note(Event.START)
+        runtime = self._runtime
+        step, ending, settings = runtime.ending()
+        runtime.batches.step_made()
+        version, made = runtime.version, runtime.made
+        self.started = Started(runtime.strategy.start(ending), settings, step.number, version, made)
+        runtime.working.note(Event.START)
 
     def cancel(self) -> None:
         """If an exchange goes on by itself, end it. Blocks."""
@@ -328,7 +328,7 @@ class LocalSteps:
         return {index: self._flat.tensors[index].detach().clone() for index in self._changing(besides)}
 
     def _contribute(self, besides: Set[int]) -> Iterator[tuple[Bucket, Sequence[bool]]]:
-        """Put what is to be pushed where it is sent from; yields the buckets as `Engine.ready` takes them.
+        """Put what is to be pushed where it is sent from; yields the buckets as `Runtime.ready` takes them.
 
         Parameters that were set aside move towards those that were pulled.
         """

@@ -17,10 +17,10 @@ from elastic_ps.codec.several import Several, parameters_of, parts_of
 from elastic_ps.codec.state import state_dict_of
 from elastic_ps.core.working import Event, State
 from elastic_ps.errors import RefusalCode, Refused, UsageError
-from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.gradients import Gradients
 from elastic_ps.worker.local_steps import LocalSteps
+from elastic_ps.worker.runtime import Runtime
 from elastic_ps.worker.strategy import Strategy
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self,
         wrapped: torch.optim.Optimizer,
         flat: Flat,
-        engine: Engine,
+        runtime: Runtime,
         *,
         overlap: bool,
         check: bool = False,
@@ -71,14 +71,14 @@ class ElasticOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ would copy the groups; schedulers and scripts must see the wrapped one's.
         self.defaults = wrapped.defaults
         self._wrapped = wrapped
-        self._engine = engine
+        self._runtime = runtime
         self._flat = flat
         self._stepping = False
         # Which of several optimizers makes a step is known in `step` only.
         parts = wrapped.parts if isinstance(wrapped, Several) else {}
-        local = engine.strategy.exchanges
-        self._gradients = Gradients(flat, engine, overlap=overlap and not (parts or local), check=check)
-        self._local = LocalSteps(flat, engine, self._gradients, self._make_step) if local else None
+        local = runtime.strategy.exchanges
+        self._gradients = Gradients(flat, runtime, overlap=overlap and not (parts or local), check=check)
+        self._local = LocalSteps(flat, runtime, self._gradients, self._make_step) if local else None
         self._parts = {name: Part(self, name, part) for name, part in parts.items()}
         self._trained = {
             id(part): frozenset(id(p) for group in part.param_groups for p in group["params"])
@@ -86,7 +86,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         }
         super().__init__(parameters_of(wrapped.param_groups), wrapped.defaults)
         self.param_groups = wrapped.param_groups
-        if not engine.strategy.steps_here:  # else the wrapped one's step calls its hooks
+        if not runtime.strategy.steps_here:  # else the wrapped one's step calls its hooks
             for name, part in parts.items():
                 _call_hooks_of(part, self._parts[name])
             for part in parts_of(wrapped):
@@ -94,8 +94,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._groups = self._groups_now()
         self._own = {id(tensor) for tensor in own}
         self._thread = threading.get_ident()
-        engine.at_close.append(register_optimizer_step_pre_hook(self._check_other).remove)
-        engine.make_step = self._make_step
+        runtime.at_close.append(register_optimizer_step_pre_hook(self._check_other).remove)
+        runtime.make_step = self._make_step
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -130,7 +130,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         if other is self or isinstance(other, Part) or threading.get_ident() != self._thread:
             return
         beside = {id(p) for group in other.param_groups for p in group["params"]} - self._own
-        if self._engine.batches.in_batch and beside:
+        if self._runtime.batches.in_batch and beside:
             raise UsageError(
                 f"a second optimizer ({type(other).__name__}) makes a step in the loop over the loader. It "
                 "changes parameters on this worker only, so they would become different on each worker. A "
@@ -165,22 +165,22 @@ class ElasticOptimizer(torch.optim.Optimizer):
             raise UsageError(_OTHER_GROUPS)
         if self._parts:
             self._require_batch()
-        if self._local is not None and not self._engine.batches.lost:
+        if self._local is not None and not self._runtime.batches.lost:
             return self._local.step(closure, part)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._engine.batches.lost:
+        if self._runtime.batches.lost:
             logger.info("no step is made: its records went to other workers when this worker joined again")
             return loss
-        if self._engine.has_no_step:
+        if self._runtime.has_no_step:
             return loss
-        self._engine.phases.backward_ended()
+        self._runtime.phases.backward_ended()
         self._flat.check()
         self._gradients.take_rest(None if part is None else self._trained[id(part)])
         self._gradients.reset()
-        self._engine.finish_step()
+        self._runtime.finish_step()
         for each in parts_of(self._wrapped):  # for a scheduler that was made before `session.optimizer`
             vars(each)["_opt_called"] = True
         return loss
@@ -191,9 +191,9 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
     def _require_batch(self) -> None:
         """Raise UsageError if one of several optimizers has made a step with this batch."""
-        batches = self._engine.batches
+        batches = self._runtime.batches
         used = not (batches.computed or batches.undecided or batches.lost)
-        if self._engine.batches.in_batch and used:
+        if self._runtime.batches.in_batch and used:
             first, second = ([f"optimizers[{name!r}]" for name in self._parts] * 2)[:2]
             choose = "session.version, which is the same on all workers"
             if self._local is not None:  # the version changes only when values are exchanged
@@ -227,15 +227,15 @@ class ElasticOptimizer(torch.optim.Optimizer):
             UsageError: the values cannot be assigned, or not here.
             Refused, ConnectionLost: the parameter server did not take them.
         """
-        engine, strategy = self._engine, self._engine.strategy
+        runtime, strategy = self._runtime, self._runtime.strategy
         if strategy.cannot_assign:
             raise UsageError(strategy.cannot_assign)
-        if strategy.under_way is not None or engine.batches.computed:
+        if strategy.under_way is not None or runtime.batches.computed:
             raise UsageError(
                 "session.assign was called in the middle of a step. Call it between optimizer.step() and the "
                 "next backward()"
             )
-        if not engine.spec.consistency.may_assign:
+        if not runtime.spec.consistency.may_assign:
             raise UsageError(
                 "session.assign needs consistency.mode sync, without backupWorkers, globalBatchSize, "
                 "maxStalenessP99 and deterministic: elsewhere a version is made of the steps of some "
@@ -246,12 +246,12 @@ class ElasticOptimizer(torch.optim.Optimizer):
         takes_part: bool | None = None
         while takes_part is None:
             base = min(base, strategy.version)
-            with engine.known():
-                takes_part = _assign_since(engine, strategy, base)
+            with runtime.known():
+                takes_part = _assign_since(runtime, strategy, base)
         if strategy.version != base + 1:
-            engine.take_settings()
-        if engine.records.computing and not takes_part:
-            engine.drop_step()
+            runtime.take_settings()
+        if runtime.records.computing and not takes_part:
+            runtime.drop_step()
 
     def skip(self) -> None:
         """Make no step with the batches in hand, for example because the loss is not finite.
@@ -260,7 +260,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         A batch that no backward() runs for, or whose gradients `zero_grad` drops before `step`, counts as
         skipped without this call.
         """
-        self._engine.skip()
+        self._runtime.skip()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. If this drops gradients that no step was made with, their records count as skipped."""
@@ -268,8 +268,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
     def zero_grad_of(self, wrapped: torch.optim.Optimizer, set_to_none: bool) -> None:
         """As `zero_grad`, of the wrapped optimizer, or of one of several."""
-        if not self._engine.working.in_step:  # it makes no step with what it has computed
-            self._engine.note_skipped(self._engine.batches.reopen())
+        if not self._runtime.working.in_step:  # it makes no step with what it has computed
+            self._runtime.note_skipped(self._runtime.batches.reopen())
         if not (set_to_none and type(wrapped).zero_grad is torch.optim.Optimizer.zero_grad):
             wrapped.zero_grad(set_to_none)
             return
@@ -291,10 +291,10 @@ class ElasticOptimizer(torch.optim.Optimizer):
         `load_state_dict` of the same class of torch optimizer reads it. In mode `local`, and with `strategy:
         all-reduce`, it is this worker's. Of several optimizers, the state of each by its name.
         """
-        if self._engine.strategy.steps_here:
+        if self._runtime.strategy.steps_here:
             state = self._wrapped.state_dict()
-        elif self._engine.world.leads:
-            client = self._engine.client
+        elif self._runtime.world.leads:
+            client = self._runtime.client
             entries = (each for shard in range(client.shards) for each in client.optimizer_state(shard))
             state = state_dict_of(entries, self._flat.layout, self._flat.tensors, self._wrapped)
         else:
@@ -381,26 +381,26 @@ def _call_hooks_of(other: torch.optim.Optimizer, optimizer: torch.optim.Optimize
     optimizer.register_step_post_hook(after)
 
 
-def _assign_since(engine: Engine, strategy: Strategy, base: int) -> bool:
+def _assign_since(runtime: Runtime, strategy: Strategy, base: int) -> bool:
     """Assign what the contributions hold, until some values were assigned since `base`, and pull them.
 
     Returns whether this worker takes part in the open round.
     """
-    while not (reply := engine.client.assign(base)).done:
-        if reply.version > base and engine.working.state is not State.VOID:
+    while not (reply := runtime.client.assign(base)).done:
+        if reply.version > base and runtime.working.state is not State.VOID:
             logger.warning(
                 "session.assign replaces version %d. This script has changed the values of version %d, "
                 "so the model loses the steps in between",
                 reply.version,
                 base,
             )
-        engine.working.note(Event.GIVE_UP)  # until it is done
+        runtime.working.note(Event.GIVE_UP)  # until it is done
         try:
-            strategy.assign(engine.new_step(reply.version), reply.attempt)
+            strategy.assign(runtime.new_step(reply.version), reply.attempt)
         except Refused as refusal:
             if refusal.code not in (RefusalCode.STALE_ATTEMPT, RefusalCode.LATE):
                 raise
-    engine.steps += 1  # it is made, or known to be void
-    engine.working.note(Event.TELL)
+    runtime.steps += 1  # it is made, or known to be void
+    runtime.working.note(Event.TELL)
     strategy.fetch(reply.version, contributor=reply.takes_part)
     return reply.takes_part

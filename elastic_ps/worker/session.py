@@ -25,12 +25,12 @@ from elastic_ps.transport.base import Connection
 from elastic_ps.worker.checks import Averages, check_model, check_wrapper, together
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import USUAL, WorkerLimits
-from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.loader import ElasticLoader
 from elastic_ps.worker.local_steps import outer_optimizer, refuse_limits
 from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.model import Described
 from elastic_ps.worker.optimizer import ElasticOptimizer
+from elastic_ps.worker.runtime import Runtime
 from elastic_ps.worker.schedule import Interval, check_interval
 from elastic_ps.worker.state import State
 
@@ -86,9 +86,9 @@ class Session:
             history=history,
         )
         self._on_joined = on_joined
-        self._engine = Engine(spec, client, on_hung=on_hung, on_joined=on_joined, world=world, host=host)
-        self._averages = Averages(lambda: self._engine.records.over)
-        self._engine.at_close.append(self._averages.close)
+        self._runtime = Runtime(spec, client, on_hung=on_hung, on_joined=on_joined, world=world, host=host)
+        self._averages = Averages(lambda: self._runtime.records.over)
+        self._runtime.at_close.append(self._averages.close)
         self._owner = os.getpid()
         self._client = client
         self._tensors: Tensors | None = None
@@ -101,7 +101,7 @@ class Session:
 
         It is the number of optimizer steps that were taken, and of times that values were assigned.
         """
-        return self._engine.version
+        return self._runtime.version
 
     @property
     def world_size(self) -> int:
@@ -110,7 +110,7 @@ class Session:
         It is the same for all workers at a version, whenever they joined, also after a resume. Before the
         first version it is the job's `worker.replicas`. A worker with several processes counts once.
         """
-        return self._engine.made.workers or self.spec.worker.replicas
+        return self._runtime.made.workers or self.spec.worker.replicas
 
     @property
     def global_batch_size(self) -> int:
@@ -122,7 +122,7 @@ class Session:
         Raises:
             UsageError: before the first version, when `session.loader` has not been called.
         """
-        planned = self._engine.made.samples or self.spec.consistency.global_batch_size
+        planned = self._runtime.made.samples or self.spec.consistency.global_batch_size
         if planned:
             return planned
         if not self._loaders:
@@ -135,12 +135,12 @@ class Session:
     @property
     def generation(self) -> int:
         """A number that changes when this worker joins again, or pauses, and so drops the records in hand."""
-        return self._engine.drops
+        return self._runtime.drops
 
     @property
     def started(self) -> bool:
         """Whether this worker is, or has been, a member of the job."""
-        return self._engine.working.joined
+        return self._runtime.working.joined
 
     @property
     def is_chief(self) -> bool:
@@ -157,7 +157,7 @@ class Session:
         for loader in self._loaders:
             if (chief := loader.is_chief()) is not None:
                 return chief and self._world.leads
-        return self._engine.records.chief and self._world.leads
+        return self._runtime.records.chief and self._world.leads
 
     def optimizer(
         self,
@@ -280,13 +280,13 @@ class Session:
             summed=summed,
             optimizers=Optimizers(self.spec.parameter_server.optimizers),
         )
-        flat = self._engine.enter(described, model, runs_there, imported)
-        self._engine.phases.watch(model)
+        flat = self._runtime.enter(described, model, runs_there, imported)
+        self._runtime.phases.watch(model)
         self._averages.begin(model)
         self._optimizer = ElasticOptimizer(
             optimizer,
             flat,
-            self._engine,
+            self._runtime,
             overlap=overlap,
             check=check_gradients,
             own=described.own,
@@ -326,7 +326,7 @@ class Session:
                 not finite; consistency is not `sync`, or with backupWorkers, globalBatchSize,
                 maxStalenessP99 or deterministic.
         """
-        if self._optimizer is None or model is not self._engine.model:
+        if self._optimizer is None or model is not self._runtime.model:
             raise UsageError("session.assign needs the model that was given to session.optimizer before")
         self._optimizer.assign()
 
@@ -341,7 +341,7 @@ class Session:
         Raises:
             UsageError: in the middle of a step.
         """
-        self._engine.records.pause()
+        self._runtime.records.pause()
 
     @property
     def server(self) -> Tensors:
@@ -392,7 +392,7 @@ class Session:
             UsageError: an argument or an option of the DataLoader cannot be used in a job.
         """
         loader = ElasticLoader(
-            self._engine, source, batch_size=batch_size, epochs=epochs, records=records, options=options
+            self._runtime, source, batch_size=batch_size, epochs=epochs, records=records, options=options
         )
         self._loaders.append(loader)
         return loader
@@ -409,7 +409,7 @@ class Session:
         Values are what JSON can have, and 64 KiB of text in all. Reading and writing block for a call. With
         several processes in a worker, process 0 uses it.
         """
-        return self._engine.state
+        return self._runtime.state
 
     def scheduler(self, scheduler: S, *, interval: Interval | None = None) -> S:
         """Let the session step a learning-rate scheduler by the job's progress; returns the scheduler.
@@ -433,14 +433,14 @@ class Session:
             raise UsageError("call session.optimizer(...) before session.scheduler(...)")
         check_interval(scheduler, interval)
         self._optimizer.check_scheduler(scheduler)
-        self._engine.schedule.add(scheduler, interval)
-        self._engine.check(self._engine.schedule.current())
+        self._runtime.schedule.add(scheduler, interval)
+        self._runtime.check(self._runtime.schedule.current())
         return scheduler
 
     @property
     def stopped(self) -> str:
         """The reason that a script gave to `stop`, as far as this worker knows; "" if none has called it."""
-        return self._engine.stopped
+        return self._runtime.stopped
 
     def stop(self, reason: str) -> None:
         """End the training early on all workers; the job succeeds. An example: the loss no longer improves.
@@ -457,7 +457,7 @@ class Session:
         """
         if not isinstance(reason, str) or not reason.strip():
             raise UsageError(f"session.stop needs a reason in words, but got {reason!r}")
-        self._engine.stop(reason.strip())
+        self._runtime.stop(reason.strip())
 
     def seed(self, base: int = 0) -> int:
         """Seed torch, `random` and numpy for this worker at its current version; returns the seed.
@@ -471,7 +471,7 @@ class Session:
             base,
             worker=self.worker,
             version=self.version,
-            local=self._engine.local_steps,
+            local=self._runtime.local_steps,
             process=self._world.rank,
         )
 
@@ -485,7 +485,7 @@ class Session:
         Raises:
             UsageError: a value is no number.
         """
-        self._engine.report(metrics)
+        self._runtime.report(metrics)
 
     def metric(self, name: str, value: Any, *, reduce: Reduction = "mean") -> None:
         """Report a value of this step. Out of those of all steps of a version the job makes one.
@@ -502,7 +502,7 @@ class Session:
             UsageError: the value is no number; or there is a sum or a maximum to be made, and this is not
                 between a batch and its `optimizer.step()`.
         """
-        self._engine.report({name: value}, reduce=reduce)
+        self._runtime.report({name: value}, reduce=reduce)
 
     def finish(self) -> None:
         """The script has come to its end: carry out what it has pushed with `session.server`. Blocks.
@@ -510,7 +510,7 @@ class Session:
         A worker that is asked to leave does not wait any longer.
         """
         if self._tensors is not None and os.getpid() == self._owner:
-            self._tensors.finish(lambda: self._engine.draining)
+            self._tensors.finish(lambda: self._runtime.draining)
 
     def close(self, *, failed: bool = False) -> None:
         """Leave the job and free all resources. This worker's records go to other workers. Idempotent.
@@ -524,20 +524,20 @@ class Session:
         if os.getpid() == self._owner:
             if self._tensors is not None:
                 self._tensors.close(self._client.limits.goodbye)
-            self._engine.close(failed=failed)
+            self._runtime.close(failed=failed)
             for loader in self._loaders:
                 loader.close()
 
     @property
     def open(self) -> bool:
         """Whether this process has made it, and has not closed it."""
-        return os.getpid() == self._owner and not self._engine.closed
+        return os.getpid() == self._owner and not self._runtime.closed
 
     @property
     def asked_to_leave(self) -> bool:
         """Whether this process was asked to leave; see `Membership.asked_to_leave`."""
-        return self._engine.asked_to_leave
+        return self._runtime.asked_to_leave
 
     def drain(self) -> None:
         """Leave after the current step. May be called from a signal handler."""
-        self._engine.drain()
+        self._runtime.drain()

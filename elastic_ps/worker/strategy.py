@@ -1,6 +1,6 @@
 """How a worker's steps become versions of the model: what each way to train can do.
 
-The engine makes these calls and knows no more. `push_pull` pushes gradients to the parameter server, and
+The runtime makes these calls and knows no more. `push_pull` pushes gradients to the parameter server, and
 pulls values. `local_group` does that for a worker of several processes, which add up what they have. With
 `all_reduce` the workers add up gradients among themselves. In mode `local` a step is an exchange, by any of
 the first two.

@@ -20,7 +20,7 @@ from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker.dialogue import Answers, Step
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, events, make_mlp, running_job
-from tests.testing.inside import engine_of, exchange_of
+from tests.testing.inside import exchange_of, runtime_of
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
 from tests.testing.polling import eventually
 from tests.testing.trained import Models, sgd
@@ -96,7 +96,7 @@ def test_the_step_is_pushed_again_if_another_worker_vanishes(tmp_path: Path, det
             optimizer.step()
 
     def vanish(session: Session) -> None:
-        client = engine_of(session).client
+        client = runtime_of(session).client
         usual = client.push_and_pull
 
         def half(bucket: Bucket, step: Step, attempt: int, payload: Payload, *rest: Any) -> Answers:

@@ -25,7 +25,7 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, events, make_mlp, make_spec, running_job
-from tests.testing.inside import engine_of, exchange_of
+from tests.testing.inside import exchange_of, runtime_of
 from tests.testing.oracle import Adapted, assert_each_record_once, mse, ranges_of
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.tiers import per_change
@@ -305,7 +305,7 @@ def test_a_worker_that_dies_while_it_pushes_has_contributed_nothing(
             pushes.append(method)
             if len(pushes) == 8:  # of three buckets each: in the middle of the third step
                 blocked.set()
-                engine_of(next(each for each in job.sessions if each.worker == 1)).client.close()
+                runtime_of(next(each for each in job.sessions if each.worker == 1)).client.close()
                 job.declare_gone(1)
 
     def script(session: Session) -> None:

@@ -27,7 +27,7 @@ from elastic_ps.worker.strategy import Future
 from tests.integration.test_fragments import fragments_of
 from tests.integration.test_local_steps import BATCH, Dying, adamw, check_histories, local, steps_on, train
 from tests.testing.harness import Numbers, make_mlp, make_spec, running_job
-from tests.testing.inside import engine_of
+from tests.testing.inside import runtime_of
 from tests.testing.oracle import Adapted, Commit, assert_equal_up_to_round_off, mse
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.trained import alone, await_training
@@ -170,8 +170,8 @@ def test_a_worker_makes_its_next_steps_while_another_one_is_not_there_yet(tmp_pa
         return [member for member in job.status().members if member.worker == worker]
 
     def two_steps_made_meanwhile() -> bool:
-        engine = engine_of(sessions[0])
-        return engine.local is not None and engine.local.started is not None and engine.local_steps >= 2
+        runtime = runtime_of(sessions[0])
+        return runtime.local is not None and runtime.local.started is not None and runtime.local_steps >= 2
 
     def script(session: Session) -> None:
         model = make_mlp()
@@ -180,7 +180,7 @@ def test_a_worker_makes_its_next_steps_while_another_one_is_not_there_yet(tmp_pa
         for number, (x, y) in enumerate(session.loader(data, BATCH)):
             if not number:
                 await_training(job, 0, 1)
-            due = engine_of(session).local_steps == 3
+            due = runtime_of(session).local_steps == 3
             if session.worker == 1 and not versions and due and any(m.steps for m in members(0)):
                 before = session.version
                 eventually(two_steps_made_meanwhile, "worker 0 makes two steps while its exchange waits")
@@ -274,7 +274,7 @@ def test_a_script_that_is_interrupted_while_it_waits_for_an_exchange_goes_on(tmp
             optimizer.step()
 
     def waits() -> bool:
-        strategy = engine_of(session).strategy
+        strategy = runtime_of(session).strategy
         if strategy.under_way is None or session.version != job.version:
             return False
         frame, found = sys._current_frames().get(threading.main_thread().ident or 0), False  # noqa: SLF001  Python's
@@ -299,7 +299,7 @@ def test_a_script_that_is_interrupted_while_it_waits_for_an_exchange_goes_on(tmp
         with pytest.raises(KeyboardInterrupt):
             train(session, model, optimizer, session.loader(data, BATCH))
         thread.join()
-        steps = engine_of(session).local
+        steps = runtime_of(session).local
         assert steps is not None
         assert steps.started is None
         eventually(

@@ -15,7 +15,7 @@ from elastic_ps.core.partition import Bucket
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
-from tests.testing.inside import engine_of
+from tests.testing.inside import runtime_of
 from tests.testing.oracle import mse
 from tests.testing.trained import adam, failing, sgd
 
@@ -88,7 +88,7 @@ def test_limits_that_the_state_does_not_know_stay(tmp_path: Path) -> None:
         model = make_mlp()
         own = torch.optim.SGD([{"params": model.parameters(), "keep_zeros": True}], lr=0.1, momentum=0.9)
         session.optimizer(own, model, clamp=(-1.0, 1.0), max_grad_norm=0.5, state=saved)
-        found.update(engine_of(session).schedule.current().groups[0])
+        found.update(runtime_of(session).schedule.current().groups[0])
 
     with running_job(tmp_path) as job:
         job.start(0, script)
@@ -148,7 +148,7 @@ def test_a_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_a_parameter_server_takes_only_what_its_optimizer_keeps(tmp_path: Path, state: list[Stored]) -> None:
     def script(session: Session) -> None:
         model = make_mlp((4, 4, 1))
-        client = engine_of(session).client
+        client = runtime_of(session).client
         initialise = client.initialise
 
         def spoil(bucket: Bucket, values: memoryview, *, version: int | None = None) -> None:

@@ -24,7 +24,7 @@ from elastic_ps.errors import InvalidJob, InvalidModel
 from elastic_ps.worker.session import Session
 from tests.integration.test_local_steps import BATCH, Dying, adamw, local, steps_on, train
 from tests.testing.harness import Job, Numbers, make_mlp, make_spec, running_job
-from tests.testing.inside import engine_of, exchange_of
+from tests.testing.inside import exchange_of, runtime_of
 from tests.testing.oracle import (
     Adapted,
     Commit,
@@ -187,7 +187,7 @@ def test_an_exchange_has_the_bytes_of_one_fragment(tmp_path: Path) -> None:
         seen.append(counts(session))
 
     def counts(session: Session) -> tuple[int, int]:
-        found = engine_of(session).client.traffic.counts()
+        found = runtime_of(session).client.traffic.counts()
         return found.pushed_bytes, found.pulled_bytes
 
     commits = alone(

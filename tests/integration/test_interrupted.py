@@ -16,10 +16,10 @@ import torch
 from elastic_ps.server.limits import ServerLimits
 from elastic_ps.standalone import connect
 from elastic_ps.transport.base import Connection, Frame, Incoming
-from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.membership import Membership
 from elastic_ps.worker.optimizer import ElasticOptimizer
+from elastic_ps.worker.runtime import Runtime
 from elastic_ps.worker.session import Session
 from elastic_ps.worker.strategy import Future
 from tests.testing.harness import Numbers, make_mlp, running_job
@@ -275,10 +275,10 @@ def test_while_an_exchange_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, more: dict[str, Any]
 ) -> None:
     """In mode `local`. Nobody knows how much of it is sent: it is void, with the steps that it is about."""
-    data, interrupted = Numbers(60), list[Engine]()
-    usual = getattr(Engine, where)
+    data, interrupted = Numbers(60), list[Runtime]()
+    usual = getattr(Runtime, where)
 
-    def interrupt(self: Engine, *arguments: Any, **options: Any) -> Any:
+    def interrupt(self: Runtime, *arguments: Any, **options: Any) -> Any:
         done = usual(self, *arguments, **options)
         if self.version == 2 and not interrupted:
             interrupted.append(self)
@@ -304,7 +304,7 @@ def test_while_an_exchange_begins(
         values[:] = [[(each, self.value(index)) for index, each in enumerate(self.tensors)]]
 
     monkeypatch.setattr(Flat, "publish", note)
-    monkeypatch.setattr(Engine, where, interrupt)
+    monkeypatch.setattr(Runtime, where, interrupt)
     commits = alone(tmp_path, script, consistency={"mode": "local", "steps": 2, **more})
     assert interrupted
     assert_each_record_once(commits, records=60, epochs=1)

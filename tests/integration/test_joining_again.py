@@ -12,7 +12,7 @@ from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, make_mlp, running_job
-from tests.testing.inside import engine_of
+from tests.testing.inside import runtime_of
 from tests.testing.oracle import assert_each_record_once, mse
 from tests.testing.polling import LIMIT, eventually
 
@@ -62,10 +62,10 @@ def test_who_was_declared_gone_does_not_wait_for_a_version(tmp_path: Path) -> No
             mse(model, x, y).backward()
             if step == 3:
                 job.coordinator.gone(0, instance_of(job, 0))
-                stay, version = engine_of(session).client.member_id, session.version + 1
+                stay, version = runtime_of(session).client.member_id, session.version + 1
                 wanted = pb.PullRequest(version=version, buckets=[0], attempt=9, contributor=True)
                 with pytest.raises(Refused) as refusal:
-                    list(engine_of(session).client.pull(stay, 0, wanted))
+                    list(runtime_of(session).client.pull(stay, 0, wanted))
                 refused.append(refusal.value.code)
             optimizer.step()
 

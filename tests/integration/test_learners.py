@@ -22,7 +22,7 @@ from elastic_ps.worker.session import Session
 from tests.integration.test_local_steps import BATCH, adamw, check_histories, local, reference
 from tests.testing import histories
 from tests.testing.harness import Numbers, make_mlp, running_job
-from tests.testing.inside import engine_of
+from tests.testing.inside import runtime_of
 from tests.testing.launching import forks, gone, make_job, version_of, wait_for_end, wait_for_workers
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse
 from tests.testing.polling import eventually
@@ -88,7 +88,7 @@ class Learners:
 
 def await_exchange(session: Session) -> None:
     """If an exchange is under way, block until it is over; it has not been taken over then."""
-    local = engine_of(session).local
+    local = runtime_of(session).local
     if local is not None and local.started is not None:
         local.started.future.wait()
 

@@ -12,7 +12,7 @@ from elastic_ps.drill.recorded import read
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Job, Numbers, Tally, make_mlp, running_job
-from tests.testing.inside import engine_of
+from tests.testing.inside import runtime_of
 from tests.testing.oracle import mse
 from tests.testing.trained import sgd
 
@@ -23,7 +23,7 @@ def lose_server_in_request(number: int, session: Session, job: Job, lost: list[i
     The model's version is put into `lost` then.
     """
     calls = 0
-    take = engine_of(session).client.take
+    take = runtime_of(session).client.take
 
     def taken(request: pb.TakeRequest) -> pb.TakeReply:
         nonlocal calls
@@ -33,7 +33,7 @@ def lose_server_in_request(number: int, session: Session, job: Job, lost: list[i
             job.restart(0)
         return take(request)
 
-    engine_of(session).client.take = taken  # type: ignore[method-assign]
+    runtime_of(session).client.take = taken  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("ahead", [0, 2], ids=["half a batch in hand", "batches fetched ahead"])

@@ -13,7 +13,7 @@ import torch
 from elastic_ps.errors import InvalidModel, Refused, UsageError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
-from tests.testing.inside import engine_of
+from tests.testing.inside import runtime_of
 from tests.testing.oracle import mse
 from tests.testing.polling import LIMIT
 from tests.testing.trained import Models, failing, sgd, training
@@ -149,7 +149,7 @@ def test_an_averaged_teacher_is_the_jobs(tmp_path: Path, restarted: bool) -> Non
             student = models[session.worker]
             assert isinstance(student, Student)
             values = torch.cat([p.detach().reshape(-1) for p in student.online.parameters()])
-            seen[engine_of(session).client.term, version] = values
+            seen[runtime_of(session).client.term, version] = values
 
         follow(session, models, at)
 

@@ -12,7 +12,7 @@ import torch
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, make_mlp, running_job
-from tests.testing.inside import engine_of
+from tests.testing.inside import runtime_of
 from tests.testing.oracle import assert_equal_up_to_round_off, mse, replay
 from tests.testing.tiers import per_change
 from tests.testing.transports import BY_NAME
@@ -100,7 +100,7 @@ def test_a_job_that_goes_on_clips_as_before_but_not_with_a_standby(
             model = make_mlp()
             sgd = torch.optim.SGD(model.parameters(), lr=0.05)
             optimizer = session.optimizer(sgd, model, **given)
-            limits.append(engine_of(session).schedule.current().max_grad_norm)
+            limits.append(runtime_of(session).schedule.current().max_grad_norm)
             for x, y in session.loader(Numbers(8), 4, epochs=epochs):
                 optimizer.zero_grad()
                 mse(model, x, y).backward()

@@ -14,7 +14,7 @@ from elastic_ps.errors import UsageError
 from elastic_ps.worker.schedule import Interval
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
-from tests.testing.inside import engine_of
+from tests.testing.inside import runtime_of
 from tests.testing.oracle import (
     MakeOptimizer,
     assert_equal_up_to_round_off,
@@ -198,7 +198,7 @@ def test_a_schedule_follows_the_jobs_progress(tmp_path: Path, name: str, consist
                 once.pop(min(once))()
             optimizer.zero_grad()
             mse(model, x, y).backward()
-            base, rate = (engine_of(session).client.term, session.version), optimizer.param_groups[0]["lr"]
+            base, rate = (runtime_of(session).client.term, session.version), optimizer.param_groups[0]["lr"]
             optimizer.step()
             if session.version > base[1]:  # else the step came too late, and was not made
                 rates.setdefault(base, set()).add(rate)

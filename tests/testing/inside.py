@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from elastic_ps.worker.engine import Engine
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.push_pull import PushPull
+from elastic_ps.worker.runtime import Runtime
 from elastic_ps.worker.session import Session
 
 
-def engine_of(session: Session) -> Engine:
+def runtime_of(session: Session) -> Runtime:
     """What the session drives."""
-    return session._engine  # noqa: SLF001  a script that had it could break its worker
+    return session._runtime  # noqa: SLF001  a script that had it could break its worker
 
 
 def exchange_of(session: Session) -> PushPull:
     """The pushes and pulls of a worker that has joined."""
-    exchange = engine_of(session).strategy
+    exchange = runtime_of(session).strategy
     assert isinstance(exchange, PushPull)
     return exchange
 
@@ -28,5 +28,5 @@ def flat_of(optimizer: ElasticOptimizer) -> Flat:
 
 def vanish(session: Session) -> None:
     """Let a worker end without a goodbye."""
-    engine_of(session).client.close()
+    runtime_of(session).client.close()
     session.close()

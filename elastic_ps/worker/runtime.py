@@ -61,7 +61,7 @@ _FROM_ELSEWHERE = (
 )
 
 
-class Engine(Membership):
+class Runtime(Membership):
     """Drives one worker. Belongs to the training thread, except `begin_step` and `ready`.
 
     Those two are called by gradient hooks, one at a time, while the training thread waits in backward.
