@@ -94,7 +94,7 @@ class Encoder:
             self._plan = plan
             self._runs = {bucket.index: plan.runs(self._layout, bucket) for bucket in self._layout.pushed}
             self._feedback.forget_states()
-        self.tuner = Tuner(plan.auto, self._traffic)
+        self.selection = CodecSelection(plan.auto, self._traffic)
 
     @property
     def left_over(self) -> Mapping[int, torch.Tensor]:
@@ -113,7 +113,7 @@ class Encoder:
             self._step, self._version = step, None
             self._made.clear()
             self._feedback.begin(step)
-        self.tuner.begin()
+        self.selection.begin()
 
     def applied(self, *, in_sums: bool = False) -> None:
         """The step is in the model; with `in_sums`, in the sums that the next version is made of.
@@ -124,7 +124,7 @@ class Encoder:
             self._feedback.applied(in_sums=in_sums)
             if self._version is not None:
                 self._counted = (self._version, self._before(self._version) + 1)
-        self.tuner.end()
+        self.selection.end()
 
     def settle(self, *, made: int, term: int, version: int) -> None:
         """The job is at a version of a term; see `Feedback.settle`."""
@@ -232,7 +232,7 @@ def _is_encodable(gradient: torch.Tensor) -> bool:
     return bool(-limit <= low) and bool(high <= limit)  # not, if one is NaN: then both are
 
 
-class Tuner:
+class CodecSelection:
     """Measures how long steps are encoded and pushed, so that `auto` can choose a codec by it.
 
     Thread-safe, but for `begin` and `end`, which belong to the main thread.

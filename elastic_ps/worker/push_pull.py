@@ -126,7 +126,7 @@ class PushPull(Strategy):
             receivers.close()
 
     def _plan(self, consistency: Consistency) -> PushPolicy:
-        return PushPolicy.of(consistency, small=self._small and not self.encoder.tuner.active)
+        return PushPolicy.of(consistency, small=self._small and not self.encoder.selection.active)
 
     def adopt(self, consistency: Consistency, codecs: Plan | None = None) -> None:
         if codecs is not None:
@@ -440,7 +440,7 @@ class PushPull(Strategy):
 
     def _push(self, bucket: Bucket, step: Step, attempt: int, ending: pb.FinishRequest | None) -> None:
         self.flat.wait_for(bucket)  # a codec is not chosen by how long a device computes
-        with self.encoder.tuner.busy():
+        with self.encoder.selection.busy():
             payload = self._contribution(bucket, step, attempt)
             with self._traced(bucket, step, attempt, payload):
                 self._client.push(bucket, step, attempt, payload, ending)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.codec.encoder import Tuner
+from elastic_ps.codec.encoder import CodecSelection
 from elastic_ps.worker import flat
 from elastic_ps.worker.session import Session
 from tests.testing.devices import LateDevice, Said
@@ -98,16 +98,16 @@ def assert_waits_outside(late: LateDevice, thread: str) -> None:
 def test_a_codec_is_not_chosen_by_how_long_a_device_computes(
     tmp_path: Path, late: LateDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    busy = Tuner.busy
+    busy = CodecSelection.busy
 
     @contextmanager
-    def watched(self: Tuner) -> Iterator[None]:
+    def watched(self: CodecSelection) -> Iterator[None]:
         late.note("begin", True)
         with busy(self):
             yield
         late.note("end", True)
 
-    monkeypatch.setattr(Tuner, "busy", watched)
+    monkeypatch.setattr(CodecSelection, "busy", watched)
     train(tmp_path, workers=1, transport="shm", parameterServer=BUCKETS)  # it has one send thread
     assert_waits_outside(late, "send-0")
 
