@@ -57,7 +57,7 @@ class Encoder:
         traffic: counts what is sent.
 
     Attributes:
-        tuner: chooses the codec, if the job leaves that to the workers. Who pushes a bucket tells it.
+        selection: chooses the codec, if the job leaves that to the workers. Who pushes a bucket tells it.
     """
 
     def __init__(

@@ -105,8 +105,8 @@ def read_source(
     if not isinstance(dataset, IterableDataset):
         count = _records_of(dataset, records)
         return Source(dataset, dataset, count, batch_size, shuffle, drop_last, options)
-    ahead = batch_size * max(1, options.get("num_workers") or 0)
-    numbered = _numbered(dataset, records, near=ahead, keep=late * _KEPT_BATCHES * ahead, seed=data.seed)
+    fetched = batch_size * max(1, options.get("num_workers") or 0)
+    numbered = _numbered(dataset, records, near=fetched, keep=late * _KEPT_BATCHES * fetched, seed=data.seed)
     return Source(dataset, numbered, len(numbered), batch_size, False, drop_last, options)
 
 

@@ -37,7 +37,7 @@ from elastic_ps.worker.strategy import Strategy, Told
 
 logger = logging.getLogger(__name__)
 
-AHEAD = 5.0
+OVERLAP_WITHIN = 5.0
 """A worker begins to add up during backward if all had computed so many seconds after its last one had begun.
 
 An operation of the group fails after some more seconds without the others.
@@ -95,7 +95,7 @@ class AllReduce(Strategy):
         self._group: _Group | None = None
         self._left: list[Group] = []  # groups in which an operation is still under way
         self._open: pb.MeetReply | None = None  # the open round, as it was when this worker had its version
-        self._ahead: Group | None = None  # what adds up the step under way while backward goes on
+        self._overlap: Group | None = None  # what adds up the step under way while backward goes on
         self._adding = False  # the group has begun to add up in its round
         self._broken: Broken | None = None  # why it cannot come to a sum
         self._problem: Refused | None = None  # why the step under way cannot be part of one
@@ -105,15 +105,15 @@ class AllReduce(Strategy):
     # --- what the runtime asks
 
     def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
-        self.under_way, self._problem, self._ahead = step, None, None
+        self.under_way, self._problem, self._overlap = step, None, None
         self._present.clear()
         self._began = time.monotonic()
         assert not self._adding, "a step that is not made is forgotten with its group"
-        if self._lasted < AHEAD:
+        if self._lasted < OVERLAP_WITHIN:
             met, self._open = self._open, None
             # Those of the version that this worker has, if they make the next one as well.
-            self._ahead = self._same_group(met) if met is not None and met.version == step.version else None
-        if self._ahead is not None:
+            self._overlap = self._same_group(met) if met and met.version == step.version else None
+        if self._overlap is not None:
             self._adding = True
             self._sums.begin(step.samples)
 
@@ -121,15 +121,13 @@ class AllReduce(Strategy):
         self._present[bucket.index] = present
         try:
             # What a device is still copying comes with the next bucket, so that backward waits for nothing.
-            while (
-                self._ahead is not None and (due := self._sums.due(self._present)) and self._flat.is_here(due)
-            ):
+            while self._overlap and (due := self._sums.due(self._present)) and self._flat.is_here(due):
                 self._require_finite(due)
-                self._sums.add(due, self._present[due.index], self._ahead)
+                self._sums.add(due, self._present[due.index], self._overlap)
         except Refused as problem:
-            self._problem, self._ahead = problem, None
+            self._problem, self._overlap = problem, None
         except Broken as problem:
-            self._broken, self._ahead = problem, None
+            self._broken, self._overlap = problem, None
 
     def _require_finite(self, bucket: Bucket) -> None:
         """Raise Refused (NOT_FINITE) if this worker's gradients would spoil those of all."""
@@ -294,7 +292,7 @@ class AllReduce(Strategy):
         return last.group
 
     def _drop_group(self) -> None:
-        self._ahead = self._broken = None
+        self._overlap = self._broken = None
         self._adding = False
         if self._group is not None:
             if not self._group.group.at_rest:
@@ -350,7 +348,7 @@ class AllReduce(Strategy):
         settings = Settings.from_json(met.settings)
         for group, values in zip(self._optimizer.param_groups, settings.groups, strict=True):
             group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in values.items()})
-        self._held = self._ahead = None
+        self._held = self._overlap = None
         self._adding = False
         self._sums.publish(settings.max_grad_norm)
         self._make_step()

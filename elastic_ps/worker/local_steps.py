@@ -42,8 +42,8 @@ def outer_optimizer(inner: torch.optim.Optimizer, rule: OuterRule, *, workers: i
     groups = [{"params": list(group["params"])} for group in inner.param_groups]
     if rule.delayed:
         return DelayedNesterov(groups, lr=rule.learning_rate, momentum=rule.momentum, every=workers)
-    ahead = rule.nesterov and rule.momentum > 0
-    return torch.optim.SGD(groups, lr=rule.learning_rate, momentum=rule.momentum, nesterov=ahead)
+    nesterov = rule.nesterov and rule.momentum > 0
+    return torch.optim.SGD(groups, lr=rule.learning_rate, momentum=rule.momentum, nesterov=nesterov)
 
 
 def refuse_limits(optimizer: torch.optim.Optimizer, where: str) -> None:

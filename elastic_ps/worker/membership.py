@@ -231,8 +231,8 @@ class Membership:
         make: Callable[..., PushPull] = PushPull
         if not self.world.alone:
             make = partial(GroupLeader, self.world, self.weights, same=same)
-        ahead = self.spec.parameter_server.send_ahead
-        return make(client, flat, self.spec.consistency, encoder, values, ahead=ahead)
+        drafts = self.spec.parameter_server.send_ahead
+        return make(client, flat, self.spec.consistency, encoder, values, drafts=drafts)
 
     def _initialise(
         self, strategy: Strategy, joined: pb.JoinReply, flat: Flat, imported: ImportedState | None

@@ -72,7 +72,7 @@ class PushPull(Strategy):
     Args:
         encoder: of the gradients.
         values: where those that are pulled are received.
-        ahead: take drafts, where the mode allows it.
+        drafts: take drafts, where the mode allows it.
         consistency: the job's. Where rounds may be made without this worker, it asks before each step.
 
     Attributes:
@@ -87,13 +87,13 @@ class PushPull(Strategy):
         encoder: Encoder,
         values: Values,
         *,
-        ahead: bool = True,
+        drafts: bool = True,
     ) -> None:
         super().__init__()
         self.encoder, self.flat = encoder, flat
         self._client, self._values = client, values
         self._trace, self._history = client.trace, client.history
-        self._sends_ahead = ahead
+        self._wants_drafts = drafts
         self._drafts = values.drafts
         self._pushed = flat.layout.pushed
         # With a single bucket of gradients nothing is there to be sent before backward ends.
@@ -170,7 +170,7 @@ class PushPull(Strategy):
     @property
     def takes_drafts(self) -> bool:
         """Whether drafts are of use: a shard is on another host."""
-        asks = self._sends_ahead and self._progress.pushing.together
+        asks = self._wants_drafts and self._progress.pushing.together
         return asks and self._drafts.pay and bool(self._far)
 
     @property

@@ -209,10 +209,10 @@ class Runtime(Membership):
         """Begin a step of so many records; see `Strategy.begin`."""
         self.phases.backward()
         strategy = self.strategy
-        current, ahead = self.schedule.current() if strategy.takes_drafts else None, ""
+        current, expected = self.schedule.current() if strategy.takes_drafts else None, ""
         if current is not None and current.max_grad_norm is None:  # else no drafts: the norm is not known yet
-            ahead = damping.warmed(current, self.spec.consistency, strategy.version).to_json()
-        strategy.begin(self.new_step(strategy.version, samples), ahead, besides=besides)
+            expected = damping.warmed(current, self.spec.consistency, strategy.version).to_json()
+        strategy.begin(self.new_step(strategy.version, samples), expected, besides=besides)
         self.working.note(Event.BEGIN)
 
     def new_step(self, base: int, samples: int = 1) -> Step:
