@@ -104,7 +104,7 @@ class AllReduce(Strategy):
 
     # --- what the runtime asks
 
-    def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
+    def begin(self, step: Step, settings: str = "", *, excluded: Set[int] = frozenset()) -> None:  # noqa: ARG002
         self.under_way, self._problem, self._overlap = step, None, None
         self._present.clear()
         self._began = time.monotonic()
@@ -151,7 +151,7 @@ class AllReduce(Strategy):
         if not self.has(version):
             self._enter(version)
 
-    def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
+    def fetch(self, version: int, *, contributor: bool, excluded: Set[int] = frozenset()) -> None:  # noqa: ARG002
         """See `Strategy`. Who does not take part gets what the parameter server has, if it has it."""
         if contributor:
             self._enter(version)

@@ -320,23 +320,23 @@ class Flat:
             if self.layout.tensors[index].rule is Rule.GRADIENT:
                 self.value(index).copy_(self.tensors[index])
 
-    def publish(self, *, besides: Set[int] = frozenset()) -> None:
+    def publish(self, *, excluded: Set[int] = frozenset()) -> None:
         """The values are there: copy them to tensors that have memory of their own.
 
         Autograd is told of the others: a backward() through the values before them raises, as in torch. What
         is computed next is computed on the new ones. Blocks for the copies within this host's memory.
 
         Args:
-            besides: buckets that were not pulled.
+            excluded: buckets that were not pulled.
         """
         self._sent.clear()
-        pulled = [index for index in self._apart if besides.isdisjoint(self.buckets_of[index])]
+        pulled = [index for index in self._apart if excluded.isdisjoint(self.buckets_of[index])]
         with torch.no_grad():
             self._staging.up((self.tensors[index], self.value(index)) for index in pulled)
         if Rule.GRADIENT in self._changing:
             self._staging.settle()  # the script's own steps may write to the values, too
         for index in self._received:
-            if besides.isdisjoint(self.buckets_of[index]):
+            if excluded.isdisjoint(self.buckets_of[index]):
                 torch.autograd.graph.increment_version(self.tensors[index])
         self._writes.close()
 

@@ -95,9 +95,9 @@ class GroupLeader(PushPull):
         self._sums.forget()
         super().reset()
 
-    def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:
+    def begin(self, step: Step, settings: str = "", *, excluded: Set[int] = frozenset()) -> None:
         self._sums.begin(step.number, self._weights())
-        super().begin(step, settings, besides=besides)
+        super().begin(step, settings, excluded=excluded)
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """This process's part of a bucket is complete. Does not block."""
@@ -140,11 +140,11 @@ class GroupLeader(PushPull):
             merged.reductions.update(each.reductions)
         return merged
 
-    def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:
+    def fetch(self, version: int, *, contributor: bool, excluded: Set[int] = frozenset()) -> None:
         """See `Strategy`. All processes have to be here."""
 
         def fetch() -> _Where:
-            super(GroupLeader, self).fetch(version, contributor=contributor, besides=besides)
+            super(GroupLeader, self).fetch(version, contributor=contributor, excluded=excluded)
             return self._where(True)
 
         self._world.decide(_FETCH, fetch)
@@ -165,12 +165,12 @@ class GroupFollower(Strategy):
 
     def __init__(self, world: LocalWorld, flat: Flat, *, same: bool = False) -> None:
         super().__init__()
-        self._besides: Set[int] = frozenset()
+        self._excluded: Set[int] = frozenset()
         self._world, self._flat = world, flat
         self._finish = _EXCHANGE if same else _STEP
 
-    def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
-        self.under_way, self._besides = step, besides
+    def begin(self, step: Step, settings: str = "", *, excluded: Set[int] = frozenset()) -> None:  # noqa: ARG002
+        self.under_way, self._excluded = step, excluded
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """This process's part of a bucket is complete."""
@@ -182,7 +182,7 @@ class GroupFollower(Strategy):
 
     def finish(self, ending: pb.FinishRequest) -> bool:
         where: _Where = self._world.ask(self._finish, _reported(ending))
-        return self._learn(where, self._besides)
+        return self._learn(where, self._excluded)
 
     def start(self, ending: pb.FinishRequest) -> Future:
         """See `GroupLeader`. Here nothing goes on meanwhile. The script gives the values to the model."""
@@ -193,20 +193,20 @@ class GroupFollower(Strategy):
 
         return Future(lambda: True, agree=agree)
 
-    def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:  # noqa: ARG002
+    def fetch(self, version: int, *, contributor: bool, excluded: Set[int] = frozenset()) -> None:  # noqa: ARG002
         self._flat.check_memory()  # not the values: process 0 may be receiving the next ones already
         where: _Where = self._world.ask(_FETCH, None)
-        self._learn(where, besides)
+        self._learn(where, excluded)
 
-    def _learn(self, where: _Where, besides: Set[int] | None = None) -> bool:
+    def _learn(self, where: _Where, excluded: Set[int] | None = None) -> bool:
         """Take over what process 0 was told. Returns whether the version was made.
 
         Args:
-            besides: the buckets that the model gets no values of; None: it gets none of any, for now.
+            excluded: the buckets that the model gets no values of; None: it gets none of any, for now.
         """
         self.version, self.told, self.under_way = where.version, where.told, None
-        if where.made and besides is not None:
-            self._flat.publish(besides=besides)
+        if where.made and excluded is not None:
+            self._flat.publish(excluded=excluded)
         return where.made
 
 

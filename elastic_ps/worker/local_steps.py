@@ -233,21 +233,21 @@ class LocalSteps:
         Returns False if this worker had to join again.
         """
         runtime = self._runtime
-        besides = self._every - (self._every if fragment is None else self._fragments[fragment])
+        excluded = self._every - (self._every if fragment is None else self._fragments[fragment])
         if self._elastic:
-            self._own = self._now(besides)  # the job's values must not replace this worker's
+            self._own = self._now(excluded)  # the job's values must not replace this worker's
             fetched = False
             with runtime.known():
-                runtime.strategy.fetch(runtime.strategy.version, contributor=False, besides=besides)
+                runtime.strategy.fetch(runtime.strategy.version, contributor=False, excluded=excluded)
                 fetched = True
             if not fetched:
                 return False
         samples = max(self._trained) if fragment is None else self._trained[fragment]
         if starts:
-            self._before = self._now(besides)
+            self._before = self._now(excluded)
         runtime.batches.gather()  # all steps since the last exchange are one for the parameter server
-        runtime.begin(samples, besides)
-        for bucket, present in self._contribute(besides):
+        runtime.begin(samples, excluded)
+        for bucket, present in self._contribute(excluded):
             runtime.ready(bucket, present)
         self.made = 0
         self._exchanges += 1
@@ -285,7 +285,7 @@ class LocalSteps:
             runtime.leave_step()
             raise
         self._before.clear()
-        self._flat.publish(besides={bucket.index for bucket in self._flat.layout.pushed})
+        self._flat.publish(excluded={bucket.index for bucket in self._flat.layout.pushed})
         return True
 
     def _start(self) -> None:
@@ -310,30 +310,30 @@ class LocalSteps:
             tensor, rule = self._flat.tensors[index], self._flat.layout.tensors[index].rule
             _go_on(tensor, before, self._flat.value(index).to(tensor.device), rule)
 
-    def _changing(self, besides: Set[int]) -> Iterator[int]:
+    def _changing(self, excluded: Set[int]) -> Iterator[int]:
         """The tensors that the exchange replaces: those that it is about, and the buffers."""
-        yield from self._exchanged(besides)
+        yield from self._exchanged(excluded)
         for index, spec in enumerate(self._flat.layout.tensors):
             if spec.rule not in (Rule.GRADIENT, Rule.CONSTANT):
                 yield index
 
-    def _exchanged(self, besides: Set[int]) -> Iterator[int]:
+    def _exchanged(self, excluded: Set[int]) -> Iterator[int]:
         """The tensors of gradients that the exchange is about."""
         for index, spec in enumerate(self._flat.layout.tensors):
-            if spec.rule is Rule.GRADIENT and besides.isdisjoint(self._flat.buckets_of[index]):
+            if spec.rule is Rule.GRADIENT and excluded.isdisjoint(self._flat.buckets_of[index]):
                 yield index
 
-    def _now(self, besides: Set[int]) -> dict[int, torch.Tensor]:
+    def _now(self, excluded: Set[int]) -> dict[int, torch.Tensor]:
         """A copy of what the exchange replaces, as it is on this worker."""
-        return {index: self._flat.tensors[index].detach().clone() for index in self._changing(besides)}
+        return {index: self._flat.tensors[index].detach().clone() for index in self._changing(excluded)}
 
-    def _contribute(self, besides: Set[int]) -> Iterator[tuple[Bucket, Sequence[bool]]]:
+    def _contribute(self, excluded: Set[int]) -> Iterator[tuple[Bucket, Sequence[bool]]]:
         """Put what is to be pushed where it is sent from; yields the buckets as `Runtime.ready` takes them.
 
         Parameters that were set aside move towards those that were pulled.
         """
         layout, tensors = self._flat.layout, self._flat.tensors
-        for index in self._exchanged(besides):
+        for index in self._exchanged(excluded):
             if tensors[index].requires_grad:
                 self._subtract(index)
             else:
@@ -344,7 +344,7 @@ class LocalSteps:
             elif spec.rule not in (Rule.GRADIENT, Rule.CONSTANT):
                 self._flat.contribution(index).copy_(self._own.get(index, tensors[index]))
         for bucket in layout.pushed:
-            there = bucket.index not in besides
+            there = bucket.index not in excluded
             trained = [there and tensors[piece.tensor].requires_grad for piece in bucket.pieces]
             yield bucket, trained if bucket.rule is Rule.GRADIENT else ()
 

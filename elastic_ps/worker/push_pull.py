@@ -101,7 +101,7 @@ class PushPull(Strategy):
         self._small = client.shards == 1 and gradients == 1
         self._stepped = [b for b in flat.layout.pull_order if b.rule is not Rule.CONSTANT]
         self._to_ask: list[_Pull] | None = None  # the rest, if some were asked when the step began
-        self._besides: Set[int] = frozenset()  # buckets that the step is not about
+        self._excluded: Set[int] = frozenset()  # buckets that the step is not about
         self._held: dict[int, int] = {}  # of which version a bucket is, or was when it was pulled last
         self._news = self.told  # as of the last pull
         self._standing: pb.Standing | None = None  # which steps were in the model then, if that was said
@@ -142,12 +142,12 @@ class PushPull(Strategy):
 
     # --- a step
 
-    def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:
+    def begin(self, step: Step, settings: str = "", *, excluded: Set[int] = frozenset()) -> None:
         """See `Strategy`. The settings are for drafts."""
         progress = self._progress
         with self._lock:
             progress.begin()
-            self.under_way, self._besides, self._to_ask = step, besides, None
+            self.under_way, self._excluded, self._to_ask = step, excluded, None
             self.encoder.begin(step.number, step.member_id.term)
             self._drafts.forget()
             if progress.pushing.several:  # the round may start again before the script ends the step
@@ -159,7 +159,7 @@ class PushPull(Strategy):
                 pulls = self._expect_next(step)
                 early, self._to_ask = [], []
                 for pull in pulls:
-                    sent = [b.index for b in self._pushed if b.shard == pull.shard and b.index not in besides]
+                    sent = sorted({b.index for b in self._pushed if b.shard == pull.shard} - excluded)
                     if sent and pull.shard in self._far:
                         pull.wanted.buckets[:], pull.wanted.ahead = sent, settings
                         early.append(pull)
@@ -217,7 +217,7 @@ class PushPull(Strategy):
         self._wait()
         self.under_way = None
         self.encoder.applied()
-        self._arrived_at(step.version + 1, self._besides, publish=publish)
+        self._arrived_at(step.version + 1, self._excluded, publish=publish)
         if self._history.enabled:
             self._history.record("applied", **step.applied(ending))
         self.computes_on(step.version + 1)
@@ -263,14 +263,14 @@ class PushPull(Strategy):
 
     # --- versions
 
-    def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:
+    def fetch(self, version: int, *, contributor: bool, excluded: Set[int] = frozenset()) -> None:
         """See `Strategy`.
 
         A worker that takes part in the round gets all of one version. Otherwise new versions may be made
         meanwhile; what is older than the rest is then fetched again, some times: the script may look at it,
         though nothing is computed on it before the worker takes part.
         """
-        every = wanted = [b for b in self.flat.layout.pull_order if b.index not in besides]
+        every = wanted = [b for b in self.flat.layout.pull_order if b.index not in excluded]
         self.flat.check(thorough=True)
         self.reset()  # answers for what was given up, and what went wrong with it, mean nothing here
         versions = self._progress.versions
@@ -287,23 +287,23 @@ class PushPull(Strategy):
             version = newest
         if (standing := self._standing) is not None:
             self.encoder.settle(made=standing.steps, term=self._client.term, version=standing.version)
-        self._arrived_at(version, besides)
+        self._arrived_at(version, excluded)
         if contributor:
             self.computes_on(version)
 
-    def _arrived_at(self, version: int, besides: Set[int], *, publish: bool = True) -> None:
+    def _arrived_at(self, version: int, excluded: Set[int], *, publish: bool = True) -> None:
         """The values of `version` are there, or newer ones: their version is the oldest bucket's.
 
-        Those of the buckets `besides` were not pulled.
+        Those of the buckets `excluded` were not pulled.
         """
         versions = self._progress.versions
-        arrived = [b for b in self._stepped if b.index not in besides]
+        arrived = [b for b in self._stepped if b.index not in excluded]
         self._held |= {b.index: versions.get(b.index, version) for b in arrived}
         if self._history.enabled:
             values = [(b.index, self._held[b.index], checksum(self.flat.value_bytes(b))) for b in arrived]
             self._history.record("values", term=self._client.member_id.term, values=values)
         if publish:
-            self.flat.publish(besides=besides)
+            self.flat.publish(excluded=excluded)
         self.version = max(version, min(versions.values(), default=version))
 
     def computes_on(self, version: int) -> None:
@@ -334,7 +334,7 @@ class PushPull(Strategy):
 
     def _expect_next(self, step: Step) -> list[_Pull]:
         """See `_expect`: of the version that the step is to be part of."""
-        wanted = [b for b in self._stepped if b.index not in self._besides]
+        wanted = [b for b in self._stepped if b.index not in self._excluded]
         held = min((self._held.get(b.index, self.version) for b in wanted), default=self.version)
         return self._expect(step.version + 1, wanted, contributor=True, held=min(held, self.version))
 

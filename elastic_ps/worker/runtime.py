@@ -205,14 +205,14 @@ class Runtime(Membership):
             )
         self.schedule.check()
 
-    def begin(self, samples: int, besides: Set[int] = frozenset()) -> None:
+    def begin(self, samples: int, excluded: Set[int] = frozenset()) -> None:
         """Begin a step of so many records; see `Strategy.begin`."""
         self.phases.backward()
         strategy = self.strategy
         current, expected = self.schedule.current() if strategy.takes_drafts else None, ""
         if current is not None and current.max_grad_norm is None:  # else no drafts: the norm is not known yet
             expected = damping.warmed(current, self.spec.consistency, strategy.version).to_json()
-        strategy.begin(self.new_step(strategy.version, samples), expected, besides=besides)
+        strategy.begin(self.new_step(strategy.version, samples), expected, excluded=excluded)
         self.working.note(Event.BEGIN)
 
     def new_step(self, base: int, samples: int = 1) -> Step:

@@ -73,13 +73,13 @@ class Strategy(ABC):
         return False
 
     @abstractmethod
-    def begin(self, step: Step, settings: str = "", *, besides: Set[int] = frozenset()) -> None:
+    def begin(self, step: Step, settings: str = "", *, excluded: Set[int] = frozenset()) -> None:
         """The first gradient of a step is there. Does not block.
 
         Args:
             settings: the hyperparameters that the step will probably end with, as JSON; "" if that is not
                 known, or of no use.
-            besides: buckets that the step is not about. Nothing is there of them, and the model keeps its
+            excluded: buckets that the step is not about. Nothing is there of them, and the model keeps its
                 values.
         """
 
@@ -114,8 +114,8 @@ class Strategy(ABC):
         return Future(lambda: made)
 
     @abstractmethod
-    def fetch(self, version: int, *, contributor: bool, besides: Set[int] = frozenset()) -> None:
-        """Get all values of (at least) `version`, but for the buckets `besides`. Blocks.
+    def fetch(self, version: int, *, contributor: bool, excluded: Set[int] = frozenset()) -> None:
+        """Get all values of (at least) `version`, but for the buckets `excluded`. Blocks.
 
         Args:
             contributor: this worker takes part in the round on that version, and gets no newer one.
