@@ -33,7 +33,7 @@ from elastic_ps.worker.dialogue import Step
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.group import Broken, Group, Store
 from elastic_ps.worker.replica import Replica
-from elastic_ps.worker.strategy import Strategy, Told
+from elastic_ps.worker.strategy import Strategy, VersionInfo
 
 logger = logging.getLogger(__name__)
 
@@ -321,7 +321,7 @@ class AllReduce(Strategy):
             time.sleep(0.01)
 
     def _learn(self, met: pb.MeetReply) -> None:
-        self.told = Told(met.settings, self.told.stopped or met.stopped)
+        self.info = VersionInfo(met.settings, self.info.stopped or met.stopped)
 
     # --- the step
 

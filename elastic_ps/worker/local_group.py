@@ -29,7 +29,7 @@ from elastic_ps.worker.dialogue import Step
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.local_world import LocalWorld
 from elastic_ps.worker.push_pull import PushPull
-from elastic_ps.worker.strategy import Future, Queue, Strategy, Told
+from elastic_ps.worker.strategy import Future, Queue, Strategy, VersionInfo
 
 _STEP = "optimizer.step()"
 _EXCHANGE = "the exchange of local steps"  # these have met at optimizer.step(), see `MeanGradients`
@@ -51,7 +51,7 @@ class _Where(NamedTuple):
 
     made: bool
     version: int
-    told: Told
+    info: VersionInfo
 
 
 class GroupLeader(PushPull):
@@ -64,7 +64,7 @@ class GroupLeader(PushPull):
         given: what `PushPull` takes.
 
     Attributes:
-        told: as all processes know it; an exchange may be under way that has been told more.
+        info: as all processes know it; an exchange may be under way that has been told more.
     """
 
     cannot_assign = _CANNOT_ASSIGN
@@ -80,7 +80,7 @@ class GroupLeader(PushPull):
         **options: Any,
     ) -> None:
         super().__init__(client, flat, *given, **options)
-        self.told = Told()
+        self.info = VersionInfo()
         self._world, self._weights = world, weights
         self._finish = _EXCHANGE if same else _STEP
         links = [link.gradients for link in world.links]
@@ -150,8 +150,8 @@ class GroupLeader(PushPull):
         self._world.decide(_FETCH, fetch)
 
     def _where(self, made: bool) -> _Where:
-        self.told = replace(self._news)
-        return _Where(made, self.version, self.told)
+        self.info = replace(self._latest)
+        return _Where(made, self.version, self.info)
 
 
 class GroupFollower(Strategy):
@@ -204,7 +204,7 @@ class GroupFollower(Strategy):
         Args:
             excluded: the buckets that the model gets no values of; None: it gets none of any, for now.
         """
-        self.version, self.told, self.under_way = where.version, where.told, None
+        self.version, self.info, self.under_way = where.version, where.info, None
         if where.made and excluded is not None:
             self._flat.publish(excluded=excluded)
         return where.made

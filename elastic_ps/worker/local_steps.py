@@ -152,7 +152,7 @@ class LocalSteps:
     @property
     def _due(self) -> int:
         """How many steps there are between the last exchange and the next one."""
-        steps = self._runtime.strategy.told.steps
+        steps = self._runtime.strategy.info.steps
         said = self._runtime.spec.consistency.steps  # it may change while the job runs
         return steps_before(self._exchanges, steps or said or 1, len(self._fragments))
 

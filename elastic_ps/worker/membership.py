@@ -125,7 +125,7 @@ class Membership:
     @property
     def in_force(self) -> Settings:
         """The settings as of the last pull."""
-        return Settings.from_json(self.strategy.told.settings)
+        return Settings.from_json(self.strategy.info.settings)
 
     def weights(self) -> list[float]:
         """For each process of this worker, its share of the records that the next step is computed on."""

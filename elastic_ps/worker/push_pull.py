@@ -103,7 +103,7 @@ class PushPull(Strategy):
         self._to_ask: list[_Pull] | None = None  # the rest, if some were asked when the step began
         self._excluded: Set[int] = frozenset()  # buckets that the step is not about
         self._held: dict[int, int] = {}  # of which version a bucket is, or was when it was pulled last
-        self._news = self.told  # as of the last pull
+        self._latest = self.info  # as of the last pull
         self._standing: pb.Standing | None = None  # which steps were in the model then, if that was said
         self._ready_at: dict[int, int] = {}  # when a bucket was complete, by the monotonic clock in ns
         self._heard = [0.0] * client.shards  # when the last answer to a pull came, by the monotonic clock
@@ -258,7 +258,7 @@ class PushPull(Strategy):
                     progress.missing.add(FINISH)
                     self._restart(reply.attempt, generation)
             elif kind != "pending":
-                self._news.stopped = self._news.stopped or reply.stopped
+                self._latest.stopped = self._latest.stopped or reply.stopped
                 return reply.made
 
     # --- versions
@@ -534,8 +534,8 @@ class PushPull(Strategy):
                 self._restart(reply.attempt, pull.generation)
             elif kind == "done" or reply.last:
                 if pull.shard == 0:
-                    news = self._news
-                    news.settings, news.stopped, news.steps = reply.settings, reply.stopped, reply.steps
+                    latest = self._latest
+                    latest.settings, latest.stopped, latest.steps = reply.settings, reply.stopped, reply.steps
                     self._standing = reply.standing if reply.HasField("standing") else None
                 complete = True
         if not ended:

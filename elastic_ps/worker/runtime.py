@@ -102,7 +102,7 @@ class Runtime(Membership):
         """What the version that this worker has was made of."""
         if self.local is not None and self.local.started is not None:
             return self.local.started.made
-        text = self._strategy.told.settings if self._strategy else ""
+        text = self._strategy.info.settings if self._strategy else ""
         return read_settings(text).made if text else NOTHING
 
     @property
@@ -296,7 +296,7 @@ class Runtime(Membership):
         else:
             self.steps += 1
             self.working.note(Event.GET)
-            self._stopped.learn(self.strategy.told.stopped)
+            self._stopped.learn(self.strategy.info.stopped)
             self._stopped.heed()
             if made:
                 self.schedule.step_made(settings, self.in_force)

@@ -30,7 +30,7 @@ W = TypeVar("W")
 
 
 @dataclass
-class Told:
+class VersionInfo:
     """What the parameter server has said with the version that came last.
 
     Attributes:
@@ -52,7 +52,7 @@ class Strategy(ABC):
 
     Attributes:
         version: of the values that the model has; with bounded staleness, some may be newer.
-        told: with the last of them.
+        info: of the last version that came.
         under_way: the step that has begun, until it is made or forgotten.
         steps_here: the script's own optimizer makes the steps, and its state is on this worker.
         exchanges: a step of the strategy is an exchange of steps that this worker has made by itself.
@@ -64,7 +64,7 @@ class Strategy(ABC):
 
     def __init__(self) -> None:
         self.version = 0
-        self.told = Told()
+        self.info = VersionInfo()
         self.under_way: Step | None = None
 
     @property
