@@ -46,7 +46,7 @@ _CANNOT_ASSIGN = (
 )
 
 
-class _Where(NamedTuple):
+class _Outcome(NamedTuple):
     """What the other processes are told after a step, or after values were fetched."""
 
     made: bool
@@ -106,11 +106,10 @@ class GroupLeader(PushPull):
     def finish(self, ending: pb.FinishRequest, *, publish: bool = True) -> bool:
         """See `Strategy`. All processes have to be here."""
 
-        def finish(reported: list[Metrics]) -> _Where:
+        def finish(reported: list[Metrics]) -> _Outcome:
             self._sums.wait()
-            return self._where(
-                super(GroupLeader, self).finish(self._merged(ending, reported), publish=publish)
-            )
+            merged = self._merged(ending, reported)
+            return self._outcome(super(GroupLeader, self).finish(merged, publish=publish))
 
         return self._world.gather(self._finish, _reported(ending), finish).made
 
@@ -125,7 +124,7 @@ class GroupLeader(PushPull):
             return super(GroupLeader, self).finish(merged[0], publish=False)
 
         def agree(wait: Callable[[], bool]) -> bool:
-            return self._world.decide(_RESULT, lambda: self._where(wait())).made
+            return self._world.decide(_RESULT, lambda: self._outcome(wait())).made
 
         return Future(finish, give_up=self.give_up, agree=agree)
 
@@ -143,15 +142,15 @@ class GroupLeader(PushPull):
     def fetch(self, version: int, *, contributor: bool, excluded: Set[int] = frozenset()) -> None:
         """See `Strategy`. All processes have to be here."""
 
-        def fetch() -> _Where:
+        def fetch() -> _Outcome:
             super(GroupLeader, self).fetch(version, contributor=contributor, excluded=excluded)
-            return self._where(True)
+            return self._outcome(True)
 
         self._world.decide(_FETCH, fetch)
 
-    def _where(self, made: bool) -> _Where:
+    def _outcome(self, made: bool) -> _Outcome:
         self.info = replace(self._latest)
-        return _Where(made, self.version, self.info)
+        return _Outcome(made, self.version, self.info)
 
 
 class GroupFollower(Strategy):
@@ -181,8 +180,8 @@ class GroupFollower(Strategy):
             self._world.ended(0, "backward()")
 
     def finish(self, ending: pb.FinishRequest) -> bool:
-        where: _Where = self._world.ask(self._finish, _reported(ending))
-        return self._learn(where, self._excluded)
+        outcome: _Outcome = self._world.ask(self._finish, _reported(ending))
+        return self._learn(outcome, self._excluded)
 
     def start(self, ending: pb.FinishRequest) -> Future:
         """See `GroupLeader`. Here nothing goes on meanwhile. The script gives the values to the model."""
@@ -195,19 +194,19 @@ class GroupFollower(Strategy):
 
     def fetch(self, version: int, *, contributor: bool, excluded: Set[int] = frozenset()) -> None:  # noqa: ARG002
         self._flat.check_memory()  # not the values: process 0 may be receiving the next ones already
-        where: _Where = self._world.ask(_FETCH, None)
-        self._learn(where, excluded)
+        outcome: _Outcome = self._world.ask(_FETCH, None)
+        self._learn(outcome, excluded)
 
-    def _learn(self, where: _Where, excluded: Set[int] | None = None) -> bool:
+    def _learn(self, outcome: _Outcome, excluded: Set[int] | None = None) -> bool:
         """Take over what process 0 was told. Returns whether the version was made.
 
         Args:
             excluded: the buckets that the model gets no values of; None: it gets none of any, for now.
         """
-        self.version, self.info, self.under_way = where.version, where.info, None
-        if where.made and excluded is not None:
+        self.version, self.info, self.under_way = outcome.version, outcome.info, None
+        if outcome.made and excluded is not None:
             self._flat.publish(excluded=excluded)
-        return where.made
+        return outcome.made
 
 
 def _reported(ending: pb.FinishRequest) -> Metrics:
