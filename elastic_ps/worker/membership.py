@@ -99,7 +99,7 @@ class Membership:
         self.has_been_chief = False
         self._strategy: Strategy | None = None
         self._host, self._on_hung, self._on_joined = host, on_hung, on_joined
-        self._heart: Heart | None = None
+        self._heartbeat: Heartbeat | None = None
         self._layout: pb.Layout | None = None  # of the memory that the model has; None before `enter`
         self._store: Store | None = None  # where the other workers find this one, if they speak to each other
         self._codecs = Plan(spec.compression)
@@ -194,8 +194,9 @@ class Membership:
         mine: tuple[Sequence[TensorSpec], str] = described.specs, described.optimizer
         joined = self.world.gather("session.optimizer(...)", mine, join)
         self.working.note(Event.JOIN)
-        if self.world.leads and self._heart is None:
-            self._heart = Heart(self.client, timedelta(milliseconds=joined.lease_ms) / 3, self._on_hung)
+        if self.world.leads and self._heartbeat is None:
+            interval = timedelta(milliseconds=joined.lease_ms) / 3
+            self._heartbeat = Heartbeat(self.client, interval, self._on_hung)
             self._on_joined()
         return joined
 
@@ -402,8 +403,8 @@ class Membership:
         Args:
             in_step: a step has begun, which is void by that.
         """
-        if self._heart is not None:
-            self._heart.close()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
             try:
                 self.client.leave(in_step=in_step)
             except ElasticPSError as error:
@@ -427,7 +428,7 @@ def _check_same(models: Sequence[tuple[Sequence[TensorSpec], str]]) -> None:
             raise ModelMismatch(f"process {rank} of this worker has {name}, process 0 has {optimizer}")
 
 
-class Heart:
+class Heartbeat:
     """A thread that says that this worker is alive, until closed.
 
     Args:
