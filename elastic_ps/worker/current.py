@@ -20,7 +20,7 @@ _current: Session | None = None
 
 
 def connect() -> Session:
-    """This process's stay in the job that it was started for. Reads the environment; does not block.
+    """This process's session in the job that it was started for. Reads the environment; does not block.
 
     It begins with the first call. Later ones return the same session, until it is closed.
 

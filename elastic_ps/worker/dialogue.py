@@ -95,7 +95,7 @@ class WorkerLimits:
     """For how long the end of a session waits for the processes that fetch records."""
 
     renew: timedelta = timedelta(seconds=10)
-    """How often a worker that brings a large tensor tells its home that it still does."""
+    """How often a worker that brings a large tensor tells its owner that it still does."""
 
     recovery: timedelta = timedelta(seconds=1)
     """That a worker gives the parameter server to notice which member of its group is gone."""

@@ -44,14 +44,14 @@ def measure(call: Callable[[int], float]) -> Link:
 
 
 class Traffic:
-    """Of one stay, over all shards. Thread-safe."""
+    """What one incarnation of a worker sends and receives, over all shards. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts = pb.Traffic()
 
     def reset(self) -> None:
-        """Another stay begins."""
+        """Another incarnation begins."""
         with self._lock:
             self._counts = pb.Traffic()
 
