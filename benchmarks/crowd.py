@@ -38,7 +38,7 @@ from elastic_ps.transport.convert import layout_from_message
 from elastic_ps.transport.ways import connect
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Step
-from elastic_ps.worker.model import Described
+from elastic_ps.worker.model import ModelDescription
 
 LEASE = 10.0
 """Seconds; a worker is heard of three times in that."""
@@ -163,7 +163,7 @@ def main() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     module, optimizer = model()
-    described = Described(module, optimizer)
+    described = ModelDescription(module, optimizer)
     settings = described.settings(optimizer)
     with from_many_hosts(), server() as (address, process):
         clients = [Client("crowd", index, [connect(address)]) for index in range(count)]

@@ -44,7 +44,7 @@ from benchmarks.datapath import (
 from benchmarks.network import Hosts, killed_at_the_end, require_alive, start_job
 from elastic_ps.api.job import BUCKET_BYTES, TrainingJobSpec
 from elastic_ps.core.partition import Rule, partition
-from elastic_ps.worker.model import Described
+from elastic_ps.worker.model import ModelDescription
 
 STEPS, WARM = 24, 6
 """How many steps a worker makes, and how many of them are not measured."""
@@ -113,7 +113,7 @@ def train(case: str, directory: str, shards: int, bucket_bytes: int) -> None:
     session = elastic_ps.connect()
     model, shape, classes = make_model(chosen.model)
     wrapped = make_optimizer(chosen.optimizer, model)
-    described = Described(model, wrapped)
+    described = ModelDescription(model, wrapped)
     layout = partition(described.specs, bucket_bytes=bucket_bytes, shards=shards)
     optimizer = session.optimizer(wrapped, model)
     pieces = [(id(described.tensors[p.tensor]), b) for b in layout.buckets for p in b.pieces]

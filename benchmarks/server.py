@@ -23,7 +23,7 @@ from benchmarks.recovery import ROOT
 from elastic_ps.api.job import BUCKET_BYTES
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.server.values import BucketValues
-from elastic_ps.worker.model import Described
+from elastic_ps.worker.model import ModelDescription
 
 SAMPLES = 64
 OPTIMIZERS: dict[str, dict[str, float]] = {"SGD": {"lr": 1e-3, "momentum": 0.9}, "Adam": {"lr": 1e-4}}
@@ -40,7 +40,7 @@ def time_commits(name: str, rounds: int) -> tuple[float, float]:
     """Seconds that a version of all buckets takes, and a step of torch's fused optimizer."""
     model, _, _ = make_model(CASES["mlp"].model)
     theirs = getattr(torch.optim, name)(model.parameters(), fused=True, **OPTIMIZERS[name])
-    described = Described(model, theirs)
+    described = ModelDescription(model, theirs)
     settings = described.settings(theirs)
     layout = partition(described.specs, bucket_bytes=BUCKET_BYTES, shards=1)
     ours = []

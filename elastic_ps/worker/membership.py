@@ -39,7 +39,7 @@ from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.group import Store
 from elastic_ps.worker.local_group import GroupFollower, GroupLeader
 from elastic_ps.worker.local_world import DRAIN, LocalWorld
-from elastic_ps.worker.model import Described
+from elastic_ps.worker.model import ModelDescription
 from elastic_ps.worker.push_pull import PushPull
 from elastic_ps.worker.replica import Replica
 from elastic_ps.worker.schedule import Schedule
@@ -77,7 +77,7 @@ class Membership:
     schedule: Schedule
     gradients: LocalGradients
     make_step: Callable[[], object]
-    _described: Described
+    _described: ModelDescription
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Membership:
 
     def enter(
         self,
-        described: Described,
+        described: ModelDescription,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         imported: ImportedState | None = None,
@@ -178,7 +178,7 @@ class Membership:
         self.model = model
         return flat
 
-    def join(self, described: Described, settings: Settings) -> pb.JoinReply:
+    def join(self, described: ModelDescription, settings: Settings) -> pb.JoinReply:
         """Become a member with this model. Blocks while another worker initialises it.
 
         Raises:

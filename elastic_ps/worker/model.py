@@ -23,7 +23,7 @@ from elastic_ps.errors import InvalidModel
 from elastic_ps.worker.checks import Registered, check_wrapper, overlaps
 
 
-class Described:
+class ModelDescription:
     """What a model and its optimizer are, for the first call to the parameter server.
 
     Attributes:

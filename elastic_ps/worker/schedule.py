@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
 
 from elastic_ps.core.settings import Position, Settings, plain
 from elastic_ps.errors import InvalidModel, UsageError
-from elastic_ps.worker.model import Described
+from elastic_ps.worker.model import ModelDescription
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class Schedule:
 
     def current(self) -> Settings:
         """Hyperparameters and scheduler states as they are now."""
-        groups = Described.settings(self._wrapped).groups
+        groups = ModelDescription.settings(self._wrapped).groups
         now = Settings(groups, () if self._own else tuple(each.state() for each in self._schedulers))
         if now != self._current:  # else it is known already what it is as JSON
             self._current = now
@@ -134,7 +134,7 @@ class Schedule:
 
     def joined(self, settings: Settings) -> None:
         """This worker has become a member of a job that had begun. Warns of what its script has otherwise."""
-        groups = Described.settings(self._wrapped).groups
+        groups = ModelDescription.settings(self._wrapped).groups
         for index, (ours, first) in enumerate(zip(groups, settings.first, strict=False)):
             for key in sorted(ours.keys() & first.keys()):
                 # In mode local, what the parameter server steps with comes from the job's file.
@@ -154,7 +154,7 @@ class Schedule:
     def add(self, scheduler: LRScheduler, interval: Interval | None) -> None:
         """Keep a scheduler; it goes to where the job is."""
         self._schedulers.append(_Scheduler(scheduler, interval))
-        self._first = Described.settings(self._wrapped).groups
+        self._first = ModelDescription.settings(self._wrapped).groups
         if self._in_force is not None:
             self.take_over(self._in_force)
 

@@ -28,7 +28,7 @@ from elastic_ps.worker.dialogue import USUAL, WorkerLimits
 from elastic_ps.worker.loader import ElasticLoader
 from elastic_ps.worker.local_steps import outer_optimizer, refuse_limits
 from elastic_ps.worker.local_world import LocalWorld
-from elastic_ps.worker.model import Described
+from elastic_ps.worker.model import ModelDescription
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.runtime import Runtime
 from elastic_ps.worker.schedule import Interval, check_interval
@@ -271,7 +271,7 @@ class Session:
             )
         if any(group.get(MAX_GRAD_NORM) is not None for group in optimizer.param_groups):
             self._require_whole_gradient()
-        described = Described(
+        described = ModelDescription(
             model,
             runs_there,
             averaged=averaged,

@@ -16,7 +16,7 @@ from elastic_ps.core.partition import partition
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.checks import left_over
 from elastic_ps.worker.flat import Flat
-from elastic_ps.worker.model import Described
+from elastic_ps.worker.model import ModelDescription
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Numbers, make_mlp, running_job
 from tests.testing.oracle import mse
@@ -124,7 +124,7 @@ def test_buffers_that_share_memory_stay_tied() -> None:
     buffer = torch.zeros(4)
     model.register_buffer("all", buffer)
     model.register_buffer("first", buffer[:2])
-    described = Described(model, sgd(model))
+    described = ModelDescription(model, sgd(model))
     described.require_apart(model)
     flat = Flat(partition(described.specs, bucket_bytes=1 << 20, shards=1), described.tensors)
     flat.value(flat.layout.tensors.index(described.specs[2])).fill_(5)

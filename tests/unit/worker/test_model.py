@@ -12,7 +12,7 @@ import torch
 
 from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.errors import InvalidModel
-from elastic_ps.worker.model import Described
+from elastic_ps.worker.model import ModelDescription
 
 
 @pytest.mark.parametrize(
@@ -27,20 +27,20 @@ def test_an_argument_that_the_parameter_server_would_not_honour_is_refused(
 ) -> None:
     model = torch.nn.Linear(2, 1)
     with pytest.raises(InvalidModel, match=match):
-        Described(model, kind([{"params": model.parameters(), **group}]))
+        ModelDescription(model, kind([{"params": model.parameters(), **group}]))
 
 
 def test_statistics_over_all_workers_are_refused() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
     with pytest.raises(InvalidModel, match=r"1 is a SyncBatchNorm.* use BatchNorm.*GroupNorm"):
-        Described(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        ModelDescription(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def described(change: Callable[[torch.nn.Module], list[torch.nn.Parameter] | None]) -> None:
     model: torch.nn.Module = torch.nn.Linear(2, 1)
     trained = change(model) or [*model.parameters()]
-    Described(model, torch.optim.SGD(trained, lr=0.1))
+    ModelDescription(model, torch.optim.SGD(trained, lr=0.1))
 
 
 def own_weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -108,5 +108,5 @@ def test_an_optimizer_that_needs_more_than_a_gradient_is_not_to_be_named(kind: A
     model = torch.nn.Linear(2, 1)
     for own in [], [f"{__name__}:{kind.__name__}"]:
         with pytest.raises(InvalidModel, match=f"{kind.__name__} cannot run .*mode: local") as caught:
-            Described(model, kind(model.parameters()), optimizers=Optimizers(own))
+            ModelDescription(model, kind(model.parameters()), optimizers=Optimizers(own))
         assert "parameterServer" not in str(caught.value)
