@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from elastic_ps.api.job import Data
-from elastic_ps.data.stream import Numbered
+from elastic_ps.data.stream import IndexedStream
 from elastic_ps.errors import InvalidModel, UsageError
 
 _CARRIED = (
@@ -43,7 +43,7 @@ class Source(NamedTuple):
 
     Attributes:
         dataset: what the script has given, or what its DataLoader is over.
-        readable: what a DataLoader is to fetch from: the same, or a stream's items as `Numbered`.
+        readable: what a DataLoader is to fetch from: the same, or a stream's items as `IndexedStream`.
         records: in an epoch.
         shuffle: the order of the records is random.
         drop_last: skip the records of an epoch that do not fill a batch.
@@ -106,8 +106,8 @@ def read_source(
         count = _records_of(dataset, records)
         return Source(dataset, dataset, count, batch_size, shuffle, drop_last, options)
     fetched = batch_size * max(1, options.get("num_workers") or 0)
-    numbered = _numbered(dataset, records, near=fetched, keep=late * _KEPT_BATCHES * fetched, seed=data.seed)
-    return Source(dataset, numbered, len(numbered), batch_size, False, drop_last, options)
+    indexed = _indexed(dataset, records, near=fetched, keep=late * _KEPT_BATCHES * fetched, seed=data.seed)
+    return Source(dataset, indexed, len(indexed), batch_size, False, drop_last, options)
 
 
 def _shuffles(source: DataLoader[Any]) -> bool:
@@ -177,9 +177,9 @@ def _records_of(dataset: Any, records: int | None) -> int:
     return len(dataset)
 
 
-def _numbered(
+def _indexed(
     stream: IterableDataset[Any], records: int | None, *, near: int, keep: int, seed: int
-) -> Numbered:
+) -> IndexedStream:
     name, length = type(stream).__name__, _length(stream)
     if is_prepared(stream):
         raise UsageError(
@@ -201,7 +201,9 @@ def _numbered(
     count = length if records is None else records
     assert count is not None
     said = "its __len__" if records is None else f"records={records}"
-    return Numbered(stream, records=count, said=said, ends=records is None, near=near, keep=keep, seed=seed)
+    return IndexedStream(
+        stream, records=count, said=said, ends=records is None, near=near, keep=keep, seed=seed
+    )
 
 
 def _length(stream: IterableDataset[Any]) -> int | None:

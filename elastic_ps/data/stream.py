@@ -32,7 +32,7 @@ class ItemIndex(NamedTuple):
     number: int
 
 
-class Numbered(Dataset[Any]):
+class IndexedStream(Dataset[Any]):
     """A map-style data set of a stream's items, indexed by `ItemIndex`.
 
     It reads on from where it stands if that is possible, and otherwise begins the stream again. If the

@@ -21,7 +21,7 @@ from elastic_ps.core.portions import LEAST
 from elastic_ps.data.fingerprint import fingerprint
 from elastic_ps.data.source import read_source
 from elastic_ps.data.states import Loop, LoopEvent
-from elastic_ps.data.stream import ItemIndex, Numbered
+from elastic_ps.data.stream import IndexedStream, ItemIndex
 from elastic_ps.data.supply import Supply
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.checks import check_loop
@@ -106,7 +106,7 @@ class ElasticLoader:
                 "a batch, so there would be none. Leave drop_last out, or make batches smaller"
             )
         self._renew = not source.options.get("persistent_workers")
-        self._placed = isinstance(source.readable, Numbered)
+        self._placed = isinstance(source.readable, IndexedStream)
         if source.options.get("num_workers") and (self._placed or consistency.global_batch_size):
             # Within a loop new ones would read the stream from its beginning, or begin with each version.
             source.options["persistent_workers"] = True

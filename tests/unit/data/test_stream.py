@@ -18,7 +18,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from elastic_ps.api.job import Data
 from elastic_ps.data.seed import seed_everything
 from elastic_ps.data.source import read_source
-from elastic_ps.data.stream import OFTEN, ItemIndex, Numbered
+from elastic_ps.data.stream import OFTEN, IndexedStream, ItemIndex
 from elastic_ps.errors import InvalidModel, UsageError
 
 
@@ -64,17 +64,19 @@ class OfEpoch(Stream):
         return (item + 100 * epoch for item in self._from(0))
 
 
-def numbered(stream: IterableDataset[Any], *, ends: bool = True, near: int = 0, keep: int = 0) -> Numbered:
-    return Numbered(stream, records=20, said="its __len__", ends=ends, near=near, keep=keep)
+def indexed(
+    stream: IterableDataset[Any], *, ends: bool = True, near: int = 0, keep: int = 0
+) -> IndexedStream:
+    return IndexedStream(stream, records=20, said="its __len__", ends=ends, near=near, keep=keep)
 
 
-def items(data: Numbered, *numbers: int, epoch: int = 0) -> list[int]:
+def items(data: IndexedStream, *numbers: int, epoch: int = 0) -> list[int]:
     return data.__getitems__([ItemIndex(epoch, number) for number in numbers])
 
 
 def test_it_reads_on() -> None:
     stream = Stream()
-    data = numbered(stream)
+    data = indexed(stream)
     assert items(data, 0, 1) == [0, 1]
     assert items(data, 7, 8, 12) == [7, 8, 12]
     assert data[ItemIndex(0, 13)] == 13
@@ -83,7 +85,7 @@ def test_it_reads_on() -> None:
 
 def test_it_begins_again_for_what_lies_behind_and_for_another_epoch() -> None:
     stream = Stream()
-    data = numbered(stream)
+    data = indexed(stream)
     assert items(data, 5, 4) == [5, 4]
     assert items(data, 5, epoch=1) == [5]
     assert items(data, 6) == [6]
@@ -91,7 +93,7 @@ def test_it_begins_again_for_what_lies_behind_and_for_another_epoch() -> None:
 
 
 def test_the_stream_is_told_the_epoch() -> None:
-    data = numbered(OfEpoch())
+    data = indexed(OfEpoch())
     assert items(data, 3, 4) == [3, 4]
     assert items(data, 3, 4, epoch=2) == [203, 204]
     assert items(data, 3) == [3]
@@ -99,7 +101,7 @@ def test_the_stream_is_told_the_epoch() -> None:
 
 def test_a_stream_that_can_begin_anywhere_does() -> None:
     stream = Sought()
-    data = numbered(stream, near=4)
+    data = indexed(stream, near=4)
     assert items(data, 2, 3, 8, 14, 15, 1) == [2, 3, 8, 14, 15, 1]
     assert stream.begun == [2, 14, 1]
     assert stream.read == 2 + 5 + 2 + 1, "4 items are passed over, 5 are not"
@@ -107,7 +109,7 @@ def test_a_stream_that_can_begin_anywhere_does() -> None:
 
 def test_the_items_that_were_read_last_may_be_asked_for_again() -> None:
     stream = Stream()
-    data = numbered(stream, keep=4)
+    data = indexed(stream, keep=4)
     assert items(data, 0, 1, 6, 3, 4, 5, 6, 6, 7) == [0, 1, 6, 3, 4, 5, 6, 6, 7]
     assert (stream.begun, stream.read) == ([0], 8), "passed over or handed out, they are there"
     assert items(data, 3) == [3]
@@ -115,7 +117,7 @@ def test_the_items_that_were_read_last_may_be_asked_for_again() -> None:
     assert items(data, 5, epoch=1) == [5]
     assert stream.begun == [0] * 3, "an epoch may have other items"
     sought = Sought()
-    assert items(numbered(sought, keep=4), 6, 5, 4) == [6, 5, 4]
+    assert items(indexed(sought, keep=4), 6, 5, 4) == [6, 5, 4]
     assert sought.begun == [6, 5, 4], "it keeps nothing"
 
 
@@ -130,7 +132,7 @@ def test_a_script_may_change_what_it_gets() -> None:
 
     for of, begun in ((7, 1), (threading.Lock(), 2)):
         stream = Lists(of)
-        data = numbered(stream, keep=4)
+        data = indexed(stream, keep=4)
         data[ItemIndex(0, 3)].clear()
         data[ItemIndex(0, 4)].clear()
         assert data[ItemIndex(0, 3)] == [3, of]
@@ -143,7 +145,7 @@ def test_a_stream_may_fill_one_buffer_each_time() -> None:
             buffer = torch.zeros(1)
             return (buffer.fill_(number) for number in range(20))
 
-    data = Numbered(Filled(), records=20, said="its __len__", ends=False, near=0, keep=4)
+    data = IndexedStream(Filled(), records=20, said="its __len__", ends=False, near=0, keep=4)
     assert [data[ItemIndex(0, number)].item() for number in (0, 1, 2, 4, 2, 3, 2)] == [0, 1, 2, 4, 2, 3, 2]
 
 
@@ -169,7 +171,7 @@ def test_a_stream_that_has_another_order_when_it_is_begun_again(
                 self.order.reverse()
             return map(make, self.order)
 
-    data = numbered(Turned())
+    data = indexed(Turned())
     with caplog.at_level(logging.WARNING):
         items(data, 3, 4)
         items(data, 3, 4, epoch=1)
@@ -189,7 +191,7 @@ def test_it_goes_on_after_an_error() -> None:
                     raise OSError("the file system is away")
                 yield item
 
-    data = numbered(Once())
+    data = indexed(Once())
     with pytest.raises(OSError, match="away"):
         items(data, 2, 3)
     assert items(data, 2, 3) == [2, 3]
@@ -197,7 +199,7 @@ def test_it_goes_on_after_an_error() -> None:
 
 @pytest.mark.parametrize("number", [12, 19])
 def test_a_stream_that_ends_early(number: int) -> None:
-    data = numbered(Stream(12))
+    data = indexed(Stream(12))
     assert items(data, 11) == [11]
     with pytest.raises(
         UsageError, match=r"Stream has ended after 12 items of epoch 1, but its __len__ says .* 20"
@@ -212,8 +214,8 @@ def test_a_stream_that_begins_at_a_wrong_place(off: int, match: str) -> None:
             return self._from(number + off if number else 0)
 
     with pytest.raises(UsageError, match=rf"{match}.*iterate_from\(5\).* all items but the first 5"):
-        items(numbered(Wrong()), 0, 5, *range(6, 20))
-    assert items(numbered(Wrong(), near=20), *range(20)) == list(range(20)), "it was not sought"
+        items(indexed(Wrong()), 0, 5, *range(6, 20))
+    assert items(indexed(Wrong(), near=20), *range(20)) == list(range(20)), "it was not sought"
 
 
 def test_an_iterator_that_does_not_begin_again() -> None:
@@ -225,7 +227,7 @@ def test_an_iterator_that_does_not_begin_again() -> None:
         def __iter__(self) -> Iterator[int]:
             return self.only
 
-    data = numbered(Used())
+    data = indexed(Used())
     assert items(data, *range(20)) == list(range(20))
     with pytest.raises(UsageError, match=r"ended after 0 items of epoch 1.*iter\(stream\) must begin"):
         items(data, 0, epoch=1)
@@ -233,17 +235,17 @@ def test_an_iterator_that_does_not_begin_again() -> None:
 
 def test_a_stream_that_goes_on() -> None:
     with pytest.raises(UsageError, match=r"goes on after 20 items, but its __len__ .*records=20"):
-        items(numbered(Stream(21)), 19)
-    assert items(numbered(Stream(20)), 19) == [19]
+        items(indexed(Stream(21)), 19)
+    assert items(indexed(Stream(20)), 19) == [19]
     endless = Stream(None)
-    assert items(numbered(endless, ends=False), 19) == [19]
+    assert items(indexed(endless, ends=False), 19) == [19]
     assert endless.read == 20, "the first items were asked for, so that is no error"
 
 
 def test_a_stream_that_is_read_again_and_again_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for stream in (Stream(), Sought()):
-            items(numbered(stream), *[3, 2] * OFTEN)
+            items(indexed(stream), *[3, 2] * OFTEN)
     assert ["iterate_from" in record.message for record in caplog.records] == [True]
 
 
@@ -376,7 +378,7 @@ def test_a_stream_that_shuffles_with_a_global_generator_has_one_order(make: Call
         return torch.rand(()).item(), random.random(), numpy.random.rand()
 
     def order(worker: int, epoch: int, seed: int = 0) -> list[int]:
-        data = Numbered(make(), records=20, said="records=20", ends=True, near=0, seed=seed)
+        data = IndexedStream(make(), records=20, said="records=20", ends=True, near=0, seed=seed)
         torch.manual_seed(worker)
         found = list[int]()
         for number in range(20):
@@ -394,6 +396,6 @@ def test_a_stream_that_shuffles_with_a_global_generator_has_one_order(make: Call
     for reads in (False, True):
         seed_everything(0, worker=0, version=0)
         if reads:
-            items(Numbered(make(), records=20, said="records=20", ends=True, near=0), 5, 6)
+            items(IndexedStream(make(), records=20, said="records=20", ends=True, near=0), 5, 6)
         found.append(drawn())
     assert found[0] == found[1], "the script draws what it would draw without a stream"
