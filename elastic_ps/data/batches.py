@@ -1,8 +1,8 @@
-"""What the script has in hand for the next step: batches, and the metrics to go with them.
+"""The batches that the script has in hand for the next step, and their metrics.
 
-Only records that a backward() ran for are trained. A backward() is for the batch that was handed out last.
-If that has had one, it is for the first that has had none, as when several batches are loaded first. A batch
-without one is skipped when a step is made with later ones, or when the loop ends: nobody is to train it.
+Only records that a backward() ran for are trained. A backward() is for the batch that was handed out last. If
+that batch has had one, it is for the first batch without one, as when several batches are loaded first. A
+batch without any is skipped when a step is made with later ones, or when the loop ends: nobody trains it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Batches:
         return bool(self._open or self._computed or self._kept)
 
     def note(self, event: HandEvent) -> None:
-        """The last batch comes to this."""
+        """Note what the script does with the last batch."""
         self.hand = HANDS.after(self.hand, event)
 
     @property
@@ -66,10 +66,7 @@ class Batches:
 
     @property
     def lost(self) -> bool:
-        """Whether the last ones went to others, as this worker had to join again or was late.
-
-        The script does not know.
-        """
+        """Whether the last batches went to others, as this worker had to join again or was late."""
         return self.hand in (Hand.LOST, Hand.OUTDATED, Hand.GIVEN_BACK_OUTDATED)
 
     @property
@@ -84,7 +81,7 @@ class Batches:
 
     @property
     def computed(self) -> tuple[Range, ...]:
-        """The records that the next step is computed on, as far as it is."""
+        """The records that the next step is computed on so far."""
         return tuple(each for batch in self._computed for each in batch.ranges)
 
     @property
@@ -94,12 +91,12 @@ class Batches:
 
     @property
     def last_kept(self) -> int:
-        """How many records the last step was made with that is kept."""
+        """How many records the last step that is kept was made with."""
         return sum(sum(batch.sizes) for batch in self._kept[-1])
 
     @property
     def skipped(self) -> tuple[Range, ...]:
-        """Records that the script has skipped, and nobody has been told of."""
+        """Records that the script has skipped, and the parameter server does not know of."""
         return tuple(self._skipped)
 
     @property
@@ -126,7 +123,7 @@ class Batches:
         self._new = 0
 
     def under_way(self, *, begins: bool) -> int:
-        """How many records the batch has that a backward() is for, if it `begins`, or has begun; or 0."""
+        """How many records the batch of a backward() has that `begins`, or has begun; 0 if there is none."""
         if begins and self._open:
             return self._open[-1 if self._new else 0].sizes[0]
         return self._computed[-1].sizes[0] if self._computed else 0
@@ -137,9 +134,9 @@ class Batches:
         self._open, self._new = [], 0
 
     def decide(self, *, keep_new: bool = False) -> int:
-        """There will be no backward() for the batches without one; returns how many records that skips.
+        """Skip the batches without a backward(); returns how many records they have.
 
-        With `keep_new` those are not meant that were handed out since the last backward().
+        With `keep_new` those that were handed out since the last backward() stay.
         """
         decided = len(self._open) - (self._new if keep_new else 0)
         skipped = [each for batch in self._open[:decided] for each in batch.ranges]
@@ -149,10 +146,10 @@ class Batches:
         return sum(each.records for each in skipped)
 
     def reopen(self) -> int:
-        """The gradients of what was computed are dropped; returns how many records are skipped by that.
+        """The script has dropped its gradients; returns how many records are skipped by that.
 
-        If no batch was handed out since, they may be computed once more (Foret et al. 2021, "Sharpness-aware
-        minimization", does so), and it is not decided yet.
+        If no batch was handed out since, they may be computed once more, as by Foret et al. 2021,
+        "Sharpness-aware minimization", and none is skipped yet.
         """
         if self._new:
             return self.skip_computed()
@@ -165,14 +162,14 @@ class Batches:
         return 0
 
     def skip_computed(self) -> int:
-        """The gradients of what was computed are gone; returns how many records are skipped by that."""
+        """Skip the batches that were computed on; returns how many records they have."""
         records = self.samples
         self._skipped += self.computed
         self._computed = []
         return records
 
     def skip(self) -> int:
-        """There will be no step with the batches in hand; returns how many records are skipped by that."""
+        """Skip all batches in hand; returns how many records they have."""
         return self.skip_computed() + self.decide()
 
     def leave_out(self, ranges: Iterable[Range]) -> None:
@@ -185,7 +182,7 @@ class Batches:
         self._computed = []
 
     def gather(self) -> None:
-        """What was kept is what the next step is computed on."""
+        """The next step is computed on all that was kept."""
         self._computed += [batch for step in self._kept for batch in step]
         self._kept = []
 
@@ -194,7 +191,7 @@ class Batches:
         self._skipped = []
 
     def drop(self) -> None:
-        """The script stopped iterating: forget the batch that it has not computed on."""
+        """The script stopped iterating: forget the batches that it has not computed on."""
         if self._open:
             self.note(HandEvent.GIVE_BACK)
         self._open, self._new = [], 0
@@ -206,7 +203,7 @@ class Batches:
             batch.values.clear()  # they were sent with this step
 
     def forget(self, *, lost: bool = False) -> None:
-        """They go to others; `lost`: without the script's doing."""
+        """Forget all batches, which go to others; `lost`: the script has not asked for that."""
         self._open, self._computed, self._skipped, self._kept, self._new = [], [], [], [], 0
         self.note(HandEvent.LOSE if lost else HandEvent.FORGET)
 
@@ -237,12 +234,12 @@ class Batches:
 
     @property
     def reductions(self) -> dict[str, str]:
-        """How values become one, by their names; those that are not here become their mean."""
+        """How values are reduced, by their names, if not to their mean."""
         return {name: how for name, how in self._reductions.items() if how != "mean"}
 
 
 def checked(metrics: Mapping[str, Any], reduce: str) -> dict[str, Any]:
-    """The values without their gradients. Raises UsageError: see `Runtime.report`."""
+    """The values, detached. Raises UsageError: see `Runtime.report`."""
     if reduce not in REDUCTIONS:
         raise UsageError(f"session.metric got reduce={reduce!r}; expected one of {', '.join(REDUCTIONS)}")
     for name in metrics:
@@ -268,9 +265,9 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def slice_sizes(records: int, processes: int, *, least: int = 1) -> list[int]:
-    """How many of a batch's records each process has: the same number, or one more for the first ones.
+    """How many of a batch's records each process gets: the same number, or one more for the first ones.
 
-    Where there is not that much for all, the first ones have `least` at least, and the others nothing.
+    If that is less than `least`, the first processes get `least` or more, and the others none.
     """
     return apportion(records, [1.0] * processes, least=least)
 
@@ -291,8 +288,8 @@ class Slices:
     def own(self, batch: list[int]) -> list[int]:
         """This process's slice of a batch.
 
-        Of a batch with fewer records than processes, those without one compute on the slice of process 0, for
-        the script has to compute on something. It has no weight then: see `has_none`.
+        If a batch has too few records, a process without any computes on the slice of process 0, without any
+        weight: see `has_none`.
         """
         if self.processes == 1:
             return batch

@@ -1,13 +1,11 @@
-"""What identifies the records of a data set, so that workers can compare whether they have the same ones.
+"""What identifies the records of a data set, so that workers notice if theirs differ.
 
-The job counts records by their positions. If a script draws which records it has, as `random_split` does, and
-each worker draws other ones, some would be trained several times and others never. Nothing else would look
-wrong.
+The job counts records by their positions. If each worker draws its records at random, as by `random_split`,
+some would be trained several times and others never, and nothing else would look wrong.
 
-Nothing is read for this: a data set may load, decode or augment in `__getitem__`. What it holds already is
-looked at: its attributes with one entry for each record, whatever their names (`indices` of a Subset,
-`samples` of an ImageFolder, `data`, `targets`), and those of the data sets within it. Of a stream, its lists
-of names.
+No record is read for this: a data set may load, decode or augment in `__getitem__`. The fingerprint is of its
+attributes with one entry for each record, whatever their names (`indices` of a Subset, `samples` of an
+ImageFolder, `data`, `targets`), of those of the data sets within it, and of a stream's lists of names.
 """
 
 from __future__ import annotations
@@ -26,22 +24,22 @@ from torch.utils.data import IterableDataset
 from elastic_ps.core.fingerprint import MOST, Mark, to_text
 
 PARTS = 64
-"""That a fingerprint has at most; and how many entries a list of parts has at most."""
+"""How many parts a fingerprint has at most, and how many entries a list of parts."""
 
 DEPTH = 8
-"""Of data sets within data sets."""
+"""How deep data sets within data sets are looked at."""
 
 ENTRIES, FEW = 1024, 64
-"""Of a part, evenly spread, that are looked at; and of one larger than `LARGE`, which may be on a disk."""
+"""How many entries of a part are looked at, evenly spread; few of one above `LARGE`, which may be on disk."""
 
 LARGE = 64 << 20
 """Bytes."""
 
 VALUES = 16
-"""Of an entry, evenly spread, that are looked at."""
+"""How many values of an entry are looked at, evenly spread."""
 
 CHARACTERS = 1024
-"""Of a text that are looked at."""
+"""How many characters of a text are looked at."""
 
 _WEIGHTS = (2654435761, 2246822519)  # multipliers that scatter positions over 32 bits
 
@@ -132,7 +130,7 @@ def _spread(length: int, most: int) -> list[int]:
 
 
 def _entries(value: Any) -> Sequence[Any]:
-    """Some entries of what holds one for each record; none if it is nothing of that kind."""
+    """Some entries of an object with one for each record; none of another kind of object."""
     if isinstance(value, torch.Tensor):
         return _of_array(value.detach(), value.nbytes) if value.layout is torch.strided else ()
     if isinstance(value, np.ndarray):
@@ -146,7 +144,7 @@ def _entries(value: Any) -> Sequence[Any]:
 
 
 def _of_array(value: Any, nbytes: int) -> list[Any]:
-    """Without a copy of whole entries, which may be large."""
+    """The values of some entries, without a copy of whole entries, which may be large."""
     if not (nbytes and value.ndim):
         return []
     rows = np.array(_spread(len(value), ENTRIES if nbytes <= LARGE else FEW))
@@ -161,7 +159,7 @@ def _of_array(value: Any, nbytes: int) -> list[Any]:
 
 
 def _flatten(entry: Any, exact: list[str], floats: list[float], depth: int = 0) -> None:
-    """Sort the plain values of an entry; others may be anything, such as what a cache has or lacks."""
+    """Sort the plain values of an entry. Others are passed over."""
     if isinstance(entry, float):
         floats.append(entry)
     elif isinstance(entry, str | PurePath):
@@ -179,7 +177,7 @@ def _flatten(entry: Any, exact: list[str], floats: list[float], depth: int = 0) 
 
 
 def _sums(floats: Sequence[float]) -> tuple[float, float]:
-    """Two weighted sums, in which each place has a weight of its own, relative to the values' size."""
+    """Two sums with a different weight for each place, relative to the values' size."""
     values = np.nan_to_num(np.asarray(floats, dtype=np.float64), posinf=0.0, neginf=0.0)
     size = float(np.abs(values).sum()) or 1.0
     places = np.arange(1, len(values) + 1, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""Random numbers that are other ones on each worker, or the same ones; and the same when computed again."""
+"""Seeds: another one on each worker, or the same on all, and the same when a step is computed again."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch
 def seed_everything(base: int, *, worker: int, version: int, local: int = 0, process: int = 0) -> int:
     """Seed torch (all devices), `random`, and numpy if it is loaded; returns the seed.
 
-    It follows from the numbers alone, so no two workers or versions have the same by design.
+    The seed is a hash of the numbers, so that it differs between workers and versions.
 
     Args:
         local: the steps that the worker has made by itself since that version.
-        process: which one of the worker's processes draws them.
+        process: the rank of the worker's process.
     """
     text = f"{base}/{worker}/{version}" + (f"/{local}" if local else "") + (f"/p{process}" if process else "")
     seed = _mixed(text)
@@ -29,11 +29,10 @@ def seed_everything(base: int, *, worker: int, version: int, local: int = 0, pro
 
 
 class OwnRandom:
-    """A state of its own of torch's generator for the CPU, of `random`, and of numpy's if it is loaded.
+    """A separate state of torch's CPU generator, of `random`, and of numpy's if it is loaded.
 
-    Code that runs within `in_force` draws the same numbers whatever others draw from the same generators in
-    between, and others draw the same numbers whatever it draws. Not for threads: the generators are those of
-    the whole process.
+    Code within `in_force` and other code draw from the same generators without influence on each other. Not
+    thread-safe: the generators are those of the whole process.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A worker on its way through the records: its part in the rounds, its script's loops and batches."""
+"""The states of a worker that trains records: its part in the rounds, its script's loop, and its batch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The items of a stream, by number: what lets records be leased that can only be read one after the other.
+"""The items of a stream by number, so that its records can be given to workers like those of a data set.
 
-A record of a stream is its item's number within an epoch. Each worker iterates over the stream by itself and
-passes over what others train. Leases come in ascending order, so a worker reads a stream about once in an
-epoch. It goes back only to records that another worker has given back.
+A record is an item's number within an epoch. Each worker iterates over the stream by itself and passes over
+what others train. Records are given in ascending order, so a worker reads a stream about once in an epoch. It
+goes back only to records that another worker has given back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic_ps.errors import UsageError
 logger = logging.getLogger(__name__)
 
 OFTEN = 10
-"""From so many beginnings in an epoch on, a log tells that the stream is read again and again."""
+"""A warning says that a stream is read again and again when it has begun so many times in an epoch."""
 
 
 class ItemIndex(NamedTuple):
@@ -49,11 +49,11 @@ class IndexedStream(Dataset[Any]):
     Args:
         stream: gives the same items in the same order, whenever and wherever it is begun in an epoch.
         records: items in an epoch; later ones are not read.
-        said: what has said that there are so many, for messages.
+        said: where that number comes from, for messages.
         ends: the stream must have no more items than that.
         near: how many items are passed over rather than sought.
-        keep: of how many items that were read last a copy is kept, in case that they are asked for again. A
-            stream that can begin anywhere needs none.
+        keep: how many of the last items are kept as copies, for the case that they come again. A stream that
+            can begin anywhere needs none.
         seed: of the random numbers that the stream draws.
     """
 
@@ -97,7 +97,7 @@ class IndexedStream(Dataset[Any]):
             with _undivided(), self._random.in_force():
                 return [self._item(index) for index in indexes]
         except BaseException:
-            self._items = None  # nobody knows where it stands
+            self._items = None  # its position is unknown
             raise
 
     def _item(self, index: ItemIndex) -> Any:
@@ -157,7 +157,7 @@ class IndexedStream(Dataset[Any]):
         return item
 
     def _compare_first(self, item: Any) -> None:
-        """Warn if the epoch's first item is not what it was: the order is likely to be another one."""
+        """Warn if the epoch's first item has changed: the order has probably changed, too."""
         if self._first != self._next:
             self._first = self._next
             self._first_item = _copied(item)
@@ -172,7 +172,7 @@ class IndexedStream(Dataset[Any]):
             )
 
     def _keep_for_later(self, index: ItemIndex, item: Any) -> None:
-        """Keep a copy: the script may change the item, and a stream may fill one buffer each time."""
+        """Keep a copy: the script may change the item, and a stream may reuse its buffer."""
         if not self._keep:
             return
         self._kept.pop(index, None)  # it becomes the last one
@@ -232,7 +232,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _seed_pipes(stream: IterableDataset[Any], seed: int) -> None:
-    """Fix the random order of torch's data pipes, which torch gives no new features any more."""
+    """Fix the random order of torch's data pipes, which torch no longer develops."""
     kind = getattr(torch.utils.data, "IterDataPipe", None)
     if kind is not None and isinstance(stream, kind):
         from torch.utils.data.graph_settings import apply_random_seed
@@ -242,7 +242,7 @@ def _seed_pipes(stream: IterableDataset[Any], seed: int) -> None:
 
 @contextmanager
 def _undivided() -> Iterator[None]:
-    """Within this, torch says that the only process of a DataLoader is this one."""
+    """Within this, torch reports this process as a DataLoader's only one."""
     info = get_worker_info()
     if info is None:
         yield

@@ -1,4 +1,4 @@
-"""Records in hand: ranges that a worker was given, cut into batches."""
+"""Cuts the ranges of records that a worker was given into batches."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ class Supply:
     """Cuts ranges into batches. Belongs to the training thread.
 
     Args:
-        source: with `drop_last`, an epoch's records that do not fill a batch are left out, or those that do
-            not fill a version.
+        source: with `drop_last`, an epoch's records that do not fill a batch, or a version, are left out.
         seed: of the order, where it is random: the same on all workers.
-        version_records: that a version is made of, if their number is fixed. A batch has records of one
+        version_records: how many records make a version, if that is fixed. A batch has records of one
             version only.
 
     Attributes:
-        in_hand: the ranges that are in no batch yet, in their order.
+        in_hand: the ranges that are in no batch yet, in order.
     """
 
     def __init__(self, source: Source, *, seed: int, version_records: int | None = None) -> None:
@@ -33,8 +32,8 @@ class Supply:
     ) -> tuple[list[Range], list[int] | None]:
         """The next batch, which is of one epoch: its positions, and the data set's indexes of its records.
 
-        There are no positions if there is nothing at the moment. The indexes are None where nobody is to
-        train the batch: it is what is left of an epoch, without which that ends.
+        There are no positions if there are no records at the moment. The indexes are None if the batch is the
+        rest of an epoch, which `drop_last` leaves out.
 
         Args:
             more: adds to what is in hand, without waiting; returns whether it has.

@@ -1,12 +1,12 @@
 """Steps with `strategy: all-reduce`: the workers add up gradients among themselves, and each makes the step.
 
-The parameter server says who makes a version of which records (`core.all_reduce`), as with every other way
-to make versions. A worker keeps its gradients until the version is made. So if the group loses a member,
-the others make the round again, as another group, without computing anything again. Nobody makes the step
-before shard 0 has said that the round is made, so all make it or none does.
+The parameter server says which workers make a version of which records (`core.all_reduce`). A worker keeps
+its gradients until the version is made. So if the group loses a member, the others repeat the round as
+another group, and compute nothing again. A worker makes the step when shard 0 has said that the round is
+made, so all make it or none does.
 
-If the same workers make the next version, which the answer to the end of the last step says, they begin to
-add up while backward goes on. Nothing of that is binding: if the round is made again, it is done again.
+The answer to the end of a step says who makes the next version. If these are the same workers, they begin to
+add up while backward goes on. If the round starts again, they add up again.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ An operation of the group fails after some more seconds without the others.
 
 
 class _Group(NamedTuple):
-    """A process group, and what it is for.
+    """A process group, and its last round.
 
     Attributes:
-        version, attempt: of the round that it was of last.
-        members: who it is made of, as (worker, incarnation).
+        version, attempt: of that round.
+        members: each as (worker, incarnation).
         made: the last version that it has made.
     """
 
@@ -152,7 +152,7 @@ class AllReduce(Strategy):
             self._enter(version)
 
     def fetch(self, version: int, *, contributor: bool, excluded: Set[int] = frozenset()) -> None:  # noqa: ARG002
-        """See `Strategy`. Who does not take part gets what the parameter server has, if it has it."""
+        """See `Strategy`. A worker that takes no part gets the version if the parameter server has it."""
         if contributor:
             self._enter(version)
             return
@@ -208,7 +208,7 @@ class AllReduce(Strategy):
     # --- meeting the others
 
     def _enter(self, version: int) -> None:
-        """Get the version, of which this worker is to make the next one with the others."""
+        """Get the version that this worker is to make a step on with the others."""
         met = self._client.meet(self._client.member_id, version, None)
         self._settle(met)
         if met.version != version or not self.has(version):
@@ -217,7 +217,7 @@ class AllReduce(Strategy):
         self.version = version
 
     def _settle(self, met: pb.MeetReply) -> None:
-        """The open round is this one: until all who make it have its version."""
+        """Take over the open round. Blocks until all of its workers have its version."""
         while True:
             version = met.version
             self._attempt = met.attempt
@@ -241,7 +241,7 @@ class AllReduce(Strategy):
                     return
 
     def _share(self, met: pb.MeetReply) -> None:
-        """Those that lack the version get it. Raises Broken."""
+        """Give the version to the workers that lack it. Raises Broken."""
         if met.all_hold:
             return
         if not met.HasField("source"):
@@ -265,7 +265,7 @@ class AllReduce(Strategy):
             self._hold(version, self._client.term)
 
     def _group_for(self, met: pb.MeetReply) -> Group:
-        """The process group of those that make the round, which may be the last one's. Raises Broken."""
+        """The process group of the round's workers, a new one or the last one. Raises Broken."""
         if (same := self._same_group(met)) is not None:
             return same
         members, me = _members(met), self._client.member_id
@@ -308,7 +308,7 @@ class AllReduce(Strategy):
             raise Broken("the round is made by other workers")
 
     def _tell_broken(self, met: pb.MeetReply, problem: Broken) -> pb.MeetReply:
-        """The group has lost the connection. Blocks until there is another attempt; returns who makes it."""
+        """Report a group that has lost its connections. Blocks for the next attempt, and returns it."""
         logger.info("the group of version %d is broken: %s", met.version + 1, problem)
         self._drop_group()
         deadline = time.monotonic() + self._client.limits.recovery.total_seconds()
@@ -359,7 +359,7 @@ class AllReduce(Strategy):
         self._hold(self.version, step.member_id.term)
 
     def _hold(self, version: int, term: int) -> None:
-        """This replica is of the version from now on."""
+        """This replica has the version now."""
         self._held = (term, version)
         if self._history.enabled:
             self._flat.gather()
@@ -371,7 +371,7 @@ class AllReduce(Strategy):
 
 
 class _Reducer:
-    """The sums of a round, and what is made of them. The contributions stay as they are until `publish`.
+    """Adds up a round, and gives the result to the model. Contributions stay as they are until `publish`.
 
     Attributes:
         begun: how many buckets are being added up.
@@ -466,12 +466,12 @@ class _Reducer:
 
 
 def _members(met: pb.MeetReply) -> list[tuple[int, int]]:
-    """Who makes a round, by rank, as (worker, incarnation)."""
+    """The members of a round, by rank, as (worker, incarnation)."""
     return [(peer.worker, peer.incarnation) for peer in met.group]
 
 
 def _dtype(bucket: Bucket, own: torch.Tensor) -> torch.dtype:
-    """In which dtype the sum of a bucket is formed."""
+    """The dtype of the sum of a bucket."""
     if bucket.rule in (Rule.GRADIENT, Rule.SUM):
         return WIDE.get(bucket.dtype, own.dtype)
     if bucket.rule is Rule.MEAN:

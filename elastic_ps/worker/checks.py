@@ -1,17 +1,16 @@
 """Notices what a script does to its model and optimizers that a job cannot follow, and says what to do.
 
-`Registered`: the model has other tensors than `session.optimizer` was given. The job trains and saves those
-that it was given. A script may have assigned a buffer anew (`self.center = ...`), pruned the model, or
-replaced a layer. What is assigned to a buffer is part of the job, as with DistributedDataParallel, which
-sends whatever buffers a model has: it is copied to the job's buffer, which then takes its place in the model
-again. All else is refused.
+`Registered`: the model has other tensors than `session.optimizer` was given, which the job trains and saves.
+A script may have assigned a buffer anew (`self.center = ...`), pruned the model, or replaced a layer. A new
+buffer is part of the job, as with DistributedDataParallel: it is copied to the job's buffer, which takes its
+place in the model again. All else is refused.
 
-`WriteDetector`: values were changed that only the job can change. What a script writes into a parameter
-between two steps is overwritten by the next version, and was never part of the job. So the bits of values are
-summed up when they arrive, and again before they are replaced. Of much memory most steps do that with a part
-of each page, chosen at random: a change of 4 KiB or more is noticed at once, a smaller one when it is
-repeated. Values that a step does not replace, or that are on another device, are looked at less often, and
-when torch's counters say that they were written to. (The counters miss what is written through `.data`.)
+`WriteDetector`: the script has changed values that only the job can change, and that the next version would
+overwrite. The bits of values are summed up when they arrive, and again before they are replaced. Of large
+memory most steps do that with a part of each page, chosen at random: a change of 4 KiB or more is noticed at
+once, a smaller one when it is repeated. Values that a step does not replace, or that are on another device,
+are looked at less often, and when torch's counters say that they were written to. (The counters miss what is
+written through `.data`.)
 
 `check_wrapper`, `check_model`, `check_loop`: another library has prepared an object to divide work among
 processes itself. It is recognised by its name, and need not be installed.
@@ -117,7 +116,7 @@ class Registered:
     def _problem(
         self, name: str, given: torch.Tensor | None, named: Mapping[str, torch.Tensor]
     ) -> tuple[str, str] | None:
-        """Why what has this name now is no buffer whose value can be taken over, and what to do."""
+        """Why the tensor with this name cannot be taken over as a buffer, and what to do."""
         tensor = named.get(name)
         parameter = isinstance(given, torch.nn.Parameter) or isinstance(tensor, torch.nn.Parameter)
         advice = _PARAMETER if parameter else _BUFFER
@@ -137,14 +136,14 @@ class Registered:
         return None
 
     def _goes_with(self, name: str, other: str, named: Mapping[str, torch.Tensor]) -> bool:
-        """Whether two names still stand for one tensor, or still for two."""
+        """Whether two names are still of one tensor, or still of two."""
         if self._given.get(other) is self._given[name]:
             return named[other] is named[name]
         return not named[name].numel() or _memory(named[other]) != _memory(named[name])
 
 
 def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
-    """In what a tensor is like the one whose place it takes."""
+    """What a tensor has in common with the one whose place it takes."""
     return isinstance(tensor, torch.nn.Parameter), tensor.shape, tensor.dtype, tensor.device, tensor.layout
 
 
@@ -158,21 +157,21 @@ def _described(tensor: torch.Tensor) -> str:
 
 
 ALWAYS = 4
-"""Everything is looked at of the values that arrive first, so many times."""
+"""How many of the first versions are looked at as a whole."""
 
 EVERY = 64
-"""Afterwards each so many-th time."""
+"""Afterwards each version whose number is a multiple of this is looked at as a whole."""
 
 PAGE = 4096
 PARTS = 8
 """Of each `PAGE` bytes, one of so many parts is looked at the other times."""
 
 MUCH = 1024 * 1024
-"""Bytes; what is smaller is looked at as a whole, which takes no time."""
+"""Bytes. Smaller memory is always looked at as a whole, which takes no time."""
 
 
 class WriteDetector:
-    """The values of parameters as the job gave them. Belongs to the training thread.
+    """Notices that a script has changed parameters. Belongs to the training thread.
 
     Args:
         trained, constant: flat memory that values are pulled into, of parameters with and without optimizer;
@@ -224,7 +223,7 @@ class WriteDetector:
         self._closed = True
 
     def changed(self, *, thorough: bool = False) -> list[int] | None:
-        """The tensors that were changed since: [] if it cannot be said which. None: none was.
+        """The tensors that were changed since values arrived: [] if it is not known which; None: none.
 
         Args:
             thorough: look at all tensors.
@@ -275,10 +274,10 @@ class _Bits:
         self._pages, self._words, self._rest = pages, tail[:whole].view(torch.int64), tail[whole:]
 
     def sum(self, part: int | None = None) -> int:
-        """A number that is another one when a bit has changed, but for rare accidents.
+        """A checksum of the bits.
 
         Args:
-            part: look at this part of each page alone, if there are many, and at what is after the last page.
+            part: of this part of each page alone, if there are many, and of the bytes after the last page.
         """
         pages = self._pages if part is None else self._parts[part]
         return sum(int(each.sum()) for each in (pages, self._words, self._rest) if each.numel())
@@ -300,7 +299,7 @@ def overlaps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def _meet(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one begins before another one has ended."""
+    """Whether the memory of two tensors may overlap."""
     ends = sorted((tensor.data_ptr(), tensor.data_ptr() + _span(tensor)) for tensor in tensors)
     return any(start < end for (_, end), (start, _) in itertools.pairwise(ends))
 
@@ -312,7 +311,7 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _pairs(tensors: Sequence[torch.Tensor], together: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """See `overlaps`, of tensors with one storage, of each of whose elements is noted whose it is."""
+    """See `overlaps`, of tensors with one storage. Notes for each of its elements which tensor has it."""
     unit = min(tensors[index].element_size() for index in together)
     nbytes = tensors[together[0]].untyped_storage().nbytes()
     whose = torch.full((nbytes // unit,), -1, dtype=torch.int32, device="cpu")
@@ -338,10 +337,10 @@ _APART = (
 
 
 class Averages:
-    """Notes the `AveragedModel`s that the thread makes which made this.
+    """Warns of an `AveragedModel` that the present thread makes apart from the job's model.
 
     Args:
-        over: whether all records are trained, so that each worker may average what it likes.
+        over: whether all records are trained, so that each worker may average as it likes.
     """
 
     def __init__(self, over: Callable[[], bool]) -> None:
@@ -356,7 +355,7 @@ class Averages:
             self._look()
 
     def begin(self, model: torch.nn.Module) -> None:
-        """The job trains this model. Those that are part of it are the job's."""
+        """The job trains this model, and each `AveragedModel` that is part of it."""
         self._made -= {*model.modules()}
         self._begun = True
         self._look()
@@ -454,7 +453,7 @@ def check_loop(model: torch.nn.Module) -> None:
 
 
 def left_over(error: BaseException) -> str:
-    """What to do about an error of torch's that a script gets only in a job; "" if it is another one."""
+    """What to do about an error of torch's that occurs only in a job; "" about other errors."""
     text = str(error)
     wants = "environment variable" in text and "expected, but not set" in text
     if wants or "Default process group has not been initialized" in text:

@@ -1,7 +1,7 @@
-"""The calls that a worker makes, and what it does when the other side does not answer.
+"""The calls that a worker makes, and how they are repeated when there is no answer.
 
-A call that failed on the way is made again for a while (`limits`), with growing pauses: all of them may be
-repeated. `Refused` is an answer and is passed on.
+Every call may be repeated. One that failed on the way is repeated for a while (`limits`), with growing
+pauses. `Refused` is an answer and is raised.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ TIMEOUT = timedelta(seconds=60)
 """Deadline of one attempt. Servers answer blocked calls sooner, so only a lost answer takes this long."""
 
 PENDING = "pending"
-"""The field of a reply that says that nothing has happened while the call waited."""
+"""A reply with this field set has waited in vain: the call is to be repeated."""
 
 T = TypeVar("T")
 
@@ -77,16 +77,16 @@ class Client:
         job, worker: the job's name and the worker's index.
         connections: one for each shard, in order.
         limits: for how long calls are repeated.
-        instance: names this process for all time; a random text if it is not given.
-        pid: of the process that its starter knows, if that is another one.
-        hostname: what this host is called, to its starter; by default what it calls itself.
+        instance: names this process, and no other one ever; a random text if it is not given.
+        pid: of the process that the launcher has started, if that is another one.
+        hostname: this host's name as the launcher knows it; by default its own.
 
     Attributes:
         instance, limits: see above.
         trace, history: where this process records what it does.
         address: where the other workers find this one, if they speak to each other; else "".
-        member_id: the present one, since the last `join`.
-        traffic: of that incarnation; what each step ends with tells it.
+        member_id: of the present incarnation, since the last `join`.
+        traffic: of that incarnation; sent with the end of each step.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Client:
 
     @property
     def term(self) -> int:
-        """Of the parameter server that was joined."""
+        """The parameter server's, when this worker joined."""
         return self.member_id.term
 
     def is_near(self, shard: int) -> bool:
@@ -198,10 +198,10 @@ class Client:
         """Send a bucket's first values.
 
         Args:
-            version: they are those of this version, which the workers have made.
+            version: the values are of this version, which the workers have made.
 
         Raises:
-            Refused: STALE_TERM, STALE_INCARNATION; also if only shard 0 knows, and this shard has just begun.
+            Refused: STALE_TERM, STALE_INCARNATION; also if this shard has just begun, and only shard 0 knows.
         """
         request = pb.InitRequest(caller=self.member_id.caller(), bucket=bucket.index, version=version)
         self._send_first(calls.INIT, bucket.shard, Frame(request.SerializeToString(), values))
@@ -244,14 +244,14 @@ class Client:
         self.ask(calls.HEARTBEAT, pb.HeartbeatRequest(version=computes_on))
 
     def expect_to_leave(self) -> None:
-        """This worker was asked to leave: one that does not answer is waited for during `leaving` only.
+        """This worker was asked to leave: from now on calls wait for an answer for `leaving` at most.
 
         May be called from a signal handler, and while calls are under way.
         """
         self._asked_to_leave = self._asked_to_leave or time.monotonic()
 
     def is_lost(self, since: float) -> bool:
-        """Whether a parameter server that has not answered since then (monotonic) is waited for no longer."""
+        """Whether to give up on a parameter server that has not answered since then (monotonic, s)."""
         now = time.monotonic()
         asked = self._asked_to_leave
         if asked is not None and now > max(since, asked) + self.limits.leaving.total_seconds():
@@ -262,7 +262,7 @@ class Client:
         return now > since + self._patience.total_seconds()
 
     def hasten(self) -> None:
-        """This worker is about to end: from now on calls that fail are repeated for `goodbye` only."""
+        """This worker is about to end: from now on failing calls are repeated for `goodbye` only."""
         self._patience = self.limits.goodbye
 
     def leave(self, *, in_step: bool) -> None:
@@ -308,7 +308,7 @@ class Client:
         return reply.version, reply.attempt
 
     def await_version(self, step: Step, attempt: int) -> pb.AwaitReply:
-        """In mode `accumulate`: all of the step has been pushed for this attempt; what is next?
+        """In mode `accumulate`, ask what is next when all of the step has been pushed for this attempt.
 
         Blocks for some seconds at most; then the answer is `pending`. Raises Refused (LATE): it is void.
         """
@@ -321,7 +321,7 @@ class Client:
         """Send a gradient, and block until it is in the round's sum.
 
         Args:
-            ending: end the step as well; this is what is said of it, but for what its pushes say.
+            ending: end the step as well, with this request, which lacks what its pushes say.
         """
         request = self._push(bucket, step, attempt, payload, ending)
         self.ask(calls.PUSH, request, shard=bucket.shard, body=payload.body)
@@ -386,7 +386,7 @@ class Client:
         """Come to a barrier of the round, and wait for the others; see `MeetRequest`. Blocks.
 
         Args:
-            ended: at the end of a step: which, and what is said of it.
+            ended: at the end of a step: the step, and the request that ends it.
         """
         request = pb.MeetRequest(
             caller=member_id.caller(),
@@ -402,14 +402,14 @@ class Client:
         return self._settle(calls.MEET, request)
 
     def assign(self, version: int) -> pb.AssignReply:
-        """Values that the script changed at `version` are to become the next one. Blocks.
+        """Ask to make values that the script changed at `version` the next version. Blocks.
 
-        Returns what to do: push them for the open round and ask again, or nothing more (`done`).
+        The answer says to push them for the open round and ask again, or to do nothing more (`done`).
         """
         return self._settle(calls.ASSIGN, pb.AssignRequest(version=version))
 
     def pull(self, member_id: MemberId, shard: int, wanted: pb.PullRequest) -> Answers:
-        """One try of a pull: (answer, body). Blocks. Raises TransportError: ask again for what is missing."""
+        """One try of a pull: (answer, body). Blocks. Raises TransportError: pull again what is missing."""
         wanted.caller.CopyFrom(member_id.caller())
         return self._pulled(shard, calls.PULL.name, Frame(wanted.SerializeToString()))
 
@@ -435,7 +435,7 @@ class Client:
         """Make a call that may be repeated; returns its answer. Blocks. Raises Refused, ConnectionLost.
 
         Args:
-            request: one that names no caller is of the present incarnation.
+            request: if it names no caller, it gets that of the present incarnation.
         """
         return self.ask_all(call, request, _reply, shard=shard, body=body)[0]
 
@@ -448,7 +448,7 @@ class Client:
         shard: int = 0,
         body: memoryview = EMPTY,
     ) -> list[T]:
-        """The same; returns what `read` makes of each answer, at least one."""
+        """As `ask`; returns what `read` makes of each answer, at least one."""
         named: Any = request
         if call.sender is not Sender.JOB and not named.HasField("caller"):
             named.caller.CopyFrom(self.member_id.caller(next(self._calls) if call.numbered else 0))
@@ -458,7 +458,7 @@ class Client:
         return self.retry(lambda: self._once(call, shard, frame, read))
 
     def _settle(self, call: Call[Q, A], request: Q) -> A:
-        """Ask until something has happened. Blocks."""
+        """Repeat a call until its answer is not `pending`. Blocks."""
         while True:
             reply = self.ask(call, request)
             if not getattr(reply, PENDING):
@@ -474,7 +474,7 @@ class Client:
         return found
 
     def notice(self, since: float, problem: Exception) -> None:
-        """Now and then, say that a call has failed since `since` (monotonic) and is made again."""
+        """Log now and then that a call has failed since `since` (monotonic, s) and is repeated."""
         now = time.monotonic()
         if now - max(since, self._noticed) >= self.limits.notice.total_seconds():
             self._noticed = now
@@ -486,7 +486,7 @@ class Client:
         return self._connections[shard].call(method, frame, timeout=TIMEOUT)
 
     def retry(self, attempt: Callable[[], T]) -> T:
-        """Repeat what fails on the way, or is answered with "not yet", with growing pauses and jitter.
+        """Repeat an attempt that fails on the way, or is answered with "not yet", with growing pauses.
 
         Blocks. Raises Refused, and ConnectionLost when nobody has answered for `WorkerLimits.patience`.
         """

@@ -1,4 +1,4 @@
-"""Who a worker is when it speaks, of which step it speaks, and how long it waits."""
+"""What a worker's calls have in common: the caller, the step, and the limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from elastic_ps.transport.convert import ranges_from_message
 
 @dataclass(frozen=True)
 class MemberId:
-    """A worker from one of its joins on. What it sends says this of it."""
+    """One incarnation of a worker. Each of its calls names it."""
 
     job: str
     worker: int
@@ -22,7 +22,7 @@ class MemberId:
     incarnation: int = 0
 
     def caller(self, call: int = 0) -> pb.Caller:
-        """Who is speaking. `call`: the number of the call, for those that are counted."""
+        """As a message. `call`: the number of the call, if it has one."""
         return pb.Caller(
             job=self.job, worker=self.worker, term=self.term, incarnation=self.incarnation, call=call
         )
@@ -72,15 +72,15 @@ class Step:
 
 
 Answers = Iterator[tuple[pb.PullReply, Incoming]]
-"""To a pull: (answer, body)."""
+"""The answers to a pull: (answer, body)."""
 
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """The limits of a worker. They are the same for every job; tests need not wait for so long."""
+    """The limits of a worker, the same for every job. Tests use shorter ones."""
 
     patience: timedelta = timedelta(minutes=15)
-    """For how long a call is repeated before the parameter server counts as lost: it may wait for a node."""
+    """For how long a call is repeated: the pod of a parameter server may wait for a node."""
 
     notice: timedelta = timedelta(seconds=10)
     """How often the log says that the parameter server does not answer."""
@@ -98,7 +98,7 @@ class WorkerLimits:
     """How often a worker that brings a large tensor tells its owner that it still does."""
 
     recovery: timedelta = timedelta(seconds=1)
-    """That a worker gives the parameter server to notice which member of its group is gone."""
+    """How long the parameter server has to notice which member of a broken group is gone."""
 
 
 USUAL = WorkerLimits()

@@ -5,11 +5,10 @@ so that a bucket is a slice of it. On the CPU the model's parameters become view
 pulled bucket is received straight into the model. What is on another device, or in another order in memory
 (`channels_last`), stays where it is; pulled values are copied to it.
 
-A gradient is copied on a stream of its own, after what has computed it, into memory that the device may write
-to directly (page-locked). So backward goes on meanwhile, and so does the script's thread. Who reads what was
-copied waits for it: the threads that send. Values go back likewise; what the device computes next waits for
-them, and the script's thread for nothing. `Staging` keeps the order of the copies; what a device does is
-behind `Streams`.
+A gradient is copied on a stream of its own, after it has been computed, into page-locked memory, so backward
+and the script's thread go on. A thread that sends it waits for the copy. Values are copied back in the same
+way: the device waits for them before it computes, and the script's thread does not wait. `Staging` keeps the
+order of the copies, and `Streams` is what a device can do.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ class Flat:
         """Allocate, copy the model's values in, and make the model use this memory where it can.
 
         Args:
-            stepped_here: the script changes the model between two pulls. So what changes has memory of its
-                own, beside the values that were pulled.
+            stepped_here: the script changes the model between two pulls, so that the tensors which change
+                have memory of their own, beside the values that were pulled.
             registered: where the model has these tensors.
-            world: the processes of this worker. If there are several, they share values and contributions:
-                the values are those of process 0, and what scripts change in them, such as buffers, has
-                memory of its own in each.
+            world: the processes of this worker. If there are several, they share values and contributions.
+                The values are those of process 0, and each has its own memory of what scripts change, such
+                as buffers.
         """
         world = world or LocalWorld()
         self.layout = layout
@@ -168,10 +167,10 @@ class Flat:
         return self._contribution[index]
 
     def put(self, index: int, gradient: torch.Tensor) -> None:
-        """Copy a gradient to where it is pushed from; from a device that makes copies by itself, begin to.
+        """Copy a gradient to where it is pushed from. A copy from a device with streams only begins.
 
-        Of a tensor whose changes are summed, put those since the values were pulled, or since the last ones.
-        If several steps make a version, each has its own then.
+        Of a tensor whose changes are summed, put what has changed since the pull, or since the last call: if
+        several steps make a version, each has its own change.
         """
         if self.layout.tensors[index].rule is Rule.SUM:
             now = gradient.detach().to("cpu", copy=True)
@@ -183,9 +182,9 @@ class Flat:
         self._staging.down(index, self._contribution[index], gradient)
 
     def give(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy to each first tensor, on whatever device, the second one. Blocks until all copies are made.
+        """Copy the values of a version that was made here, from each pair's second tensor to its first.
 
-        They are the values of a version that was made here.
+        The first ones may be on any device. Blocks until all copies are made.
         """
         self._sent.clear()
         self._staging.up(pairs)
@@ -227,13 +226,13 @@ class Flat:
         return [self._slice(part, bucket) for part in self._parts]
 
     def written(self, bucket: Bucket) -> None:
-        """Something was put into the contribution of all of a bucket."""
+        """Note that all of a bucket has a contribution."""
         self._written |= {piece.tensor for piece in bucket.pieces}
 
     def check(self, *, thorough: bool = False) -> None:
         """Take over what the script has assigned to buffers.
 
-        Raises UsageError if it has changed what only the job can change.
+        Raises UsageError if it has changed tensors that only the job can change.
 
         Args:
             thorough: look at all tensors, because the values are about to be replaced.
@@ -268,7 +267,7 @@ class Flat:
         """Put the model's values, which the script has changed, where contributions are sent from.
 
         Raises:
-            UsageError: what the script has changed is not to be changed, or its values are not finite.
+            UsageError: the script has changed a tensor without optimizer, or values are not finite.
         """
         self.check_memory()
         for index, tensor in enumerate(self.tensors):
@@ -315,16 +314,16 @@ class Flat:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Copy what parameters with memory of their own have become to the values. Blocks for the copies."""
+        """Copy parameters with memory of their own to the values. Blocks for the copies."""
         for index in self._apart:
             if self.layout.tensors[index].rule is Rule.GRADIENT:
                 self.value(index).copy_(self.tensors[index])
 
     def publish(self, *, excluded: Set[int] = frozenset()) -> None:
-        """The values are there: copy them to tensors that have memory of their own.
+        """Give the model the values that were pulled. Blocks for the copies within this host's memory.
 
-        Autograd is told of the others: a backward() through the values before them raises, as in torch. What
-        is computed next is computed on the new ones. Blocks for the copies within this host's memory.
+        They are copied to tensors with memory of their own. The version counters of the others grow, so that
+        a backward() through older values raises, as in torch. A device computes next on the new values.
 
         Args:
             excluded: buckets that were not pulled.
@@ -349,10 +348,10 @@ def _tensors(
 
 
 def _one_after_the_other(tensor: torch.Tensor) -> bool:
-    """Whether a tensor may have its elements in their logical order in memory.
+    """Whether a tensor may be laid out in its logical order in memory.
 
-    True of a tensor that was expanded, since elements that share memory cannot be trained; not of one that
-    was permuted on purpose.
+    True for one that was expanded, since elements that share memory cannot be trained. False for one that was
+    permuted on purpose.
     """
     shared = any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
     return tensor.is_contiguous() or shared
@@ -362,35 +361,35 @@ logger = logging.getLogger(__name__)
 
 
 class Event(Protocol):
-    """A copy is made."""
+    """An event that occurs when a copy is made."""
 
     def synchronize(self) -> None:
         """Block until then; other threads go on."""
 
     def query(self) -> bool:
-        """Whether it is made by now. Does not block."""
+        """Whether it has occurred. Does not block."""
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        """What the device computes on the stream from now on begins after that. Does not block."""
+        """Have the stream's next computations wait for it. Does not block."""
 
 
 class Streams(Protocol):
     """What devices of one type can do. Thread-safe."""
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None] | None:
-        """Let devices read and write contiguous host memory directly; returns what ends that.
+        """Page-lock contiguous host memory for devices; returns what ends that.
 
-        None: the system does not permit it, so copies are slower.
+        Returns None if the system does not permit it: copies are slower then.
         """
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Event:
-        """Begin to copy, after what the device computes now, beside what it computes next. Does not block.
+        """Begin to copy when the device has computed what it has queued. Does not block.
 
-        One of the two is on the device. Copies of one direction are made one after the other.
+        One of the two tensors is on the device. Copies of one direction are made one after the other.
         """
 
     def compute_after(self, event: Event, device: torch.device) -> None:
-        """What this thread has the device compute from now on begins after the event. Does not block."""
+        """Have this thread's next computations on the device wait for the event. Does not block."""
 
 
 class CudaEvent:
@@ -415,8 +414,8 @@ class CudaStreams:
     """CUDA's: a stream for copies to the host and one for copies from it, on each device.
 
     CUDA opens a context, which takes some hundred MiB, on the device that is current when it is called. In a
-    new thread that is device 0, which may belong to another worker. So the device that a call is about is
-    made the current one before.
+    new thread that is device 0, which may belong to another worker. So each call makes its device the current
+    one first.
 
     Args:
         device: one of the devices, which locks the host's memory.
@@ -456,7 +455,7 @@ class CudaStreams:
         stream.wait_stream(torch.cuda.current_stream(there.device))
         with torch.cuda.device(there.device), torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event(blocking=True)  # else who waits for it keeps a core busy
+            event = torch.cuda.Event(blocking=True)  # else a thread that waits keeps a core busy
             event.record(stream)
         there.record_stream(stream)  # no other tensor gets its memory before
         return CudaEvent(event, there.device)
@@ -472,7 +471,7 @@ class CudaStreams:
 
 
 def streams_of(device: torch.device) -> Streams | None:
-    """Those of a type of devices; None where a copy is made before the next line of the script."""
+    """The streams of a device's type; None if its copies are made at once."""
     return CudaStreams(device) if device.type == "cuda" else None
 
 
@@ -496,11 +495,11 @@ class Staging:
                     weakref.finalize(self, _end, unpin, each).atexit = False
 
     def handles(self, tensor: torch.Tensor) -> bool:
-        """Whether a copy of this one goes on beside what its device computes."""
+        """Whether copies of this tensor are made on a stream."""
         return tensor.device.type in self._streams
 
     def down(self, index: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a tensor to the host: when this returns, or when `arrived` has."""
+        """Copy a tensor to the host. The copy is made when this returns, or when `arrived` returns."""
         streams = self._streams.get(source.device.type)
         if streams is None:
             target.copy_(source)
@@ -530,9 +529,9 @@ class Staging:
                     del self._down[index]
 
     def up(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy to each first tensor the second one, which stays as it is until `settle` has returned.
+        """Copy each pair's second tensor to its first. The second one must not change until `settle` returns.
 
-        What is computed next is computed on the copies. Blocks for those that no stream makes.
+        A device computes next on the copies. Blocks for those that no stream makes.
         """
         last: dict[torch.device, Event] = {}
         for target, source in pairs:
@@ -546,12 +545,12 @@ class Staging:
             self._up.append(event)
 
     def settle(self) -> None:
-        """Block until the copies of `up` are made: what was copied may be written over."""
+        """Block until the copies of `up` are made: their sources may be overwritten."""
         for event in self._up:
             event.synchronize()
         self._up.clear()
 
 
 def _end(unpin: Callable[[], None], _memory: torch.Tensor) -> None:
-    """The memory is there until it has ended."""
+    """Unpin memory, which must not be freed before."""
     unpin()

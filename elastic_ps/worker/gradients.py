@@ -1,10 +1,10 @@
 """Takes gradients as backward makes them (`Tensor.register_post_accumulate_grad_hook`), last layer first.
 
-They are handed to the runtime bucket by bucket, so that the network works while backward does. Rules that a
-script has to keep are checked, and a message says what to do.
+They are handed to the runtime bucket by bucket, so that the network works while backward does. If a script
+breaks a rule, an error says what to do.
 
-Autograd runs the hooks of parameters on several devices on several threads, at the same time. What they
-share is changed under a lock; gradients are copied outside of it.
+If parameters are on several devices, autograd runs their hooks on several threads at the same time. A lock
+guards what the hooks share; gradients are copied outside of it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Gradients:
         self._waiting = {b.index: len(b.pieces) for b in self._flat.layout.pushed}
 
     def void(self) -> None:
-        """They belong to no step: the records were skipped, or handed to others."""
+        """Drop all gradients: their records were skipped, or handed to others."""
         self.reset()
         for index in self._trainable:
             self._flat.tensors[index].grad = None
@@ -87,19 +87,19 @@ class Gradients:
 
     @property
     def sent(self) -> bool:
-        """Whether some of the next step's have been taken, so that a change comes too late."""
+        """Whether gradients of the next step have been taken, so that a change comes too late."""
         return bool(self._taken)
 
     @property
     def may_make_a_step(self) -> bool:
-        """Whether a parameter has one, which backward() has made or the script has assigned.
+        """Whether a parameter has a gradient, which backward() has made or the script has assigned.
 
-        Or steps are about the model's buffers: there are some, and backward() has never run.
+        Also if the model has buffers and backward() has never run: steps may be about buffers alone.
         """
         return any(True for _ in self._present_ones()) or (bool(self._buffers) and not self._hooked)
 
     def set_by_hand(self) -> bool:
-        """Whether there are some, though backward() never made any: the script assigns them."""
+        """Whether there are gradients without any backward(), which the script has assigned."""
         return not self._hooked and any(True for _ in self._present_ones())
 
     def _present_ones(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -145,9 +145,9 @@ class Gradients:
             self._runtime.at_close.append(parameter.register_hook(partial(self._counted, index)).remove)
 
     def _counted(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
-        """What is added to a parameter's gradient: nothing if this process has no record of the batch.
+        """Make a gradient zero if this process has no record of the batch, and computes on process 0's.
 
-        Then it computes on process 0's records, and its other batches of the same step may have weight.
+        Its other batches of the same step may have weight.
         """
         batches = self._runtime.batches
         with self._lock:
@@ -156,9 +156,9 @@ class Gradients:
         return torch.zeros_like(gradient) if none else None
 
     def _first(self, index: int) -> bool:
-        """Whether no other parameter has a gradient: those of the batches before were set to None.
+        """Whether no other parameter has a gradient: those of earlier batches were set to None.
 
-        With a single parameter that cannot be told.
+        False for a single parameter, where that cannot be known.
         """
         return len(self._trainable) > 1 and not any(other != index for other, _ in self._present_ones())
 
@@ -181,7 +181,7 @@ class Gradients:
         self._fill(index)
 
     def _fill(self, index: int) -> None:
-        """A tensor's contribution is where it is sent from, or on the way there."""
+        """Count a tensor whose contribution was put; hand over the buckets that are complete by it."""
         with self._lock:
             for number in self._flat.buckets_of[index]:
                 self._waiting[number] -= 1
@@ -208,10 +208,10 @@ class Gradients:
         return not torch.allclose(sent, gradient.to(sent.device), rtol=0, atol=0, equal_nan=True)
 
     def take_rest(self, only: Collection[int] | None = None) -> None:
-        """In `optimizer.step`: what no hook has taken, absent gradients, and the buffers.
+        """In `optimizer.step`, take the gradients that no hook has taken, and the buffers.
 
         Args:
-            only: the ids of the parameters that the step is about, for which nothing is sent before; the
+            only: the ids of the parameters that the step is about; nothing was sent of them before. The
                 gradients of others count as absent. None: all parameters.
 
         Raises:

@@ -39,7 +39,7 @@ PAUSE = 0.5
 
 
 class Broken(Exception):
-    """The workers of a group cannot speak to each other (any more)."""
+    """The workers of a group are not connected (any more)."""
 
 
 def host_towards(address: str, *, within: timedelta) -> str:
@@ -107,13 +107,13 @@ class Group:
     """A process group. Belongs to one thread; operations are made by all of the group in the same order.
 
     Args:
-        name: of the group, for all time.
-        addresses: of the stores of all that are of the group, in the order of their ranks.
+        name: no other group of the job ever has it.
+        addresses: of the members' stores, in the order of ranks.
         rank: this worker's.
         host: this host's address.
 
     Raises:
-        Broken: not all have come.
+        Broken: a member has not come within `CONNECTING`.
     """
 
     def __init__(self, name: str, addresses: Sequence[str], rank: int, host: str) -> None:
@@ -138,7 +138,7 @@ class Group:
 
     @property
     def at_rest(self) -> bool:
-        """Whether no operation is under way, so that the group can be let go of without waiting."""
+        """Whether no operation is under way, so that the group can be dropped without waiting."""
         return all(work.is_completed() for work in self._works)
 
     def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False) -> None:
@@ -150,7 +150,7 @@ class Group:
         self._begin(lambda: self._backend.allreduce([tensor], options))
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
-        """Begin to make `tensor`, which lies in one piece, that of the worker with this rank, in place."""
+        """Begin to make `tensor`, which is contiguous, that of the worker with this rank, in place."""
         if self._backend is None or not tensor.numel():
             return
         options = dist.BroadcastOptions()

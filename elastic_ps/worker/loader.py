@@ -331,7 +331,7 @@ class ElasticLoader:
         return []
 
     def _leave(self, *, for_good: bool) -> None:
-        """A loop is left: what is in hand goes to others, or to this worker's next loop if there is one."""
+        """A loop is left: give back the records in hand, which others or this worker's next loop get."""
         if not self._runtime.records.over:
             self._supply.in_hand.clear()
             self._runtime.records.stop_computing(leaves=for_good)
@@ -339,7 +339,7 @@ class ElasticLoader:
     def close(self) -> None:
         """End the processes that fetch. Waits a while for them; those that are late end later. Idempotent.
 
-        Those that outlive an epoch would be killed when this process ends, and leave what they keep in the
+        Processes that outlive an epoch would be killed when this process ends, and leave files in the
         temporary directory. Torch waits 5 s for each one that is busy with a record, and a worker that has
         left the job has not much longer in all.
         """
@@ -369,7 +369,7 @@ class ElasticLoader:
             )
 
     def _check_accumulation(self) -> None:
-        """Raise UsageError if a last step of several batches may have to be repeated after the loop."""
+        """Raise UsageError if a last step of several batches might have to be repeated after the loop."""
         if (
             self._runtime.spec.consistency.global_batch_size is None  # else each batch has its own step
             and self._runtime.batches.computed

@@ -1,12 +1,12 @@
-"""A worker of several processes makes one step of theirs: process 0 adds up what they have, and pushes it.
+"""A worker of several processes makes one step: process 0 adds up their gradients, and pushes the sum.
 
 Gradients lie in memory that the processes share (`LocalWorld.allocate`), and so do the values of trained
 parameters. So nothing is copied from process to process: the others say which buckets are ready, process 0
 adds them up, one bucket after the other, while backward goes on; and a version that process 0 has pulled is
 there for all.
 
-In mode `local` the processes make the same local steps (`MeanGradients`), so all of them have changed the
-parameters by the same. Process 0 pushes its own change then, and adds up buffers only.
+In mode `local` the processes make the same local steps (`MeanGradients`), which change the parameters in the
+same way. Then process 0 pushes its own change, and adds up buffers only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CANNOT_ASSIGN = (
 
 
 class _Outcome(NamedTuple):
-    """What the other processes are told after a step, or after values were fetched."""
+    """What process 0 tells the others after a step, or after values were fetched."""
 
     made: bool
     version: int
@@ -55,16 +55,16 @@ class _Outcome(NamedTuple):
 
 
 class GroupLeader(PushPull):
-    """Process 0's: what it pushes is the sum over the processes.
+    """The strategy of process 0, which pushes the sum over the processes.
 
     Args:
         world: of several processes.
         weights: for each process, its share of the samples of the step that begins.
-        same: all processes have the same in buckets of gradients, so that one of them stands for all.
+        same: all processes have the same gradients, so that process 0 pushes its own.
         given: what `PushPull` takes.
 
     Attributes:
-        info: as all processes know it; an exchange may be under way that has been told more.
+        info: as all processes know it; an exchange under way may know more.
     """
 
     cannot_assign = _CANNOT_ASSIGN
@@ -91,7 +91,7 @@ class GroupLeader(PushPull):
         self._sums.close()
 
     def reset(self) -> None:
-        """See `Strategy`. What the processes have of the step is not added up any more."""
+        """See `Strategy`. Nothing of the step is added up any more."""
         self._sums.forget()
         super().reset()
 
@@ -154,7 +154,7 @@ class GroupLeader(PushPull):
 
 
 class GroupFollower(Strategy):
-    """Another process's: it says what is ready, and learns what became of the step.
+    """The strategy of another process: it says what is ready, and learns what became of the step.
 
     Args:
         world, same: see `GroupLeader`.
@@ -184,7 +184,7 @@ class GroupFollower(Strategy):
         return self._learn(outcome, self._excluded)
 
     def start(self, ending: pb.FinishRequest) -> Future:
-        """See `GroupLeader`. Here nothing goes on meanwhile. The script gives the values to the model."""
+        """See `GroupLeader`. Nothing goes on in this process meanwhile."""
         self._world.ask(_START, _reported(ending))
 
         def agree(_: Callable[[], bool]) -> bool:
@@ -201,7 +201,7 @@ class GroupFollower(Strategy):
         """Take over what process 0 was told. Returns whether the version was made.
 
         Args:
-            excluded: the buckets that the model gets no values of; None: it gets none of any, for now.
+            excluded: the buckets that the model gets no values of; None: all, for now.
         """
         self.version, self.info, self.under_way = outcome.version, outcome.info, None
         if outcome.made and excluded is not None:
@@ -215,7 +215,7 @@ def _reported(ending: pb.FinishRequest) -> Metrics:
 
 
 class _Part(NamedTuple):
-    """Process 0's part of a bucket is there."""
+    """Process 0's part of a bucket, which is complete."""
 
     step: int
     bucket: Bucket
@@ -319,7 +319,7 @@ class _Reducer:
 
 
 def add_gradients(own: torch.Tensor, weight: float, others: Sequence[tuple[torch.Tensor, float]]) -> None:
-    """Make `own` the weighted sum of all, in float32 at least. What has no weight is not looked at."""
+    """Make `own` the weighted sum of all, in float32 at least. Those without weight are not read."""
     total = own if own.dtype in (torch.float32, torch.float64) else own.float()
     total.mul_(weight)
     for other, share in others:
@@ -482,7 +482,7 @@ def _sizes(parameters: Sequence[torch.Tensor], dtypes: Sequence[str]) -> dict[st
 
 
 def _mean_of(every: Sequence[_Mine], weights: Sequence[float]) -> float | None:
-    """The mean of the losses. What has no weight is not looked at."""
+    """The mean of the losses that have a weight."""
     total = 0.0
     for mine, share in zip(every, weights, strict=True):
         if mine.loss is None:
@@ -493,7 +493,7 @@ def _mean_of(every: Sequence[_Mine], weights: Sequence[float]) -> float | None:
 
 
 def _number(loss: object) -> float | None:
-    """A loss as a number; None if it is something else. Waits for the device that computes it."""
+    """A loss as a number; None if it is none. Waits for the device that computes it."""
     if isinstance(loss, torch.Tensor):
         return float(loss.detach()) if loss.numel() == 1 else None
     return float(loss) if isinstance(loss, int | float) else None

@@ -1,4 +1,4 @@
-"""Mode `local`: what a worker exchanges of the steps that it has made by itself.
+"""Mode `local`: a worker makes steps by itself, and exchanges what they have changed.
 
 The script's optimizer changes the model on this worker. The values that were pulled last stay beside it. At
 an exchange the difference between the two is pushed in place of a gradient (the *pseudo-gradient* of Reddi
@@ -65,13 +65,12 @@ def refuse_limits(optimizer: torch.optim.Optimizer, where: str) -> None:
 class LocalSteps:
     """The steps that this worker has made since the last exchange. Belongs to the training thread.
 
-    With `fragments`, each exchange is about one of them. The others keep what this worker has made of them,
-    and the values that it began with, until it is their turn. An exchange after which this worker makes no
-    more steps for now is about all of them.
+    With `fragments`, each exchange is about one of them. The others keep this worker's values, and those that
+    it began with, until their turn. An exchange after which this worker makes no more steps for now is about
+    all of them.
 
     With `overlap`, an exchange goes on while the script makes its next steps. When the version is taken over,
-    what these have changed is added to it. So it is part of the next exchange, as if they had been made after
-    it.
+    the change by these steps is added to it, and so becomes part of the next exchange.
 
     Args:
         flat: of a model whose trained tensors have memory of their own.
@@ -162,7 +161,7 @@ class LocalSteps:
         return self._consistency.quorum is not None and len(self._fragments) > 1
 
     def _at(self) -> int | None:
-        """What the next fragment follows from. Blocks. Workers of the same round exchange the same one.
+        """The number that chooses the next fragment, the same for all workers of a round. Blocks.
 
         Returns None if this worker had to join again.
         """
@@ -180,10 +179,9 @@ class LocalSteps:
         return None
 
     def exchange(self) -> None:
-        """Push what the steps since the last exchanges have changed, and wait for the version. Blocks.
+        """Push what the steps since the last exchanges have changed, and get the version. Blocks.
 
-        The model has the job's values then. Does nothing if there are no such steps, or if the script is in
-        the middle of one.
+        Does nothing if there are no such steps, or if the script is in the middle of one.
 
         Raises as `Runtime.finish_step`.
         """
@@ -199,7 +197,7 @@ class LocalSteps:
         """See `exchange`.
 
         Args:
-            fragment: what it is about; None for all of them.
+            fragment: its number; None for all of them.
             going_on: the script makes more steps. Then an elastic worker keeps its own values.
         """
         runtime = self._runtime
@@ -225,10 +223,10 @@ class LocalSteps:
             self._own.clear()
 
     def _begin(self, fragment: int | None, *, starts: bool) -> bool:
-        """Begin an exchange; see `_exchange`. Blocks for the job's values where they are needed before.
+        """Begin an exchange; see `_exchange`. An elastic worker blocks for the job's values first.
 
         Args:
-            starts: it goes on while the script makes its next steps.
+            starts: the exchange goes on while the script makes its next steps.
 
         Returns False if this worker had to join again.
         """
@@ -258,7 +256,7 @@ class LocalSteps:
         return True
 
     def void(self) -> None:
-        """They count for nothing: the model has the values again that were pulled last."""
+        """Undo these steps: the model gets the values that were pulled last."""
         self.cancel()
         self.made = 0
         self._trained = [0] * len(self._fragments)
@@ -267,9 +265,9 @@ class LocalSteps:
         self._flat.publish()
 
     def _finish(self) -> bool:
-        """Take over what the exchange under way has come to, if there is one. Blocks.
+        """Take over the version of the exchange under way, if there is one. Blocks.
 
-        Returns False if it is lost, and with it the steps that were made since.
+        Returns False if the exchange is lost, and with it the steps that were made since.
         """
         runtime, started = self._runtime, self.started
         if started is None:
@@ -281,7 +279,7 @@ class LocalSteps:
             finally:
                 self.cancel()
             self._take_over()
-        except BaseException:  # all of the model, or some of it, is of another version than what was pulled
+        except BaseException:  # some of the model may be of another version than what was pulled
             runtime.leave_step()
             raise
         self._before.clear()
@@ -289,7 +287,7 @@ class LocalSteps:
         return True
 
     def _start(self) -> None:
-        """End the exchange that has begun, but do not wait for the version."""
+        """End the exchange that has begun, without waiting for the version."""
         runtime = self._runtime
         step, ending, settings = runtime.ending()
         runtime.batches.step_made()
@@ -298,33 +296,33 @@ class LocalSteps:
         runtime.working.note(Event.START)
 
     def cancel(self) -> None:
-        """If an exchange goes on by itself, end it. Blocks."""
+        """End the exchange under way, if there is one. Blocks."""
         if self.started is not None:
             self.started.future.cancel()
             self.started = None
 
     @torch.no_grad()
     def _take_over(self) -> None:
-        """Make the model what the exchange has come to, with what was changed since it was started."""
+        """Give the model the version of the exchange, with what has changed since it was started."""
         for index, before in self._before.items():
             tensor, rule = self._flat.tensors[index], self._flat.layout.tensors[index].rule
             _go_on(tensor, before, self._flat.value(index).to(tensor.device), rule)
 
     def _changing(self, excluded: Set[int]) -> Iterator[int]:
-        """The tensors that the exchange replaces: those that it is about, and the buffers."""
+        """The tensors that the exchange replaces: parameters of the fragment, and buffers."""
         yield from self._exchanged(excluded)
         for index, spec in enumerate(self._flat.layout.tensors):
             if spec.rule not in (Rule.GRADIENT, Rule.CONSTANT):
                 yield index
 
     def _exchanged(self, excluded: Set[int]) -> Iterator[int]:
-        """The tensors of gradients that the exchange is about."""
+        """The trained parameters of the fragment."""
         for index, spec in enumerate(self._flat.layout.tensors):
             if spec.rule is Rule.GRADIENT and excluded.isdisjoint(self._flat.buckets_of[index]):
                 yield index
 
     def _now(self, excluded: Set[int]) -> dict[int, torch.Tensor]:
-        """A copy of what the exchange replaces, as it is on this worker."""
+        """Copies of the tensors that the exchange replaces."""
         return {index: self._flat.tensors[index].detach().clone() for index in self._changing(excluded)}
 
     def _contribute(self, excluded: Set[int]) -> Iterator[tuple[Bucket, Sequence[bool]]]:
@@ -358,10 +356,10 @@ class LocalSteps:
 
 
 def _go_on(tensor: torch.Tensor, before: torch.Tensor, value: torch.Tensor, rule: Rule) -> None:
-    """Make `tensor` the new `value`, with what this worker has changed since it had the values `before`.
+    """Make `tensor` the new `value`, plus what this worker has changed since the values `before`.
 
-    What is no quantity has no difference, so an element that has changed stays: a flag, what was set to or
-    from Inf, and what scripts assign (`Rule.BROADCAST`).
+    Flags, Inf and what scripts assign (`Rule.BROADCAST`) have no difference: an element of these that this
+    worker has changed stays.
     """
     if rule is Rule.GRADIENT:
         tensor.sub_(before).add_(value)

@@ -1,15 +1,15 @@
 """The processes of one worker, and what they say to each other (`worker.processes`).
 
-All of them run the script. One of them, process 0, is the member of the job: it alone talks to the
-parameter server. The others are told what it was answered, so that all of them decide the same. That is a
-state machine that is replicated by its inputs (Schneider 1990, "Implementing Fault-Tolerant Services Using
-the State Machine Approach"): what a process does between two answers follows from them.
+All of them run the script. Process 0 is the member of the job: it alone talks to the parameter server, and
+tells the others each answer, so that all decide the same. That is a state machine that is replicated by its
+inputs (Schneider 1990, "Implementing Fault-Tolerant Services Using the State Machine Approach"): what a
+process does between two answers follows from them.
 
-So at each question all processes have to arrive, and process 0 compares where they are. A script whose
-processes go different ways gets an error that says so, and nobody waits for ever.
+So all processes meet at each question, and process 0 compares where they are in the script. If they go
+different ways, each gets an error that says so, and none waits for ever.
 
-They speak over Unix sockets that their starter has made, and no other process can. A process whose sockets
-close has ended, and its worker ends with it (`script`).
+They speak over Unix sockets that the process which starts them has made, and that no other process has. A
+process whose sockets close has ended, and its worker ends with it (`script`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from elastic_ps.errors import ElasticPSError, Refused, UsageError
 from elastic_ps.transport.memory import ALIGNMENT, Allocate, SharedMemory
 
 DRAIN = "drain"
-"""What a process proposes that was asked to leave."""
+"""A process that was asked to leave proposes this."""
 
 T = TypeVar("T")
 M = TypeVar("M")
 
 ENDING = timedelta(seconds=5)
-"""How long a process waits to be ended with its worker, before it says itself that another one has ended."""
+"""How long a process waits to be ended with its worker before it reports that another one has ended."""
 
 
 class Drained(SystemExit):
@@ -77,7 +77,7 @@ class LocalWorld:
         links: of process 0, those to the others, in order; of another one, those to process 0. None if the
             worker has a single process.
         size: how many processes there are.
-        ending: for how long a process whose worker's other ones have ended waits to be ended, too.
+        ending: how long it waits to be ended when another process of the worker has ended.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class LocalWorld:
         return self.size == 1
 
     def propose(self, name: str, value: str) -> None:
-        """Something that this process wants; all have it from the next question on.
+        """Propose something; all processes know of it from the next question on.
 
         May be called from a signal handler.
         """
@@ -114,7 +114,7 @@ class LocalWorld:
         return name in self._proposals or name in self._agreed
 
     def decide(self, what: str, call: Callable[[], T]) -> T:
-        """As `gather`, where nothing is to be known of the others."""
+        """As `gather`, without contributions."""
         return self.gather(what, None, lambda _: call())
 
     def gather(self, what: str, mine: M, call: Callable[[list[M]], T]) -> T:
@@ -122,11 +122,11 @@ class LocalWorld:
 
         Args:
             what: where the script is, in words.
-            mine: what this process contributes; process 0 calls with all of them, in order.
+            mine: what this process contributes; `call` gets those of all processes, in order.
 
         Raises:
             UsageError: another process is somewhere else in the script, or has ended.
-            ElasticPSError: process 0 has failed for a reason that means nothing to the others.
+            ElasticPSError: process 0 has failed for a reason of its own.
         """
         if self.alone:
             return call([mine])
@@ -153,7 +153,7 @@ class LocalWorld:
         return value
 
     def allocate(self, sizes: Sequence[int]) -> Allocate:
-        """Memory that all processes share, for pieces of these sizes; all of them call this together.
+        """Memory that all processes share, for pieces of these sizes in bytes; all call this together.
 
         Raises:
             UsageError: the system has no such memory, or another process has ended.
@@ -185,7 +185,7 @@ class LocalWorld:
         return memory.take
 
     def close(self) -> None:
-        """Close the sockets: whoever waits for this process learns that it has ended."""
+        """Close the sockets: a process that waits for this one learns that it has ended."""
         for each in (connection for link in self.links for connection in link):
             with (
                 contextlib.suppress(OSError),
@@ -195,7 +195,7 @@ class LocalWorld:
             each.close()
 
     def ask(self, what: str, mine: object) -> Any:
-        """As `gather`, of another process than process 0."""
+        """As `gather`, in another process than process 0."""
         try:
             self.links[0].questions.send(_Arrival(what, mine, self._proposals.copy()))
             answer: _Answer = self.links[0].questions.recv()
@@ -222,7 +222,7 @@ class LocalWorld:
                 self.ended(rank, "the answer")
 
     def ended(self, rank: int, what: str) -> NoReturn:
-        """A process has ended while this one needs it: wait to be ended, too; see `script`.
+        """Another process has ended while this one needs it: wait to be ended, too; see `script`.
 
         Raises:
             Drained: the worker was asked to leave.
@@ -252,7 +252,7 @@ def _check_together(arrivals: Sequence[_Arrival]) -> None:
 
 
 def _pieces_of(memory: memoryview) -> Allocate:
-    """The same places as `SharedMemory.take` gives for the same sizes."""
+    """Allocates the same places as `SharedMemory.take` for the same sizes."""
     used = 0
 
     def take(nbytes: int) -> memoryview:

@@ -1,4 +1,4 @@
-"""What a worker measures: the network to shard 0, what it sends and receives, what its script is doing."""
+"""What a worker measures: the network to shard 0, its traffic, and the phases of its script."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ BODIES = (256 * 1024, 1024 * 1024, 4 * 1024 * 1024)
 """Bytes that are sent, one after the other, until a body takes `LONG`."""
 
 LONG = 0.05
-"""Seconds. What takes so long is measured well: a switch lets some packets pass at once."""
+"""Seconds. A shorter call says little: a switch lets some packets pass at once."""
 
 BODY_CALLS = 2
-"""Calls with each body; the fastest counts. While a job begins, many processes start on a host, so that a
-call may come late. The size of buckets stays what follows from it."""
+"""Calls with each body; the fastest counts. While a job begins, many processes start on a host, so a call
+may be slow by chance, and the size of buckets follows from it for good."""
 
 EMPTY_CALLS = 3
 """Calls without a body; the fastest counts, since the first one may open a connection."""
@@ -70,7 +70,7 @@ class Traffic:
             self._counts.decode_seconds += seconds
 
     def busy(self, seconds: float) -> None:
-        """For so long gradients were being encoded or sent."""
+        """Gradients were being encoded or sent for so long."""
         with self._lock:
             self._counts.push_seconds += seconds
 

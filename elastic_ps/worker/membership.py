@@ -1,4 +1,4 @@
-"""A worker's way into the job with its model, back into it where it had to join again, and out of it."""
+"""A worker joins the job with its model, joins again where it must, and leaves."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Membership:
         client: says where this process records what it does.
         on_hung: called, on another thread, with the reason, if this worker is declared hung.
         on_joined: called when this worker has become a member.
-        world: the processes of this worker; process 0 alone is heard of.
+        world: the processes of this worker, of which process 0 alone is the member.
         host: this host's address, as other workers reach it.
 
     Attributes:
@@ -64,7 +64,7 @@ class Membership:
         spec: how to train the job, as of the last time that this worker has joined.
         schedule: of the model, from `enter` on.
         batches: what the script has in hand for the next step.
-        slices: this process's of the batches.
+        slices: divides batches among the processes.
         model, gradients: from `session.optimizer` on.
         local: in mode `local`, from there on.
         make_step: has the script's own optimizer make a step on this worker; from there on.
@@ -201,7 +201,7 @@ class Membership:
         return joined
 
     def check(self, settings: Settings) -> None:
-        """Raise InvalidModel where what is sent cannot have momentum, or `settings` make a second one."""
+        """Raise InvalidModel if the codec's momentum does not fit the mode, or `settings` add another one."""
         sent = self._codecs.momentum
         if sent and self.spec.consistency.mode == "local":
             raise InvalidModel(
@@ -260,12 +260,12 @@ class Membership:
             joined = self._join_anew(strategy, trained=not own)
 
     def _adopt(self, joined: pb.JoinReply) -> None:
-        """Make versions as this term of the job does; it may be another way than that of the term before.
+        """Take over the mutable fields of this term of the job.
 
         Raises:
             InvalidJob: a codec of the user's own cannot be imported here, or is another than the job's.
-            ConnectionLost: the model is cut up in another way than before. It is nobody's mistake, and a
-                process in this one's place joins as a newcomer.
+            ConnectionLost: the model is cut into other buckets than before. A new process in place of this
+                one can join.
         """
         if self._layout not in (None, joined.layout):
             raise ConnectionLost(
@@ -302,7 +302,7 @@ class Membership:
         self.client.initialised()
 
     def _join_anew(self, strategy: Strategy, *, trained: bool) -> pb.JoinReply:
-        """Begin another incarnation. Blocks. `trained`: the model is not as it was at first any more."""
+        """Begin another incarnation. Blocks. `trained`: the model no longer has its first values."""
         described, settings = self._described, self.schedule.current()
         joined = self.world.decide(
             "the place where it joins again",
@@ -321,8 +321,8 @@ class Membership:
     def join_again(self, reason: Refused) -> None:
         """Continue as a new member, because the parameter server does not know this worker any more. Blocks.
 
-        The unfinished step and all records in hand are dropped. The records are handed out again. What the
-        parameter server may have forgotten is said again.
+        The unfinished step is dropped, and the records in hand go to others. Each of `repeats` says again
+        what the parameter server may have forgotten.
         """
         logger.warning("joining again: %s", reason)
         while True:
@@ -342,12 +342,12 @@ class Membership:
 
     @contextmanager
     def known(self, *, in_step: bool = False) -> Iterator[None]:
-        """The block makes calls. Where one is refused because this worker is not known, it joins again.
+        """Join again if a call in the block is refused because this worker is not known.
 
-        The block ends there. So what is to be returned where none is refused is returned within it.
+        The block ends at that call. A caller that returns within the block knows that none was refused.
 
         Args:
-            in_step: a step ends there, whose gradients the script may still look at.
+            in_step: the block ends a step, whose gradients the script may still look at.
         """
         try:
             yield
@@ -366,7 +366,7 @@ class Membership:
         self.forget(lost=True)
 
     def forget(self, *, lost: bool = False) -> None:
-        """What the script has in hand goes to others. `lost`: without its doing."""
+        """What the script has in hand goes to others. `lost`: the script has not asked for that."""
         self.batches.forget(lost=lost)
         if self.local is not None:
             self.local.void()
@@ -451,12 +451,12 @@ class Heartbeat:
             try:
                 self.client.heartbeat()
             except ElasticPSError as error:
-                logger.debug("heartbeat: %s", error)  # whatever the script does next is told so too
+                logger.debug("heartbeat: %s", error)  # the script's next call fails, too
                 hung = isinstance(error, Refused) and error.code is RefusalCode.HUNG
                 if hung and self._on_hung is not None:
                     self._on_hung(str(error))
             except Exception:
-                logger.exception("a heartbeat failed")  # the next one may not
+                logger.exception("a heartbeat failed")  # the next one may succeed
 
     def close(self) -> None:
         """End the thread; waits for a heartbeat under way."""

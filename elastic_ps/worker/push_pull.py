@@ -49,7 +49,7 @@ SENDERS = 3
 
 
 class _Push(NamedTuple):
-    """A bucket to be pushed, begun in a generation of the step's progress."""
+    """A bucket to push. It is void in a later generation of the step's progress."""
 
     generation: int
     attempt: int
@@ -58,7 +58,7 @@ class _Push(NamedTuple):
 
 
 class _Pull(NamedTuple):
-    """Buckets to be received from a shard, begun in a generation."""
+    """Buckets to receive from a shard. The pull is void in a later generation."""
 
     member_id: MemberId
     shard: int
@@ -228,7 +228,7 @@ class PushPull(Strategy):
         return Future(partial(self.finish, ending, publish=False), give_up=self.give_up)
 
     def give_up(self) -> None:
-        """Nobody waits for the step under way any more."""
+        """Give up the step under way."""
         self._fail(ConnectionLost("the script was interrupted"), self._progress.generation)
 
     def _end(self, ending: pb.FinishRequest) -> None:
@@ -292,9 +292,9 @@ class PushPull(Strategy):
             self.computes_on(version)
 
     def _arrived_at(self, version: int, excluded: Set[int], *, publish: bool = True) -> None:
-        """The values of `version` are there, or newer ones: their version is the oldest bucket's.
+        """The values of `version` are there, or newer ones, but for the buckets `excluded`.
 
-        Those of the buckets `excluded` were not pulled.
+        The version of newer ones is that of the oldest bucket.
         """
         versions = self._progress.versions
         arrived = [b for b in self._stepped if b.index not in excluded]
@@ -307,10 +307,7 @@ class PushPull(Strategy):
         self.version = max(version, min(versions.values(), default=version))
 
     def computes_on(self, version: int) -> None:
-        """See `Strategy`.
-
-        It has to know if they are newer, or if it makes no version before it knows that they are read.
-        """
+        """See `Strategy`. Tell the parameter server which version was read, if it has to know that."""
         report = self._progress.pushing.reports_base
         if report is BaseReport.ALWAYS or (report is BaseReport.IF_NEWER and self.version > version):
             try:
@@ -321,7 +318,7 @@ class PushPull(Strategy):
     def _expect(
         self, version: int, buckets: Sequence[Bucket], *, contributor: bool, held: int | None = None
     ) -> list[_Pull]:
-        """Nothing of these has arrived; returns what to ask for. The lock is held."""
+        """Expect these buckets; returns the pulls to make. The lock is held."""
         self._progress.missing = {bucket.index for bucket in buckets}
         pulls = []
         for shard in range(self._client.shards):
@@ -358,7 +355,7 @@ class PushPull(Strategy):
             if only_the_end:
                 self._client.heartbeat()  # a version without this worker: it was declared gone; this raises
 
-    # --- what threads say
+    # --- progress
 
     def _arrived(self, what: int, generation: int, *, version: int | None = None) -> None:
         with self._lock:
@@ -372,17 +369,17 @@ class PushPull(Strategy):
             self._changed.notify_all()
 
     def _is_due(self, push: _Push) -> bool:
-        """Whether a push is of use."""
+        """Whether a push is still wanted."""
         return self._progress.is_due(push.generation, push.attempt) and not self._closing.is_set()
 
     def _goes_on(self, pull: _Pull) -> bool:
-        """Whether answers to a pull are of use."""
+        """Whether answers to a pull are still wanted."""
         return pull.generation == self._progress.generation and not self._closing.is_set()
 
     # --- the threads that push
 
     def _enqueue(self, buckets: Iterable[Bucket]) -> None:
-        """They are to be pushed now; the lock is held."""
+        """Push these buckets; the lock is held."""
         for bucket in buckets:
             assert self.under_way is not None
             push = _Push(self._progress.generation, self._progress.attempt, self.under_way, bucket)
@@ -427,7 +424,7 @@ class PushPull(Strategy):
             self._arrived(FINISH, push.generation)
 
     def _ask(self, push: _Push) -> None:
-        """Before the first push of a step: whether the round is made with it."""
+        """Before the first push of a step, ask whether the round takes it."""
         with self._asking:
             if self._is_due(push) and self._let_in is not push.step:
                 try:
@@ -446,7 +443,7 @@ class PushPull(Strategy):
                 self._client.push(bucket, step, attempt, payload, ending)
 
     def _contribution(self, bucket: Bucket, step: Step, attempt: int) -> Payload:
-        """What is sent of a bucket. It is recorded as sent."""
+        """A bucket's payload, recorded as sent."""
         if self._history.enabled:
             self._history.record("push", **step.pushed(bucket.index, attempt))
         present = self._progress.present[bucket.index]

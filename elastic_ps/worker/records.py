@@ -1,4 +1,4 @@
-"""The records that a worker is given: it asks for them, gives back what it does not train, learns of the end.
+"""Asks for a worker's records, gives back those that it does not train, and learns of the end.
 
 A worker takes part in rounds from the moment it is given records until it asks for more and there are none,
 or gives back those that it has.
@@ -68,7 +68,7 @@ class Records:
         self._member, self._stopped, self._close = member, stopped, close
         self._client, self._world, self._batches = member.client, member.world, member.batches
         self._chief_of: dict[int, bool] = {}
-        self._said: tuple[int, str] | None = None  # how many drops there were before, and of the data
+        self._said: tuple[int, str] | None = None  # the data set as it was named, after so many drops
         self._left = False  # the script has left its loop over the loader, and comes to no further epoch
 
     @property
@@ -198,10 +198,9 @@ class Records:
                 return chief
 
     def repeat(self) -> None:
-        """This worker has joined again. Blocks. Raises Refused.
+        """Say again, after joining again, that the script has left the loop. Blocks. Raises Refused.
 
-        The parameter server may have forgotten that its script has left the loop, and may choose another
-        chief.
+        The parameter server may choose another chief.
         """
         self._chief_of.clear()
         if self._left and not self.over:
@@ -286,7 +285,7 @@ class Stopping:
         self._say()
 
     def heed(self) -> None:
-        """A process of this worker may have asked for it; all know now."""
+        """Take over what a process of this worker has asked for, which all of them know now."""
         reason = self._world.agreed(_STOP)
         if not reason or self.reason:
             return
@@ -299,7 +298,7 @@ class Stopping:
                     raise  # else the next call is refused, too, and it is said after joining again
 
     def repeat(self) -> None:
-        """The parameter server may have been lost before it has kept it. Blocks. Raises Refused."""
+        """Say it again after joining again: it may not be on disk. Blocks. Raises Refused."""
         if self.reason:
             self._world.decide("session.stop(...)", self._say)
 

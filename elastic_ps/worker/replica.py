@@ -1,7 +1,7 @@
 """A worker's replica of the job, with `strategy: all-reduce`: the model's values and the optimizer's state.
 
 A worker that lacks a version gets it from the memory of another one, or from the parameter server, which has
-some versions. One that has it sends it to the parameter server when that asks.
+some versions. A worker that has a version sends it to the parameter server when asked.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from elastic_ps.worker.values import Values
 
 
 class Replica:
-    """Belongs to the training thread. Its methods block.
+    """The model's values and the optimizer's state. Belongs to the training thread. Its methods block.
 
-    A worker may be asked for its version when it has computed on another batch already. Its parameters are of
-    the version till it makes the step, but its buffers are not. So buffers are given as they are in `flat`'s
-    values, where each version puts its own.
+    A worker may be asked for its version after it has computed on another batch. Its parameters are of the
+    version until it makes the step, but its buffers are not. So buffers are sent from `flat`'s values, where
+    each version puts its own.
 
     Args:
         flat: of a model whose changing tensors have memory of their own.
@@ -47,7 +47,7 @@ class Replica:
         Returns whether all is of it. A worker that takes part in the round gets no other version.
 
         Raises:
-            Refused, ConnectionLost: it could not be had. The replica is of no version then.
+            Refused, ConnectionLost: it did not come. The replica has no version then.
         """
         self._newer = False
         missing = {bucket.index for bucket in self._flat.layout.buckets}
@@ -74,7 +74,7 @@ class Replica:
         return come
 
     def send(self, version: int) -> None:
-        """Give it to the parameter server, as `version`; unless another version is there by now."""
+        """Send it to the parameter server as `version`, unless another version is there by now."""
         self._flat.gather()
         state = OptimizerState(self._optimizer)
         try:
@@ -90,11 +90,11 @@ class Replica:
                 raise
 
     def share(self, group: Group, source: int, look: Callable[[], None]) -> None:
-        """All of the group have afterwards what the worker with the rank `source` has.
+        """Give all of the group what the worker with the rank `source` has.
 
         Raises:
-            Broken: they cannot speak to each other. What this worker has may be of no version then.
-            Malformed: the source has said what cannot be.
+            Broken: the group is not connected any more. This replica may have no version then.
+            Malformed: the source describes its state in an unknown way.
         """
         gives = group.rank == source
         if gives:
@@ -128,20 +128,20 @@ class Replica:
 
 
 def _state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """What an optimizer keeps, by the numbers of its parameters, in an order that all workers have."""
+    """An optimizer's state by the numbers of its parameters, in the same order on all workers."""
     state = optimizer.state_dict()["state"]
     return {number: dict(sorted(state[number].items())) for number in sorted(state)}
 
 
 def _load(optimizer: torch.optim.Optimizer, state: dict[int, dict[str, Any]]) -> None:
-    """Let an optimizer go on from a state. Its parameter groups stay the same objects, which others know."""
+    """Load a state. The optimizer's parameter groups stay the same objects, which others know."""
     groups = optimizer.param_groups
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     optimizer.param_groups = groups
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> bytes:
-    """What `_prepare` makes room for: plain values, and the dtype and shape of each tensor."""
+    """The state as JSON: plain values, and the dtype and shape of each tensor."""
     described = [
         [number, key, name_of(value.dtype), list(value.shape)]
         if isinstance(value, torch.Tensor)
@@ -153,7 +153,7 @@ def _describe(optimizer: torch.optim.Optimizer) -> bytes:
 
 
 def _prepare(head: bytes) -> dict[int, dict[str, Any]]:
-    """Raises Malformed if `head` is not what `_describe` gives."""
+    """A state with empty tensors, as `_describe` has described it. Raises Malformed."""
     state: dict[int, dict[str, Any]] = {}
     try:
         for number, key, dtype, value in json.loads(head):

@@ -1,9 +1,8 @@
-"""The worker's way through the job: batches, steps, versions, and joining again when it must.
+"""Drives a worker through the job: batches, steps and versions.
 
-Everything that a script does comes here as one of a few events: a batch is handed to it, a step's first
-gradient is there, a bucket is complete, the step ends. Which records the worker is given is `Records`' to
-ask; how steps become versions is the `Strategy`'s; who the worker is, and how its model comes into the job,
-`Membership`'s; which settings it has, `Schedule`'s.
+What a script does arrives here as one of a few events: a batch is handed to it, a step's first gradient is
+there, a bucket is complete, the step ends. `Records` asks for records, a `Strategy` makes versions of steps,
+`Membership` joins the job, and `Schedule` has the hyperparameters.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ class Runtime(Membership):
 
     @property
     def made(self) -> Made:
-        """What the version that this worker has was made of."""
+        """How many workers and samples the version that this worker has was made of."""
         if self.local is not None and self.local.started is not None:
             return self.local.started.made
         text = self._strategy.info.settings if self._strategy else ""
@@ -116,7 +115,7 @@ class Runtime(Membership):
         """Leave the job and free everything. What this worker holds goes to others. Idempotent.
 
         Args:
-            failed: the script has; it is not told then what it has left undone.
+            failed: the script has failed, so there is no warning of a step that it has not made.
         """
         if self.closed:
             return
@@ -147,7 +146,7 @@ class Runtime(Membership):
         """Tell the job about values: with the step that is to be made, or at once.
 
         Raises:
-            UsageError: a name or a value cannot be, or there is no step whose values could become one.
+            UsageError: a name or a value is not valid, or there is no step whose values could be reduced.
         """
         values = checked(metrics, reduce)
         if self.batches:
@@ -174,8 +173,8 @@ class Runtime(Membership):
     def has_no_step(self) -> bool:
         """Whether the script has made no gradients of its batches, which are skipped if it makes none later.
 
-        A script without any backward() may train buffers, as those of BatchNorm are estimated anew.
-        Of several processes of a worker this one cannot know that: another may have made some.
+        A script without any backward() may train buffers, such as new estimates of those of BatchNorm.
+        False if the worker has several processes: another one may have made some.
         """
         return (
             self.batches.undecided
@@ -229,10 +228,8 @@ class Runtime(Membership):
     def finish_step(self) -> None:
         """End the step that has begun, and wait for the version that it is part of. Blocks.
 
-        In mode `accumulate` it does not wait if the version needs more steps than are under way.
-
-        A step that came too late, or that is lost because this worker had to join again, is not made: its
-        records go to others.
+        In mode `accumulate` it does not wait if the version needs more steps than are under way. The records
+        of a step that came too late, or was lost because this worker had to join again, go to others.
 
         Raises:
             UsageError: several batches were computed on with the gradients of one.
@@ -246,7 +243,7 @@ class Runtime(Membership):
             self.records.stop_computing()
 
     def ending(self) -> tuple[Step, pb.FinishRequest, Settings]:
-        """The step that has begun, and what it ends with. Raises UsageError, InvalidModel."""
+        """The step under way, the request that ends it, and its settings. Raises UsageError, InvalidModel."""
         step, batches = self.strategy.under_way, self.batches
         assert step is not None
         if self.local is None and step.samples != batches.samples:
@@ -306,8 +303,8 @@ class Runtime(Membership):
     def leave_step(self) -> None:
         """Forget the step under way, and tell the parameter server at the next occasion.
 
-        So if the script was interrupted while it waited, as by Ctrl-C in a notebook, and goes on: whether the
-        step is in the model is not known here. If it is not, its records go to others.
+        For a script that was interrupted while it waited, as by Ctrl-C in a notebook. This worker does not
+        know whether the step is in the model. If it is not, its records go to others.
         """
         self.drop_step()
         self.working.note(Event.GIVE_UP)
@@ -326,7 +323,7 @@ class Runtime(Membership):
         return True
 
     def skip(self) -> None:
-        """No step is made with the batches in hand; their records are not trained by anybody."""
+        """Make no step with the batches in hand. Nobody trains their records."""
         self.note_skipped(self.batches.skip())
         if self.working.in_step:  # some may be in the sums: this worker leaves the round, and comes again
             self.working.note(Event.GIVE_UP)
@@ -342,10 +339,9 @@ class Runtime(Membership):
             self.batches.compute_all()
 
     def settle(self) -> bool:
-        """The loop is over: batches that no backward() has run for are skipped.
+        """The loop is over: skip batches that no backward() has run for. Blocks for the other processes.
 
-        Returns whether a step was made with all that was computed, or none can be, as where a GradScaler has
-        left it out.
+        Returns False if the script has still to make a step with what it has computed.
         """
         self._settle_by_hand()
         self.note_skipped(self.batches.decide())
@@ -356,7 +352,7 @@ class Runtime(Membership):
         return not self.batches.computed
 
     def note_skipped(self, records: int) -> None:
-        """So many records are skipped; the script may not know."""
+        """Log that so many records are skipped: the script may not know."""
         if records:
             logger.log(logging.DEBUG if self._warned else logging.WARNING, _SKIPPED, records)
             self._warned = True

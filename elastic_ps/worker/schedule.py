@@ -1,8 +1,8 @@
-"""Hyperparameters and learning-rate schedulers, stepped by what the job has done.
+"""Hyperparameters and learning-rate schedulers, stepped by the job's progress.
 
-A version's learning rates follow from how far the job is at that version, which the parameter server tells
-with its values. So every worker has the same, whenever it joined, and a step that was lost or came too late
-moves no schedule. What a script sets by hand is taken over from the longest-serving worker.
+A version's learning rates follow from the job's progress, which comes with its values. So all workers have
+the same ones, whenever they joined, and a step that was lost or came too late moves no schedule. If scripts
+set hyperparameters by hand, those of the longest-serving worker count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from elastic_ps.worker.model import ModelDescription
 logger = logging.getLogger(__name__)
 
 Interval: TypeAlias = Literal["step", "epoch", "sample"]
-"""What a scheduler makes a step for: each version of the model, each epoch, each record."""
+"""A scheduler makes a step for each version of the model, each epoch, or each record."""
 
 _JUMPING = (LambdaLR, OneCycleLR, CyclicLR)
 """Schedulers whose learning rate follows from the number of steps alone, so that many are as quick as one."""
@@ -110,8 +110,8 @@ class Schedule:
 
     Args:
         wrapped: the optimizer that the parameter server runs; its `param_groups` are what schedulers change.
-        own: schedulers change those of another optimizer, which runs on this worker. They go to where the job
-            is, and nothing of them is sent.
+        own: schedulers change another optimizer, which runs on this worker. They follow the job's progress,
+            and nothing of them is sent.
         has_state: the optimizer begins with one, which was made with the hyperparameters as they are now.
     """
 
@@ -133,7 +133,7 @@ class Schedule:
         return self._current
 
     def joined(self, settings: Settings) -> None:
-        """This worker has become a member of a job that had begun. Warns of what its script has otherwise."""
+        """This worker has joined a job that had begun. Warns if its script has other hyperparameters."""
         groups = ModelDescription.settings(self._wrapped).groups
         for index, (ours, first) in enumerate(zip(groups, settings.first, strict=False)):
             for key in sorted(ours.keys() & first.keys()):
@@ -152,14 +152,14 @@ class Schedule:
         self.take_over(settings)
 
     def add(self, scheduler: LRScheduler, interval: Interval | None) -> None:
-        """Keep a scheduler; it goes to where the job is."""
+        """Keep a scheduler, and step it to the job's progress."""
         self._schedulers.append(_Scheduler(scheduler, interval))
         self._first = ModelDescription.settings(self._wrapped).groups
         if self._in_force is not None:
             self.take_over(self._in_force)
 
     def take_over(self, settings: Settings) -> None:
-        """These settings are in force, of the version that this worker has got.
+        """Take over the settings of the version that this worker has got.
 
         Raises:
             UsageError: the script has stepped a scheduler, or one makes no more steps.
@@ -182,9 +182,9 @@ class Schedule:
             self.take_over(in_force)
 
     def check(self) -> None:
-        """Raise UsageError if the script has stepped a scheduler that is not its own to step.
+        """Raise UsageError if the script has stepped a scheduler that the session steps.
 
-        And InvalidModel if it has set what the state that it has brought lacks: no step could be made.
+        Raise InvalidModel if a hyperparameter needs optimizer state that the script has not brought.
         """
         if self._stepped is not None:
             self._stepped.check_state(self.current())

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 class State(MutableMapping[str, Any]):
     """The job's own small state; each use asks the parameter server. Belongs to the training thread.
 
-    What is read is not to be changed within: lists come as tuples, and dicts cannot be assigned to. To change
+    Values that were read cannot be changed in place: lists come as tuples, and dicts are read-only. To change
     a value, assign it. `update` changes several at once.
     """
 
@@ -49,7 +49,7 @@ class State(MutableMapping[str, Any]):
         self._write(state)
 
     def update(self, other: Any = (), /, **values: Any) -> None:
-        """As of a dict; all of it is written at once. Blocks.
+        """As of a dict, written in one call. Blocks.
 
         Raises:
             UsageError: this worker is not the chief; JSON cannot have a value; or it would be too large.
@@ -57,9 +57,9 @@ class State(MutableMapping[str, Any]):
         self._write({**self._read(), **dict(other, **values)})
 
     def repeat(self) -> None:
-        """This worker has joined again: what it has written may be lost. Blocks. Raises Refused.
+        """Write again, after joining again, what may be lost. Blocks. Raises Refused.
 
-        If the job has gone back to an earlier version than that it was written at, the state goes back, too.
+        If the job has gone back to a version before that, the state has gone back, too.
         """
         self._world.decide("session.state", self._say_again)
 

@@ -1,9 +1,8 @@
 """How a worker's steps become versions of the model: what each way to train can do.
 
-The runtime makes these calls and knows no more. `push_pull` pushes gradients to the parameter server, and
-pulls values. `local_group` does that for a worker of several processes, which add up what they have. With
-`all_reduce` the workers add up gradients among themselves. In mode `local` a step is an exchange, by any of
-the first two.
+The runtime makes these calls alone. `push_pull` pushes gradients to the parameter server, and pulls values.
+`local_group` does that for a worker of several processes, which add up their gradients. With `all_reduce`
+the workers add up gradients among themselves. In mode `local` a step is an exchange, by one of the first two.
 `tests/integration/test_strategies.py` runs one script with each of them.
 """
 
@@ -31,7 +30,7 @@ W = TypeVar("W")
 
 @dataclass
 class VersionInfo:
-    """What the parameter server has said with the version that came last.
+    """What came with the last version.
 
     Attributes:
         settings: those in force, as JSON.
@@ -126,7 +125,7 @@ class Strategy(ABC):
         return self.version == version
 
     def computes_on(self, version: int) -> None:
-        """The values are there for the next step, which the parameter server believes to be of `version`."""
+        """The next step is computed on the present values; to the parameter server, they are of `version`."""
 
     def assign(self, step: Step, attempt: int) -> None:  # noqa: ARG002
         """Push the values that the contributions hold, for the round of `step`. Blocks.
@@ -156,7 +155,7 @@ class Strategy(ABC):
 
 
 class Queue(Generic[W]):
-    """What a strategy has to do in the background, and the threads that do one thing after the other."""
+    """A strategy's work in the background, and the threads that do it in order."""
 
     def __init__(self, name: str, work: Callable[[W], object]) -> None:
         self._name, self._work = name, work
@@ -175,11 +174,11 @@ class Queue(Generic[W]):
             self._work(each)
 
     def put(self, each: W) -> None:
-        """Do this, too. Does not block."""
+        """Add work. Does not block."""
         self._queue.put(each)
 
     def close(self) -> None:
-        """End the threads. Blocks until they have done what they were given."""
+        """End the threads. Blocks until all work is done."""
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -187,12 +186,12 @@ class Queue(Generic[W]):
 
 
 class Future:
-    """The end of a step that goes on by itself, from the beginning on.
+    """The end of a step, which goes on in a thread of its own from the beginning.
 
     Args:
-        work: blocks until the version of the step is there, on a thread of its own; returns whether it is.
+        work: called in that thread; blocks until the step's version is there, and returns whether it is.
         give_up: lets `work` end soon, with an error.
-        agree: called with what waits for `work`: other processes of this worker may have to know of its end.
+        agree: called with what waits for `work`, to tell other processes of this worker of its end.
     """
 
     def __init__(
@@ -234,7 +233,7 @@ class Future:
         return self._agree(self._result)
 
     def cancel(self) -> None:
-        """Nobody wants the version any more. Blocks until nothing of it is under way."""
+        """Give the version up. Blocks until nothing of it is under way."""
         if not self._over.is_set():
             self._give_up()
         self.wait()

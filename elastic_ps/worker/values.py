@@ -1,4 +1,4 @@
-"""The model's values on their way in: decoded, or changed by a delta; and drafts of the next ones.
+"""Receives the model's values, encoded or as deltas, and drafts of the next ones.
 
 In mode `sync`, a shard on another host is asked for the new version when the step begins. It then sends
 *drafts*: the next values of those buckets that have the gradients of all workers. So values arrive while
@@ -78,7 +78,7 @@ class Drafts:
         self._numbers[bucket] = number
 
     def take(self, bucket: Bucket, values: torch.Tensor) -> None:
-        """The draft stands: it becomes `values`, which are those that it was received for. Once."""
+        """Copy a draft that stands to `values`, for which it was received. Once for each draft."""
         changes = self._changes.pop(bucket.index, None)
         if changes is not None:
             changes.make(values)
@@ -93,7 +93,7 @@ class Drafts:
 
 
 class Values:
-    """The model's values on their way in. `receive` may be called by one thread for each shard.
+    """Receives the model's values. `receive` may be called by one thread for each shard.
 
     Args:
         traffic: counts what is received.
@@ -132,7 +132,7 @@ class Values:
         """A bucket has reached a version: its values come, or are those of its draft. Blocks.
 
         Args:
-            counts: if they come, it was for nothing that a draft was sent.
+            counts: if values come, a draft of the bucket counts as one that did not stand.
 
         Raises as `receive`.
         """
@@ -228,7 +228,7 @@ class Values:
 
     @contextmanager
     def _decoding(self, bucket: Bucket) -> Iterator[None]:
-        """The block looks at what the shard has sent. Raises Malformed if something is wrong with that."""
+        """The block decodes what the shard has sent. Raises Malformed if that fails."""
         try:
             yield
         except Exception as error:
