@@ -132,7 +132,7 @@ class Registered:
             return "was assigned a value that has a gradient function", _HISTORY
         for other in named:
             if not self._goes_with(name, other, named):
-                return f"was assigned, and shares memory with {uncompiled(other)}, or does no more", _SHARED
+                return f"was assigned, and shares memory with {uncompiled(other)}, or no longer", _SHARED
         return None
 
     def _goes_with(self, name: str, other: str, named: Mapping[str, torch.Tensor]) -> bool:

@@ -92,10 +92,7 @@ class Phases:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._forward_at = 0
-        self._backward_at = 0
-        self._forward_end = 0
-        self._last_gradient = 0
+        self._forward_at = self._forward_end = self._backward_at = self._last_gradient = 0
 
     def watch(self, model: torch.nn.Module) -> None:
         """Note when the model's forward ends, which is about when backward begins."""

@@ -269,7 +269,7 @@ class Membership:
         """
         if self._layout not in (None, joined.layout):
             raise ConnectionLost(
-                "the parameter server was lost before it had kept the model, and has cut it into other "
+                "the parameter server was lost before the model was on disk, and has cut it into other "
                 "buckets now: parameterServer.bucketBytes names no size, and another worker has measured its "
                 "network. This worker has to be started again"
             )

@@ -100,4 +100,4 @@ class State(MutableMapping[str, Any]):
             self._said = None
             if not self._member.has_been_chief:
                 raise UsageError(str(refusal)) from refusal
-            logger.warning("what this worker has written into session.state does not count: %s", refusal)
+            logger.warning("the job ignores what this worker has written into session.state: %s", refusal)
