@@ -109,7 +109,7 @@ class Gradients:
                 yield index, gradient
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def accumulating(self) -> Iterator[None]:
         """Gradients of a backward() in here are not taken; they add up in the parameters."""
         before, self._synchronise = self._synchronise, False
         try:

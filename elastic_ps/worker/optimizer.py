@@ -283,7 +283,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
         Divide the loss by the number of backward() calls, as with torch's own optimizers.
         """
-        return self._gradients.kept()
+        return self._gradients.accumulating()
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state, fetched from the parameter server, in torch's own format. Blocks.
