@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import DataLoader, get_worker_info
 
 from elastic_ps.data.stream import ItemIndex
-from tests.unit.data.test_stream import Stream, numbered
+from tests.unit.data.test_stream import Stream, indexed
 
 
 class Divided(Stream):
@@ -29,7 +29,7 @@ class Divided(Stream):
 def test_a_stream_that_shares_itself_out_among_processes_is_whole(processes: int) -> None:
     batches = [[ItemIndex(0, n) for n in range(start, start + 4)] for start in range(0, 20, 4)]
     loader: DataLoader[Any] = DataLoader(
-        numbered(Divided()), batch_sampler=batches, num_workers=processes, collate_fn=with_process
+        indexed(Divided()), batch_sampler=batches, num_workers=processes, collate_fn=with_process
     )
     found = list(loader)
     assert [items for items, _ in found] == [list(range(start, start + 4)) for start in range(0, 20, 4)]
