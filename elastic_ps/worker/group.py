@@ -33,7 +33,6 @@ SILENCE = timedelta(seconds=30)
 LOOK = timedelta(seconds=1)
 """How often a worker looks, within an operation, whether the round is still made by this group."""
 
-
 PAUSE = 0.5
 """Seconds between two looks for the address of a parameter server."""
 

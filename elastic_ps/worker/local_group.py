@@ -39,7 +39,6 @@ _RESULT = "where the version of an exchange is taken over"
 
 _NO_STEP = -1
 
-
 _CANNOT_ASSIGN = (
     "session.assign does not work with worker.processes above 1, where the processes share the "
     "values: one of them would change those that others compute on. Use processes: 1"

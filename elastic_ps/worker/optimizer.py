@@ -38,7 +38,6 @@ _OTHER_GROUPS = (
     "state, pass it as session.optimizer(..., state=...), or in mode local load it before"
 )
 
-
 _SCALED = (
     "a GradScaler divides gradients in scaler.step(optimizer), but they had been sent before, during "
     "backward(). Use session.optimizer(..., overlap=False), which sends them in optimizer.step()"

@@ -172,9 +172,8 @@ def _await(children: Sequence[subprocess.Popen[bytes]]) -> int:
     left = False
     while alive:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
-        if (
-            ended is None or ended.si_pid not in alive
-        ):  # an orphan, where this is the first process of a container
+        if ended is None or ended.si_pid not in alive:
+            # An orphan, where this is the first process of a container.
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(ended.si_pid if ended else -1, os.WNOHANG)
             continue

@@ -79,9 +79,8 @@ class State(MutableMapping[str, Any]):
         text = script_state.to_text(state)
         before, self._said = self._said, (self._member.version, text)
         # Of several processes all have to join again: at their next common call.
-        with (
-            self._member.known() if self._world.alone else contextlib.nullcontext()
-        ):  # it is said again there
+        known = self._member.known() if self._world.alone else contextlib.nullcontext()
+        with known:  # a worker that joins again there writes again, by `repeat`
             try:
                 self._say(text, again=False)
             except UsageError:
