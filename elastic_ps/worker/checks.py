@@ -1,16 +1,14 @@
 """Notices what a script does to its model and optimizers that a job cannot follow, and says what to do.
 
 `Registered`: the model has other tensors than `session.optimizer` was given, which the job trains and saves.
-A script may have assigned a buffer anew (`self.center = ...`), pruned the model, or replaced a layer. A new
-buffer is part of the job, as with DistributedDataParallel: it is copied to the job's buffer, which takes its
-place in the model again. All else is refused.
+A buffer that was assigned anew (`self.center = ...`) is copied to the job's buffer, which takes its place in
+the model again, so that it is part of the job as with DistributedDataParallel. All else is refused.
 
-`WriteDetector`: the script has changed values that only the job can change, and that the next version would
-overwrite. The bits of values are summed up when they arrive, and again before they are replaced. Of large
-memory most steps do that with a part of each page, chosen at random: a change of 4 KiB or more is noticed at
-once, a smaller one when it is repeated. Values that a step does not replace, or that are on another device,
-are looked at less often, and when torch's counters say that they were written to. (The counters miss what is
-written through `.data`.)
+`WriteDetector`: the script has changed values that the next version would overwrite. The bits of values are
+summed up when they arrive, and again before they are replaced. Of large memory most steps take a part of
+each page, chosen at random: a change of 4 KiB or more is noticed at once, a smaller one when it is repeated.
+Values that a step does not replace, or that are on another device, are looked at less often, and when torch's
+counters say that they were written to. (The counters miss what is written through `.data`.)
 
 `check_wrapper`, `check_model`, `check_loop`: another library has prepared an object to divide work among
 processes itself. It is recognised by its name, and need not be installed.

@@ -144,16 +144,11 @@ class LocalSteps:
             return
         if self.made >= (self._consistency.overlap or 0) and not self._finish():
             return
+        steps = runtime.strategy.info.steps or runtime.spec.consistency.steps or 1  # they may change
+        due = steps_before(self._exchanges, steps, len(self._fragments))
         # Where workers are balanced by speed, an exchange may be due after fewer steps than `overlap` says.
-        if self.made >= self._due and self._finish() and (at := self._at()) is not None:
+        if self.made >= due and self._finish() and (at := self._at()) is not None:
             self._exchange(turn(at, len(self._fragments), scattered=self._asks), going_on=True)
-
-    @property
-    def _due(self) -> int:
-        """How many steps there are between the last exchange and the next one."""
-        steps = self._runtime.strategy.info.steps
-        said = self._runtime.spec.consistency.steps  # it may change while the job runs
-        return steps_before(self._exchanges, steps or said or 1, len(self._fragments))
 
     @property
     def _asks(self) -> bool:
@@ -308,13 +303,6 @@ class LocalSteps:
             tensor, rule = self._flat.tensors[index], self._flat.layout.tensors[index].rule
             _go_on(tensor, before, self._flat.value(index).to(tensor.device), rule)
 
-    def _changing(self, excluded: Set[int]) -> Iterator[int]:
-        """The tensors that the exchange replaces: parameters of the fragment, and buffers."""
-        yield from self._exchanged(excluded)
-        for index, spec in enumerate(self._flat.layout.tensors):
-            if spec.rule not in (Rule.GRADIENT, Rule.CONSTANT):
-                yield index
-
     def _exchanged(self, excluded: Set[int]) -> Iterator[int]:
         """The trained parameters of the fragment."""
         for index, spec in enumerate(self._flat.layout.tensors):
@@ -322,8 +310,11 @@ class LocalSteps:
                 yield index
 
     def _now(self, excluded: Set[int]) -> dict[int, torch.Tensor]:
-        """Copies of the tensors that the exchange replaces."""
-        return {index: self._flat.tensors[index].detach().clone() for index in self._changing(excluded)}
+        """Copies of the tensors that the exchange replaces: parameters of the fragment, and buffers."""
+        specs = enumerate(self._flat.layout.tensors)
+        buffers = [index for index, spec in specs if spec.rule not in (Rule.GRADIENT, Rule.CONSTANT)]
+        replaced = [*self._exchanged(excluded), *buffers]
+        return {index: self._flat.tensors[index].detach().clone() for index in replaced}
 
     def _contribute(self, excluded: Set[int]) -> Iterator[tuple[Bucket, Sequence[bool]]]:
         """Put what is to be pushed where it is sent from; yields the buckets as `Runtime.ready` takes them.

@@ -146,14 +146,12 @@ class ModelDescription:
 
     def _add_changing(self, name: str, tensor: torch.Tensor, said: str) -> None:
         """Add what the script changes and no optimizer trains, unless it is said to be the worker's own."""
-        if said == "broadcast":
-            self._add(name, tensor, Rule.BROADCAST, -1)
-        elif said == "summed":
-            if tensor.dtype is torch.bool:
-                raise InvalidModel(f"{name} is of torch.bool, which cannot be summed: use torch.uint8")
-            self._add(name, tensor, Rule.SUM, -1)
-        elif said == "averaged":
-            self._add(name, tensor, Rule.MEAN if tensor.is_floating_point() else Rule.MAXIMUM, -1)
+        if said == "summed" and tensor.dtype is torch.bool:
+            raise InvalidModel(f"{name} is of torch.bool, which cannot be summed: use torch.uint8")
+        mean = Rule.MEAN if tensor.is_floating_point() else Rule.MAXIMUM
+        rules = {"broadcast": Rule.BROADCAST, "summed": Rule.SUM, "averaged": mean}
+        if said in rules:
+            self._add(name, tensor, rules[said], -1)
 
     def _add(self, name: str, tensor: torch.Tensor, rule: Rule, group: int) -> None:
         dtype = name_of(tensor.dtype)

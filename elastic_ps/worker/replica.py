@@ -78,9 +78,7 @@ class Replica:
         self._flat.gather()
         state = OptimizerState(self._optimizer)
         try:
-            for bucket in self._flat.layout.pull_order:
-                if bucket not in self._flat.layout.pushed:
-                    continue  # it never changes
+            for bucket in self._flat.layout.pushed:  # the others never change
                 self._client.initialise(bucket, self._flat.value_bytes(bucket), version=version)
                 for piece in state.pieces(bucket, self._flat.tensors):
                     self._client.initialise_state(bucket, *piece, version=version)

@@ -240,11 +240,10 @@ class Session:
                 "check_gradients compares gradients with what is sent, and with worker.processes their sum "
                 "is sent. Use it with processes: 1"
             )
-        if clamp is not None:
-            for group in optimizer.param_groups:
+        for group in optimizer.param_groups:
+            if clamp is not None:
                 group.setdefault(CLAMP, clamp)
-        if max_grad_norm is not None:
-            for group in optimizer.param_groups:
+            if max_grad_norm is not None:
                 group[MAX_GRAD_NORM] = max_grad_norm
         runs_there, imported = optimizer, None
         if self.spec.consistency.mode == "local":

@@ -102,13 +102,9 @@ class Values:
         drafts: of the next version.
     """
 
-    def __init__(
-        self, flat: Flat, plan: Plan, *, traffic: Traffic | None = None, trace: Trace | None = None
-    ) -> None:
+    def __init__(self, flat: Flat, plan: Plan, *, traffic: Traffic, trace: Trace) -> None:
         self.drafts = Drafts()
-        self._flat = flat
-        self._traffic = traffic or Traffic()
-        self._trace = trace or Trace(None, "")
+        self._flat, self._traffic, self._trace = flat, traffic, trace
         shards = range(flat.layout.shards)
         self._encoded, self._decoded = ([Scratch() for _ in shards] for _ in range(2))
         self.adopt(plan)
