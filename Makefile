@@ -80,6 +80,7 @@ lint-project:  ## The workflows, the issue forms and the citation
 
 mutants: $(VENV)/ready  ## Small changes of the code by chance: do the unit tests notice? Takes long
 	$(BIN)/python tools/mutants.py core --least 0.95
+	$(BIN)/python tools/mutants.py data --least 0.85
 	$(BIN)/python tools/mutants.py decisions --least 0.95
 	$(BIN)/python tools/mutants.py server --least 0.85
 	$(BIN)/python tools/mutants.py operator --least 0.85

@@ -28,6 +28,7 @@ from tools.noticing import Project, Reach, copied, noticed  # noqa: E402
 
 GROUPS = {
     "core": ["elastic_ps/core/*.py"],
+    "data": ["elastic_ps/data/*.py"],
     "server": [
         "elastic_ps/server/*.py",
         *(
