@@ -16,10 +16,20 @@ def _nothing(method: str, frame: Frame) -> None:
 
 
 class Watched(Connection):
-    """Calls `before` before each call, and `after` when it is answered, before the caller has all of that."""
+    """Calls `before` before each call, and `after` when it is answered, before the caller has all of that.
 
-    def __init__(self, inner: Connection, before: Look = _nothing, *, after: Look = _nothing) -> None:
-        self._inner, self._before, self._after = inner, before, after
+    `answer` is called with the header of each part of an answer, before the caller has it.
+    """
+
+    def __init__(
+        self,
+        inner: Connection,
+        before: Look = _nothing,
+        *,
+        answer: Callable[[str, bytes], object] = lambda *_: None,
+        after: Look = _nothing,
+    ) -> None:
+        self._inner, self._before, self._answer, self._after = inner, before, answer, after
 
     @property
     def near(self) -> bool:
@@ -31,7 +41,9 @@ class Watched(Connection):
         return self._answered(answers, method, frame)
 
     def _answered(self, answers: Iterator[Incoming], method: str, frame: Frame) -> Iterator[Incoming]:
-        yield from answers
+        for incoming in answers:
+            self._answer(method, incoming.header)
+            yield incoming
         self._after(method, frame)
 
     def close(self) -> None:
