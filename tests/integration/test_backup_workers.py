@@ -141,13 +141,15 @@ def test_a_worker_that_hangs_before_it_pushes_is_declared_hung(tmp_path: Path) -
     with running_job(
         tmp_path,
         consistency=BACKUP,
-        # On a busy machine this process may stand still for a second. Nobody else is hung or lost then.
         worker={"replicas": 3, "leaseDuration": "10s", "progressTimeout": "2s"},
         data={"shardRecords": 8},
     ) as job:
+        job.stop_time()
         for worker in range(3):
             job.start(worker, script)
-        job.until(lambda: stuck.is_set() and job.status().progress.finished, "the others train all records")
+        job.until(lambda: job.coordinator.job.state.starved == {0, 2}, "the others lack what it holds")
+        job.let_hang(1)
+        job.until(lambda: job.status().progress.finished, "the others train all records")
         members = job.status().members
         release.set()
         job.join()

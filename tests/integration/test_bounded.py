@@ -394,7 +394,7 @@ def test_a_lost_parameter_server_loses_nothing(
 
 
 def test_a_worker_that_hangs_at_the_bound_is_declared_hung(tmp_path: Path) -> None:
-    data, release = Numbers(200), threading.Event()
+    data, stuck, release = Numbers(200), threading.Event(), threading.Event()
     refusals: list[RefusalCode] = []
 
     def script(session: Session) -> None:
@@ -404,6 +404,7 @@ def test_a_worker_that_hangs_at_the_bound_is_declared_hung(tmp_path: Path) -> No
             for step, (x, y) in enumerate(session.loader(data, 4)):
                 optimizer.zero_grad()
                 if session.worker == 1 and step == 2:
+                    stuck.set()
                     assert release.wait(LIMIT)
                 mse(model, x, y).backward()
                 optimizer.step()
@@ -413,12 +414,14 @@ def test_a_worker_that_hangs_at_the_bound_is_declared_hung(tmp_path: Path) -> No
     with running_job(
         tmp_path,
         consistency=bounded(),
-        # On a busy machine this process may stand still for a second. Nobody else is hung or lost then.
         worker={"replicas": 2, "leaseDuration": "10s", "progressTimeout": "2s"},
         data={"shardRecords": 8},
     ) as job:
+        job.stop_time()
         for worker in range(2):
             job.start(worker, script)
+        job.until(stuck.is_set, "worker 1 is stuck")
+        job.let_hang(1)
         job.until(lambda: job.status().progress.finished, "the other trains all records")
         members = job.status().members
         release.set()

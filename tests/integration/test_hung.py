@@ -31,7 +31,7 @@ from tests.testing.polling import LIMIT, eventually
 from tests.testing.tiers import per_change
 
 WAITED = r"the others have waited for its step for \d+\.\d s"
-"""At least as long as `progressTimeout`; how much longer depends on how busy the machine is."""
+"""At least as long as `progressTimeout`."""
 
 
 IN_ORDER = {"globalBatchSize": 12, "deterministic": True}
@@ -68,15 +68,16 @@ def test_the_others_go_on_and_the_worker_is_told(
 
     with running_job(
         tmp_path,
-        # On a busy machine this process may stand still for a second. Workers 0 and 2 are not hung then.
         worker={"replicas": 3, "leaseDuration": "10s", "progressTimeout": "2s"},
         consistency=consistency,
         parameterServer={"replicas": shards, "bucketBytes": 1024},
     ) as job:
         job.on_hung = told.append
+        job.stop_time()
         for worker in range(3):
             job.start(worker, script)
         job.until(lambda: stuck.is_set() and len(job.sessions) == 3, "a worker is stuck")
+        job.let_hang(hanging)
         job.until(lambda: job.status().progress.finished, "the others train all records")
         [member] = [m for m in job.status().members if m.state == "hung"]
         assert member.worker == hanging

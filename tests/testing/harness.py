@@ -181,6 +181,31 @@ class Job:
         """Tell shard 0 that a worker's process has ended, as who has started it would."""
         self.coordinator.gone(worker, self.coordinator.job.state.members.live[worker].instance)
 
+    def stop_time(self) -> None:
+        """No time passes any more for shard 0: however busy the machine is, nobody is late by chance."""
+        self._let_pass(timedelta(0))
+
+    def let_hang(self, worker: int) -> None:
+        """More than `progressTimeout` passes once this worker alone keeps the others waiting.
+
+        To be called after `stop_time`.
+        """
+        zero = self.servers[0].shard_zero
+        assert zero is not None
+
+        def alone() -> bool:
+            with zero.job.lock:
+                state, queued = zero.job.state, zero.commit.queued
+                return state.hung(zero.job.clock(), timedelta(-1), queued=queued).keys() == {worker}
+
+        self.until(alone, f"worker {worker} alone is waited for")
+        self._let_pass(1.25 * self.spec.worker.progress_timeout)
+
+    def _let_pass(self, time: timedelta) -> None:
+        guarded = self.coordinator.job
+        now = guarded.clock() + time.total_seconds()
+        guarded.clock = lambda: now
+
     @property
     def version(self) -> int:
         return int(self.status().progress.version)
