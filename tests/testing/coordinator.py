@@ -44,14 +44,15 @@ SOON = ServerLimits(answer=timedelta(milliseconds=50))
 
 
 class Notes:
-    """A `ShardControl` that does what it is told by noting it down, unless `refuse` raises."""
+    """A `ShardControl` that does what it is told by noting it down, unless `refuse` or `lay_out` raises."""
 
     def __init__(self) -> None:
         self.orders: list[Advance] = []
         self.refuse: Callable[[Advance], None] = lambda _: None
+        self.lay_out: Callable[[], None] = lambda: None
 
     def configure(self, configuration: Configuration) -> None:
-        pass
+        self.lay_out()
 
     def advance(self, advance: Advance) -> Report:
         self.orders.append(advance)

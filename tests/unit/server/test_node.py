@@ -23,7 +23,7 @@ from elastic_ps.checkpoint.store import Store
 from elastic_ps.codec import as_bytes, checksum, dtype_of
 from elastic_ps.codec.optimizers import MASTER
 from elastic_ps.codec.state import Snapshot, Stored
-from elastic_ps.core.partition import Bucket, Rule, TensorSpec, partition
+from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
@@ -292,21 +292,19 @@ def test_a_part_that_is_ordered_again_while_it_is_carried_out_is_written_once(
     assert store.numbers == [1]
 
 
-def test_a_snapshot_that_waits_is_not_dropped_for_an_order_that_is_repeated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_that_waits_is_not_dropped_for_an_order_that_is_repeated(tmp_path: Path) -> None:
     """The order is on its way in twice, and the one is overtaken by the other."""
-    values, slow, began, go_on = Shard.values, threading.Event(), threading.Event(), threading.Event()
+    slow, began, go_on = threading.Event(), threading.Event(), threading.Event()
 
-    def slowly(shard: Shard) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        if slow.is_set():
-            slow.clear()
-            began.set()
-            assert go_on.wait(10)
-        return values(shard)
+    class Slow(History):
+        def record(self, event: str, **values: Any) -> None:
+            super().record(event, **values)
+            if event == "values" and slow.is_set():  # before the snapshot
+                slow.clear()
+                began.set()
+                assert go_on.wait(10)
 
-    monkeypatch.setattr(Shard, "values", slowly)  # for the history
-    store, history = SlowStore(tmp_path / "kept"), History(tmp_path, "ps-0")
+    store, history = SlowStore(tmp_path / "kept"), Slow(tmp_path, "ps-0")
     node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""), history=history)
     order = Advance(0, 0, {}, checkpoint=2, term=1)
     try:

@@ -412,40 +412,35 @@ def test_who_has_pulled_a_newer_version_holds_nobody_up() -> None:
             coordinator.computes_on(1, second.incarnation + 1, version=2)
 
 
-def test_a_join_whose_model_has_gone_meanwhile_is_asked_for_again(
-    coordinator: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_join_whose_model_has_gone_meanwhile_is_asked_for_again(coordinator: Asked, shard: Notes) -> None:
     """A shard has lost it while it was laid out: the job goes back, to a state without a model."""
-    configure = CommitCoordinator.configure
 
-    def lost(*arguments: Any) -> None:
-        configure(*arguments)
+    def lose() -> None:
         with coordinator.job.changed:
             coordinator.job.state = coordinator.job.blank(2)
 
-    monkeypatch.setattr(CommitCoordinator, "configure", lost)
+    shard.lay_out = lose
     with pytest.raises(Refused, match="join again") as refused:
         join(coordinator, 0)
     assert refused.value.code is RefusalCode.NOT_READY
-    monkeypatch.undo()
+    shard.lay_out = lambda: None
     joined = join(coordinator, 0)
     assert not joined.pending
     assert (joined.initialise, joined.term) == (True, 2)
 
 
 def test_the_model_that_was_brought_to_a_term_that_is_over_is_not_the_jobs(
-    coordinator: Asked, monkeypatch: pytest.MonkeyPatch
+    coordinator: Asked, shard: Notes
 ) -> None:
     joined = join(coordinator, 0)
     assert not joined.pending
-    drive = CommitCoordinator.drive
 
-    def lose(commit: CommitCoordinator) -> None:
-        monkeypatch.setattr(CommitCoordinator, "drive", drive)
+    def lose(order: Advance) -> None:
+        shard.refuse = lambda _: None
         with coordinator.job.changed:
             coordinator.job.state = coordinator.job.blank(2)
 
-    monkeypatch.setattr(CommitCoordinator, "drive", lose)
+    shard.refuse = lose
     with pytest.raises(Refused, match="term 1 is over") as refused:
         coordinator.initialised(0, joined.incarnation)
     assert refused.value.code is RefusalCode.STALE_TERM
