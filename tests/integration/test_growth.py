@@ -15,9 +15,9 @@ import torch
 
 from elastic_ps.contract.env import ProcessEnvironment, inherited
 from elastic_ps.local import Launcher, LocalStatus, Options
-from elastic_ps.local.processes import free_addresses
 from elastic_ps.transport.grpc import GrpcConnection
 from elastic_ps.worker.session import Session
+from tests.testing.addresses import addresses
 from tests.testing.harness import Numbers, make_mlp, make_spec, running_job
 from tests.testing.launching import forks, make_job, wait_for_end
 from tests.testing.oracle import mse, ranges_of
@@ -77,7 +77,7 @@ def test_the_servers_memory_does_not_grow_with_the_workers(tmp_path: Path) -> No
 
     A connection costs some megabytes, whatever the size of the model: gRPC's buffers, a thread, its arena.
     """
-    address, http = free_addresses(2)
+    address, http = addresses(2)
     spec = make_spec(parameterServer={"bucketBytes": 1 << 20}, data={"shardRecords": 2})
     environment = ProcessEnvironment(
         job="test", spec=spec, role="ps", index=0, addresses=(address,), bind=address, http=http, resume="no"

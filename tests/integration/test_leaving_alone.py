@@ -15,11 +15,11 @@ import torch
 
 from elastic_ps.contract import env, exits
 from elastic_ps.errors import TransportError
-from elastic_ps.local.processes import free_addresses
 from elastic_ps.worker import current
 from elastic_ps.worker.dialogue import WorkerLimits
 from elastic_ps.worker.local_world import Drained
 from elastic_ps.worker.session import Session
+from tests.testing.addresses import addresses
 from tests.testing.harness import Numbers, events, make_mlp, make_spec, running_job
 from tests.testing.polling import LIMIT, eventually
 
@@ -78,15 +78,14 @@ class Processes:
     """A parameter server and a worker, which are started by hand. The server has no directory."""
 
     def __init__(self, path: Path) -> None:
-        self._address, self._http = free_addresses(2)
+        self._address, self._http = addresses(2)
         self._history = path
         self._spec = make_spec(
             entrypoint="tests.testing.scripts.steady:main",
             arguments={"records": 4000, "seconds": 0.2, "hurry": str(path / "never"), "widths": [6, 4, 1]},
         )
 
-    def start(self, role: Literal["ps", "worker"], *command: str) -> subprocess.Popen[str]:
-        """Start it with this command of Python's."""
+    def start(self, role: Literal["ps", "worker"]) -> subprocess.Popen[str]:
         environment = env.ProcessEnvironment(
             job="test",
             spec=self._spec,
@@ -98,7 +97,9 @@ class Processes:
             history=self._history,
         )
         variables = {**env.inherited(), **environment.to_variables(), "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen([sys.executable, *command], env=variables, stderr=subprocess.PIPE, text=True)
+        module = "elastic_ps.server" if role == "ps" else "elastic_ps.worker"
+        command = [sys.executable, "-m", module]
+        return subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True)
 
     def await_step(self) -> None:
         """Wait until the worker has made a step."""
@@ -111,16 +112,11 @@ class Processes:
 def test_it_has_left_then_and_has_not_failed(tmp_path: Path) -> None:
     """With real processes: the parameter server is killed, then the worker gets SIGTERM within a step."""
     job = Processes(tmp_path)
-    hasty = (
-        "import sys; from datetime import timedelta; from elastic_ps.worker import __main__, client; "
-        "client.LEAVING = timedelta(seconds=0.5); sys.exit(__main__.main())"
-    )
-    with job.start("ps", "-m", "elastic_ps.server") as server, job.start("worker", "-c", hasty) as worker:
+    with job.start("ps") as server, job.start("worker") as worker:
         try:
             job.await_step()
             server.kill()
             server.wait(LIMIT)
-            time.sleep(0.5)  # now it waits for the end of its step
             worker.terminate()
             _, said = worker.communicate(timeout=LIMIT)
         finally:
@@ -133,16 +129,13 @@ def test_it_has_left_then_and_has_not_failed(tmp_path: Path) -> None:
 def test_a_worker_whose_model_is_lost_ends_as_one_that_may_begin_anew(tmp_path: Path) -> None:
     """With real processes: the parameter server is killed, and another one comes, which has no checkpoint."""
     job = Processes(tmp_path)
-    server, worker = (
-        job.start("ps", "-m", "elastic_ps.server"),
-        job.start("worker", "-m", "elastic_ps.worker"),
-    )
+    server, worker = job.start("ps"), job.start("worker")
     with worker:
         try:
             with server:
                 job.await_step()
                 server.kill()
-            server = job.start("ps", "-m", "elastic_ps.server")
+            server = job.start("ps")
             with server:
                 _, said = worker.communicate(timeout=LIMIT)
                 server.kill()

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from elastic_ps.errors import ConnectionLost
-from elastic_ps.local.processes import free_addresses
 from elastic_ps.transport import tcp, ways
 from elastic_ps.transport.base import Frame, Incoming, unary
 from tests.testing import machine
+from tests.testing.addresses import addresses
 from tests.testing.transports import LONG
 
 NAME = "digits-ps-0.digits-servers"
@@ -34,7 +34,7 @@ def test_a_name_is_looked_up_again_for_each_try(monkeypatch: pytest.MonkeyPatch)
     """And so a server is found that has come back with another address."""
     known: dict[str, str] = {}
     machine.knows_names(monkeypatch, known, NAME)
-    (address,) = free_addresses(1)
+    (address,) = addresses(1)
     _, port = tcp.split(address)
     with contextlib.closing(ways.connect(f"tcp:{NAME}:{port}")) as connection:
         for place in ("127.0.0.2", "127.0.0.3"):

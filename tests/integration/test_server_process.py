@@ -17,7 +17,7 @@ from elastic_ps.api.status import Progress, ServerStatus
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.contract import exits
 from elastic_ps.contract.env import ProcessEnvironment
-from elastic_ps.local.processes import free_addresses
+from tests.testing.addresses import addresses
 from tests.testing.polling import eventually
 from tests.testing.tiers import per_change
 
@@ -61,7 +61,7 @@ class Process:
         program: Sequence[str] = PROGRAM,
         checkpoints: Path | None = None,
     ) -> None:
-        address, self._http = free_addresses(2)
+        address, self._http = addresses(2)
         program = [part.replace("HTTP", self._http) for part in program]
         environment = ProcessEnvironment(
             job="job",

@@ -15,7 +15,7 @@ import pytest
 from elastic_ps.api.status import ServerStatus
 from elastic_ps.contract.env import ProcessEnvironment, inherited
 from elastic_ps.local.poller import fetch, fetch_status
-from elastic_ps.local.processes import free_addresses
+from tests.testing.addresses import addresses
 from tests.testing.harness import make_spec
 from tests.testing.polling import LIMIT, eventually
 
@@ -39,7 +39,7 @@ class Server:
 
     def __init__(self, path: Path) -> None:
         self.mark = path / "full"
-        address, self.http = free_addresses(2)
+        address, self.http = addresses(2)
         environment = ProcessEnvironment(
             job="test",
             spec=make_spec(),

@@ -24,12 +24,13 @@ import pytest
 
 from elastic_ps.drill.wire import Wires
 from elastic_ps.errors import CannotListen, ConnectionLost, DeadlineExceeded, UsageError
-from elastic_ps.local.processes import free_addresses, free_ports
+from elastic_ps.local.processes import free_ports
 from elastic_ps.transport import line, local, shares, stream, tcp, ways
 from elastic_ps.transport.base import Connection, Frame, Incoming, Limits, Server, unary
 from elastic_ps.transport.grpc import GrpcServer
 from elastic_ps.transport.tcp import TcpServer, data_address
 from tests.testing import machine
+from tests.testing.addresses import addresses
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.tiers import per_change
 from tests.testing.transports import LONG, Reading
@@ -49,7 +50,7 @@ def far(monkeypatch: pytest.MonkeyPatch) -> str:
     """An address that is free, on what counts as another host; its data port is free, too."""
     machine.is_another_host(monkeypatch)
     while True:
-        (address,) = free_addresses(1)
+        (address,) = addresses(1)
         with contextlib.suppress(OSError), socket.create_server(tcp.split(data_address(address))):
             return address
 
@@ -76,7 +77,7 @@ def everywhere(address: str) -> contextlib.AbstractContextManager[Server]:
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp", "grpc", "mpi"])
 def test_a_scheme_names_the_way(scheme: str) -> None:
-    (address,) = free_addresses(1)
+    (address,) = addresses(1)
     with (
         serving(ways.listen(f"{scheme}:{address}")),
         contextlib.closing(ways.connect(f"{scheme}:{address}")) as connection,
@@ -170,7 +171,7 @@ def test_a_server_that_does_not_serve_yet_is_reached_at_its_data_port(far: str) 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])
 def test_a_server_that_is_closed_before_it_serves_lets_its_clients_go(scheme: str) -> None:
-    (address,) = free_addresses(1)
+    (address,) = addresses(1)
     server = ways.listen(f"{scheme}:{address}")
     with contextlib.closing(ways.connect(f"{scheme}:{address}")) as connection:
         answers = connection.call("ask", Frame(b""), timeout=LONG)

@@ -26,10 +26,10 @@ from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.contract import env
 from elastic_ps.core.partition import Bucket
 from elastic_ps.local.gone import tell_parameter_server
-from elastic_ps.local.processes import free_addresses
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.worker.session import Session
+from tests.testing.addresses import addresses
 from tests.testing.harness import Numbers, make_mlp, make_spec
 from tests.testing.inside import exchange_of, runtime_of
 from tests.testing.polling import LIMIT
@@ -148,7 +148,7 @@ class Mortals:
     def __init__(self, root: Path, *, shards: int = 1) -> None:
         self.deaths: list[tuple[str, Fate]] = []
         self._root, self._shards = root, shards
-        self._addresses = tuple(free_addresses(shards))
+        self._addresses = tuple(addresses(shards))
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([__name__])
         self._spec = make_spec(
