@@ -14,6 +14,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedRandom
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -128,11 +129,11 @@ def _text_of(path: Path, limit: int) -> str:
         raise CheckpointCorrupt(f"{path} is not text: {error}") from error
 
 
-def create(path: Path) -> BinaryIO:
-    """A new file to write. What has the name is deleted before, and never written to. Raises OSError."""
+def create(path: Path) -> BufferedRandom:
+    """A new file to write and read. What has the name is deleted before, never written to. Raises OSError."""
     path.unlink(missing_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o666))
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(path, "w+b", opener=lambda name, _: os.open(name, flags, 0o666))
 
 
 def write_text(path: Path, text: str) -> None:

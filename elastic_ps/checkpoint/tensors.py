@@ -55,7 +55,10 @@ _NAME = re.compile(r"(\d{1,9})/(\d{1,15})/(\w{1,100})/(elements|scalar)", re.ASC
 
 
 def write(path: Path, described: Sequence[Stored], tensors: Iterable[Stored]) -> ShardFile:
-    """Write and flush a new file. The digest is that of what was to be written. Raises OSError.
+    """Write and flush a new file. Raises OSError.
+
+    The digest takes several times as long as writing into the system's cache. So it is made of the file, when
+    all tensors are in it, and they may change again early.
 
     Args:
         described: `tensors`, of which only names, dtypes and shapes are looked at.
@@ -69,15 +72,14 @@ def write(path: Path, described: Sequence[Stored], tensors: Iterable[Stored]) ->
         header[stored.name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    digest, size = hashlib.sha256(), 0
+    size = 8 + len(text) + end
     with files.create(path) as file:
-        for part in _parts(text, tensors):
-            file.write(part)
-            digest.update(part)
-            size += len(part)
-    assert size == 8 + len(text) + end, "the tensors are other ones than those described"
+        written = sum(file.write(part) for part in _parts(text, tensors))
+        assert written == size, "the tensors are other ones than those described"
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     files.flush(path)
-    return ShardFile(path.name, digest.hexdigest(), size)
+    return ShardFile(path.name, digest, size)
 
 
 def _parts(header: bytes, tensors: Iterable[Stored]) -> Iterator[bytes | memoryview]:
