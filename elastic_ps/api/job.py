@@ -188,6 +188,13 @@ class ParameterServer(CamelModel):
         "keeps the old values until the whole step is complete, which takes a second copy of values, sums "
         "and optimizer state. Workers on a shard's own host do not need it.",
     )
+    ahead_bytes: Annotated[int, rules.NEW_PODS] = Field(
+        default=2 * 1024 * 1024 * 1024,
+        ge=0,
+        le=2**44,
+        description="How many bytes the second copy for sendAhead may take on each parameter server. If it "
+        "would take more, the parameter server makes none, and sends values when the whole step is complete.",
+    )
     optimizers: Annotated[list[ImportPath], rules.NEW_PODS] = Field(
         default_factory=list,
         max_length=16,

@@ -6,6 +6,7 @@ A standby is a node, too: one that is told of the next order before it carries i
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -49,6 +50,7 @@ class Node:
         follower: the shard's standby; closed by `close`.
         codecs: likewise; they say which values workers get. Without them, the shard's own.
         optimizers: those that the job may have; torch's without it.
+        ahead_bytes: see `Shard`.
     """
 
     def __init__(
@@ -63,10 +65,12 @@ class Node:
         follower: Follower | None = None,
         codecs: Plan | None = None,
         optimizers: Optimizers | None = None,
+        ahead_bytes: float = math.inf,
         limits: ServerLimits = USUAL,
     ) -> None:
         self.index, self.shards, self.store, self._limits = index, shards, store, limits
         self._consistency, self._optimizers = consistency, optimizers or Optimizers()
+        self._ahead_bytes = ahead_bytes
         self._codecs, self._follower = codecs or Plan(Compression()), follower
         self._trace, self._history = trace, history or History(None, "")
         self._lock = threading.Lock()
@@ -123,6 +127,7 @@ class Node:
             trace=self._trace,
             codecs=codecs,
             optimizers=self._optimizers,
+            ahead_bytes=self._ahead_bytes,
             limits=self._limits,
         )
         if configuration.load_version is not None:

@@ -99,6 +99,7 @@ class ParameterServer:
             consistency=spec.consistency,
             codecs=codecs,
             optimizers=optimizers,
+            ahead_bytes=spec.parameter_server.ahead_bytes,
             trace=self._trace,
             history=self._history,
             follower=follower,

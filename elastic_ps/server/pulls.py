@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from elastic_ps.api.consistency import Consistency
@@ -90,14 +91,20 @@ class Drafts:
 
     Args:
         make: gives new values with an optimizer for each bucket, by its index; it is called once.
+        fit: whether there is memory for a second copy of the buckets; it is called once, too.
     """
 
-    def __init__(self, make: Callable[[], dict[int, BucketValues]]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], dict[int, BucketValues]], fit: Callable[[], bool]) -> None:
+        self._make, self._fit = make, fit
         self._spare: dict[int, BucketValues] = {}
         self._made: dict[int, tuple[BucketValues, Basis]] = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
+
+    @cached_property
+    def fit(self) -> bool:
+        """Whether drafts may be made. Raises what `usual_state` raises."""
+        return self._fit()
 
     def make(self, live: BucketValues, basis: Basis) -> BucketValues:
         """The draft of a bucket, whose `draft` is its number. One that was made of these gradients is kept.
@@ -351,10 +358,12 @@ class Pulls:
     def _draft(
         self, index: int, groups: Sequence[Mapping[str, Any]], may_be_made: Callable[[int], bool]
     ) -> BucketValues | None:
-        """The draft of a bucket; None if it may not be made any more. Blocks for the optimizer's step.
+        """The draft of a bucket; None if it may not be made. Blocks for the optimizer's step.
 
         Meanwhile nobody steps the bucket or adds to its sum. Others may push and pull.
         """
+        if not self._drafts.fit:
+            return None
         with self._round.stepping[index], self._round.adding[index]:
             with self._round.lock:
                 if not may_be_made(index):

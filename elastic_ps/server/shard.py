@@ -39,7 +39,7 @@ from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Application, Configuration
 from elastic_ps.server.pulls import Basis, Drafts, OpenRound, Pull, Pulled, Pulls, RestartedAs
-from elastic_ps.server.values import BucketValues
+from elastic_ps.server.values import BucketValues, bytes_of
 from elastic_ps.transport.base import Incoming
 from elastic_ps.transport.buffers import Buffers
 from elastic_ps.transport.memory import shared_if_possible
@@ -55,6 +55,7 @@ class Shard:
         consistency: the job's. With `deterministic` contributions are added in the order of worker index.
         codecs: the job's; they say of which buckets deltas are sent.
         optimizers: those that the job may have; torch's without it.
+        ahead_bytes: of a second copy for drafts, at most; there are no drafts if it would take more.
 
     Attributes:
         codecs: see above.
@@ -70,6 +71,7 @@ class Shard:
         trace: Trace,
         codecs: Plan | None = None,
         optimizers: Optimizers | None = None,
+        ahead_bytes: float = math.inf,
         limits: ServerLimits = USUAL,
     ) -> None:
         self._limits = limits
@@ -85,7 +87,7 @@ class Shard:
         self._round = OpenRound(self._log, self._make_buckets(), limits)
         self._lock, self._buckets = self._round.lock, self._round.buckets
         self._adding, self._stepping = self._round.adding, self._round.stepping
-        self._drafts = Drafts(self._make_buckets)
+        self._drafts = Drafts(self._make_buckets, lambda: self._copy_bytes <= ahead_bytes)
         self._pulls = Pulls(self._round, self._drafts, consistency=consistency, limits=limits, trace=trace)
         self._stepped = [
             b for b in layout.pull_order if b.index in self._buckets and b.rule is not Rule.CONSTANT
@@ -111,6 +113,12 @@ class Shard:
             values.build_optimizer(kinds, groups, self.layout.tensors)
             made[bucket.index] = values
         return made
+
+    @property
+    def _copy_bytes(self) -> int:
+        settings = self._model.settings
+        kinds = self._optimizers.classes_of(self._model.optimizer, len(settings.groups))
+        return bytes_of(list(self._buckets.values()), kinds, settings.groups, self.layout.tensors)
 
     @property
     def term(self) -> int:

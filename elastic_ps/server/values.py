@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from elastic_ps.codec.optimizers import (
 )
 from elastic_ps.codec.several import Kind
 from elastic_ps.codec.state import Source, Stored
-from elastic_ps.core.partition import Bucket, Rule, TensorSpec
+from elastic_ps.core.partition import ITEM_SIZE, Bucket, Rule, TensorSpec
 from elastic_ps.core.settings import CLAMP, CONSTRUCTED, KEEP_ZEROS, LIMITS, MAX_NORM
 from elastic_ps.errors import InvalidModel
 from elastic_ps.transport.memory import Allocate, plain
@@ -369,6 +370,31 @@ class BucketValues:
                 self.take_state(index, state)
         self.version = self.changed = version
         self.draft, self.delta = 0, None
+
+
+def bytes_of(
+    buckets: Iterable[BucketValues], kinds: Sequence[Kind], groups: Groups, tensors: Sequence[TensorSpec]
+) -> int:
+    """How many bytes these buckets take with sums and optimizer's state, when they have been stepped.
+
+    The other arguments are those of `BucketValues.build_optimizer`. Raises what `usual_state` raises.
+    """
+
+    @cache
+    def state_of(group: int, dtype: torch.dtype) -> list[tuple[int, bool]]:
+        usual = usual_state(kinds[group], groups[group], dtype)
+        return [(ITEM_SIZE[name], scalar) for name, scalar in usual.values()]
+
+    total = 0
+    for values in buckets:
+        bucket = values.bucket
+        wide = WIDE.get(bucket.dtype, dtype_of(bucket.dtype))
+        copies = 1 if values.master is values.values else 2  # of the sum's dtype
+        total += bucket.nbytes + copies * bucket.elements * wide.itemsize
+        for piece in bucket.pieces if bucket.rule is Rule.GRADIENT else ():
+            state = state_of(tensors[piece.tensor].group, wide)
+            total += sum(size if scalar else size * piece.length for size, scalar in state)
+    return total
 
 
 def _move_mean(mean: torch.Tensor, value: torch.Tensor, share: float) -> None:

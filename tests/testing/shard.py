@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -105,6 +106,7 @@ class Rig:
         consistency: Consistency = SYNC,
         codecs: Plan | None = None,
         limits: ServerLimits = USUAL,
+        ahead_bytes: float = math.inf,
     ) -> None:
         self.layout = layout
         self.shard = Shard(
@@ -113,6 +115,7 @@ class Rig:
             consistency=consistency,
             trace=Trace(None, ""),
             codecs=codecs,
+            ahead_bytes=ahead_bytes,
             limits=limits,
         )
         self.settings = settings

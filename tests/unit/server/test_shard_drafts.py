@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.codec import as_bytes
+from elastic_ps.codec import as_bytes, dtype_of
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
@@ -36,6 +36,40 @@ def ahead(rig: Rig, worker: int = 0, *, settings: Settings | None = None, **opti
 def copy_of(item: Any) -> torch.Tensor:
     assert isinstance(item, Pulled)
     return torch.frombuffer(bytearray(item.data), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "group", "dtype", "needed"),
+    [
+        ("SGD", {"lr": 0.1}, "float32", 2 * 4),  # values and sum
+        ("SGD", {"lr": 0.1, "momentum": 0.9}, "float32", 3 * 4),
+        ("Adam", {"lr": 0.1}, "float32", 4 * 4 + 4 / 400),  # and how many steps were made of a tensor
+        ("SGD", {"lr": 0.1}, "bfloat16", 2 + 2 * 4),  # it is stepped in float32
+    ],
+)
+def test_drafts_are_made_if_a_second_copy_does_not_take_too_much(
+    optimizer: str, group: dict[str, float], dtype: str, needed: float
+) -> None:
+    layout = partition(
+        [tensor("a", 400, dtype=dtype), tensor("b", 400, dtype=dtype)], bucket_bytes=1600, shards=1
+    )
+    room = round(800 * needed)
+    answers = []
+    for ahead_bytes in (room - 1, room):
+        rig = Rig(
+            layout,
+            optimizer=optimizer,
+            settings=Settings((group,)),
+            workers=(0,),
+            limits=HASTY,
+            ahead_bytes=ahead_bytes,
+        )
+        for bucket in layout.buckets:
+            rig.push(0, ones(bucket.elements).to(dtype_of(dtype)), bucket=bucket.index)
+        answers.append(next(ahead(rig)))
+    assert answers[0] is None, "nothing has happened yet"
+    assert isinstance(answers[1], Pulled)
+    assert answers[1].draft
 
 
 def test_a_bucket_is_sent_before_the_others_have_all_gradients(threads: ThreadPoolExecutor) -> None:
