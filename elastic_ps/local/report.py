@@ -158,6 +158,11 @@ def marks(record: Record) -> dict[str, list[int]]:
     return {row: versions for row, versions in found.items() if versions}
 
 
+def moving(curves: Mapping[str, Curve]) -> dict[str, Curve]:
+    """Those with values at several versions: a panel with a single point shows no more than the title."""
+    return {name: curve for name, curve in curves.items() if curve[0][0] != curve[-1][0]}
+
+
 def panels(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
     """The curves by the last word of their names: values of one kind share a scale, and so a panel."""
     found: dict[str, dict[str, Curve]] = {}
@@ -206,8 +211,9 @@ def draw(outcome: Outcome, path: Path) -> None:
     found = by_metric(record.evaluations)
     evaluated = found.pop("loss", [])
     reported = record.metric_curves()
-    drawn = fitting(panels(reported)) | fitting({"evaluated": found} if found else {})
-    left_out = len(reported) + len(found) - sum(map(len, drawn.values()))
+    drawn = fitting(panels(moving(reported))) | fitting({"evaluated": found} if found else {})
+    shown = {*_in_title(progress), *(name for curves in drawn.values() for name in curves)}
+    left_out = len({*reported, *found} - shown)
     marked = marks(record)
     heights = [3.0, 2.0, 1.3, *[1.6] * len(drawn), *([0.3 + 0.25 * len(marked)] if marked else [])]
     figure = Figure(figsize=(9, 1.0 + 0.86 * sum(heights)), dpi=140, layout="constrained")
@@ -232,7 +238,7 @@ def draw(outcome: Outcome, path: Path) -> None:
     top = axes[0].get_xaxis_transform()
     for version, text in change_labels(steps):
         axes[0].text(
-            version, 1.0, f" {text}", transform=top, va="top", fontsize=8.5, color=WORKERS, fontweight="bold"
+            version, 0.98, f" {text}", transform=top, va="top", fontsize=8.5, color=WORKERS, fontweight="bold"
         )
     figure.align_ylabels(axes)
     more = f"\n{left_out} more metrics are in run.json" if left_out else ""
@@ -258,12 +264,16 @@ def _draw_marks(axis: Any, marked: Mapping[str, list[int]]) -> None:
         axis.plot(versions, [y] * len(versions), **MARKERS[row], linestyle="", markersize=5.5, clip_on=False)
     axis.set_yticks(range(len(rows)), [row for row, _ in rows])
     axis.set_ylim(-0.6, len(rows) - 0.4)
-    axis.tick_params(axis="y", length=0)
+    axis.tick_params(axis="y", length=0, pad=8)
+
+
+def _in_title(progress: Progress) -> list[str]:
+    return sorted(progress.metrics)[:2]
 
 
 def _title(outcome: Outcome, progress: Progress) -> str:
     parts = [f"{outcome.status.job}: {outcome.verdict.phase.lower()}"]
-    parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in sorted(progress.metrics.items())[:2]]
+    parts += [f"{name.replace('_', ' ')} {progress.metrics[name]:.4g}" for name in _in_title(progress)]
     parts.append(f"{progress.records_applied:,} records in {outcome.elapsed.total_seconds():.1f} s")
     if outcome.record.samples_per_second is not None:
         parts.append(f"{outcome.record.samples_per_second:,.0f} samples/s")

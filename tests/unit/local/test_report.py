@@ -14,7 +14,16 @@ from elastic_ps.local import Record
 from elastic_ps.local.options import Outcome
 from elastic_ps.local.plan import Verdict
 from elastic_ps.local.record import Point
-from elastic_ps.local.report import CURVES, PANELS, fitting, marks, panels, time_ticks, write_report
+from elastic_ps.local.report import (
+    CURVES,
+    PANELS,
+    fitting,
+    marks,
+    moving,
+    panels,
+    time_ticks,
+    write_report,
+)
 from elastic_ps.local.state import LocalStatus
 
 pytestmark = pytest.mark.filterwarnings(
@@ -106,6 +115,11 @@ def test_the_picture_does_not_grow_with_the_metrics_and_the_numbers_have_all(tmp
     assert heights[1] == heights[0]
     crowded = panels({f"layer{n % 99}/kind{n // 99}": [(0, 1.0)] for n in range(99 * 99)})
     assert [len(curves) for curves in fitting(crowded).values()] == PANELS * [CURVES]
+
+
+def test_a_value_of_a_single_version_has_no_panel() -> None:
+    curves = {"lr": [(0, 0.1), (9, 0.1)], "test_accuracy": [(9, 0.97)], "twice": [(9, 0.1), (9, 0.2)]}
+    assert [*moving(curves)] == ["lr"]
 
 
 def test_labels_of_the_time_do_not_lie_on_one_another() -> None:
