@@ -265,7 +265,9 @@ def _tell_failure(outcome: Outcome) -> None:
         print(f"error: job {name!r} failed: {verdict.message}", file=sys.stderr)
         print(f"Reason: {verdict.reason}. All output: elastic-ps logs {name}", file=sys.stderr)
     begun = status.server is not None  # else what is there may be another job's, or be why it was refused
-    if verdict.phase != "Succeeded" and begun and newest_checkpoint(Path(status.checkpoints)) is not None:
+    newest = newest_checkpoint(Path(status.checkpoints)) if begun else None
+    nothing_yet = newest is None or (newest == 0 and verdict.phase == "Failed")
+    if verdict.phase != "Succeeded" and not nothing_yet:
         print(f"Continue from its last checkpoint with --resume {status.checkpoints}", file=sys.stderr)
 
 

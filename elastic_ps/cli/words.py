@@ -83,6 +83,10 @@ ONLY_TENSORS = "the scripts use session.server only, so how far they are is not 
 """Of a job without versions and records."""
 
 
+NOTHING_TRAINED = "no worker has joined: the script calls neither session.optimizer(...) nor session.server"
+"""Of a job that has succeeded without a model and without tensors."""
+
+
 def waits_for(status: LocalStatus) -> str:
     """What a job that does not train yet waits for; empty if it trains."""
     server = status.server
@@ -121,7 +125,10 @@ def progress_line(status: LocalStatus) -> str:
 def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
     """(name, value) of what is worth knowing at the end; an empty name goes on with the last one."""
     server = outcome.record.last
+    succeeded = outcome.verdict.phase == "Succeeded"
     if server is None or not server.ready:
+        if succeeded:
+            yield "warning", NOTHING_TRAINED
         return
     progress = server.progress
     if progress.stopped:
@@ -158,7 +165,7 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
     for member in sorted(server.members, key=lambda each: (each.worker, each.joined_version)):
         yield name, member_line(member)
         name = ""
-    if progress.durable_version is not None:
+    if succeeded and progress.durable_version is not None:
         yield "checkpoints", outcome.status.checkpoints
     for at in outcome.unreached:
         yield "warning", f"--scale {at.version}:{at.workers} had no effect: the job ended before that version"

@@ -269,10 +269,11 @@ def test_a_job_that_only_uses_tensors_has_no_progress_to_tell() -> None:
     assert not server.model_copy(update={"ready": False}).only_tensors
 
 
-def summary_of(progress: Progress) -> dict[str, str]:
-    server = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, progress=progress)
+def summary_of(progress: Progress, *, ready: bool = True, phase: str = "Succeeded") -> dict[str, str]:
+    server = ServerStatus(job="j", shard=0, shards=1, term=1, ready=ready, progress=progress)
     record = SimpleNamespace(last=server, loss_curve=list, samples_per_second=None)
-    status, verdict = SimpleNamespace(checkpoints="/state/run-3"), SimpleNamespace(message="")
+    status = SimpleNamespace(checkpoints="/state/run-3")
+    verdict = SimpleNamespace(message="", phase=phase, reason="")
     outcome = SimpleNamespace(record=record, verdict=verdict, status=status, unreached=())
     return dict(words.summary(cast(Any, outcome)))
 
@@ -286,3 +287,10 @@ def test_the_value_of_the_best_version_is_not_taken_for_a_version() -> None:
 def test_the_summary_names_the_directory_that_has_the_model() -> None:
     assert summary_of(Progress(version=39, durable_version=39))["checkpoints"] == "/state/run-3"
     assert "checkpoints" not in summary_of(Progress(version=39))
+    failed = summary_of(Progress(version=39, durable_version=39), phase="Failed")
+    assert "checkpoints" not in failed, "the line about --resume names it"
+
+
+def test_the_summary_of_a_job_that_no_worker_has_joined_says_so() -> None:
+    assert summary_of(Progress(), ready=False) == {"warning": words.NOTHING_TRAINED}
+    assert summary_of(Progress(), ready=False, phase="Failed") == {}
