@@ -237,9 +237,9 @@ def draw(outcome: Outcome, path: Path) -> None:
         _draw_marks(axes[-1], marked)
     top = axes[0].get_xaxis_transform()
     for version, text in change_labels(steps):
-        axes[0].text(
-            version, 0.98, f" {text}", transform=top, va="top", fontsize=8.5, color=WORKERS, fontweight="bold"
-        )
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}  # over the curve
+        style: dict[str, Any] = {"fontsize": 8.5, "color": WORKERS, "fontweight": "bold", "bbox": box}
+        axes[0].text(version, 0.97, f" {text}", transform=top, va="top", **style)
     figure.align_ylabels(axes)
     more = f"\n{left_out} more metrics are in run.json" if left_out else ""
     axes[-1].set_xlabel(f"version (optimizer steps){more}", color=INK, fontsize=9)
