@@ -239,7 +239,8 @@ def draw(outcome: Outcome, path: Path) -> None:
     for version, text in change_labels(steps):
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}  # over the curve
         style: dict[str, Any] = {"fontsize": 8.5, "color": WORKERS, "fontweight": "bold", "bbox": box}
-        axes[0].text(version, 0.97, f" {text}", transform=top, va="top", **style)
+        side = "right" if version > (1 - LABEL) * progress.version else "left"
+        axes[0].text(version, 0.97, f" {text} ", transform=top, va="top", ha=side, **style)
     figure.align_ylabels(axes)
     more = f"\n{left_out} more metrics are in run.json" if left_out else ""
     axes[-1].set_xlabel(f"version (optimizer steps){more}", color=INK, fontsize=9)
