@@ -15,6 +15,7 @@ FILES = (
     "operator/Dockerfile",
     "charts/*/Chart.yaml",
     "manifests/**/*.yaml",
+    "examples/**/*.yaml",
     "docs/**/*.md",
     "*.md",
     "CITATION.cff",

@@ -45,7 +45,7 @@ def recipe(heading: str, language: str = "python") -> str:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("how", ["in turn", "in one step", "with one optimizer"])
+@pytest.mark.parametrize("how", ["in one step", "with one optimizer"])
 def test_two_networks(tmp_path: Path, how: str, workers: int) -> None:
     dataset = torch.utils.data.TensorDataset(torch.randn(480, 2) * 0.1 + 3.0)
     networks: dict[int, Any] = {}
