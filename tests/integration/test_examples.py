@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +19,9 @@ import yaml
 
 from elastic_operator import builders, crd
 from elastic_ps import load_checkpoint
-from elastic_ps.api.job import KIND, load_job, parse_job
+from elastic_ps.api.job import KIND, TrainingJob, load_job, parse_job
 from elastic_ps.cli.parser import build_parser
+from elastic_ps.drill.faults import Fault, schedule
 from elastic_ps.drill.runner import Drill, run
 from elastic_ps.local import Options
 from examples.gan.train import networks
@@ -38,14 +43,31 @@ def command(example: str) -> argparse.Namespace:
     return build_parser().parse_args(shlex.split(found[1]))
 
 
+def proven(job: TrainingJob, directory: Path, *faults: Fault, hurry: Path | None = None) -> Drill:
+    """Run the job with real processes. Each record is in the model exactly once, whatever the faults.
+
+    `hurry`: this file is made when all faults are over.
+    """
+    told = list[str]()
+
+    def tell(line: str) -> None:
+        told.append(line)
+        if hurry is not None and len(told) == len(faults):
+            hurry.touch()
+
+    options = Options(forks=forks(), root=directory)
+    done = run(job, faults, options=options, history=directory / "history", tell=tell)
+    assert done.passed, "\n".join(map(str, [done.result, *done.injections, *done.violations]))
+    return done
+
+
 def trained(example: str, directory: Path, *, records: int) -> Drill:
     """Run the example as it says."""
     given = command(example)
     assert given.command == "run"
     job = load_job(ROOT / given.job)
     job.spec.parameter_server.checkpoint.path = str(directory / "checkpoints")
-    done = run(job, (), options=Options(forks=forks(), root=directory), history=directory / "history")
-    assert done.passed, "\n".join(map(str, [done.result, *done.violations]))
+    done = proven(job, directory)
     assert done.records == records
     return done
 
@@ -74,6 +96,20 @@ def test_two_networks_learn_in_turn(tmp_path: Path) -> None:
     assert max(float(p.detach().abs().max()) for p in both["critic"].parameters()) < 0.1001
 
 
+@pytest.mark.nightly
+def test_a_worker_and_the_server_of_a_job_on_spot_nodes_are_killed(tmp_path: Path) -> None:
+    """Both early, and with slow steps until they have recovered, so that the records last."""
+    given = command("spot")
+    assert given.command == "drill"
+    job, hurry = load_job(ROOT / given.job), tmp_path / "hurry"
+    job.spec.entrypoint = "tests.testing.scripts.paced_digits:main"
+    job.spec.arguments = {"epochs": 3, "hurry": str(hurry)}
+    planned = schedule(given.seed, given.faults, workers=job.spec.worker.replicas)
+    done = proven(job, tmp_path, *(replace(fault, at=fault.at / 10) for fault in planned), hurry=hurry)
+    assert {each.fault.kind for each in done.injections} == {"kill-worker", "kill-ps"}
+    assert done.records == 3 * 1437
+
+
 def pods(path: Path) -> dict[str, dict[str, Any]]:
     """role -> what the operator makes of the job, with an image if it has none."""
     document = yaml.safe_load(path.read_text())
@@ -97,3 +133,26 @@ def test_a_worker_has_a_gpu_and_the_server_needs_none() -> None:
         for role, pod in pods(EXAMPLES / "gpu" / "job.yaml").items()
     }
     assert {role: limit.get("nvidia.com/gpu") for role, limit in limits.items()} == {"ps": None, "worker": 1}
+
+
+def test_the_autoscaler_fits_the_job_that_it_names() -> None:
+    scaler = yaml.safe_load((EXAMPLES / "hpa" / "autoscaler.yaml").read_text())
+    kubernetes_validate.validate(scaler, VERSION, strict=True)
+    job = load_job(EXAMPLES / "hpa" / "job.yaml")
+    target, worker = scaler["spec"]["scaleTargetRef"], job.spec.worker
+    assert target == {"apiVersion": job.api_version, "kind": job.kind, "name": job.name}
+    assert scaler["spec"]["minReplicas"] == worker.min_replicas
+    assert scaler["spec"]["maxReplicas"] == worker.max_replicas
+    (container,) = builders.template(job.spec, "worker")["spec"]["containers"]
+    assert container["resources"]["requests"]["cpu"], "the autoscaler divides by it"
+
+
+@pytest.mark.nightly
+def test_a_sweep_prints_a_row_for_each_rate(tmp_path: Path) -> None:
+    words = [sys.executable, str(EXAMPLES / "sweep" / "sweep.py"), "0.0001", "0.05", "--epochs", "3"]
+    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [row[0] for row in rows] == ["lr", "0.0001", "0.05"]
+    assert float(rows[1][1]) > float(rows[2][1]), "with so small a rate nothing is learnt"
