@@ -153,8 +153,8 @@ CONDITIONS = (
     Reason(
         "Degraded",
         ("NotStarting",),
-        "A pod has had a node for 90 s, and nothing of it has started: a large image is being pulled, or a "
-        "volume, a Secret or a ConfigMap is missing.",
+        "A pod has had a node for 90 s, and none of its containers has started: a large image is being "
+        "pulled, or a volume, a Secret or a ConfigMap is missing.",
         "See `kubectl describe pod`.",
     ),
     Reason(
@@ -241,7 +241,8 @@ CONDITIONS = (
     Reason(
         "Failed",
         ("BackoffLimitExceeded",),
-        "Processes failed more than `backoffLimit` times. The message has the last failure.",
+        "Processes failed more than `backoffLimit` times. The message begins with the cause of the last "
+        "failure.",
         "Correct what was wrong, and restart the job.",
     ),
     Reason(
@@ -254,6 +255,7 @@ CONDITIONS = (
         "Failed",
         ("DeadlineExceeded",),
         "The job ran for `activeDeadlineSeconds`. Suspended time does not count.",
+        "Raise the limit, and restart the job.",
     ),
     Reason(
         "Failed",

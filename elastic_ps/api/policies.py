@@ -10,17 +10,17 @@ from elastic_ps.api.fields import MOST_SECONDS, CamelModel
 
 
 class OnExitCodes(CamelModel):
-    """Which exit statuses of a worker's container a rule is for."""
+    """The exit statuses of a worker's container that a rule applies to."""
 
     operator: Literal["In", "NotIn"] = Field(
         default="In",
-        description="In: the rule is for these exit statuses. NotIn: it is for all others but 0.",
+        description="In: the rule applies to these exit statuses. NotIn: it applies to all others but 0.",
     )
     values: list[Annotated[int, Field(ge=1, le=255)]] = Field(description="Exit statuses from 1 to 255.")
 
 
 class OnPodCondition(CamelModel):
-    """Which condition of a worker's pod a rule is for."""
+    """The condition of a worker's pod that a rule applies to."""
 
     type: str = Field(description="The type of the condition, as in DisruptionTarget.")
     status: Literal["True", "False", "Unknown"] = Field(
@@ -36,10 +36,10 @@ class FailureRule(CamelModel):
         "only replaces the worker."
     )
     on_exit_codes: OnExitCodes | None = Field(
-        default=None, description="The rule is for workers with these exit statuses."
+        default=None, description="The rule applies to workers with these exit statuses."
     )
     on_pod_conditions: list[OnPodCondition] | None = Field(
-        default=None, description="The rule is for pods that have one of these conditions."
+        default=None, description="The rule applies to pods that have one of these conditions."
     )
 
     @model_validator(mode="after")

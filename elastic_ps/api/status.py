@@ -16,11 +16,11 @@ def _finite(metrics: dict[str, float]) -> dict[str, float]:
 
 
 Reported: TypeAlias = Annotated[dict[str, float], PlainSerializer(_finite, when_used="json")]
-"""Values by their names. JSON has no NaN and no Inf: they are left out, since Kubernetes takes no null."""
+"""Values by name. NaN and infinities are left out: JSON cannot encode them, and Kubernetes refuses null."""
 
 
 class Staleness(CamelModel):
-    """How stale the steps in the model were, in versions. From 100 on, p50 and p99 have two digits."""
+    """The staleness of the steps in the model, in versions. p50 and p99 have two significant digits."""
 
     p50: int = Field(description="Half of the steps were at most this stale.")
     p99: int = Field(description="99 of 100 steps were at most this stale.")
@@ -28,22 +28,22 @@ class Staleness(CamelModel):
 
 
 class EvaluationStatus(CamelModel):
-    """What the job's evaluator has found so far."""
+    """The results of the job's evaluator so far."""
 
     version: int | None = Field(default=None, description="The version that was evaluated last.")
     metrics: Reported = Field(
-        default_factory=dict, description="What the evaluator reported about that version."
+        default_factory=dict, description="The metrics that the evaluator reported for that version."
     )
     best_version: int | None = Field(
-        default=None, description="With evaluator.best: the best version so far. Its checkpoint is kept."
+        default=None, description="The best version so far, if evaluator.best is set. Its checkpoint is kept."
     )
     best: float | None = Field(default=None, description="The metric's value at the best version.")
-    evaluated: int = Field(default=0, description="How many checkpoints have been evaluated.")
-    waiting: int = Field(default=0, description="How many checkpoints wait for the evaluator.")
+    evaluated: int = Field(default=0, description="The number of checkpoints that have been evaluated.")
+    waiting: int = Field(default=0, description="The number of checkpoints that wait for the evaluator.")
     missed: int = Field(
         default=0,
-        description="How many checkpoints were given up, because more than evaluator.backlog were waiting or "
-        "the evaluator kept failing on one.",
+        description="The number of checkpoints that were given up because more than evaluator.backlog were "
+        "waiting, or because the evaluator kept failing on them.",
     )
 
     def __str__(self) -> str:
@@ -54,14 +54,14 @@ class EvaluationStatus(CamelModel):
 
 
 class Divergence(CamelModel):
-    """That the job learns nothing, as far as its loss says."""
+    """Why the job does not learn, judged by its loss."""
 
     reason: str = Field(
-        description="LossNotFinite; LossFarAboveBest, for a tenth of the job; or LossNoBetter than at the "
-        "start, "
-        "in the second half of the job."
+        description="LossNotFinite; LossFarAboveBest, if the loss has been far above its best value for a "
+        "tenth of the job; or LossNoBetter, if it is no better than at the start in the second half of the "
+        "job."
     )
-    message: str = Field(description="What was found, and what to change in this mode.")
+    message: str = Field(description="The finding, and what to change in this mode.")
 
 
 class Progress(CamelModel):
@@ -74,10 +74,10 @@ class Progress(CamelModel):
         description="The number of epochs to train. Unset until a worker has opened its data set.",
     )
     percent: int = Field(
-        default=0, ge=0, le=100, description="The share of all records that is trained, in percent."
+        default=0, ge=0, le=100, description="The share of all records that have been trained, in percent."
     )
     samples_per_second: float | None = Field(
-        default=None, description="How many records the whole job trains per second."
+        default=None, description="The number of records that the whole job trains per second."
     )
     loss: float | None = Field(
         default=None,
@@ -85,44 +85,44 @@ class Progress(CamelModel):
         "are in one version, weighted by their samples.",
     )
     diverged: Divergence | None = Field(
-        default=None, description="Why the job learns nothing, judged by its loss. Unset while it learns."
+        default=None, description="Why the job does not learn, judged by its loss. Unset while it learns."
     )
     eta_seconds: int | None = Field(
-        default=None, description="The expected time until the end of training, in seconds."
+        default=None, description="The estimated time until the end of training, in seconds."
     )
-    records_applied: int = Field(default=0, description="How many records are in the model.")
+    records_applied: int = Field(default=0, description="The number of records in the model.")
     records_skipped: int = Field(
         default=0,
-        description="How many records the scripts left out, for example because a loss was not finite.",
+        description="The number of records that the scripts skipped, for example because a loss was not "
+        "finite.",
     )
     records_expected: int | None = Field(
-        default=None, description="How many records there are to train, all epochs together."
+        default=None, description="The number of records to train, in all epochs together."
     )
     durable_version: int | None = Field(
         default=None, description="The version of the newest complete checkpoint."
     )
     durable_time: str | None = Field(
-        default=None, description="When the newest complete checkpoint was written."
+        default=None, description="The time when the newest complete checkpoint was written."
     )
     metrics: Reported = Field(
         default_factory=dict,
         description="The values that scripts reported last, for example test_accuracy. A value that was "
-        "reported "
-        "with a step is the mean, sum or maximum over the steps of the last version that had any.",
+        "reported with a step is the mean, sum or maximum over the steps of one version, the newest that has "
+        "it.",
     )
     evaluation: EvaluationStatus | None = Field(
-        default=None, description="With an evaluator: what it has found so far."
+        default=None, description="The results of the evaluator so far. Unset without an evaluator."
     )
     staleness: Staleness | None = Field(
         default=None,
-        description="How many versions the others made while a worker computed a step, over all steps that "
-        "are "
-        "in the model. Only in modes bounded and async, and in mode local with a quorum or with outer "
+        description="The number of versions that other workers made while a worker computed a step, over all "
+        "steps in the model. Only in modes bounded and async, and in mode local with a quorum or with outer "
         "delayed, downpour or easgd, where an exchange counts as a step.",
     )
     finished: bool = Field(
         default=False,
-        description="Whether training is over: every record of every epoch is in the model or was skipped, "
+        description="True once training is over: every record of every epoch is in the model or was skipped, "
         "or a script has stopped the training (see stopped).",
     )
     stopped: str = Field(
@@ -133,7 +133,7 @@ class Progress(CamelModel):
 
     @property
     def all_done(self) -> str:
-        """What has become of all records."""
+        """The message of a job that has trained all records."""
         if self.records_skipped:
             skipped = self.records_skipped
             return f"every record of every epoch is in the model, except {skipped} that were skipped"
@@ -141,7 +141,7 @@ class Progress(CamelModel):
 
     @property
     def why_stopped(self) -> str:
-        """How far training came before a script ended it, and why."""
+        """The message of a job that a script has stopped: the progress, and the script's reason."""
         return (
             f"a script stopped the training at version {self.version}, with {self.records_applied} of "
             f"{self.records_expected} records in the model: {self.stopped}"
@@ -149,15 +149,15 @@ class Progress(CamelModel):
 
     @property
     def unwritten(self) -> bool:
-        """Whether there are versions on disk, but not the last one."""
+        """Whether a checkpoint is on disk, but not of the last version."""
         return self.durable_version is not None and self.durable_version < self.version
 
     def not_on_disk(self, problem: str) -> str:
-        """That training is done and `unwritten`, because of a `problem` if one is known."""
+        """The message of a job whose training is done but `unwritten`. `problem`: why, if that is known."""
         return (
-            f"the training is done, but its last version {self.version} is not on disk: "
-            f"{problem or 'it was not written in time'}. The newest one on disk is "
-            f"version {self.durable_version}. Make room, and continue from it"
+            f"{problem or 'the last version was not written in time'}. The training is done, but its last "
+            f"version {self.version} is not on disk; the newest one on disk is version "
+            f"{self.durable_version}. Make room, and restart the job, which continues from there"
         )
 
 
@@ -166,40 +166,46 @@ LEFT_EARLY = (
     "the job then succeeds. A script that makes a step of several batches has to make one for the last "
     "batches, too: call optimizer.step() for them after the loop, or optimizer.skip()"
 )
-"""What to do if all scripts have ended without an error, but records are left."""
+"""Advice for a job whose scripts have all ended without an error, though records are left."""
 
 HUNG_GRACE = timedelta(seconds=15)
-"""How long a worker that was declared hung has time to end by itself."""
+"""The time that a worker has to end by itself after it was declared hung."""
 
 FINISHED_GRACE = timedelta(minutes=1)
-"""How long a worker that does not answer, or has not joined, may keep a job open whose training is done."""
+"""The time that a finished job waits for a worker that does not answer or has not joined."""
 
 STAYED_OUT = (
     f"it has not joined within {FINISHED_GRACE.total_seconds():g} s after another worker was done: its "
     "script has not called elastic_ps.connect(), and nothing is left for it to train"
 )
-"""Why it is ended then, in words."""
+"""Why a worker that has not joined is ended then."""
 
 
 class Traffic(CamelModel):
-    """Bodies of gradients and values that workers have sent and received, and what their codecs cost them."""
+    """The gradients and values that a worker has sent and received, and the cost of its codecs."""
 
-    pushed_bytes: int = Field(default=0, description="Bytes of gradients that workers sent.")
-    pushed_plain_bytes: int = Field(default=0, description="The size of the same gradients without a codec.")
-    pulled_bytes: int = Field(default=0, description="Bytes of values that workers received.")
-    pulled_plain_bytes: int = Field(default=0, description="The size of the same values without a codec.")
+    pushed_bytes: int = Field(default=0, description="The size of the gradients that workers sent, in bytes.")
+    pushed_plain_bytes: int = Field(
+        default=0, description="The size of the gradients before encoding, in bytes."
+    )
+    pulled_bytes: int = Field(
+        default=0, description="The size of the values that workers received, in bytes."
+    )
+    pulled_plain_bytes: int = Field(default=0, description="The size of the values after decoding, in bytes.")
     encode_seconds: float = Field(
-        default=0.0, description="How many seconds workers took to encode gradients."
+        default=0.0, description="The time that workers took to encode gradients, in seconds."
     )
-    decode_seconds: float = Field(default=0.0, description="How many seconds workers took to decode values.")
+    decode_seconds: float = Field(
+        default=0.0, description="The time that workers took to decode values, in seconds."
+    )
     push_seconds: float = Field(
-        default=0.0, description="For how many seconds any gradient was being encoded or sent."
+        default=0.0, description="The time during which a gradient was being encoded or sent, in seconds."
     )
-    codec: str = Field(default="", description="With codec auto: the codecs that workers have chosen.")
+    codec: str = Field(default="", description="The codecs that workers have chosen, with codec auto.")
 
     @classmethod
     def counts(cls) -> list[str]:
-        """The fields that are numbers."""
+        """The names of the numeric fields."""
         return [name for name in cls.model_fields if name != "codec"]
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -209,28 +215,31 @@ class Traffic(CamelModel):
 
 
 class TrafficStatus(CamelModel):
-    """What all workers together have sent and received, and what their codecs cost them."""
+    """The gradients and values that all workers have sent and received, and the cost of their codecs."""
 
-    pushed_bytes: int = Field(default=0, description="Bytes of gradients that workers sent.")
+    pushed_bytes: int = Field(default=0, description="The size of the gradients that workers sent, in bytes.")
     pushed_ratio: float = Field(
         default=1.0, description="pushedBytes divided by the size of the same gradients without a codec."
     )
-    pulled_bytes: int = Field(default=0, description="Bytes of values that workers received.")
+    pulled_bytes: int = Field(
+        default=0, description="The size of the values that workers received, in bytes."
+    )
     pulled_ratio: float = Field(
         default=1.0, description="pulledBytes divided by the size of the same values without a codec."
     )
     codec_seconds: float = Field(
-        default=0.0, description="How many seconds workers took to encode gradients and to decode values."
+        default=0.0,
+        description="The time that workers took to encode gradients and to decode values, in seconds.",
     )
-    codec: str = Field(default="", description="With codec auto: the codecs that workers have chosen.")
+    codec: str = Field(default="", description="The codecs that workers have chosen, with codec auto.")
     bucket_bytes: int | None = Field(
         default=None,
-        description="The size of buckets that was chosen, if parameterServer.bucketBytes is 0.",
+        description="The bucket size that was chosen, in bytes, if parameterServer.bucketBytes is 0.",
     )
 
     @classmethod
     def of(cls, counts: Traffic, *, bucket_bytes: int = 0) -> TrafficStatus | None:
-        """None if nothing was sent."""
+        """The totals of `counts`; None if nothing was sent."""
         if not (counts.pushed_plain_bytes or counts.pulled_plain_bytes):
             return None
         return cls(
@@ -248,54 +257,56 @@ class MemberStatus(CamelModel):
     """A member of the job, as the parameter server sees it."""
 
     worker: int = Field(description="The worker's index.")
-    incarnation: int = Field(description="The number of this stay in the job; it only grows.")
+    incarnation: int = Field(
+        description="The number of this member's join. Each join of any worker has a higher number."
+    )
     pid: int = Field(description="The process id of the worker.")
     host: str = Field(description="The host or pod of the worker.")
     transport: str = Field(
         default="",
-        description="How this worker was connected when it joined: shm (shared memory on one host), tcp, "
-        "grpc, or "
-        "mpi (through the ranks of an mpirun).",
+        description="The transport of this worker when it joined: shm (shared memory on one host), tcp, "
+        "grpc, or mpi (through the ranks of an mpirun).",
     )
     state: Literal["joining", "idle", "training", "left", "lost", "hung"] = Field(
-        description="Whether the worker is a member (joining, idle, training), or how it ceased to be one."
+        description="joining, idle or training while the worker is a member; left, lost or hung afterwards."
     )
-    reason: str = Field(default="", description="Why the worker was declared lost or hung, in words.")
+    reason: str = Field(
+        default="", description="The reason why the worker was declared lost or hung, in words."
+    )
     gone_seconds: float | None = Field(
-        default=None, description="How many seconds ago it ceased to be a member. Unset while it is a member."
+        default=None,
+        description="The time since the worker ceased to be a member, in seconds. Unset while it is one.",
     )
     joined_version: int = Field(description="The version that the worker joined at.")
     left_version: int | None = Field(default=None, description="The version that the worker left at.")
-    steps: int = Field(default=0, description="How many of this member's steps are in the model.")
-    records: int = Field(default=0, description="How many of this member's records are in the model.")
+    steps: int = Field(default=0, description="The number of this member's steps in the model.")
+    records: int = Field(default=0, description="The number of this member's records in the model.")
     late: int = Field(
         default=0,
-        description="With backupWorkers and in mode accumulate: how many of this member's steps came late "
-        "and were dropped.",
+        description="The number of this member's steps that came late and were dropped, with backupWorkers "
+        "and in mode accumulate.",
     )
     staleness: int = Field(
         default=0,
-        description="How many versions the others made while this member computed its last step, in the "
-        "modes of "
-        "progress.staleness. Otherwise 0.",
+        description="The number of versions that other workers made while this member computed its last "
+        "step, in the modes of progress.staleness. Otherwise 0.",
     )
     step_seconds: float | None = Field(
         default=None,
-        description="How many seconds this member takes for a step, from the new version to its complete "
-        "gradients; a moving average.",
+        description="The time that this member takes for a step, from the new version to its complete "
+        "gradients, in seconds. A moving average.",
     )
     records_per_second: float | None = Field(
         default=None,
-        description="How many records this member computes per second, without the time that it waits for "
-        "others; "
-        "a moving average.",
+        description="The number of records that this member computes per second, not counting the time that "
+        "it waits for others. A moving average.",
     )
     slowness: float | None = Field(
         default=None, description="This member's stepSeconds divided by the median of all workers."
     )
     traffic: Traffic = Field(
         default_factory=Traffic,
-        description="What this member had sent and received at the end of its last step.",
+        description="The traffic of this member at the end of its last step.",
     )
 
     @property
@@ -304,11 +315,11 @@ class MemberStatus(CamelModel):
         return self.state in ("joining", "idle", "training")
 
     def to_be_killed(self, progress_timeout: timedelta, *, finished: bool) -> str:
-        """Why its process, should it be alive, has to be ended from outside; "" if it has not.
+        """Why the worker's process has to be killed if it is still alive; "" if it need not be.
 
-        One that was declared hung is told to end by its next heartbeat, which fails if all of it is frozen.
-        One that is lost may come back, for as long as a step may take. When the training is `finished`, it
-        has no step to make, and the job waits for it alone.
+        A hung worker is told to end by its next heartbeat, which does not come if the whole process is
+        frozen. A lost worker may come back for as long as a step may take. When the training is `finished`, a
+        lost worker has no step left to make, and the job waits for it alone.
         """
         gone = self.gone_seconds or 0.0
         if self.state == "hung" and gone > HUNG_GRACE.total_seconds():
@@ -321,58 +332,59 @@ class MemberStatus(CamelModel):
 
 
 class TuningStatus(CamelModel):
-    """What of the running job may change, as it is now."""
+    """The settings in force of those that may change while the job runs."""
 
     generation: int = Field(default=0, description="The number of the change that is in force.")
     consistency: str = Field(default="", description="The consistency that is in force, in words.")
     compression: str = Field(default="", description="The compression that is in force, in words.")
-    since: int = Field(default=0, description="The version after which both are in force.")
+    since: int = Field(default=0, description="The version since which both are in force.")
     asked: int = Field(default=0, description="The number of the newest change that was requested.")
-    problem: str = Field(default="", description="Why the newest change is not in force. Empty if it is.")
+    problem: str = Field(
+        default="", description="The reason why the newest change is not in force. Empty if it is."
+    )
 
 
 class ServerStatus(CamelModel):
-    """What a parameter server answers on `GET /status`."""
+    """The answer of a parameter server to `GET /status`."""
 
     job: str = Field(description="The job's name.")
     shard: int = Field(description="The index of this parameter server.")
     shards: int = Field(description="The number of parameter servers.")
     term: int = Field(
-        description="How often the parameter server has started. 0 while it waits for its storage."
+        description="The number of starts of the parameter server. 0 while it waits for its storage."
     )
     ready: bool = Field(
-        description="Whether the model has its first values, or a script has asked for a tensor of "
+        description="True once the model has its first values, or a script has asked for a tensor of "
         "session.server."
     )
     tensor_bytes: int = Field(
         default=0,
-        description="How many bytes the tensors of session.server take on this parameter server.",
+        description="The size of the tensors of session.server on this parameter server, in bytes.",
     )
     progress: Progress = Field(default_factory=Progress)
     durable_age_seconds: float | None = Field(
-        default=None, description="How many seconds ago the newest complete checkpoint was written."
+        default=None, description="The age of the newest complete checkpoint, in seconds."
     )
     problem: str = Field(
         default="",
         description="A problem that somebody should solve, for example a full disk. The job keeps running, "
-        "or "
-        "continues as soon as it can.",
+        "or continues as soon as it can.",
     )
     checkpoint_pause_seconds: float = Field(
         default=0.0,
-        description="How many seconds training has paused for checkpoints since the server's start.",
+        description="The time that training has paused for checkpoints since the server's start, in seconds.",
     )
     tuning: TuningStatus = Field(
         default_factory=TuningStatus, description="The consistency and compression in force."
     )
     standbys: list[bool] = Field(
         default_factory=list,
-        description="With durability standby: whether each shard's standby has every round.",
+        description="For each shard, true if its standby has every round. Empty without durability standby.",
     )
     bucket_bytes: int = Field(
         default=0,
-        description="The size of buckets that was chosen, if parameterServer.bucketBytes is 0. 0: none was "
-        "chosen.",
+        description="The bucket size that was chosen, in bytes, if parameterServer.bucketBytes is 0. 0 if "
+        "none was chosen.",
     )
     members: list[MemberStatus] = Field(
         default_factory=list,
@@ -381,24 +393,24 @@ class ServerStatus(CamelModel):
 
     @property
     def only_tensors(self) -> bool:
-        """Whether scripts use `session.server`, and no model so far: there is no progress to tell."""
+        """Whether scripts use `session.server` but no model so far, so that there is no progress to show."""
         nothing = self.progress.records_expected is None and not self.progress.version
         return self.ready and not self.members and nothing
 
     @property
     def traffic(self) -> Traffic:
-        """What all workers have sent and received, as far as this parameter server knows."""
+        """The traffic of all workers that this parameter server knows of."""
         return sum((member.traffic for member in self.members), Traffic())
 
     @property
     def begun(self) -> bool:
-        """Whether it knows of the job: one that still waits for its storage tells of nothing but that."""
+        """Whether it knows the job's state: a server that still waits for its storage does not."""
         return self.term > 0
 
     def last_words(self) -> str:
-        """This as JSON for whoever looks after the process when it has ended.
+        """The status as JSON, which the process leaves for its starter when it ends.
 
-        Kubernetes takes at most 4096 bytes of it, so the members and what scripts reported are left out.
+        Kubernetes keeps at most 4096 bytes, so members and reported metrics are left out.
         """
         evaluation = self.progress.evaluation
         if evaluation is not None:
@@ -417,15 +429,12 @@ class Condition(CamelModel):
     """A metav1.Condition."""
 
     type: Literal["Created", "Running", "Degraded", "Diverged", "Suspended", "Succeeded", "Failed"] = Field(
-        description="What the condition is about: Created, Running, Degraded, Diverged, Suspended, Succeeded "
-        "or Failed."
+        description="Created, Running, Degraded, Diverged, Suspended, Succeeded or Failed."
     )
-    status: Literal["True", "False", "Unknown"] = Field(
-        description="Whether the condition holds: True or False."
-    )
+    status: Literal["True", "False", "Unknown"] = Field(description="True or False.")
     reason: str = Field(description="The reason, in one word.")
     message: str = Field(default="", description="The reason, in a sentence.")
-    last_transition_time: str = Field(description="When the status of the condition last changed.")
+    last_transition_time: str = Field(description="The time when the status of the condition last changed.")
     observed_generation: int | None = Field(
         default=None, description="The metadata.generation of the spec when the condition was written."
     )
@@ -434,28 +443,31 @@ class Condition(CamelModel):
 class WorkerStatus(CamelModel):
     """The job's workers."""
 
-    replicas: int = Field(default=0, description="How many workers' pods exist.")
-    ready: int = Field(default=0, description="How many workers have joined the job, and train.")
-    completed: int = Field(default=0, description="How many workers have come to the end of their script.")
-    failures: int = Field(default=0, description="How many failures count against backoffLimit.")
-    restarts: int = Field(default=0, description="How many workers have been replaced, for any reason.")
+    replicas: int = Field(default=0, description="The number of workers' pods.")
+    ready: int = Field(default=0, description="The number of workers that have joined the job.")
+    completed: int = Field(
+        default=0, description="The number of workers that have come to the end of their script."
+    )
+    failures: int = Field(default=0, description="The number of failures that count against backoffLimit.")
+    restarts: int = Field(
+        default=0, description="The number of workers that have been replaced, for any reason."
+    )
     last_failure: str | None = Field(
-        default=None, description="The worker that was replaced last, and the reason."
+        default=None, description="The last process that ended before it was done, and the cause."
     )
     invalid_on: dict[str, str] = Field(
         default_factory=dict,
-        description="For each node, the last output of a process that ended there with exit status 78: the "
-        "job "
-        "cannot run as specified. The job fails when a second node has the same output.",
+        description="For each node, the last output of a process that ended there with exit status 78, which "
+        "says that the job cannot run as specified. The job fails when a second node has the same output.",
     )
     counted_pods: list[str] = Field(
         default_factory=list,
-        description="The UIDs of pods that have ended, still exist, and are counted above. The operator "
+        description="The UIDs of pods that have ended and are counted above, but still exist. The operator "
         "keeps them so that it counts no pod twice.",
     )
     outdated: int | None = Field(
         default=None,
-        description="How many workers run with an older image or template. They are replaced one by one.",
+        description="The number of workers with an older image or template. They are replaced one by one.",
     )
     selector: str = Field(
         default="", description="The label selector of the workers' pods. An autoscaler reads it."
@@ -465,9 +477,9 @@ class WorkerStatus(CamelModel):
 class ParameterServerStatus(CamelModel):
     """The job's parameter servers."""
 
-    ready: int = Field(default=0, description="How many parameter servers are ready.")
+    ready: int = Field(default=0, description="The number of parameter servers that are ready.")
     term: int | None = Field(
-        default=None, description="How often the parameter server has started. Each start is a term."
+        default=None, description="The number of starts of the parameter server. Each start is a term."
     )
     consistency: str = Field(default="", description="The consistency that is in force, in words.")
     compression: str = Field(
@@ -476,12 +488,12 @@ class ParameterServerStatus(CamelModel):
     )
     standbys: int | None = Field(
         default=None,
-        description="With durability standby: how many standbys have every round. Unset while shard 0 does "
-        "not answer.",
+        description="The number of standbys that have every round, with durability standby. Unset while "
+        "shard 0 does not answer.",
     )
     outdated: int | None = Field(
         default=None,
-        description="How many parameter servers and standbys run with an older image or template. They are "
+        description="The number of parameter servers and standbys with an older image or template. They are "
         "replaced when the job's annotation elastic-ps.dev/restartedAt asks for it.",
     )
 
@@ -494,34 +506,36 @@ class Summary(CamelModel):
 
     workers: str = Field(
         default="",
-        description="How many workers have joined or are done, and how many the job wants, as in 2/4.",
+        description="The number of workers that have joined or are done, and the number that the job wants, "
+        "as in 2/4.",
     )
-    progress: str = Field(default="", description="The share of all records that is trained, as in 15%.")
+    progress: str = Field(
+        default="", description="The share of all records that have been trained, as in 15%."
+    )
     loss: str = Field(default="", description="The last reported training loss.")
     reason: str = Field(
         default="",
-        description="Why the job does not run as its spec asks, or how it ended: the reason of a condition. "
-        "Empty "
-        "if all is well.",
+        description="The reason of the condition that says why the job does not run as its spec asks, or how "
+        "it ended. Empty if all is well.",
     )
 
 
 class CertificatesStatus(CamelModel):
-    """The certificates of the job's processes, as they were issued last."""
+    """The certificates of the job's processes that were issued last."""
 
-    issued: str = Field(default="", description="When the certificates were issued.")
+    issued: str = Field(default="", description="The time when the certificates were issued.")
     expires: str = Field(
-        default="", description="When the certificates expire. New ones are issued before that."
+        default="", description="The time when the certificates expire. New ones are issued before that."
     )
-    workers: int = Field(default=0, description="For how many workers there are certificates.")
+    workers: int = Field(default=0, description="The number of workers that have certificates.")
 
 
 class TrainingJobStatus(CamelModel):
-    """What the operator reports on the resource."""
+    """The status that the operator writes to the resource."""
 
     phase: Phase = Field(
         default="Pending",
-        description="Where the job is: Pending, Running, Suspended, Succeeded or Failed.",
+        description="Pending, Running, Suspended, Succeeded or Failed.",
     )
     observed_generation: int | None = Field(
         default=None, description="The metadata.generation of the spec that the operator has seen last."
@@ -534,13 +548,13 @@ class TrainingJobStatus(CamelModel):
     progress: Progress = Field(default_factory=Progress)
     traffic: TrafficStatus | None = Field(
         default=None,
-        description="What all workers have sent and received since the last start of the parameter server.",
+        description="The traffic of all workers since the last start of the parameter server.",
     )
     summary: Summary = Field(default_factory=Summary)
     certificates: CertificatesStatus | None = Field(
         default=None, description="The certificates of a job that uses TLS."
     )
     start_time: str | None = Field(
-        default=None, description="When the job began, or when it was last resumed."
+        default=None, description="The time when the job started, or was last resumed."
     )
-    completion_time: str | None = Field(default=None, description="When the job ended.")
+    completion_time: str | None = Field(default=None, description="The time when the job ended.")

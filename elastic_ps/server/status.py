@@ -100,46 +100,43 @@ def metrics(status: ServerStatus) -> str:
     progress = status.progress
     values: dict[str, tuple[str, float | None]] = {
         "version": (
-            "Optimizer steps that the model is made of; falls when the job goes back.",
+            "Optimizer steps in the model. Falls when the job goes back to a checkpoint.",
             progress.version,
         ),
         "records_applied": (
-            "Records whose gradients are in the model; falls, too.",
+            "Records in the model. Falls when the job goes back to a checkpoint.",
             progress.records_applied,
         ),
-        "workers": ("Workers that are members.", sum(member.present for member in status.members)),
-        "samples_per_second": ("Records per second, lately.", progress.samples_per_second),
-        "loss": ("Last reported training loss.", progress.loss),
+        "workers": ("Workers in the job.", sum(member.present for member in status.members)),
+        "samples_per_second": ("Records trained per second.", progress.samples_per_second),
+        "loss": ("Training loss that scripts reported last.", progress.loss),
         "durable_version": ("Version of the newest checkpoint.", progress.durable_version),
         "durable_age_seconds": ("Age of the newest checkpoint.", status.durable_age_seconds),
-        "term": ("Starts of this parameter server.", status.term),
-        "tensor_bytes": ("Bytes of tensors of session.server.", status.tensor_bytes),
+        "term": ("Number of times the parameter server has started.", status.term),
+        "tensor_bytes": ("Size of the tensors of session.server.", status.tensor_bytes),
         "checkpoint_pause_seconds_total": (
-            "Time that training stood still for checkpoints.",
+            "Time that training has paused for checkpoints.",
             status.checkpoint_pause_seconds,
         ),
     }
     if status.bucket_bytes:
-        values["bucket_bytes"] = ("The size of buckets that was chosen.", status.bucket_bytes)
+        values["bucket_bytes"] = ("Bucket size that was chosen.", status.bucket_bytes)
     if (stale := progress.staleness) is not None:
-        of = "Versions between a step's own and the one that it went into, over all steps:"
+        of = "of the staleness of all steps, in versions."
         values |= {
-            "staleness_p50": (f"{of} half are at most so stale.", stale.p50),
-            "staleness_p99": (f"{of} 99 of 100 are at most so stale.", stale.p99),
-            "staleness_max": (f"{of} the stalest one.", stale.max),
+            "staleness_p50": (f"Median {of}", stale.p50),
+            "staleness_p99": (f"99th percentile {of}", stale.p99),
+            "staleness_max": (f"Maximum {of}", stale.max),
         }
     if (evaluation := progress.evaluation) is not None:
         values |= {
-            "evaluated_version": ("Version that was evaluated last.", evaluation.version),
-            "evaluations": ("Checkpoints that were evaluated.", evaluation.evaluated),
+            "evaluated_version": ("Newest version that was evaluated.", evaluation.version),
+            "evaluations": ("Checkpoints that have been evaluated.", evaluation.evaluated),
             "evaluations_waiting": ("Checkpoints that wait for the evaluator.", evaluation.waiting),
             "evaluations_missed": ("Checkpoints that were given up.", evaluation.missed),
         }
     values |= {
-        f"{name}_total": (
-            f"{Traffic.model_fields[name].description} All workers.",
-            getattr(status.traffic, name),
-        )
+        f"{name}_total": (Traffic.model_fields[name].description or "", getattr(status.traffic, name))
         for name in Traffic.counts()
     }
     lines: list[str] = []
@@ -153,7 +150,7 @@ def metrics(status: ServerStatus) -> str:
             ]
     if progress.metrics:
         full = "elastic_ps_reported"
-        lines += [f"# HELP {full} What scripts have reported last, by its name.", f"# TYPE {full} gauge"]
+        lines += [f"# HELP {full} Last value of each metric that scripts report.", f"# TYPE {full} gauge"]
         lines += [
             f'{full}{{job="{status.job}",name="{_escaped(name)}"}} {_number(value)}'
             for name, value in sorted(progress.metrics.items())

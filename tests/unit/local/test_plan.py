@@ -368,7 +368,8 @@ def test_a_job_whose_last_version_is_not_on_disk_has_failed_and_says_why() -> No
     actions = plan(DESIRED, observed(*workers, progress=unwritten, problem=full, asked_at=NOW + 60), NOW + 60)
     assert isinstance(actions[0], Conclude)
     assert actions[0].verdict.phase == "Failed"
-    assert f"version 48 is not on disk: {full}" in actions[0].verdict.message
+    assert actions[0].verdict.message.startswith(f"{full}. ")
+    assert "version 48 is not on disk" in actions[0].verdict.message
     assert "version 32" in actions[0].verdict.message
 
 

@@ -197,7 +197,7 @@ def test_metrics_count_what_the_status_says() -> None:
     }
     chosen = metrics(status.model_copy(update={"bucket_bytes": 65536})).splitlines()
     assert set(chosen) - set(lines) == {
-        "# HELP elastic_ps_bucket_bytes The size of buckets that was chosen.",
+        "# HELP elastic_ps_bucket_bytes Bucket size that was chosen.",
         "# TYPE elastic_ps_bucket_bytes gauge",
         'elastic_ps_bucket_bytes{job="job"} 65536',
     }
