@@ -1,12 +1,10 @@
-"""Which deaths of processes on one machine count as failures, against `runPolicy.backoffLimit`.
+"""Decides which deaths of processes on one machine count against `runPolicy.backoffLimit`. Pure.
 
-A process that is killed from outside (preemption, a drained node, a person) says nothing about the job,
-however often that happens. A script that fails by itself does. In between are crashes: a segmentation fault
-or an exit status that means nothing may be the machine's fault once. If the replacement then dies in the same
-way, before it has done anything for the job, the next one will, too.
+A process that is killed from outside (by preemption, a drained node or a person) never counts. A script that
+fails by itself does. A crash, such as a segmentation fault or an unknown exit status, may be the machine's
+fault once. It counts if the previous process died in the same way, and this one had done nothing for the job.
 
-On a cluster a disruption is marked as one, so that the operator need not guess: there everything else counts
-(`elastic_operator.failures`). Pure.
+On a cluster, disruptions are marked, and everything else counts (`elastic_operator.failures`).
 """
 
 from __future__ import annotations
@@ -19,19 +17,19 @@ from typing import Literal, TypeAlias, TypeVar
 from elastic_ps.contract import exits
 
 Kind: TypeAlias = Literal["failed", "crashed", "killed"]
-"""`failed`: the program says so itself. `killed`: from outside. `crashed`: neither is known."""
+"""`failed`: the program reports a failure. `killed`: from outside. `crashed`: neither is known."""
 
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
-"""Signals that a process does not bring upon itself. SIGKILL may mean that the memory was not enough, too."""
+"""Signals that come from outside. SIGKILL may also mean that the memory was not enough."""
 
 
 @dataclass(frozen=True)
 class Death:
-    """How a process ended that should not have.
+    """The unexpected end of a process.
 
     Attributes:
         kind: see `Kind`.
-        cause: what it died of; two deaths with the same text are alike.
+        cause: the cause in words. Deaths with the same cause are alike.
         useful: whether it had done anything for the job: a step that is in the model, an answer. None if
             that is not known.
     """
@@ -42,7 +40,7 @@ class Death:
 
 
 def kind_of(status: int) -> Kind:
-    """What an exit status other than 0 says; one below 0 or above 128 is a signal's."""
+    """The kind of an exit status other than 0. One below 0 or above 128 stands for a signal."""
     if 0 < status < 128:
         return "failed"
     from_outside = _signal(status) in _FROM_OUTSIDE or status in (exits.FENCED, exits.LEFT, exits.LOST)
@@ -61,6 +59,20 @@ def describe_exit(status: int) -> str:
     return f"was killed by {number.name}" if number is not None else f"exited with {status}"
 
 
+def cause_of(output: str) -> str:
+    """The error message or exception in the last lines that a process printed; "" if there is none.
+
+    Warnings of libraries that are closed may follow it.
+    """
+    lines = output.splitlines()
+    for number in reversed(range(len(lines))):
+        if lines[number].startswith("error: "):
+            return "\n".join(lines[number:]).removeprefix("error: ")
+        if lines[number].startswith("Traceback (most recent call last):"):
+            return "\n".join(line for line in lines[number + 1 :] if line and not line.startswith(" "))
+    return ""
+
+
 def _signal(status: int) -> signal.Signals | None:
     try:
         return signal.Signals(-status if status < 0 else status - 128)
@@ -71,8 +83,8 @@ def _signal(status: int) -> signal.Signals | None:
 def counts(death: Death, before: str | None) -> bool:
     """Whether a death is a failure.
 
-    `before` is the cause of the last crash in the same place, that is, of a process with the same role and
-    index; None if there is none to compare with.
+    `before` is the cause of the last crash of a process with the same role and index; None if there is none
+    to compare with.
     """
     if death.kind == "failed":
         return True
@@ -80,7 +92,7 @@ def counts(death: Death, before: str | None) -> bool:
 
 
 def to_compare(death: Death, before: str | None) -> str | None:
-    """What the next death in the same place is to be compared with: `before` of the next call of `counts`."""
+    """The `before` for the next death of a process with the same role and index."""
     if death.kind == "crashed":
         return death.cause
     return None if death.useful else before
@@ -90,7 +102,7 @@ P = TypeVar("P", bound=Hashable)
 
 
 def failures(deaths: Iterable[tuple[P, Death]]) -> list[bool]:
-    """For each death, given with its place and in the order of time, whether it counts."""
+    """Whether each death counts. Deaths are given with their process's role and index, in order of time."""
     crashes: dict[P, str | None] = {}
     counted = []
     for place, death in deaths:

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 from elastic_ps.api.status import FINISHED_GRACE, LEFT_EARLY, STAYED_OUT, Phase, Progress
 from elastic_ps.contract import deaths, exits
-from elastic_ps.contract.deaths import Death, Kind, describe_exit, kind_of
+from elastic_ps.contract.deaths import Death, Kind, cause_of, describe_exit, kind_of
 from elastic_ps.contract.env import Role
 
 Ending: TypeAlias = Literal["done", "left", "killed", "failed", "invalid"]
@@ -337,9 +337,10 @@ def _deadline_exceeded(desired: Desired, observed: Observed, now: float) -> Verd
     if desired.deadline is None or now - observed.started <= desired.deadline.total_seconds():
         return None
     seconds = desired.deadline.total_seconds()
-    return Verdict(
-        "Failed", "DeadlineExceeded", f"the job did not finish within activeDeadlineSeconds: {seconds:g}"
+    message = (
+        f"the job did not finish within activeDeadlineSeconds ({seconds:g} s). Raise it, or run it again"
     )
+    return Verdict("Failed", "DeadlineExceeded", message)
 
 
 def _parameter_server_silent(desired: Desired, observed: Observed, now: float) -> Verdict | None:
@@ -390,7 +391,8 @@ def _workers_done(desired: Desired, observed: Observed, now: float) -> Verdict |
         return Verdict(
             "Failed",
             "NoAnswer",
-            "every worker has ended, but the parameter server does not say how far training is",
+            "the parameter server does not answer, so it is not known whether all records are in the model. "
+            "Every worker has ended. Read the parameter server's output",
         )
     if progress.finished:
         if _evaluates(desired, observed) and now - last_end <= _grace(desired).total_seconds():
@@ -417,20 +419,6 @@ def _workers_done(desired: Desired, observed: Observed, now: float) -> Verdict |
         f"every worker has ended its script, but only {progress.records_applied} of "
         f"{progress.records_expected} records are in the model. {LEFT_EARLY}",
     )
-
-
-def cause_of(output: str) -> str:
-    """Why a process has failed, out of its last lines; "" if they do not say.
-
-    Others may have been written after that, such as warnings of libraries that are closed.
-    """
-    lines = output.splitlines()
-    for number in reversed(range(len(lines))):
-        if lines[number].startswith("error: "):
-            return "\n".join(lines[number:]).removeprefix("error: ")
-        if lines[number].startswith("Traceback (most recent call last):"):
-            return "\n".join(line for line in lines[number + 1 :] if line and not line.startswith(" "))
-    return ""
 
 
 def _start_servers(role: Role, desired: Desired, observed: Observed, now: float) -> Iterator[Start]:

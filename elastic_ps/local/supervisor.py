@@ -27,7 +27,7 @@ from elastic_ps.api.mutable import MutableFields
 from elastic_ps.api.status import ServerStatus
 from elastic_ps.checkpoint import files
 from elastic_ps.contract import exits
-from elastic_ps.contract.deaths import describe_exit
+from elastic_ps.contract.deaths import cause_of, describe_exit
 from elastic_ps.contract.env import ProcessEnvironment, Resume, Role, inherited
 from elastic_ps.errors import ElasticPSError, InvalidJob, UserError
 from elastic_ps.local import issuer
@@ -341,7 +341,7 @@ class Launcher:
             own = self.issuer.own() if self.issuer is not None else None
             self._notices.submit(gone, self.job.name, addresses, process.index, instance, own)
         if status != 0 and not (process.killed or process.asked):
-            said = planning.cause_of(process.output).splitlines()[:1] or process.output.splitlines()[-1:]
+            said = cause_of(process.output).splitlines()[:1] or process.output.splitlines()[-1:]
             last = said if process.ending != "killed" else []
             words = describe_exit(status)
             self._event("died", ": ".join([f"{process.name} (pid {process.pid}) {words}", *last]))

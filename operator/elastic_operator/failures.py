@@ -1,11 +1,11 @@
-"""What follows from the end of a pod: is it counted, is the job over, which nodes to avoid. Pure.
+"""Decides what the end of a pod means: whether it counts, whether the job fails, which nodes to avoid. Pure.
 
-A disruption is nobody's fault, so it is free. Everything else counts against `runPolicy.backoffLimit`, unless
-a rule of `runPolicy.podFailurePolicy` says otherwise.
+A disruption does not count. Everything else counts against `runPolicy.backoffLimit`, unless a rule of
+`runPolicy.podFailurePolicy` says otherwise.
 
-A process that ends with exit status 78 says that the job cannot run as specified. Before the job's first step
-it is believed. Later it may be one bad node that says so: then the pod is replaced, on another node if there
-is one, and the job is over when a second node says the same, or when it has happened too often.
+A process that ends with exit status 78 reports that the job cannot run as specified. Before the first step,
+the job then fails. Later, a bad node may be the cause: the pod is replaced, on another node if possible. The
+job fails when a second node reports the same, or when the limit is exceeded.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal, TypeAlias
 
-from elastic_operator import builders
+from elastic_operator import builders, names
 from elastic_operator.desired import Desired
 from elastic_operator.plan import Note, Observed
-from elastic_operator.pods import LOST, Pod, Problem
+from elastic_operator.pods import LAST_OUTPUT, LOST, Pod, Problem
 from elastic_ps.api.policies import FailureRule, PodFailurePolicy
 from elastic_ps.api.status import TrainingJobStatus
 
 Consequence: TypeAlias = Literal["FailJob", "Ignore", "Count"]
 
 _NODES = 16
-"""How many nodes are remembered."""
+"""The number of nodes that are remembered."""
 
 
 def describe(pod: Pod) -> Problem:
@@ -32,7 +32,7 @@ def describe(pod: Pod) -> Problem:
 
 
 def consequence(pod: Pod, policy: PodFailurePolicy | None) -> Consequence:
-    """What follows from the end of a worker that did not end well."""
+    """What follows from the end of a worker that failed or was disrupted."""
     rule = _rule(pod, policy)
     if rule is not None:
         return rule.action
@@ -52,10 +52,10 @@ def _fits(rule: FailureRule, pod: Pod) -> bool:
 
 
 def has_to_be_counted(pod: Pod) -> bool:
-    """Whether the end of a worker, parameter server or standby is looked at here.
+    """Whether the end of a pod is counted.
 
-    A worker's is, and that of a server that says that the job is invalid, or that was evicted for a limit of
-    its own. Other servers are started again in place.
+    It is for a worker, and for a server that reports an invalid job or was evicted for a limit of its own.
+    The kubelet restarts other servers in place.
     """
     return pod.role == "worker" or pod.ending in ("invalid", "failed")
 
@@ -63,7 +63,7 @@ def has_to_be_counted(pod: Pod) -> bool:
 def counted(
     status: TrainingJobStatus, desired: Desired, observed: Observed
 ) -> tuple[TrainingJobStatus, list[Note]]:
-    """The status with the pods that have ended since counted, and an Event for each of them."""
+    """The status with the pods counted that have ended since the last pass, and an Event for each of them."""
     worker, policy = status.worker, desired.spec.run_policy.pod_failure_policy
     ended = [pod for pod in observed.of("worker", "ps", "standby") if pod.over and has_to_be_counted(pod)]
     fresh = [pod for pod in ended if pod.uid not in worker.counted_pods]
@@ -81,22 +81,22 @@ def counted(
     notes = [
         Note(pod.uid, "Warning", describe(pod).reason, describe(pod).message)
         for pod in fresh
-        if describe(pod).reason != LOST  # that is told once for all of them, see `status.model_lost`
+        if describe(pod).reason != LOST  # `status.model_lost` reports it once for all pods
     ]
     return status.model_copy(update={"worker": worker.model_copy(update=update)}), notes
 
 
 def fatal(status: TrainingJobStatus, desired: Desired, observed: Observed) -> Problem | None:
-    """Why the job is over because of how one of its pods has ended. `status` has this pass's counts.
+    """Why the end of a pod ends the job; None if none does. `status` has this pass's counts.
 
-    The evaluator's end never is a reason.
+    The end of the evaluator never ends the job.
     """
     policy = desired.spec.run_policy.pod_failure_policy
     ended = [pod for pod in observed.pods if pod.over and pod.role != "evaluator"]
     for pod in ended:
         if (rule := _rule(pod, policy)) is not None and rule.action == "FailJob":
-            why = f"a rule of runPolicy.podFailurePolicy ends the job: {describe(pod).message}"
-            return Problem("PodFailurePolicy", why)
+            then = "A rule of runPolicy.podFailurePolicy ends the job"
+            return Problem("PodFailurePolicy", _ends(describe(pod).message, then))
     invalid = [pod for pod in ended if pod.ending == "invalid" and _rule(pod, policy) is None]
     for pod in invalid:
         if status.progress.version == 0 or (pod.role != "worker" and not _may_move(desired)):
@@ -107,14 +107,21 @@ def fatal(status: TrainingJobStatus, desired: Desired, observed: Observed) -> Pr
             return describe(pod)
     limit = desired.spec.run_policy.backoff_limit
     if status.worker.failures > limit:
-        message = (
-            f"processes failed {status.worker.failures} times, more than backoffLimit {limit} "
-            f"allows; the last failure: {status.worker.last_failure}"
+        times = "once" if status.worker.failures == 1 else f"{status.worker.failures} times"
+        then = (
+            f"Processes have failed {times}, more than backoffLimit {limit} allows. Correct the cause, and "
+            f"restart the job with the annotation {names.RESTART_ANNOTATION}"
         )
-        return Problem("BackoffLimitExceeded", message)
+        return Problem("BackoffLimitExceeded", _ends(status.worker.last_failure or "", then))
     return None
 
 
+def _ends(failure: str, then: str) -> str:
+    """The message of a job that ends over a failure: its cause, what follows, and the last output."""
+    cause, marker, output = failure.partition(LAST_OUTPUT)
+    return f"{cause}. {then}{marker}{output}"
+
+
 def _may_move(desired: Desired) -> bool:
-    """Whether a server that is replaced finds the checkpoints again."""
+    """Whether a server that moves to another node finds its checkpoints there."""
     return builders.claim_name(desired.name, desired.spec) is not None

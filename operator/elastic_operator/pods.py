@@ -1,11 +1,11 @@
-"""What a pod's status means for the job, in the job's own words. Pure.
+"""Reads a pod's status: how the pod has ended, or why it does not start. Pure.
 
 ===================== ======================================================================
 ending                how it is recognised
 ===================== ======================================================================
 done                  exit status 0
-invalid               exit status `exits.INVALID`: the process says that starting it again is no use
-disrupted             the pod has the condition DisruptionTarget or a reason of its node's (eviction,
+invalid               exit status `exits.INVALID`: the process reports that a restart is of no use
+disrupted             the pod has the condition DisruptionTarget or a reason from its node (eviction,
                       preemption, shutdown), or its node does not know how it ended; or exit status
                       `exits.LOST`: the model is lost with the parameter server's pod
 failed                any other exit status or signal, out of memory, a command that cannot be started, an
@@ -29,7 +29,7 @@ from elastic_operator import names
 from elastic_operator.documents import read_server_status
 from elastic_ps.api.status import ServerStatus
 from elastic_ps.contract import exits
-from elastic_ps.contract.deaths import describe_exit, kind_of
+from elastic_ps.contract.deaths import cause_of, describe_exit, kind_of
 from elastic_ps.contract.env import Role
 
 Ending: TypeAlias = Literal["done", "invalid", "failed", "disrupted"]
@@ -49,14 +49,17 @@ _LOST_SIGHT = {_NOT_FOUND, "Unknown"}
 _CANNOT_START = {"StartError", "ContainerCannotRun"}
 _REASONS = {"failed": "WorkerFailed", "crashed": "WorkerCrashed", "killed": "WorkerKilled"}
 _OWN_LIMIT = re.compile(r"exceed(s|ed) (the|the total|its local ephemeral storage) limit")
-"""What the kubelet says when it evicts a pod for its own sake, though its node has room left."""
+"""Matches the kubelet's message when a pod is evicted for exceeding a limit of its own."""
 
 LOST = "ModelLost"
 MODEL_LOST = (
-    "the parameter server was lost, and its checkpoints with it. Training begins again from the start. With "
-    "parameterServer.checkpoint.volumeClaim a model outlives its pod"
+    "the parameter server was lost, and its checkpoints with it. Training begins again from the start. To "
+    "keep the model when a pod is lost, set parameterServer.checkpoint.volumeClaim in the next job"
 )
-"""What happens if the pod of a parameter server is lost that has no claim."""
+"""The message when a parameter server without a volume claim has lost its pod."""
+
+LAST_OUTPUT = ". Last output: "
+"""Stands between how a pod has ended and the last lines that it printed."""
 
 _KILLED_AS = {
     "Evicted": "was evicted",
@@ -71,7 +74,7 @@ _KILLED_AS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that keeps a pod from working. `reason` is a condition's word, `message` for a person."""
+    """A problem of a job or a pod. `reason`: that of a condition; `message`: a sentence for a person."""
 
     reason: str
     message: str
@@ -83,32 +86,32 @@ class Pod:
 
     Attributes:
         ready: the pod's Ready condition.
-        deleting: when its grace period ends, once its deletion has been asked for.
-        held_by: the finalizers that keep its object, though nothing else does any more; "" if nothing does.
-        ending: how it ended; None while it may still run. Of a PS or standby, started again in place,
-            only `invalid` is looked at while it lives.
-        live: some of its containers may run, though it be only side-cars of a worker that has ended.
-        silent: its node does not answer, as the control plane says; the pod may run all the same.
-        finished: its phase says that it has ended: no container of it is started again.
-        stopped: all its containers have terminated, sidecars too. Of a pod that is being deleted none is
-            started again.
+        deleting: when its grace period ends, if it is being deleted.
+        held_by: the finalizers that alone still keep its object; "" if there are none.
+        ending: how it ended; None while it may still run. A PS or standby is restarted in place; while it
+            lives, `ending` may only be `invalid`.
+        live: some of its containers may run, perhaps only side-cars of a worker that has ended.
+        silent: the control plane reports that its node does not answer. The pod may still run.
+        finished: its phase says that it has ended, so no container is restarted.
+        stopped: all its containers have terminated, side-cars included. If it is being deleted, none is
+            restarted.
         exit: its container's exit status, if that is known.
-        said: the last line that it wrote before it ended.
+        said: the last line that it printed.
         node: where it runs or ran.
         conditions: (type, status) of each of its conditions.
         disruption: the reason of its condition DisruptionTarget; "" if it is not disrupted.
-        created: when it was made.
-        template: what of the spec it was made from, see `builders.template_hash`; "" if that is not known.
+        created: when it was created.
+        template: the `builders.template_hash` that it was made from; "" if that is not known.
         pending: not all of its containers have ever been started.
-        begun: one of them has been started, perhaps an init container.
-        problem: why it ended or cannot start, in words.
+        begun: a container has been started, perhaps an init container.
+        problem: why it ended or cannot start.
         placed: when a node was found for it.
-        started, ended: when its container did.
+        started, ended: when its container started and ended.
         address: its IP.
-        last_words: what the parameter server in it left when it ended; None while one runs.
-        version: of the object, as it was read.
-        tuning: what shard 0 is told that the job wants, see `names.TUNING_ANNOTATION`; "" for no such word.
-        durable: whether shard 0 is told that a version was on disk, see `names.DURABLE_ANNOTATION`.
+        last_words: the status that its parameter server left when it ended; None while it runs.
+        version: the resourceVersion of the object.
+        tuning: the settings that shard 0 is told, see `names.TUNING_ANNOTATION`; "" if there are none.
+        durable: whether shard 0 is told that a version is on disk, see `names.DURABLE_ANNOTATION`.
     """
 
     name: str
@@ -144,26 +147,26 @@ class Pod:
 
     @property
     def active(self) -> bool:
-        """It runs or is about to, and nobody asked it to end."""
+        """Whether it runs or is about to, and is not being deleted."""
         return self.ending is None and self.deleting is None
 
     @property
     def stuck(self) -> bool:
-        """It cannot run, or does not yet, so that nothing is lost with it."""
+        """Whether it cannot run, or does not run yet, so that nothing is lost with it."""
         return self.active and not self.ready and (self.pending or self.problem is not None)
 
     @property
     def unbegun(self) -> bool:
-        """Its process was never started: it waits for a node, an image, a volume or an init container."""
+        """Whether its process never started: it waits for a node, an image, a volume or an init container."""
         return self.pending and self.started is None
 
     def unplaced(self, now: datetime) -> timedelta | None:
-        """For how long no node has been found for it; None if one has."""
+        """How long it has waited for a node; None if it does not wait."""
         waits = self.problem is not None and self.problem.reason in (UNSCHEDULABLE, _GATED)
         return now - self.created if waits and self.created is not None else None
 
     def unstarted(self, now: datetime) -> timedelta | None:
-        """For how long it has had a node, and nothing of it has started; None if something has.
+        """How long it has had a node without a container that has started; None if one has.
 
         None, too, if `problem` says why.
         """
@@ -172,23 +175,23 @@ class Pod:
         return now - since if waits and since is not None else None
 
     def older_than(self, moment: datetime | None) -> bool:
-        """Whether it was made before then."""
+        """Whether it was created before `moment`."""
         return moment is not None and self.created is not None and self.created < moment
 
     @property
     def unheard(self) -> bool:
-        """It was deleted because its node does not answer, which therefore will not say that it has ended."""
+        """Whether it was deleted because its node does not answer, which cannot confirm its end."""
         lost = self.disruption == "DeletionByTaintManager" and not self.ready
         return self.deleting is not None and lost
 
     @property
     def over(self) -> bool:
-        """It ended other than well, without being asked to."""
+        """Whether it failed or was disrupted, and is not being deleted."""
         return self.ending not in (None, "done") and self.deleting is None
 
 
 def parse_time(value: object) -> datetime | None:
-    """Read a timestamp of the API; None is None, and so is what somebody has written in the place of one."""
+    """Read a timestamp of the API; None if it is None or no timestamp."""
     try:
         found = datetime.fromisoformat(value) if isinstance(value, str) else None
     except ValueError:
@@ -221,7 +224,7 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
         index=int(index),
         ready=_condition(status, "Ready").get("status") == "True",
         deleting=parse_time(metadata.get("deletionTimestamp")),
-        # The kubelet has confirmed its end, or it was deleted by force.
+        # 0: the kubelet has confirmed its end, or it was deleted by force.
         held_by=", ".join(metadata.get("finalizers") or [])
         if metadata.get("deletionGracePeriodSeconds") == 0
         else "",
@@ -255,12 +258,12 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
 
 @functools.lru_cache(maxsize=256)
 def _shared(conditions: frozenset[tuple[str, str]]) -> frozenset[tuple[str, str]]:
-    """The one that was seen first of all that are equal: most pods have the same, and thousands are kept."""
+    """The first equal set: thousands of pods are kept, and most have the same conditions."""
     return conditions
 
 
 def _last_exit(container: Mapping[str, Any]) -> Mapping[str, Any]:
-    """How the container ended; of one that runs again, how it did before."""
+    """How the container ended; if it was restarted, how it ended before."""
     state, last = container.get("state") or {}, container.get("lastState") or {}
     end: Mapping[str, Any] = state.get("terminated") or last.get("terminated") or {}
     return end
@@ -277,9 +280,9 @@ def _end_of(container: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _failed_init(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The init container over which the pod has ended, so that its own was never started; empty if none.
+    """The init container that failed the pod before its main container started; empty if there is none.
 
-    One that is started again whenever it ends is a side-car.
+    An init container that is always restarted is a side-car.
     """
     spec, status = manifest.get("spec") or {}, manifest.get("status") or {}
     if status.get("phase") != "Failed":
@@ -290,7 +293,7 @@ def _failed_init(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _last_words(metadata: Mapping[str, Any], container: Mapping[str, Any]) -> ServerStatus | None:
-    """None too if a process runs again: what the one before has left is older than what that one knows."""
+    """The status that a parameter server left; None if a new process runs, which knows more."""
     end = _last_exit(container)
     if "running" in (container.get("state") or {}) or not (text := str(end.get("message") or "")).startswith(
         "{"
@@ -311,7 +314,7 @@ def _disruption(status: Mapping[str, Any]) -> str:
 def _stopped(status: Mapping[str, Any]) -> bool:
     def gone(container: Mapping[str, Any]) -> bool:
         last = (container.get("lastState") or {}).get("terminated") or {}
-        # The kubelet's word for a container that it no longer finds, and says to be waiting.
+        # The kubelet no longer finds such a container, and reports it as waiting.
         return "terminated" in (container.get("state") or {}) or last.get("reason") == _NOT_FOUND
 
     return bool(status.get("containerStatuses")) and all(map(gone, _containers(status)))
@@ -333,7 +336,7 @@ def _placed(status: Mapping[str, Any]) -> datetime | None:
 
 
 def _silent(status: Mapping[str, Any]) -> bool:
-    """The control plane then writes Ready alone; a kubelet gives a reason with it."""
+    """The control plane then sets Ready to False without a reason; a kubelet gives one."""
     ready = _condition(status, "Ready")
     unready = ready.get("status") == "False" and not ready.get("reason")
     return unready and _condition(status, "ContainersReady").get("status") == "True"
@@ -352,8 +355,8 @@ def _ended(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[E
             return "invalid", Problem(
                 "InvalidJob", _said(f"{name} reports that the job cannot run as specified", end)
             )
-    # The container of a worker is not started again, so that its end is the worker's: what side-cars do
-    # does not matter. Containers of other pods are.
+    # A worker's container is not restarted, so its end is the end of the worker, whatever side-cars do.
+    # The containers of other pods are restarted.
     own = terminated if container.get("name") == names.CONTAINER["worker"] else {}
     if phase == "Succeeded" or (own and own.get("exitCode") == 0):
         return "done", None
@@ -404,10 +407,12 @@ def _limit(manifest: Mapping[str, Any]) -> str:
 
 
 def _said(what: str, end: Mapping[str, Any]) -> str:
-    """`what`, with the end of the container's last words."""
+    """The cause of an end, if its last output names one, then `what` has happened and the output itself."""
     words = str(end.get("message") or "").strip()
-    said = words and not words.startswith("{")  # else they are those of a parameter server, for the operator
-    return f"{what}. Its last output: {words[-600:]}" if said else what
+    if not words or words.startswith("{"):  # a parameter server leaves JSON for the operator
+        return what
+    cause = cause_of(words).partition("\n")[0][:300]
+    return f"{f'{cause} ({what})' if cause else what}{LAST_OUTPUT}{words[-600:]}"
 
 
 def _not_starting(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> Problem | None:
@@ -428,12 +433,12 @@ def _not_starting(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> 
 
 
 def _waiting(pod: str, name: str, container: Mapping[str, Any], *, limit: str = "") -> Problem | None:
-    """Why a container of a pod, called `name` in words, is not started; None if that is about to be done."""
+    """Why the container that messages call `name` does not start; None if it is about to."""
     waiting = (container.get("state") or {}).get("waiting") or {}
     reason, message = str(waiting.get("reason") or ""), str(waiting.get("message") or "")
     if reason in _IMAGE_REASONS:
         image = container.get("image") or "its image"
-        # The kubelet's own message changes to and fro while it backs off; this one stays as it is.
+        # The kubelet's own message alternates while it backs off.
         hint = f"`kubectl describe pod {pod}` says why"
         return Problem("ImagePullFailed", f"the image {image!r} of {name} cannot be pulled; {hint}")
     if reason in _CONFIG_REASONS:

@@ -17,12 +17,12 @@ from elastic_ps.api.status import LEFT_EARLY, TrainingJobStatus
 from elastic_ps.contract.env import DEFAULT_HTTP_PORT
 
 WRITE_LIMIT = timedelta(minutes=10)
-"""For how long the last version may be on its way to the disk after the last worker has ended."""
+"""The time that the parameter server has to write the last version after the last worker has ended."""
 
 _BEFORE = "Before that: "
 
 TROUBLED_WRITE_LIMIT = timedelta(seconds=20)
-"""The same if the parameter server has a problem; the workers have waited for it already."""
+"""The limit if the parameter server has a problem, for which the workers have waited already."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Verdict:
 
 
 def verdict(status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime) -> Verdict | None:
-    """How the job ends, if it is to end now. `status` has this pass's counts and progress."""
+    """How the job ends; None if it goes on. `status` has this pass's counts and progress."""
     for refusal in observed.refusals:
-        trained = status.progress.version > 0  # then it waits until the spec is corrected, and loses nothing
+        trained = status.progress.version > 0  # a trained job waits until the spec is corrected
         if refusal.reason == "InvalidSpec" and not (trained or holds(status, "Running")):
             return Verdict("Failed", refusal)
     policy = desired.spec.run_policy
@@ -46,13 +46,16 @@ def verdict(status: TrainingJobStatus, desired: Desired, observed: Observed, now
         return Verdict("Failed", why)
     deadline, start = policy.active_deadline_seconds, parse_time(status.start_time)
     if deadline is not None and start is not None and now - start >= timedelta(seconds=deadline):
-        message = f"the job did not finish within activeDeadlineSeconds: {deadline}"
+        message = (
+            f"the job did not finish within activeDeadlineSeconds ({deadline} s). Raise the limit, and "
+            f"restart the job with the annotation {names.RESTART_ANNOTATION}"
+        )
         return Verdict("Failed", Problem("DeadlineExceeded", message))
     return _workers_done(status, desired, observed, now)
 
 
 def _diverged(desired: Desired, observed: Observed) -> Problem | None:
-    """That the job learns nothing, unless a parameter server says so that a restart is to end."""
+    """The problem that the job does not learn; None while a restart is to end that parameter server."""
     found = observed.word.progress.diverged if observed.word is not None else None
     if found is None or any(pod.older_than(desired.restart) for pod in observed.of("ps")):
         return None
@@ -62,7 +65,7 @@ def _diverged(desired: Desired, observed: Observed) -> Problem | None:
 def _workers_done(
     status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime
 ) -> Verdict | None:
-    """How the job ends when every worker has come to the end of its script. The parameter server decides."""
+    """How the job ends when every worker has ended its script, as the parameter server reports."""
     progress, workers = status.progress, _begun(observed)
     if not workers or any(pod.ending != "done" for pod in workers):
         return None
@@ -82,7 +85,7 @@ def _workers_done(
             message += f". The evaluator was not done {seconds:g} s later, so the last versions are not "
             message += "evaluated (evaluator.finishTimeout)"
         return Verdict("Succeeded", Problem("StoppedEarly" if progress.stopped else "Finished", message))
-    # What was known before the last worker ended says nothing of the end.
+    # A report from before the last worker's end does not tell how the job ended.
     if not _all_done(desired, observed) or observed.word is None or not observed.word.begun:
         return None
     if progress.records_expected is None:
@@ -100,7 +103,7 @@ def _workers_done(
 
 
 def _without_last_version(status: TrainingJobStatus, observed: Observed, now: datetime) -> Verdict | None:
-    """How a job ends whose training is done: the parameter server is given time to write the last version."""
+    """How a job ends whose last version is not on disk; None while there is time to write it."""
     problem = observed.word.problem if observed.word is not None else ""
     limit = TROUBLED_WRITE_LIMIT if problem else WRITE_LIMIT
     last = max((pod.ended for pod in observed.of("worker") if pod.ended), default=now)
@@ -110,14 +113,15 @@ def _without_last_version(status: TrainingJobStatus, observed: Observed, now: da
 
 
 def _evaluates(observed: Observed) -> bool:
-    """Whether the evaluator has not come to its end yet, and may still come to it."""
+    """Whether the evaluator may still evaluate a checkpoint."""
     return not any(pod.ending in ("done", "invalid") for pod in observed.of("evaluator"))
 
 
 def _begun(observed: Observed) -> list[Pod]:
-    """The workers that may still say something: not those that go before they have begun.
+    """The workers that count for the end of the job.
 
-    Nor those of which a finalizer keeps the object alone.
+    Left out are pods that are deleted before they have started, and those of which only a finalizer keeps the
+    object.
     """
     return [
         pod
@@ -127,7 +131,7 @@ def _begun(observed: Observed) -> list[Pod]:
 
 
 def _all_done(desired: Desired, observed: Observed) -> bool:
-    """Whether each worker that the job asks for has come to the end of its script."""
+    """Whether each worker that the job asks for has ended its script."""
     workers = _begun(observed)
     done = sum(pod.ending == "done" for pod in workers)
     return done >= desired.replicas and all(pod.ending == "done" for pod in workers)
@@ -136,24 +140,25 @@ def _all_done(desired: Desired, observed: Observed) -> bool:
 def _lost(status: TrainingJobStatus) -> str:
     applied, expected = status.progress.records_applied, status.progress.records_expected
     return (
-        "every worker has ended its script, but the parameter server was lost with the model, and there is "
-        f"no checkpoint; when it was last heard of, {applied} of {expected} records were in the model. "
-        "With parameterServer.checkpoint.volumeClaim a model outlives its pod"
+        "the parameter server was lost with the model, and there is no checkpoint. Every worker has ended "
+        f"its script; at the last report, {applied} of {expected} records were in the model. To keep the "
+        "model when a pod is lost, set parameterServer.checkpoint.volumeClaim in the next job"
     )
 
 
 def _silence(
     status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime, options: Options
 ) -> Iterator[Problem]:
-    """The workers are done, and the parameter server has not said for a while what came of it."""
+    """The problem that the parameter server does not answer after the workers are done."""
     if status.progress.finished or not _all_done(desired, observed):
         return
     last = max((pod.ended for pod in observed.of("worker") if pod.ended), default=now)
     if (observed.word is None or not observed.word.begun) and now - last > options.answer_limit:
         message = (
-            "every worker has ended its script, but the job is not over until its parameter server says that "
-            "all records are in the model, and it does not answer. `kubectl describe` its pod; if that "
-            f"is ready, let the operator reach its port {DEFAULT_HTTP_PORT} (NetworkPolicy)"
+            "the parameter server does not answer, so the operator cannot tell whether all records are in "
+            "the model. Every worker has ended its script. See `kubectl describe pod "
+            f"{names.pod(desired.name, 'ps', 0)}`. If the pod is ready, a NetworkPolicy has to let the "
+            f"operator reach its port {DEFAULT_HTTP_PORT}"
         )
         yield Problem("NoAnswer", message)
 
@@ -166,12 +171,12 @@ def health(
     now: datetime,
     options: Options,
 ) -> TrainingJobStatus:
-    """The status with phase and conditions of a job that goes on."""
+    """The status of a job that goes on, with its phase and conditions."""
     present = status.worker.ready + status.worker.completed
     servers, shards = status.parameter_server.ready, desired.spec.parameter_server.replicas
     needed = min(desired.spec.worker.min_replicas, desired.replicas)
     running = servers >= shards and present >= needed
-    # Workers that are done are not ready any more, some time before their node says how they ended.
+    # A worker that is done ceases to be ready some time before its node reports how it ended.
     running = running or (status.progress.finished and holds(status, "Running"))
     gone = checkpoints_gone(status, desired, observed)
     problems = [gone] if gone is not None else []
@@ -206,9 +211,10 @@ def _degraded(
     counts: str,
     now: datetime,
 ) -> TrainingJobStatus:
-    """Degraded: the job has less than its spec asks for, and not only because workers are starting.
+    """The status with the condition Degraded: the job has less than its spec asks for, for a reason.
 
-    `counts`: what it has, in words, if it still has less; then it stays so when the last problem is gone.
+    `counts`: what the job has, in words, if that is less than it asks for; else "". While it is less, the job
+    stays Degraded after the last problem is gone.
     """
     old = condition(status, "Degraded")
     if problems:
@@ -227,7 +233,7 @@ def _degraded(
 
 
 def _problems(desired: Desired, observed: Observed, now: datetime, options: Options) -> list[Problem]:
-    """What keeps parameter servers, workers and the evaluator from working, the most telling first."""
+    """The problems of parameter servers, workers and the evaluator, the most important first."""
     problems = [Problem("InvalidSpec", desired.invalid)] if desired.invalid else []
     problems += observed.refusals
     wanted = desired.workers(observed)
@@ -241,10 +247,10 @@ def _problems(desired: Desired, observed: Observed, now: datetime, options: Opti
         held = pod.held_by and (pod.role != "worker" or pod.index in wanted)
         if held and pod.deleting and now - pod.deleting > options.force_after:
             text = f"{pod.name} is deleted, but its finalizers ({pod.held_by}) keep it, so it is not replaced"
-            problems.append(Problem("FinalizerRemains", f"{text}; who has set them has to remove them"))
+            problems.append(Problem("FinalizerRemains", f"{text}. Look at what has set them"))
         waits = pod.unstarted(now)
         if waits is not None and waits >= options.start_limit:
-            text = f"{pod.name} has a node, but nothing of it has started"
+            text = f"{pod.name} has a node, but none of its containers has started"
             seconds = options.start_limit.total_seconds()
             hint = f"`kubectl describe pod {pod.name}` says why"
             problems.append(Problem("NotStarting", f"{text} for {seconds:g} s; {hint}"))
@@ -256,10 +262,10 @@ def _problems(desired: Desired, observed: Observed, now: datetime, options: Opti
 
 
 def checkpoints_gone(status: TrainingJobStatus, desired: Desired, observed: Observed) -> Problem | None:
-    """The job's own claim is gone, with checkpoints that the job is to continue from.
+    """The problem that the job's own claim is gone, with the checkpoints to continue from.
 
-    Nothing of the job is created meanwhile. A parameter server on an empty claim of the same name would wait
-    for the checkpoints for ever.
+    The operator then creates nothing for the job: a parameter server on a new, empty claim would wait for the
+    checkpoints for ever.
     """
     durable, claim = status.progress.durable_version, names.claim(desired.name)
     own = desired.spec.parameter_server.checkpoint.volume_claim is not None
@@ -268,13 +274,13 @@ def checkpoints_gone(status: TrainingJobStatus, desired: Desired, observed: Obse
     return Problem(
         "CheckpointsGone",
         f"the volume claim {claim} is gone, and the checkpoint of version {durable} was on it. Delete the "
-        "job, and create it again: with parameterServer.checkpoint.existingClaim, if there is a copy of the "
-        "claim, as from a snapshot, to continue from; or as it is, to train from scratch",
+        "job, and create it again. It trains from scratch, or continues from a copy of the claim, such as a "
+        "snapshot, that parameterServer.checkpoint.existingClaim names",
     )
 
 
 def _with_class(problem: Problem, desired: Desired) -> Problem:
-    """The scheduler says that a claim is not bound, but not which one, and what it asks for."""
+    """Add the claim and its storage class to a scheduler's message that a claim is not bound."""
     checkpoint = desired.spec.parameter_server.checkpoint
     claim = builders.claim_name(desired.name, desired.spec)
     if claim is None or "PersistentVolumeClaim" not in problem.message:
@@ -288,26 +294,26 @@ def _with_class(problem: Problem, desired: Desired) -> Problem:
 
 
 def _unheard(pod: Pod, observed: Observed, now: datetime) -> Problem | None:
-    """Why a pod takes no part though it seems to run; training may go on without it."""
+    """Why a pod that seems to run takes no part in the training, which may go on without it."""
     if pod.silent:
         return Problem("NodeNotAnswering", f"the node {pod.node} of {pod.name} does not answer")
     latest = max(member_statuses(pod, observed, now), key=lambda stay: stay.incarnation, default=None)
     if latest is None or latest.state not in ("lost", "hung"):
         return None
-    return Problem("WorkerNotAnswering", f"{pod.name} takes no part any more: {latest.reason}")
+    return Problem("WorkerNotAnswering", f"{pod.name} no longer takes part: {latest.reason}")
 
 
 def _running_for(status: TrainingJobStatus, now: datetime) -> timedelta:
-    """How long the job has been Running without a break; less than nothing if it is not."""
+    """How long the job has been Running without a break; negative if it is not."""
     running = condition(status, "Running")
     since = parse_time(running.last_transition_time) if running and running.status == "True" else None
     return now - since if since is not None else timedelta(-1)
 
 
 def _unprotected(observed: Observed, *, settled: bool) -> Iterator[Problem]:
-    """Shards that could not be lost now without a return to the last checkpoint.
+    """The problems of shards whose loss would now take the job back to the last checkpoint.
 
-    A standby that could not follow yet, because the job is not `settled`, is none.
+    Before the job is `settled`, a standby that does not follow yet is no problem.
     """
     known = {pod.index: pod.problem for pod in observed.of("standby") if pod.deleting is None and pod.problem}
     yield from known.values()

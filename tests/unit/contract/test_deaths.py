@@ -1,4 +1,4 @@
-"""Which deaths count against backoffLimit."""
+"""Which deaths count against backoffLimit, and what is said of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from elastic_ps.contract import exits
-from elastic_ps.contract.deaths import Death, Kind, counts, describe_exit, failures, kind_of
+from elastic_ps.contract.deaths import Death, Kind, cause_of, counts, describe_exit, failures, kind_of
 
 SEGFAULT = Death("crashed", "SIGSEGV", useful=False)
 
@@ -81,3 +81,18 @@ def test_a_crash_after_progress_is_the_first_of_a_row() -> None:
 )
 def test_what_an_exit_status_says(status: int, kind: Kind, words: str) -> None:
     assert (kind_of(status), describe_exit(status)) == (kind, words)
+
+
+@pytest.mark.parametrize(
+    ("output", "cause"),
+    [
+        ("INFO joined\nerror: no such thing\nexpected that\nWARNING the script ends", "no such thing"),
+        (
+            "INFO joined\nTraceback (most recent call last):\n  File x\n    f()\nValueError: no\nWARNING bye",
+            "ValueError: no",
+        ),
+        ("killed", ""),
+    ],
+)
+def test_the_cause_of_a_failure_is_found_among_what_was_written_after_it(output: str, cause: str) -> None:
+    assert cause_of(output).splitlines()[:1] == ([cause] if cause else [])

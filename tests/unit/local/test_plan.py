@@ -25,7 +25,6 @@ from elastic_ps.local.plan import (
     StopRequest,
     Terminate,
     Verdict,
-    cause_of,
     cores_of,
     failures,
     plan,
@@ -549,18 +548,3 @@ def test_an_evaluator_is_asked_to_end_with_the_workers() -> None:
     over = Verdict("Suspended", "Stopped", "stopped")
     actions = plan(EVALUATED, observed(ended(0, 0), ended(1, 0), evaluator(), verdict=over), NOW)
     assert [action.pid for action in actions if isinstance(action, Terminate)] == [9]
-
-
-@pytest.mark.parametrize(
-    ("output", "cause"),
-    [
-        ("INFO joined\nerror: no such thing\nexpected that\nWARNING the script ends", "no such thing"),
-        (
-            "INFO joined\nTraceback (most recent call last):\n  File x\n    f()\nValueError: no\nWARNING bye",
-            "ValueError: no",
-        ),
-        ("killed", ""),
-    ],
-)
-def test_the_cause_of_a_failure_is_found_among_what_was_written_after_it(output: str, cause: str) -> None:
-    assert cause_of(output).splitlines()[:1] == ([cause] if cause else [])

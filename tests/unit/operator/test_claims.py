@@ -145,7 +145,8 @@ def test_a_job_whose_claim_is_gone_says_so_and_goes_on_when_it_is_there_again(su
     degraded = simulation.condition("Degraded")
     assert (degraded["status"], degraded["reason"]) == ("True", "CheckpointsGone")
     assert "digits-ps-0 is gone, and the checkpoint of version 5" in degraded["message"]
-    assert "create it again: with parameterServer.checkpoint.existingClaim" in degraded["message"]
+    assert "Delete the job, and create it again" in degraded["message"]
+    assert "parameterServer.checkpoint.existingClaim" in degraded["message"]
     assert simulation.status["summary"]["reason"] == "CheckpointsGone"
     assert list(simulation.notes.values()).count("DegradedCheckpointsGone") == 1
     simulation.claims.add("digits-ps-0")

@@ -138,16 +138,21 @@ def test_a_worker_that_does_not_answer_is_deleted_soon_when_the_training_is_done
         assert [action.name for action in actions if isinstance(action, DeletePod)] == deleted
 
 
-def test_too_many_failures_end_the_job_with_the_last_words() -> None:
+def test_too_many_failures_end_the_job_with_the_cause_what_was_tried_and_what_to_do() -> None:
     simulation = running(runPolicy={"backoffLimit": 1})
     simulation.end("digits-worker-0", 1)
     simulation.settle()
-    simulation.end("digits-worker-0", 1, message="KeyError: 'x'")
+    output = "Traceback (most recent call last):\n  File x\nKeyError: 'x'\nWARNING the connection was closed"
+    simulation.end("digits-worker-0", 1, message=output)
     simulation.settle()
     assert simulation.status["phase"] == "Failed"
     failed = simulation.condition("Failed")
     assert failed["reason"] == "BackoffLimitExceeded"
-    assert "KeyError: 'x'" in failed["message"]
+    assert failed["message"] == (
+        "KeyError: 'x' (digits-worker-0 exited with 1). Processes have failed 2 times, more than "
+        "backoffLimit 1 allows. Correct the cause, and restart the job with the annotation "
+        f"elastic-ps.dev/restartedAt. Last output: {output}"
+    )
     assert list(simulation.pods) == ["digits-worker-0"], "the failed pod stays for its log"
 
 

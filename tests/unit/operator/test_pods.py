@@ -65,7 +65,7 @@ def test_a_container_that_cannot_be_made_is_told_with_the_reason() -> None:
 def test_a_container_that_is_started_again_and_again_is_told_with_its_last_end() -> None:
     last = {"exitCode": 3, "message": "KeyError: 'x'"}
     problem = waiting("CrashLoopBackOff", last=last).problem
-    words = "digits-worker-1 keeps crashing, last with exit status 3. Its last output: KeyError: 'x'"
+    words = "digits-worker-1 keeps crashing, last with exit status 3. Last output: KeyError: 'x'"
     assert problem == Problem("CrashLoop", words)
     problem = waiting("CrashLoopBackOff").problem
     words = "digits-worker-1 keeps crashing, last with exit status unknown"
@@ -96,7 +96,7 @@ def initialised(end: dict[str, Any], *, sidecar: bool = False, **more: Any) -> P
 @pytest.mark.parametrize(
     ("end", "reason", "words"),
     [
-        ({"exitCode": 1, "message": "boom"}, "WorkerFailed", " exited with 1. Its last output: boom"),
+        ({"exitCode": 1, "message": "boom"}, "WorkerFailed", " exited with 1. Last output: boom"),
         ({"exitCode": 78}, "WorkerFailed", " exited with 78"),
         ({"exitCode": 137, "reason": "OOMKilled"}, "OutOfMemory", " was killed: out of memory"),
     ],

@@ -872,7 +872,7 @@ def test_a_worker_that_the_parameter_server_has_lost_is_told_while_its_pod_runs(
     simulation.step()
     degraded = simulation.condition("Degraded")
     assert (degraded["status"], degraded["reason"]) == ("True", "WorkerNotAnswering")
-    assert "digits-worker-1 takes no part any more: no heartbeat for 10 s" in degraded["message"]
+    assert "digits-worker-1 no longer takes part: no heartbeat for 10 s" in degraded["message"]
     back = MemberStatus(worker=1, host="digits-worker-1", state="training", **{**fields, "incarnation": 2})
     tell(simulation, trains, lost, back)
     simulation.step()
