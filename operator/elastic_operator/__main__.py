@@ -34,7 +34,7 @@ EXIT_LOST = 3
 
 
 def main() -> int:
-    """Return 0 when asked to end, 2 where it cannot start as configured."""
+    """Run the operator. Returns 0 when asked to end, 2 if it cannot start as configured."""
     given = settings.parse()
     logging.basicConfig(
         level=given.log_level.upper(),
@@ -65,11 +65,11 @@ def main() -> int:
     )
     where = ", ".join(given.namespaces) or "all namespaces"
     logger.info("serving TrainingJobs in %s; probes and metrics on port %d", where, health.port)
-    # Otherwise kopf asks for the user's name, and a container's user may have none.
+    # By default kopf asks for the user's name, which a container's user may lack.
     identity: Any = "elastic-ps-operator"
     try:
         if leadership is not None:
-            # Nothing has begun yet. The first process of a container has no default action for this.
+            # Nothing has started yet. In a container's first process, SIGTERM has no default action.
             signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
             leadership.acquire()
             leadership.hold(_lost)
@@ -98,18 +98,18 @@ def _leadership(api: Api, given: Settings) -> Leadership | None:
 
 
 def _lost() -> None:
-    """Another operator may work now: end at once, and be started again to wait."""
+    """Another operator may be active now: end at once. The restarted process waits for the lease."""
     os._exit(EXIT_LOST)
 
 
 def _unready(controller: Controller, leadership: Leadership | None) -> str | None:
-    """What keeps this process from doing its part, which may be to wait; None if nothing does."""
+    """Why this process is not ready; None if it is. One that waits for the lease is ready."""
     waits = leadership is not None and not leadership.held
     return None if controller.served or waits else "the API server does not serve TrainingJobs yet"
 
 
 def _unhealthy(controller: Controller, queue: Queue, given: Settings) -> str | None:
-    """What is wrong with this process, such that only a restart helps; None if nothing is."""
+    """Why this process needs a restart; None if it does not."""
     limit = given.watch_limit.total_seconds()
     for resource, age in controller.watch_ages().items():
         if age > limit:

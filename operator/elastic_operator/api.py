@@ -25,7 +25,7 @@ EXIT_TEST = 86
 """Exit status of an operator that `fail_after_writes` ended."""
 
 NAMESPACE_TERMINATING = "NamespaceTerminating"
-"""The reason of a 403 that has nothing to do with what the operator may: its namespace is being deleted."""
+"""The reason of a 403 that is no lack of permission: the namespace is being deleted."""
 
 _METHODS = {
     "get": "GET",
@@ -36,13 +36,13 @@ _METHODS = {
     "delete": "DELETE",
 }
 
-# The package has types, but not for these.
+# The package has no types for these.
 _load_file: Callable[..., None] = config.load_kube_config
 _load_service_account: Callable[..., None] = config.load_incluster_config
 
 
 class ApiError(ElasticPSError):
-    """The API server said no: `status` is the HTTP status, `reason` Kubernetes' most exact word for it."""
+    """The API server refused. `status`: the HTTP status; `reason`: Kubernetes' most specific reason."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(f"{status} {reason}: {message}")
@@ -51,7 +51,7 @@ class ApiError(ElasticPSError):
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """How the API server is reached, for kopf; as a kubeconfig says."""
+    """How kopf reaches the API server, with the fields of a kubeconfig."""
 
     server: str
     authority: str | None
@@ -71,7 +71,7 @@ class Api:
             else:
                 _load_service_account(client_configuration=configuration)
         except ConfigException as error:
-            raise UsageError(f"no cluster is configured: {error}; give --kubeconfig") from error
+            raise UsageError(f"no cluster is configured: {error}; set --kubeconfig") from error
         configuration.retries = False
         configuration.connection_pool_maxsize = settings.concurrency + 2
         self._client = client.ApiClient(configuration)
@@ -92,7 +92,7 @@ class Api:
         )
 
     def authorization(self) -> str | None:
-        """The header's value, as it is now: a token in a file is read again when it expires."""
+        """The value of the Authorization header now. A token in a file is read again when it expires."""
         bearer: Any = self._client.configuration.auth_settings().get("BearerToken")
         return bearer["value"] if bearer else None
 
@@ -105,13 +105,13 @@ class Api:
         body: Mapping[str, Any] | None = None,
         query: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """One request; `verb` and `resource` are RBAC's words for it.
+        """Send a request; `verb` and `resource` are those of RBAC. Blocks.
 
         Raises:
             ApiError: the API server refused.
-            ConnectionLost: no answer; the request may or may not have taken effect.
+            ConnectionLost: no answer came; the request may or may not have taken effect.
         """
-        # Who holds a lease is no work on a job.
+        # Writes to a lease are no work on a job.
         counts = verb not in ("get", "list") and resource != "leases"
         if self._left == 0 and counts:
             self._end()
@@ -140,8 +140,7 @@ class Api:
             headers["Authorization"] = authorization
         url = f"{self._client.configuration.host}{path}{f'?{urlencode(query)}' if query else ''}"
         try:
-            # The client's connections without its calls: those differ between versions, and turn empty
-            # strings of a body into nulls.
+            # The client's own calls differ between versions and turn empty strings of a body into nulls.
             answer: urllib3.BaseHTTPResponse = self._client.rest_client.pool_manager.request(
                 _METHODS[verb],
                 url,
@@ -154,7 +153,7 @@ class Api:
         return answer
 
     def error(self, verb: str, resource: str, status: int, body: bytes | str | None) -> ApiError:
-        """What a refusal says; it is counted."""
+        """Read a refusal, and count it."""
         error = read_error(status, body)
         self.metrics.request_errors.labels(verb, resource, str(status), error.reason).inc()
         return error
@@ -174,7 +173,7 @@ class Api:
 
 
 def read_error(status: int, body: bytes | str | None) -> ApiError:
-    """What a refusal says; anything may come from a proxy in between."""
+    """Read a refusal. A proxy in between may have sent any text."""
     try:
         document = json.loads(body or "{}")
     except ValueError:

@@ -1,8 +1,8 @@
-"""Issues the certificates of jobs, with an authority for each job that is stored nowhere.
+"""Issues the certificates of jobs. Each job has an authority of its own, which is stored nowhere.
 
-The operator has one Secret, in its own namespace: a seed, from which the key of each job's authority follows.
-Or it has the certificate and key of a platform's issuer, which then signs for all jobs; a certificate names
-its job in any case. So the operator reads this Secret, by its name, and no Secret of a job.
+The operator reads a single Secret, in its own namespace, and no Secret of a job. It holds a seed, from which
+the key of each job's authority is derived, or the certificate and key of a platform's issuer, which then
+signs for all jobs. Either way, a certificate names its job.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SEED = "seed"
 _SEED_BYTES = 32
 _LASTS = timedelta(days=3650)
 _KNOWN_FOR = 300.0
-"""Seconds; an issuer's Secret may be replaced."""
+"""Seconds until the Secret is read again, since an issuer may replace it."""
 
 
 class Authority:
-    """Signs for jobs. Blocking; thread-safe. `secret`: (namespace, name) of what it signs with."""
+    """Signs for jobs. Blocking; thread-safe. `secret`: (namespace, name) of the Secret to sign with."""
 
     def __init__(self, api: Api, secret: tuple[str, str]) -> None:
         self._api = api
@@ -48,11 +48,12 @@ class Authority:
         now: datetime,
         lifetime: timedelta,
     ) -> dict[tuple[Role, int], Issued]:
-        """New certificates for (role, index) of the job with that uid. Values: the names of each server.
+        """New certificates for (role, index) of the job with that uid. Values of `processes`: a server's
+        names.
 
         Raises:
-            UsageError: the Secret is missing, or not what it should be, or its authority has ended.
-            ApiError, ConnectionLost: it cannot be read.
+            UsageError: the Secret is missing or incomplete, or its authority has expired.
+            ApiError, ConnectionLost: the Secret cannot be read.
         """
         signer = self._signer(job, now)
         found = {}
@@ -67,16 +68,22 @@ class Authority:
         data = self._secret()
         if SEED in data:
             if len(data[SEED]) < _SEED_BYTES:
-                raise UsageError(f"{self}: {SEED} has fewer than {_SEED_BYTES} bytes")
+                raise UsageError(
+                    f"{self}: {SEED} has {len(data[SEED])} bytes; expected at least {_SEED_BYTES}"
+                )
             made = make_authority(job, now=now, lifetime=_LASTS, seed=data[SEED])
             return _Signer(made, made.certificate, b"")
         certificate, key = data.get(CERTIFICATE_FILE), data.get(KEY_FILE)
         if not certificate or not key:
-            raise UsageError(f"{self} has neither {SEED} nor {CERTIFICATE_FILE} and {KEY_FILE}")
+            raise UsageError(
+                f"{self} has neither {SEED} nor {CERTIFICATE_FILE} and {KEY_FILE}; add one of them"
+            )
         if trusts_itself(certificate):
             return _Signer(KeyPair(certificate, key), certificate, b"")
         if not (root := data.get(CA_FILE)):
-            raise UsageError(f"{self}: {CERTIFICATE_FILE} is not a root, so {CA_FILE} has to have that")
+            raise UsageError(
+                f"{self}: {CERTIFICATE_FILE} is not a root certificate; add the root as {CA_FILE}"
+            )
         return _Signer(KeyPair(certificate, key), root, certificate)
 
     def _secret(self) -> dict[str, bytes]:
@@ -99,7 +106,7 @@ class Authority:
             raise UsageError(f"{self} cannot be read: {error}") from error
 
     def _make(self, path: str) -> dict[str, object]:
-        """The first operator of a cluster makes the seed; another one may have been quicker."""
+        """Create the Secret with a new seed; if another operator was faster, read its Secret."""
         data = {SEED: base64.b64encode(secrets.token_bytes(_SEED_BYTES)).decode()}
         metadata = {"name": self._name, "namespace": self._namespace}
         body = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data}
@@ -107,7 +114,9 @@ class Authority:
             return self._api.request("create", "secrets", path, body=body)
         except ApiError as error:
             if error.status == 403:
-                raise UsageError(f"{self} is missing, and may not be made: {error.message}") from error
+                raise UsageError(
+                    f"{self} is missing, and the operator may not create it: {error.message}"
+                ) from error
             if error.reason != "AlreadyExists":
                 raise
         return self._api.request("get", "secrets", f"{path}/{self._name}")
@@ -118,7 +127,7 @@ class Authority:
 
 @dataclass(frozen=True, repr=False)
 class _Signer:
-    """`trusted`: what the processes trust; `chain`: what leads there from what `authority` signs."""
+    """`trusted`: the roots that processes trust; `chain`: the certificates from `authority` up to them."""
 
     authority: KeyPair
     trusted: bytes

@@ -34,7 +34,7 @@ USER_ID = 65532
 WORKER_GRACE_SECONDS = 60
 PS_GRACE_SECONDS = 120
 LOST_NODE_SECONDS = 30
-"""After which the pods of a node that does not answer are deleted."""
+"""The time after which the pods of a node that does not answer are deleted."""
 
 _DESIRED_VOLUME: Manifest = {
     "name": "desired",
@@ -47,7 +47,7 @@ _DESIRED_VOLUME: Manifest = {
         ]
     },
 }
-"""An annotation as a file: it changes with the annotation, without a new pod."""
+"""An annotation as a file: the file follows the annotation, without a new pod."""
 
 _LOST_NODE = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 _CPU = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(m?)")
@@ -55,11 +55,11 @@ SERVERS: tuple[Role, ...] = ("ps", "standby")
 
 
 _PROGRAMS = {"worker": "elastic_ps.worker", "evaluator": "elastic_ps.evaluation"}
-"""What the processes of a role run, if not a parameter server."""
+"""The modules of the processes that are no parameter servers."""
 
 
 def claim_name(job: str, spec: TrainingJobSpec) -> str | None:
-    """The claim that the servers of a job mount; None if their checkpoints are lost with their pods."""
+    """The volume claim that the servers of a job mount; None if checkpoints are lost with the pods."""
     checkpoint = spec.parameter_server.checkpoint
     if checkpoint.resume_from is not None:
         earlier = checkpoint.resume_from
@@ -79,26 +79,26 @@ def servers(spec: TrainingJobSpec) -> list[tuple[Role, int]]:
 
 
 def share(spec: TrainingJobSpec) -> bool:
-    """Whether several servers use the job's checkpoints: each may have to read the parts of all shards."""
+    """Whether several servers share the job's checkpoints: each may have to read the parts of all shards."""
     return has_standbys(spec) or spec.parameter_server.replicas > 1
 
 
 def template(spec: TrainingJobSpec, role: Role) -> Mapping[str, Any]:
-    """A person's template for the pods of a role."""
+    """The user's template for the pods of a role."""
     if role == "evaluator":
         return spec.evaluator.template if spec.evaluator is not None else {}
     return spec.worker.template if role == "worker" else spec.parameter_server.template
 
 
 def claim(job: Mapping[str, Any], spec: TrainingJobSpec) -> Manifest:
-    """The claim for the job's checkpoints, which all of its servers mount.
+    """The manifest of the volume claim for checkpoints, which all servers of the job mount.
 
     Raises:
         ValueError: the job asks for no claim.
     """
     wanted = spec.parameter_server.checkpoint.volume_claim
     if wanted is None:
-        raise ValueError("the job has no volumeClaim")
+        raise ValueError("the job has no parameterServer.checkpoint.volumeClaim")
     name = job["metadata"]["name"]
     body: Manifest = {
         "accessModes": [wanted.access_mode or "ReadWriteOnce"],
@@ -108,7 +108,7 @@ def claim(job: Mapping[str, Any], spec: TrainingJobSpec) -> Manifest:
         body["storageClassName"] = wanted.storage_class_name
     metadata = metadata_of(job, names.claim(name), names.pod_labels(name, "ps", 0))
     if wanted.retain:
-        # Without an owner the garbage collector leaves it alone.
+        # The garbage collector keeps an object without an owner.
         del metadata["ownerReferences"]
         metadata["annotations"] = {names.RUN_ANNOTATION: job["metadata"]["uid"]}
     return {
@@ -131,8 +131,8 @@ def pod(
 ) -> Manifest:
     """The pod of one shard, standby or worker, or of the evaluator: the user's template over the default.
 
-    `avoid`: nodes that the scheduler shall take only if there is no other. `secured`: the job's processes
-    talk to each other over TLS. `durable`: a version that is known to have been on disk.
+    `avoid`: nodes that the scheduler uses only if there is no other. `secured`: the job's processes use TLS.
+    `durable`: a version that is known to be on disk.
     """
     name = job["metadata"]["name"]
     own = template(spec, role)
@@ -167,32 +167,32 @@ def pod(
 
 
 def durable_annotation(version: int) -> dict[str, str]:
-    """Tells the pod of shard 0 that `version` was on disk, so that it does not begin anew without it."""
+    """The annotation that keeps shard 0 from starting from scratch: `version` is known to be on disk."""
     return {names.DURABLE_ANNOTATION: str(version)}
 
 
 def generation(job: Mapping[str, Any]) -> int:
-    """The number of the resource's newest spec; it only grows."""
+    """The metadata.generation of the job."""
     return int(job["metadata"].get("generation") or 0)
 
 
 def with_tolerations(given: list[Manifest]) -> list[Manifest]:
-    """Tolerations, with those for the loss of a node if `given` has none. Kubernetes' own last 5 minutes.
+    """Tolerations, with those for a lost node added if `given` has none. Kubernetes' default is 5 minutes.
 
-    A process that lives on behind a broken network is fenced off, so nobody has to wait for it.
+    A process behind a broken network is fenced off, so nobody has to wait for its end.
     """
     covered = {
         item.get("key") for item in given if item.get("effect") in (None, "", "NoExecute")
-    }  # without a key: each of them
+    }  # a toleration without a key covers every key
     missing = [key for key in _LOST_NODE if not covered & {key, None, ""}]
     lost = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": LOST_NODE_SECONDS}
     return [*given, *({"key": key, **lost} for key in missing)]
 
 
 def template_hash(spec: TrainingJobSpec, role: Role) -> str:
-    """Names what a person can change about the pods of a role while the job runs: image and template.
+    """A hash of the image and the template of a role, which may change while the job runs.
 
-    Not the built pod, so that another version of the operator does not take every pod for outdated.
+    The built pod is not hashed: a new version of the operator would take every pod for outdated.
     """
     text = json.dumps([spec.image, template(spec, role)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -206,10 +206,11 @@ def _prefer_others(pod_spec: Manifest, avoid: Sequence[str]) -> None:
 
 
 def with_threads(variables: list[Manifest], resources: Mapping[str, Any]) -> list[Manifest]:
-    """A container's variables, with as many threads as its CPU limit, else its request, has whole cores.
+    """A container's variables, with the number of threads: the whole cores of its CPU limit, else its
+    request.
 
-    At least one. What `variables` say already stays, and where OMP_NUM_THREADS is among them, or neither a
-    limit nor a request is given, nothing is added.
+    The number is at least 1. Variables that are set already stay as they are. If OMP_NUM_THREADS is among
+    them, or the container has neither a limit nor a request, nothing is added.
     """
     set_already = {item["name"] for item in variables}
     amounts = (str((resources.get(kind) or {}).get("cpu", "")) for kind in ("limits", "requests"))
@@ -283,7 +284,7 @@ def _contract(
         checkpoints=Path(names.CHECKPOINT_DIRECTORY) if role in SERVERS else None,
         resume="require" if spec.parameter_server.checkpoint.resume_from is not None else "auto",
         run=job["metadata"]["uid"],
-        # By which its stays are found again (`status.stays`). A template may give the pod another hostname.
+        # `status.member_statuses` finds members by it. A template may give the pod another hostname.
         hostname=names.pod(name, role, index) if role == "worker" else "",
         tls=Path(names.TLS_DIRECTORY) if secured else None,
         joined=Path(names.JOINED) if role == "worker" else None,
@@ -291,7 +292,7 @@ def _contract(
     )
     variables = environment.to_variables()
     contract: list[Manifest] = [{"name": name, "value": value} for name, value in variables.items()]
-    if (role, index) == ("ps", 0):  # the kubelet looks at each start of the container, not of the pod only
+    if (role, index) == ("ps", 0):  # the kubelet reads it at each start of the container
         field = {"fieldPath": f"metadata.annotations['{names.DURABLE_ANNOTATION}']"}
         contract.append({"name": DURABLE, "valueFrom": {"fieldRef": field}})
     own = {item["name"] for item in contract}
@@ -315,7 +316,7 @@ def _default_pod_spec(job: str, spec: TrainingJobSpec, role: Role, index: int) -
         "name": names.CONTAINER[role],
         "command": ["python", "-m", _PROGRAMS.get(role, "elastic_ps.server")],
         "imagePullPolicy": "IfNotPresent",
-        # The user has no entry in /etc/passwd, so what asks for its name or home finds them here.
+        # The user has no entry in /etc/passwd, where libraries would look for its name and home.
         "env": [
             {"name": "HOME", "value": "/tmp"},
             {"name": "USER", "value": "elastic-ps"},
@@ -356,10 +357,11 @@ def _default_pod_spec(job: str, spec: TrainingJobSpec, role: Role, index: int) -
 
 
 def _affinity(job: str, spec: TrainingJobSpec, role: Role, shard: int) -> Manifest:
-    """A standby on another node than its shard, where the volume allows that; else all servers on one.
+    """Where servers are scheduled: a standby away from its shard if the volume allows it, else all on one
+    node.
 
     The scheduler does not keep two pods with a ReadWriteOnce volume together; the second would wait for the
-    volume for ever. The first server is let on any node, because the term fits itself.
+    volume for ever. The first server may go to any node, since the term matches itself.
     """
     claim = spec.parameter_server.checkpoint.volume_claim
     hostname = {"topologyKey": "kubernetes.io/hostname"}

@@ -1,9 +1,9 @@
-"""When the certificates of a job's processes are issued, and what Secrets hold them. Pure.
+"""Decides when certificates are issued, and builds the Secrets that hold them. Pure.
 
 A Secret holds the certificates of the processes of one role, as `0.crt`, `0.key`, `1.crt`, ...; a pod mounts
-its own, under the names that `contract.identity` gives. There are some for workers that do not exist yet,
-so that a job can grow without new ones. When they were issued, and until when they are valid, stands in the
-job's status: the operator reads no Secret of a job, and needs no right to.
+its own, under the names that `contract.identity` gives. Spare certificates let a job grow without new ones.
+The job's status says when they were issued and when they expire: the operator neither reads a job's Secrets
+nor needs the permission.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from elastic_ps.contract.env import Role
 from elastic_ps.contract.identity import CA_FILE
 
 REFUSED = "CertificatesRefused"
-"""The reason of a problem for which there are no certificates, or only the old ones."""
+"""The reason of the problem that no new certificates could be issued."""
 
 
 @dataclass(frozen=True, repr=False)
 class Issued:
-    """A certificate with its chain, the key of it, and the authorities to trust, PEM; and when it ends."""
+    """A certificate with its chain, its key and the authorities to trust, in PEM, and its end."""
 
     certificate: bytes
     key: bytes
@@ -39,19 +39,19 @@ class Issued:
 def due(
     desired: Desired, status: TrainingJobStatus, observed: Observed, now: datetime, options: Options
 ) -> Certify | None:
-    """The certificates to issue now, if the job's processes have none, too few, or old ones."""
+    """The certificates to issue now; None if the job has enough and they last."""
     if not desired.secured:
         return None
     spec, known, workers = desired.spec, status.certificates, desired.workers(observed)[-1] + 1
     renewal = _renewal(known, options)
     if known is None or renewal is None:
-        reason = "the job's processes talk to each other over TLS"
+        reason = "the job's processes use TLS"
     elif renewal <= now:
-        reason = f"the certificates are valid until {known.expires} only"
+        reason = f"the certificates expire at {known.expires}"
     elif known.workers < workers:
-        reason = f"there are certificates for {known.workers} workers only"
+        reason = f"only {known.workers} workers have certificates"
     elif name := _without(observed, parse_time(known.issued or None), now, options):
-        reason = f"{name} does not start, as if its Secret was missing"
+        reason = f"{name} does not start; its Secret may be missing"
     else:
         return None
     processes: dict[Role, int] = {"ps": spec.parameter_server.replicas, "worker": room(workers)}
@@ -64,9 +64,9 @@ def due(
 
 
 def _renewal(known: CertificatesStatus | None, options: Options) -> datetime | None:
-    """When new ones are issued: in the last third of the old ones' time. None: that is not known.
+    """When new certificates are issued: in the last third of the old ones' lifetime. None if that is unknown.
 
-    They may last for less than the operator asks for, since they end with the authority that signs.
+    They may expire earlier than the operator asks for, with the authority that signs them.
     """
     expires = parse_time(known.expires or None) if known is not None else None
     issued = parse_time(known.issued or None) if known is not None else None
@@ -79,10 +79,9 @@ def _renewal(known: CertificatesStatus | None, options: Options) -> datetime | N
 def renewed(
     status: TrainingJobStatus, certify: Certify | None, observed: Observed, now: datetime
 ) -> TrainingJobStatus:
-    """The status once they have been issued.
+    """The status after `certify`.
 
-    Where they are refused, or what they need is, it says no more than that the job is to have some: a Service
-    that would say so may be refused as well.
+    If the certificates or the Service were refused, an empty entry records that the job uses TLS.
     """
     if certify is None:
         return status
@@ -95,20 +94,20 @@ def renewed(
 
 
 def next_look(status: TrainingJobStatus, now: datetime, options: Options) -> list[timedelta]:
-    """When time alone asks for new ones."""
+    """The time until new certificates are due, in a list; empty if that is unknown."""
     renewal = _renewal(status.certificates, options)
     return [] if renewal is None else [max(timedelta(0), renewal - now)]
 
 
 def room(workers: int) -> int:
-    """For how many workers certificates are issued, that a job of so many can grow for a while."""
+    """The number of workers to issue certificates for, with room for the job to grow."""
     return -(-workers // 64) * 64 if workers > 32 else max(4, 1 << (workers - 1).bit_length())
 
 
 def _without(observed: Observed, issued: datetime | None, now: datetime, options: Options) -> str:
-    """The name of a pod for which it is worth a try to issue them again, once.
+    """The pod that does not start, for which to issue certificates once more; "" if there is none.
 
-    A person may have deleted its Secret.
+    Somebody may have deleted its Secret.
     """
     for pod in observed.pods:
         waits = pod.unstarted(now)

@@ -1,4 +1,4 @@
-"""Carries out plans and writes the status. What there is, `store` knows."""
+"""Carries out plans and writes the status. `store` knows the objects."""
 
 from __future__ import annotations
 
@@ -45,26 +45,26 @@ _RESOURCES: dict[Kind, Resource] = {
 }
 
 _UNWELL = {409, 429, 503, 504}
-"""HTTP statuses that say nothing of an action: something has changed, or the API server is not well."""
+"""HTTP statuses that do not refuse the action: an object has changed, or the API server is unwell."""
 
 _OF_THE_SPEC: frozenset[Kind] = frozenset({"Pod", "PersistentVolumeClaim"})
-"""What a person's spec decides about. Of another object, the spec is never to blame."""
+"""The objects that depend on the user's spec. If another one is refused, the spec is not to blame."""
 
 _OF_A_POLICY = ('admission webhook "', "ValidatingAdmissionPolicy")
-"""In the messages of those who refuse what may be valid; their statuses are as they like, 400 and 422 too."""
+"""Marks of the messages of webhooks and policies, which may refuse a valid object with any status."""
 
 _OF_A_ROLE = ' cannot patch resource "'
-"""In the message of a refusal by RBAC."""
+"""The mark of a message by which RBAC refuses."""
 
 _SAME_ROLE = timedelta(minutes=10)
-"""For how long a Role is taken to be what it was."""
+"""The time for which a Role is assumed to be unchanged."""
 
 _BROKEN_LIMIT = 3
-"""So many actions of a pass may end in an error of a server, as of a webhook that each of them waits for."""
+"""A pass ends after so many server errors: a webhook may let every action wait for its time-out."""
 
 
 class Cluster:
-    """What the operator does in the cluster. Blocking; thread-safe. What it has written is in the store."""
+    """The operator's writes to the cluster, which also go to the store. Blocking; thread-safe."""
 
     def __init__(
         self,
@@ -77,16 +77,16 @@ class Cluster:
         self._api, self._store = api, store
         self._authority = authority
         self._clock = clock
-        self._missing: dict[tuple[str, Resource], tuple[float, Problem]] = {}  # of the Role in a namespace
+        self._missing: dict[tuple[str, Resource], tuple[float, Problem]] = {}  # the Role's in a namespace
 
     def execute(self, job: Mapping[str, Any], actions: Sequence[Action]) -> Outcome:
-        """Carry out a plan; what the API server refuses comes back in words.
+        """Carry out a plan. The outcome has the API server's refusals.
 
-        Of the other actions, a refusal keeps back only those that need what was refused.
+        After a refusal, only the actions that need the refused object are left out.
 
         Raises:
-            ApiError, ConnectionLost: the API server is not well, the job has changed, it may not be deleted,
-                or it is not known yet whether its pods may be protected; the whole pass is to be made again.
+            ApiError, ConnectionLost: the API server is unwell, the job has changed or may not be deleted, or
+                its NetworkPolicy could not be created. The whole pass has to be repeated.
         """
         refused: list[Problem] = []
         certified: datetime | None = None
@@ -128,7 +128,7 @@ class Cluster:
         return Outcome(refusals=tuple(refused), certified=certified)
 
     def _carry_out(self, job: Mapping[str, Any], action: Action) -> Problem | datetime | None:
-        """Why it is refused; else, of certificates, until when they are valid."""
+        """The refusal, if there is one; the end of new certificates after a `Certify`."""
         if isinstance(action, Create):
             return self._create(job, action)
         if isinstance(action, Certify):
@@ -149,25 +149,24 @@ class Cluster:
         *,
         uid: str = "",
     ) -> Problem | None:
-        """An object that has gone since gets its annotations when it is made again.
+        """Annotate an object. One that is gone gets its annotations when it is recreated.
 
-        If the operator's Role does not permit it, that is not asked again for a while.
+        If the operator's Role does not permit the request, it is not repeated for a while.
         """
         namespace = job["metadata"]["namespace"]
         since, missing = self._missing.get((namespace, resource), (0.0, None))
         if missing is not None and self._clock() - since < _SAME_ROLE.total_seconds():
             return missing
         path = f"{path_of(resource, namespace)}/{name}"
-        named = {"uid": uid} if uid else {}  # that of another one is refused (422)
+        named = {"uid": uid} if uid else {}  # another object of that name refuses it (422)
         body = {"metadata": {**named, "annotations": annotations}}
         try:
             written = self._api.request("patch", resource, path, body=body)
         except ApiError as error:
             if error.status == 403 and _OF_A_ROLE in error.message:
-                text = (
-                    f"the operator's Role does not let it patch {resource} in the namespace {namespace}, as "
-                )
-                text += "when its image was upgraded and its chart was not: upgrade the chart, too"
+                text = f"the operator's Role does not permit it to patch {resource} in the namespace "
+                f"{namespace}. "
+                text += "Upgrade the chart together with the image"
                 missing = Problem(ROLE_TOO_OLD, f"{text} ({error.message})")
                 self._missing[namespace, resource] = self._clock(), missing
                 return missing
@@ -182,7 +181,7 @@ class Cluster:
         resource = _RESOURCES[action.kind]
         path = path_of(resource, job["metadata"]["namespace"])
         try:
-            # So that a misspelt field of a template is refused, and not dropped in silence.
+            # A misspelt field of a template is then refused instead of silently dropped.
             strict = {"fieldValidation": "Strict"}
             made = self._api.request("create", resource, path, body=action.manifest, query=strict)
         except ApiError as error:
@@ -209,7 +208,9 @@ class Cluster:
         now = datetime.now(UTC)
         try:
             if self._authority is None:
-                raise UsageError("this operator was started without --tls-secret, and the job uses TLS")
+                raise UsageError(
+                    "the job uses TLS, but this operator was started without --tls-secret; set it"
+                )
             issued = self._authority.issue(metadata["uid"], wanted, now=now, lifetime=action.lifetime)
             for manifest in secrets(job, action, issued):
                 self._write_secret(manifest, there=not action.first)
@@ -222,7 +223,7 @@ class Cluster:
         return min(one.until for one in issued.values())
 
     def _write_secret(self, manifest: Mapping[str, Any], *, there: bool) -> None:
-        """Whatever the Secret holds. One of another type is refused (422), since types never change."""
+        """Write over the Secret, or create it. One of another type is refused (422): types never change."""
         metadata = manifest["metadata"]
         path = f"/api/v1/namespaces/{metadata['namespace']}/secrets"
         for update in (there, not there):
@@ -248,7 +249,7 @@ class Cluster:
             return None
         if there["metadata"].get("deletionTimestamp"):
             return Problem(
-                "NameTaken", f"{name} of {resource} belongs to an earlier job and is still being deleted"
+                "NameTaken", f"{name} of {resource} belongs to an earlier job, and is still being deleted"
             )
         text = f"{name} of {resource} exists already and does not belong to this job"
         if resource == "persistentvolumeclaims":
@@ -265,7 +266,7 @@ class Cluster:
         }
         if isinstance(action, DeletePod):
             if action.version and not action.force:
-                # It may have changed since: what is deleted is what the decision was about.
+                # A pod that has changed since the decision is not deleted.
                 body["preconditions"]["resourceVersion"] = action.version
             resource, path = "pods", f"/api/v1/namespaces/{metadata['namespace']}/pods/{action.name}"
             if action.force:
@@ -277,11 +278,11 @@ class Cluster:
             self._api.request("delete", resource, path, body=body)
         except ApiError as error:
             changed = error.status == 409 and "resourceVersion" in body["preconditions"]
-            if changed or error.status not in (404, 409):  # gone, or another one has the name by now
+            if changed or error.status not in (404, 409):  # it is gone, or another pod has its name
                 raise
 
     def post(self, job: Mapping[str, Any], note: Note) -> None:
-        """Record an Event; one that cannot be recorded is only logged."""
+        """Record an Event. A failure to do so is only logged."""
         metadata = job["metadata"]
         digest = hashlib.sha256(f"{metadata['uid']}/{note.key}".encode()).hexdigest()[:16]
         event = builders.event(
@@ -302,7 +303,7 @@ class Cluster:
                 )
 
     def write_status(self, job: Mapping[str, Any], status: TrainingJobStatus) -> bool:
-        """Write the status if it differs; whether it did. A job that changed meanwhile is an ApiError 409."""
+        """Write the status; returns whether it differed. Raises ApiError 409 if the job has changed."""
         old = job.get("status") or {}
         changes = difference(old, over(old, dump_status(status)))
         if not changes:
@@ -328,20 +329,20 @@ def _words(action: Action, job: str) -> str:
 
 
 def _refusal(action: Create | Certify | DeletePod | TellPod | Remember, error: ApiError) -> Problem:
-    """A policy or a webhook of the cluster, say, refuses one action."""
+    """The problem that the API server, a policy or a webhook refuses an action."""
     name = "the certificates" if isinstance(action, Certify) else action.name
     reason = "Forbidden" if error.status == 403 else "Refused"
     return Problem(reason, f"{name}: {error.message or error.reason}")
 
 
 def _blames_the_spec(action: Create, error: ApiError) -> bool:
-    """Whether the object is not valid, so that only an edit of the job helps."""
+    """Whether the object is invalid, so that the user has to edit the job."""
     policy = any(words in error.message for words in _OF_A_POLICY)
     return error.status in (400, 422) and action.kind in _OF_THE_SPEC and not policy
 
 
 def _source(action: Create) -> str:
-    """Where in the job's spec a refused object comes from."""
+    """The part of the job's spec that a refused object was built from, as the beginning of a message."""
     role = (action.manifest["metadata"].get("labels") or {}).get(names.ROLE_LABEL)
     if action.kind != "Pod":
         return ""
@@ -363,7 +364,7 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _summaries(done: Sequence[Action]) -> Iterator[Note]:
-    """One Event for all that was created, and one for all that was deleted, each with the reasons."""
+    """An Event for all created objects, and one for all deleted ones, each with the reasons."""
     now = stamp(datetime.now(UTC))
     for kind, word in ((Create, "Created"), (DeletePod, "Deleted")):
         parts = []

@@ -1,6 +1,7 @@
-"""One pass over a job, put together: look, ask its server, decide, carry out, report. And the full listings.
+"""One pass over a job: look, ask its server, decide, carry out, report. Also the full listings.
 
-The order within a pass is: actions, Events, status. A pass that is cut short anywhere is simply made again.
+A pass first carries out actions, then posts Events and writes the status. One that is interrupted is
+repeated.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _FIRST_CONFLICT, _LAST_CONFLICT = timedelta(milliseconds=100), timedelta(seconds
 
 
 class Controller:
-    """What the operator does, without the framework that says when. Thread-safe; blocking but for `look`."""
+    """The passes, without the framework that schedules them. Thread-safe; all methods but `look` block."""
 
     def __init__(
         self, cluster: Cluster, store: Store, listings: Listings, settings: Settings, metrics: Metrics
@@ -43,19 +44,19 @@ class Controller:
         self._metrics = metrics
         self._conflicts: dict[Key, int] = {}
         self.served = False
-        """Whether the API server has answered a listing; before that there is nothing to watch."""
+        """Whether the API server has answered a listing. Before that there is nothing to watch."""
         self.definition_gone = False
         """Whether the API server has forgotten TrainingJobs that it has served."""
 
     def look(self, key: Key) -> tuple[Snapshot | None, Server | None]:
-        """The job as it is known, and the server to ask about it, if there is one."""
+        """The known state of the job, and the parameter server to ask, if there is one."""
         snapshot = self._store.snapshot(key)
         if snapshot is None or is_over(snapshot.job):
             return snapshot, None
         return snapshot, server_of(key[1], snapshot.observed)
 
     def run_pass(self, key: Key, snapshot: Snapshot, word: ServerStatus | None) -> timedelta | None:
-        """One pass over the job; when to look again. `word`: what its server said after the snapshot.
+        """One pass over the job; returns when to look again. `word`: its server's answer after the snapshot.
 
         Raises:
             ApiError, ConnectionLost: try again later.
@@ -67,7 +68,7 @@ class Controller:
                 self._metrics.reconciles.labels("error").inc()
                 if error.status != 409:
                     raise
-                # The job changed while it was looked at. Somebody may write it all the time.
+                # The job has changed meanwhile. Somebody may be writing to it all the time.
                 count = self._conflicts[key] = self._conflicts.get(key, 0) + 1
                 doublings = min(count - 1, 16)
                 return min(_LAST_CONFLICT, _FIRST_CONFLICT * (1 << doublings))
@@ -106,7 +107,7 @@ class Controller:
         self._metrics.restarts.inc(max(0, new.worker.restarts - old.worker.restarts))
 
     def list_all(self) -> None:
-        """List everything, and check the watches by it.
+        """List everything, and compare the watches with it.
 
         Raises:
             ApiError, ConnectionLost: the API server cannot be asked.
@@ -121,7 +122,7 @@ class Controller:
         self.served, self.definition_gone = True, False
 
     def wait_until_served(self, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Block until the API server serves TrainingJobs; it may be away, or the CRD be on its way."""
+        """Block until the API server answers and serves TrainingJobs."""
         delay = 1.0
         while True:
             try:
@@ -129,12 +130,12 @@ class Controller:
                 self._listings.find()
                 return
             except (ApiError, ConnectionLost) as error:
-                logger.warning("cannot list TrainingJobs yet, next try in %g s: %s", delay, error)
+                logger.warning("cannot list TrainingJobs yet; trying again in %g s: %s", delay, error)
             sleep(delay)
             delay = min(15.0, delay * 1.5)
 
     def watch_ages(self) -> dict[str, float]:
-        """Seconds by which each watch is behind what was listed."""
+        """The time by which each watch lags behind the listings, in seconds."""
         ages = self._listings.ages()
         for resource, age in ages.items():
             self._metrics.watch_age.labels(resource).set(age)

@@ -1,4 +1,4 @@
-"""What a person asks for, as far as it can be followed now. Pure."""
+"""Reads what a job asks for, as far as the operator can follow it now. Pure."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Desired:
 
     Attributes:
         spec: the spec.
-        replicas: wanted workers.
-        ignored: why `spec` is not quite what the resource says; empty if it is.
-        invalid: why `spec` is the last one that could be followed; "" if that of the resource can be.
-        restart: what was made before then is to be made again; None if nobody has asked for that.
-        generation: the number of what shard 0 is told.
-        secured: whether its processes talk to each other over TLS.
+        replicas: the number of workers.
+        ignored: why `spec` differs from the resource; empty if it does not.
+        invalid: why `spec` is an earlier one; "" if the resource's own is valid.
+        restart: pods older than this are to be replaced; None if nobody has asked for a restart.
+        generation: the number of the settings that shard 0 is told.
+        secured: whether the job's processes use TLS.
     """
 
     name: str
@@ -48,11 +48,11 @@ class Desired:
         return changed or pod.older_than(self.restart)
 
     def workers(self, observed: Observed) -> list[int]:
-        """The indexes of the wanted workers: of those that are there, and the lowest free ones.
+        """The indexes of the wanted workers: those of existing ones, then the lowest free ones.
 
-        Where each has a fixed share of the records, there are no others than the first ones.
-        There may be too many. Then those go first that lose the least, as a ReplicaSet's pods do, and of
-        equal ones those with the highest indexes. So the indexes of the others may have holes.
+        If there are too many workers, those with the least to lose go first, as in a ReplicaSet, and among
+        equals those with the highest indexes. The remaining indexes may have gaps. If each worker has a fixed
+        share of the records, the wanted indexes are always the lowest.
         """
         if self.spec.consistency.fixed_workers:
             return list(range(self.replicas))
@@ -64,7 +64,7 @@ class Desired:
 
 
 def _loss(worker: Pod) -> int:
-    """How little is lost with a worker: 0 for one that trains, 4 for one that has no node."""
+    """A worker's rank when workers are removed: 0 (last) if it trains, 4 (first) if it has no node."""
     if worker.active and worker.started is not None:
         return 0 if worker.ready else 1
     if worker.ending == "done":
@@ -75,7 +75,7 @@ def _loss(worker: Pod) -> int:
 def read_desired(
     job: Mapping[str, Any], observed: Observed, policy: Policy, *, secured: bool = False
 ) -> Desired:
-    """What to work towards. `policy`: what templates may hold. `secured`: jobs that start now use TLS.
+    """Read a job. `policy`: what templates may hold. `secured`: whether jobs that start now use TLS.
 
     Raises:
         InvalidJob: the spec cannot be followed; each line of the message names a field.
@@ -84,7 +84,7 @@ def read_desired(
     document = dict(job.get("spec") or {})
     unknown: list[str] = []
     if started(job, observed):
-        # A job that runs goes on, also where a newer operator has started it and an older one is back.
+        # A running job goes on after a downgrade of the operator that started it.
         document, unknown = documents.known_spec(document)
     ignored = [
         f"this version of the operator does not know {field}, so it has no effect" for field in unknown
@@ -110,9 +110,9 @@ def read_desired(
 def read_last_valid(
     job: Mapping[str, Any], observed: Observed, policy: Policy, why: str, *, secured: bool = False
 ) -> Desired | None:
-    """What a job that has started goes on with, since its spec cannot be followed. None: that is not known.
+    """The last valid spec of a job that has started, while its spec is invalid; None if that is unknown.
 
-    The resource still says whether the job is suspended.
+    The resource still decides whether the job is suspended.
 
     `why`: what is wrong with the spec. See `read_desired` for the rest.
     """
@@ -134,19 +134,19 @@ def _suspend(job: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def kept_valid(why: str) -> str:
-    """That a job goes on though its spec is invalid, in words."""
+    """The message that a job goes on though its spec is invalid."""
     return f"the job keeps its last valid spec until you correct this: {why}"
 
 
 def _is_secured(job: Mapping[str, Any], observed: Observed, default: bool) -> bool:
-    """Whether the job's processes talk TLS. Its Service says so, and if that is lost, its certificates do."""
+    """Whether the job uses TLS: its Service says so, or its certificates if the Service is gone."""
     if observed.service:
         return observed.secured
     return bool(_status(job).get("certificates")) or (default and not started(job, observed))
 
 
 def started(job: Mapping[str, Any], observed: Observed) -> bool:
-    """Whether something has been created for the job, or was; the status knows if its Service is gone."""
+    """Whether objects of the job have been created. The status tells if its Service is gone."""
     return observed.service or "startTime" in _status(job)
 
 
@@ -164,10 +164,10 @@ def _restart(job: Mapping[str, Any], ignored: list[str]) -> datetime | None:
 
 
 def restart_of(job: Mapping[str, Any]) -> datetime | None:
-    """When a person has asked for a restart of the job; None if nobody has.
+    """The time at which somebody has asked for a restart of the job; None if nobody has.
 
     Raises:
-        ValueError: it is not a time.
+        ValueError: the annotation is not a time with a zone.
     """
     asked = (job["metadata"].get("annotations") or {}).get(names.RESTART_ANNOTATION)
     if asked is None:
@@ -185,7 +185,7 @@ def restart_of(job: Mapping[str, Any]) -> datetime | None:
 
 
 def tuning_to_tell(desired: Desired, server: Pod) -> str:
-    """What shard 0 is to be told that the job wants, as JSON; "" if it was told."""
+    """The settings to tell shard 0, as JSON; "" if it knows them."""
     wanted = MutableFields.of(desired.spec, generation=desired.generation)
     try:
         told = read_mutable(server.tuning, source="annotation")
@@ -195,7 +195,7 @@ def tuning_to_tell(desired: Desired, server: Pod) -> str:
 
 
 def _check_pods(job: Mapping[str, Any], spec: TrainingJobSpec, policy: Policy) -> None:
-    """Raise InvalidJob where no pod may be built: another shape, no image, or beyond what is permitted."""
+    """Raise InvalidJob if a template has another shape or no image, or holds what is not permitted."""
     namespace = job["metadata"]["namespace"]
     permitted = policy.of(namespace)
     roles: dict[Role, str] = {"ps": "parameterServer", "worker": "worker"}
@@ -212,13 +212,15 @@ def _check_pods(job: Mapping[str, Any], spec: TrainingJobSpec, policy: Policy) -
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise InvalidJob(f"spec.{field}.template is not a PodTemplateSpec: {error!r}") from error
         if not all(images):
-            raise InvalidJob(f"spec.image is missing, and spec.{field}.template names none for its container")
+            raise InvalidJob(
+                f"spec.image is missing, and spec.{field}.template names no image for its container"
+            )
         if forbidden:
             raise InvalidJob(refusal(forbidden, f"spec.{field}.template", namespace))
 
 
 def _check_claim(name: str, spec: TrainingJobSpec) -> None:
-    """Raise InvalidJob where several servers would not see the same checkpoints."""
+    """Raise InvalidJob if several servers would not share their checkpoints."""
     if builders.share(spec) and builders.claim_name(name, spec) is None:
         shards = f"spec.parameterServer.replicas {spec.parameter_server.replicas}"
         what = "spec.parameterServer.durability standby" if builders.has_standbys(spec) else shards

@@ -1,7 +1,6 @@
-"""Documents that another version of the operator, or of a job's image, may have written or will read. Pure.
+"""Documents that other versions of the operator, or of a job's image, have written or will read. Pure.
 
-What is not understood is left out, everything else is read, and what is written over a document keeps the
-fields that are not ours.
+Unknown fields are left out when a document is read, and kept when it is written over.
 """
 
 from __future__ import annotations
@@ -19,29 +18,29 @@ _M = TypeVar("_M", bound=BaseModel)
 
 
 def read_status(job: Mapping[str, Any]) -> TrainingJobStatus:
-    """The status as it was written; only the parts that this version does not understand are left out."""
+    """The status of a job, without the parts that this version does not understand."""
     status = job.get("status")
     document = copy.deepcopy(dict(status)) if isinstance(status, Mapping) else {}
     return _understood(TrainingJobStatus, document)
 
 
 def read_server_status(document: dict[str, Any]) -> ServerStatus:
-    """What a parameter server answered; fields of a newer version than the operator's are left out.
+    """The answer of a parameter server, without fields of a newer version.
 
     Raises:
-        ValidationError: it is something else.
+        ValidationError: it is no status.
     """
     known, _ = _without_unknown(ServerStatus, document)
     return ServerStatus.model_validate(known)
 
 
 def known_spec(document: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A spec without the fields that this version does not know, and the names of those."""
+    """A spec without the fields that this version does not know, and the names of these fields."""
     return _without_unknown(TrainingJobSpec, document)
 
 
 def over(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The status `new` as it is written over `old`: with the fields and conditions that are not ours."""
+    """The status `new`, with the foreign fields and conditions of `old`."""
     kept = _with_foreign(old, new, TrainingJobStatus)
     ours = get_args(Condition.model_fields["type"].annotation)
     before = [item for item in old.get("conditions") or [] if isinstance(item, Mapping)]
@@ -60,7 +59,7 @@ def _understood(model: type[_M], document: dict[str, Any]) -> _M:
 
 
 def _leave_out(document: dict[str, Any], location: tuple[int | str, ...]) -> None:
-    """Remove the innermost part at `location` that is there; of a part that lacks a field, all of it."""
+    """Remove the innermost existing part at `location`; if a field is missing, the part that lacks it."""
     container: Any = document
     for depth, part in enumerate(location):
         inner = container[part]
@@ -90,7 +89,7 @@ def _without_unknown(model: type[BaseModel], document: Mapping[str, Any]) -> tup
 
 
 def _with_foreign(old: Mapping[str, Any], new: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
-    """`new`, a document of `model`, with what `old` has beside the model's fields, on every level."""
+    """`new`, a document of `model`, with all fields of `old` that the model lacks, at every level."""
     fields = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
     kept = dict(new)
     for key, value in old.items():

@@ -1,8 +1,8 @@
-"""The operator's life: kopf starts it, watches for it and ends it.
+"""The handlers by which kopf starts the operator, tells it of changes and ends it.
 
-kopf lists and watches TrainingJobs and what belongs to them. Of what it tells, the store keeps what a pass
-reads, and a change of that puts the job's name into the queue of passes. What kopf cannot do is beside it:
-see `listings` and `session`. docs/reports/2026-11-operator.md says what its watches cost.
+kopf lists and watches TrainingJobs and their objects. The store keeps the parts of an object that a pass
+reads; if these change, the job's name goes into the queue of passes. `listings` and `session` add what kopf
+lacks. docs/reports/2026-11-operator.md has the cost of its watches.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from elastic_ps.errors import ConnectionLost
 logger = logging.getLogger(__name__)
 
 _BURST = timedelta(milliseconds=300)
-"""Pods change in bursts; one pass is made for all of it."""
+"""The delay of a pass after a pod has changed: pods change in bursts, and one pass serves a burst."""
 
 _BEGIN = 1.0
-"""Seconds: if a watch begins anew, others are likely to do so, too, and one listing is made for all."""
+"""Seconds between the restart of a watch and the listing: other watches are likely to restart, too."""
 
 _AGAIN = 10.0
-"""Seconds at most until everything is listed again, if that has failed."""
+"""The longest time until a failed listing is repeated, in seconds."""
 
 PASSES = 200
-"""Passes at a time that wait for their job's server; those that act are as many as the settings say."""
+"""The number of passes that may wait for their job's server at a time. The settings limit those that act."""
 
 
 class Passes:
-    """Makes passes: look, ask the job's server without blocking a thread, then decide and act in one."""
+    """Makes passes. The wait for a job's server blocks no thread; the rest of a pass runs in one."""
 
     def __init__(self, controller: Controller, settings: Settings) -> None:
         self._controller = controller
@@ -51,7 +51,7 @@ class Passes:
         self.poller = Poller(self.queue.add, interval=settings.options.poll, timeout=settings.status_timeout)
 
     async def make(self, key: Key) -> timedelta | None:
-        """One pass; when to look again."""
+        """One pass; returns when to look again."""
         snapshot, server = self._controller.look(key)
         self.poller.follow(key, server)
         if snapshot is None:
@@ -63,12 +63,12 @@ class Passes:
         return await loop.run_in_executor(self._threads, self._controller.run_pass, key, snapshot, word)
 
     def close(self) -> None:
-        """Blocks until the passes that have begun are over."""
+        """Block until the passes that have begun are over."""
         self._threads.shutdown()
 
 
 class _NoDiffs(kopf.DiffBaseStorage):
-    """kopf compares an object with the one before only for handlers that are told of differences."""
+    """Keeps kopf from storing and comparing objects: only handlers that ask for differences need that."""
 
     def build(self, **_: Any) -> Any:
         return None
@@ -81,7 +81,7 @@ class _NoDiffs(kopf.DiffBaseStorage):
 
 
 def build_settings(given: Settings, listings: Listings) -> kopf.OperatorSettings:
-    """kopf's settings, as we need them."""
+    """The settings of kopf."""
     settings = kopf.OperatorSettings()
     settings.scanning.disabled = True
     settings.posting.enabled = False
@@ -93,7 +93,7 @@ def build_settings(given: Settings, listings: Listings) -> kopf.OperatorSettings
     for resource in listings.monitors:
         if selector := selector_of(resource):
             settings.watching.label_selectors[group_of(resource), resource] = selector
-    # A task for an object that has changed keeps the whole of it for so long.
+    # For this long, the task of a changed object keeps the whole object.
     settings.queueing.idle_timeout = 0.1
     settings.persistence.diffbase_storage = _NoDiffs()
     return settings
@@ -102,7 +102,7 @@ def build_settings(given: Settings, listings: Listings) -> kopf.OperatorSettings
 def build_registry(
     controller: Controller, passes: Passes, store: Store, listings: Listings, settings: Settings, api: Api
 ) -> kopf.OperatorRegistry:
-    """What kopf is to do: when it starts, when an object has changed, and when it ends."""
+    """The handlers for the start, for changed objects and for the end."""
     registry = kopf.OperatorRegistry()
     background: list[asyncio.Task[None]] = []
 
@@ -143,7 +143,7 @@ def build_registry(
 
 
 async def _list(controller: Controller, listings: Listings, settings: Settings) -> None:
-    """List everything now and then: what a watch has missed is found, and so is a watch that is dead."""
+    """List everything periodically. This finds missed changes, and watches that are dead."""
     wait = interval = settings.resync.total_seconds()
     while True:
         with contextlib.suppress(TimeoutError):
@@ -156,4 +156,4 @@ async def _list(controller: Controller, listings: Listings, settings: Settings) 
             wait = interval
         except (ApiError, ConnectionLost) as error:
             wait = min(interval, _AGAIN)
-            logger.warning("cannot list all objects: %s", error)
+            logger.warning("cannot list all objects; trying again in %g s: %s", wait, error)

@@ -1,8 +1,8 @@
-"""Which of several operators works: the one that holds a Lease. The others wait.
+"""Leader election: of several operators, the one that holds a Lease works, and the others wait.
 
-As in client-go's leader election, clocks of machines are not compared: a lease may be taken if its holder has
-given it up, or has not renewed it for its duration as the one who waits has measured it. Should two operators
-work for a moment, no harm is done: objects have one name, and a status that has changed is not written over.
+As in client-go's leader election, no clocks are compared: an operator takes a lease that its holder has given
+up, or that it has seen unchanged for the lease's duration by its own clock. Two operators that overlap for a
+moment do no harm: names of objects are deterministic, and a status that has changed is not written over.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from elastic_ps.errors import ConnectionLost
 logger = logging.getLogger(__name__)
 
 DURATION = Settings.lease_duration
-"""By default: for how long a lease counts that is not renewed."""
+"""The default time after which a lease that is not renewed may be taken."""
 
 RENEW = 1 / 5
-"""Of a lease's duration: between two looks at it, and two renewals."""
+"""The interval between two looks at a lease or two renewals, as a fraction of its duration."""
 
 GIVE_UP = 2 / 3
-"""Of a lease's duration: a holder that could not renew it for this long stops."""
+"""A holder that has not renewed its lease for this fraction of the duration stops."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A lease as it was read. `mark` changes whenever the lease does."""
+    """A lease that was read. `mark` changes with every change of the lease."""
 
     holder: str
     mark: str
@@ -51,12 +51,12 @@ def read(manifest: Mapping[str, Any]) -> Record:
 
 
 def may_take(record: Record | None, me: str, unchanged: timedelta, duration: timedelta = DURATION) -> bool:
-    """Whether a lease that has not changed for this long is mine, or may become so. Pure."""
+    """Whether the operator `me` may take or renew a lease that has not changed for this long. Pure."""
     return record is None or record.holder in ("", me) or unchanged >= duration
 
 
 class Leadership:
-    """The lease `name` in `namespace`, as the operator `me` sees it. Used from one thread at a time."""
+    """The lease `name` in `namespace`, held or wanted by the operator `me`. For one thread at a time."""
 
     def __init__(
         self,
@@ -78,14 +78,14 @@ class Leadership:
         self._thread: threading.Thread | None = None
 
     def acquire(self, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Block until the lease is mine."""
+        """Block until this operator holds the lease."""
         logger.info("waiting for the lease %s/%s as %s", self._namespace, self._name, self._me)
         while not self.attempt():
             sleep(self._pause)
-        logger.info("the lease %s/%s is mine", self._namespace, self._name)
+        logger.info("holding the lease %s/%s", self._namespace, self._name)
 
     def attempt(self) -> bool:
-        """Take or renew the lease, if that may be done; whether it is mine now."""
+        """Take or renew the lease if that is possible; returns whether this operator holds it."""
         try:
             record = self._read()
             if record != self._seen:
@@ -95,17 +95,17 @@ class Leadership:
                 return False
             self._write(record, self._me)
         except (ApiError, ConnectionLost) as error:
-            logger.warning("the lease %s/%s: %s", self._namespace, self._name, error)
+            logger.warning("cannot read or renew the lease %s/%s: %s", self._namespace, self._name, error)
             return False
         return True
 
     @property
     def held(self) -> bool:
-        """Whether it has become mine."""
+        """Whether this operator has got the lease."""
         return self._thread is not None
 
     def hold(self, lost: Callable[[], None]) -> None:
-        """Renew the lease from a thread until `release`; `lost` is called there if that fails for long."""
+        """Renew the lease in a thread until `release`. The thread calls `lost` if renewing fails for long."""
         self._thread = threading.Thread(target=self._renew, args=(lost,), name="lease", daemon=True)
         self._thread.start()
 
@@ -115,20 +115,22 @@ class Leadership:
             if self._renewed():
                 renewed = self._clock()
             elif self._clock() - renewed > GIVE_UP * duration:
-                logger.error("the lease %s/%s is lost", self._namespace, self._name)
+                logger.error(
+                    "lost the lease %s/%s: it could not be renewed in time", self._namespace, self._name
+                )
                 lost()
                 return
 
     def _renewed(self) -> bool:
-        """See `attempt`. Whatever happens, its thread goes on: else another holder would work beside me."""
+        """See `attempt`. The thread survives any error: otherwise two operators would end up working."""
         try:
             return self.attempt()
         except Exception:
-            logger.exception("the lease %s/%s could not be renewed", self._namespace, self._name)
+            logger.exception("cannot renew the lease %s/%s", self._namespace, self._name)
             return False
 
     def release(self) -> None:
-        """Stop renewing and give the lease up, so that nobody waits for its end. Blocks for a request."""
+        """Stop renewing, and give up the lease so that nobody waits for its end. Blocks for a request."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -137,7 +139,7 @@ class Leadership:
             if record is not None and record.holder == self._me:
                 self._write(record, "")
         except (ApiError, ConnectionLost) as error:
-            logger.warning("the lease %s/%s is not given up: %s", self._namespace, self._name, error)
+            logger.warning("cannot give up the lease %s/%s: %s", self._namespace, self._name, error)
 
     def _read(self) -> Record | None:
         try:
@@ -148,7 +150,7 @@ class Leadership:
             raise
 
     def _write(self, record: Record | None, holder: str) -> None:
-        """Raises ApiError 409 if somebody else was faster."""
+        """Write the holder. Raises ApiError 409 if another operator was faster."""
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec: dict[str, Any] = {
             "holderIdentity": holder,

@@ -1,10 +1,10 @@
-"""What is listed beside kopf's watches: it fills the store before the first pass, and proves that they live.
+"""Full listings beside kopf's watches: they fill the store before the first pass, and find dead watches.
 
-kopf lists each kind of object, then watches it, and tells of each object and of each change. Three things it
-does not tell: when its listing is complete; what was deleted while it had no watch; and that a watch delivers
-nothing any more, though the process lives. So everything is listed beside it: at the start, now and then, and
-when kopf has had to begin a watch anew. A version that was listed, and that no watch delivers for too long,
-means that the watch is dead. Of each page only what the store keeps outlives it.
+kopf lists each kind of object, then watches it, and reports each object and each change. It does not report
+when its listing is complete, what was deleted while it had no watch, or that a watch delivers nothing any
+more. So everything is also listed here: at the start, periodically, and after kopf has restarted a watch. If
+no watch delivers a listed version for too long, the watch is dead. The store keeps no more of a page than it
+needs.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from elastic_operator.store import Resource, Store, group_of, keys, path_of
 logger = logging.getLogger(__name__)
 
 PAGE = 250
-"""Objects in a page of a listing: some megabytes of JSON."""
+"""The number of objects in a page of a listing, some megabytes of JSON."""
 
 Scope: TypeAlias = tuple[Resource, str]
-"""A kind of object, and the namespace in which it is listed and watched; "" for all."""
+"""A kind of object, and the namespace that is listed and watched; "" for all namespaces."""
 
 
 def selector_of(resource: Resource) -> str:
-    """The label that objects of this kind must have to be the operator's concern; "" if none."""
+    """The label that selects objects of this kind for the operator; "" for all of them."""
     return "" if resource == "trainingjobs" else names.JOB_LABEL
 
 
 class WatchMonitor:
-    """Compares what a watch has delivered with what listings say, for one kind of object. Thread-safe."""
+    """Compares the versions that a watch delivers with those listed, for one kind of object. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,7 +45,7 @@ class WatchMonitor:
         self._late: dict[str, float] = {}
 
     def delivered(self, manifest: Mapping[str, Any], *, gone: bool) -> None:
-        """The watch delivered this object, or that it is gone."""
+        """Note that the watch has delivered this object, or its deletion."""
         metadata = manifest["metadata"]
         with self._lock:
             self._late.pop(metadata["uid"], None)
@@ -55,14 +55,14 @@ class WatchMonitor:
                 self._seen[metadata["uid"]] = metadata["resourceVersion"]
 
     def caught_up(self, versions: Mapping[str, str]) -> None:
-        """The watch has begun no later than a listing that had these versions, by uid."""
+        """Note that a watch began no later than a listing of these versions, by uid."""
         with self._lock:
             self._seen |= versions
             for uid in versions:
                 self._late.pop(uid, None)
 
     def listed(self, versions: Mapping[str, str], now: float) -> None:
-        """A listing says that these versions, by uid, are all there are."""
+        """Note a complete listing: these versions, by uid."""
         with self._lock:
             self._late = {uid: since for uid, since in self._late.items() if uid in versions}
             for uid, version in versions.items():
@@ -72,17 +72,17 @@ class WatchMonitor:
                     self._late.setdefault(uid, now)
 
     def age(self, now: float) -> float:
-        """Seconds since the oldest change that was listed and not delivered; 0 if there is none."""
+        """Seconds since the oldest change that was listed but not delivered; 0 if there is none."""
         with self._lock:
             return max((now - since for since in self._late.values()), default=0.0)
 
 
 class Listings:
-    """All of an operator's. `answered` and `notify` are for kopf's event loop, the rest for any thread.
+    """The listings of an operator. Call `answered` and `notify` in kopf's event loop, the rest in any thread.
 
     Attributes:
-        monitors: by each kind of object that is listed and watched.
-        due: set when everything should be listed at once.
+        monitors: the monitor of each kind of object that is listed and watched.
+        due: set when everything should be listed now.
     """
 
     def __init__(self, api: Api, store: Store, settings: Settings) -> None:
@@ -99,7 +99,7 @@ class Listings:
         self._caught_up: Counter[Scope] = Counter()
 
     def answered(self, verb: str, scope: Scope) -> None:
-        """The API server has answered kopf's listing, or has begun to answer its watch."""
+        """Note that the API server has answered a listing of kopf, or has begun to answer its watch."""
         if verb == "list":
             self._listed_by_kopf.add(scope)
         elif scope in self._listed_by_kopf:
@@ -108,7 +108,7 @@ class Listings:
             self.due.set()
 
     def notify(self, resource: Resource, event: Mapping[str, Any]) -> None:
-        """kopf tells of an object; the event's type is None if it has listed it."""
+        """Take an object from kopf. The event's type is None if kopf has listed the object."""
         kind, manifest = event["type"], event["object"]
         if kind is not None:
             self.monitors[resource].delivered(manifest, gone=kind == "DELETED")
@@ -118,10 +118,10 @@ class Listings:
             self._store.put(resource, manifest)
 
     def find(self) -> None:
-        """See that kopf will find TrainingJobs: it looks once, and they may be served a moment earlier.
+        """Check that the API server's discovery names TrainingJobs, in which kopf looks only once.
 
         Raises:
-            ApiError, ConnectionLost: it will not find them yet.
+            ApiError, ConnectionLost: it does not name them yet.
         """
         group, _, version = group_of("trainingjobs").partition("/")
         found = self._api.request("get", "apis", "/apis").get("groups") or []
@@ -130,10 +130,11 @@ class Listings:
         self._api.request("get", "apis", f"/apis/{group}/{version}")
 
     def list_all(self, resource: Resource) -> None:
-        """List everything of a kind into the store, and compare it with what the watches have delivered.
+        """List all objects of a kind into the store, and compare them with those that watches delivered.
 
-        Of several namespaces, those are left out and forgotten whose jobs may not be listed: a namespace that
-        was deleted, say, and the operator's Role with it. They are served again once that is possible.
+        If the jobs of one of several namespaces cannot be listed, for example because the namespace was
+        deleted with the operator's Role, that namespace is forgotten. It is served again once it can be
+        listed.
 
         Raises:
             ApiError, ConnectionLost: the API server cannot be asked.
@@ -151,13 +152,13 @@ class Listings:
                     raise
                 refused[namespace] = error
         if len(refused) == len(self._namespaces):
-            raise max(refused.values(), key=lambda error: error.status)  # 404: there is no definition, either
+            raise max(refused.values(), key=lambda error: error.status)  # 404: the definition is gone
         if jobs:
             self._leave_out(refused)
         self.monitors[resource].listed(found, time.monotonic())
 
     def _list(self, resource: Resource, namespace: str) -> dict[str, str]:
-        """The versions by uid. If it fails, the store has what it had."""
+        """List into the store; returns the versions by uid. After an error, the store forgets nothing."""
         scope = (resource, namespace)
         begun = self._begun[scope]
         found: dict[str, str] = {}
@@ -184,13 +185,11 @@ class Listings:
 
     def _leave_out(self, refused: Mapping[str, ApiError]) -> None:
         for namespace, error in refused.items():
-            logger.warning(
-                "cannot serve the namespace %s, because its jobs cannot be listed: %s", namespace, error
-            )
+            logger.warning("cannot serve the namespace %s: its jobs cannot be listed: %s", namespace, error)
             self._store.forget_jobs(namespace)
         self._left_out = frozenset(refused)
 
     def ages(self) -> dict[str, float]:
-        """Seconds by which each watch is behind what was listed."""
+        """The time by which each watch lags behind the listings, in seconds."""
         now = time.monotonic()
         return {resource: monitor.age(now) for resource, monitor in self.monitors.items()}

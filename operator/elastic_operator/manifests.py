@@ -1,4 +1,4 @@
-"""What all manifests of a job have in common. Pure."""
+"""The common parts of a job's manifests. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Manifest: TypeAlias = dict[str, Any]
 
 
 def owner(job: Mapping[str, Any]) -> Manifest:
-    """The reference by which garbage collection finds what belongs to the job."""
+    """The owner reference by which the garbage collector finds the objects of the job."""
     metadata = job["metadata"]
     return {
         "apiVersion": API_VERSION,

@@ -1,9 +1,9 @@
 """Merges a user's pod template over the default one, as Kubernetes' strategic merge patch does. Pure.
 
-Mappings are merged key by key. A list replaces the other one, except those of which the API says by which
-fields its items are told apart: two mounts of one volume have two paths, so both stay. `null` removes. As an
-API server drops nulls before we see them, a probe is also removed by an empty mapping, `{}`. Of a volume's
-sources, a probe's handlers and a variable's values there is only one: the template's takes the other's place.
+Mappings are merged key by key. A list replaces the other one, unless the API names key fields for its items:
+mounts are merged by path, so two mounts of one volume both stay. `null` removes. The API server drops nulls
+before the operator sees them, so an empty mapping, `{}`, also removes a probe. A volume has one source, a
+probe one handler and a variable one value: that of the template replaces the other one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KEYS = {
     "hostAliases": ("ip",),
     "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
 }
-"""By the name of a list's field: the fields by which its items are told apart (API of core/v1)."""
+"""The key fields of a list's items, by the name of the list's field (API of core/v1)."""
 
 _DEFAULTS = {"protocol": "TCP"}
 _PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
@@ -39,10 +39,10 @@ _ONE_OF = {
 
 
 def merge(base: Any, over: Any, field: str = "") -> Any:
-    """`over` merged over `base`, as the module's docstring says; neither is changed.
+    """Merge `over` over `base`, as the module's docstring says; neither is changed.
 
     Args:
-        field: the name of the field that both are the value of, or an item of.
+        field: the name of the field that has both as values or items.
     """
     if isinstance(base, Mapping) and isinstance(over, Mapping):
         kept = _without_alternatives(base, over, field)
@@ -61,7 +61,7 @@ def merge(base: Any, over: Any, field: str = "") -> Any:
 
 
 def _without_alternatives(base: Mapping[str, Any], over: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """`base` without that of which there is only one, if `over` has another."""
+    """`base` without its source, handler or value, if `over` has another one."""
     exclusive = [key for key in base if key != "name"] if field == "volumes" else _ONE_OF.get(field, ())
     sources = [key for key in over if key != "name"] if field == "volumes" else exclusive
     if not any(over.get(key) is not None for key in sources):

@@ -1,4 +1,4 @@
-"""What the operator counts, for Prometheus, and the small HTTP server for that and for the probes."""
+"""The operator's metrics for Prometheus, and the small HTTP server for metrics and probes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _PREFIX = "elastic_ps_operator"
 
 
 class Metrics:
-    """All metrics of one operator; there is no global registry. Thread-safe."""
+    """The metrics of one operator, in a registry of its own. Thread-safe."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = self._counter("api_requests", "Requests to the API server.", "verb", "resource")
         self.request_errors = self._counter(
             "api_request_errors",
-            "Requests that the API server refused, by HTTP status and Kubernetes' reason.",
+            "Requests that the API server refused, by HTTP status and reason.",
             "verb",
             "resource",
             "status",
@@ -31,24 +31,26 @@ class Metrics:
         self.duration = Histogram(
             f"{_PREFIX}_reconcile_seconds", "Duration of a reconcile pass.", registry=self.registry
         )
-        self.jobs = self._counter("jobs", "Jobs that were started, succeeded or failed.", "event")
-        self.restarts = self._counter("worker_restarts", "Workers that ended and were replaced.")
+        self.jobs = self._counter("jobs", "Jobs that have started, succeeded or failed.", "event")
+        self.restarts = self._counter("worker_restarts", "Workers that have been replaced.")
         self.watch_age = Gauge(
             f"{_PREFIX}_watch_age_seconds",
-            "Age of the oldest change that the watch has not delivered.",
+            "Age of the oldest change that the watch has not delivered, in seconds.",
             ["resource"],
             registry=self.registry,
         )
-        self.queue = Gauge(f"{_PREFIX}_queue", "Jobs that wait for a reconcile pass.", registry=self.registry)
+        self.queue = Gauge(
+            f"{_PREFIX}_queue", "Number of jobs that wait for a reconcile pass.", registry=self.registry
+        )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"{_PREFIX}_{name}", text, labels, registry=self.registry)
 
 
 class HealthServer:
-    """Serves /healthz, /readyz and /metrics from a thread of its own until closed.
+    """Serves /healthz, /readyz and /metrics in a thread of its own until closed.
 
-    `healthy` and `ready` say what is wrong, or None. They are called from that thread.
+    `healthy` and `ready` return what is wrong, or None. They are called in that thread.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class HealthServer:
                     wrong = healthy() if self.path == "/healthz" else ready()
                     self._answer(503 if wrong else 200, (wrong or "ok").encode())
                 else:
-                    self._answer(404, b"known here: /healthz, /readyz, /metrics")
+                    self._answer(404, b"not found; this server has /healthz, /readyz and /metrics")
 
             def _answer(self, code: int, body: bytes) -> None:
                 self.send_response(code)
@@ -77,7 +79,7 @@ class HealthServer:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Probes are not worth a line each."""
+                """Requests are not logged."""
 
         self._server = HttpServer(address, Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, name="health", daemon=True)

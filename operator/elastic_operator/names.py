@@ -1,6 +1,6 @@
 """Names, labels and ports of everything that belongs to a job.
 
-Names follow from the job's name and an index alone, so that creating twice cannot make two.
+Names depend only on the job's name and an index, so that a repeated creation makes no second object.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from elastic_ps.contract.env import Role
 
 PLURAL = "trainingjobs"
 VALID_ANNOTATION = f"{GROUP}/last-valid-spec"
-"""On the job's Service: the whole spec, as it was when it could be followed last."""
+"""On the job's Service: the last valid spec."""
 
 TEMPLATE_ANNOTATION = f"{GROUP}/template-hash"
-"""On each pod: what of the spec it was made from."""
+"""On each pod: the hash of the image and template that it was made from."""
 
 TUNING_ANNOTATION = f"{GROUP}/tuning"
-"""On the pod of shard 0, which reads it as a file: what may change while the job runs, as it is wanted."""
+"""On the pod of shard 0, which reads it as a file: the wanted settings that may change in a running job."""
 
 DURABLE_ANNOTATION = f"{GROUP}/durable"
-"""On the pod of shard 0, which reads it as a variable at each start: a version that was on disk."""
+"""On the pod of shard 0, which reads it as a variable at each start: a version that is on disk."""
 
 RESTART_ANNOTATION = f"{GROUP}/restartedAt"
-"""A person sets it on a job, to a time: what was made before then is to be made again."""
+"""A user sets it on a job, to a time: older pods are replaced."""
 
 RUN_ANNOTATION = f"{GROUP}/run"
-"""On a volume claim that outlives its job, in the place of an owner: the job's uid."""
+"""On a volume claim that outlives its job: the job's uid, instead of an owner reference."""
 
 SERVER_LABEL = {"app.kubernetes.io/component": CONTAINER["ps"]}
-"""What the pods of parameter servers and standbys have, and no others."""
+"""The label of the pods of parameter servers and standbys, and of no others."""
 
 TLS_ANNOTATION = f"{GROUP}/tls"
-"""On the job's Service, with the value `true`: its processes talk to each other over TLS."""
+"""On the job's Service, with the value `true`: the job's processes use TLS."""
 
 SECRET_TYPE = f"{GROUP}/certificates"
-"""Of the Secrets that the operator makes. A Secret's type never changes, so it writes over no other one."""
+"""The type of the operator's Secrets. Types never change, so it cannot write over a Secret of others."""
 
 PART = 256
-"""Processes in a Secret, which holds 1 MiB at most; a certificate and its key take about 1.3 KB."""
+"""The number of processes in a Secret of at most 1 MiB. A certificate and its key take about 1.3 KB."""
 
 TLS_DIRECTORY = "/etc/elastic-ps/tls"
 
@@ -50,12 +50,12 @@ EXPECTED = (
     "metadata.name must have at most 52 characters of a-z, 0-9 and '-', begin with a letter and not end with "
     "'-', because the job's Services and pods are named after it"
 )
-"""What a job may be called: a Service's name begins with a letter, and has at most 63 characters."""
+"""Valid names of jobs: a Service's name begins with a letter, and has at most 63 characters."""
 
 CHECKPOINT_DIRECTORY = "/var/lib/elastic-ps"
 DESIRED_DIRECTORY = "/etc/elastic-ps"
 JOINED = "/tmp/elastic-ps-joined"
-"""In a worker's pod, the file that it makes when it has joined."""
+"""The file that a worker creates in its pod when it has joined."""
 
 
 def pod(job: str, role: Role, index: int) -> str:
@@ -74,7 +74,7 @@ def claim(job: str) -> str:
 
 
 def certificates(job: str, role: Role, index: int) -> str:
-    """The Secret with the certificate of a process, and others of its role; no two jobs have the same."""
+    """The Secret with the certificates of a process and of others of its role."""
     return f"{job}-tls-{role}-{index // PART}"
 
 
@@ -89,7 +89,7 @@ def worker_network_policy(job: str) -> str:
 
 
 def labels(job: str) -> dict[str, str]:
-    """Labels of everything that belongs to the job."""
+    """The labels of all objects of the job."""
     return {
         "app.kubernetes.io/name": "elastic-ps",
         "app.kubernetes.io/instance": job,

@@ -1,9 +1,9 @@
 """The NetworkPolicies of a job: who may reach its parameter servers, their standbys, and its workers. Pure.
 
-The data ports are for the job's own pods, and the HTTP port for the operator and whoever else is named. The
-kubelet needs no rule: a network policy never keeps a node from the pods on it. Pods of workers listen on no
-port of ours, so what a template's side-cars serve stays reachable. But with `strategy: all-reduce` they
-listen, on ports that the system chooses, and only the other workers may reach any port of theirs.
+The job's own pods may reach the data ports; the operator and other named peers may reach the HTTP port. The
+kubelet needs no rule, since a policy never keeps a node from its pods. Workers usually listen on no port, so
+ports of side-cars stay reachable. With `strategy: all-reduce` they listen on ports that the system chooses,
+and only the job's other workers may reach their ports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from elastic_ps.contract.env import DEFAULT_DATA_PORT, DEFAULT_HTTP_PORT, DEFAUL
 def policies(
     job: Mapping[str, Any], spec: TrainingJobSpec, http_from: Sequence[Mapping[str, Any]]
 ) -> dict[str, Manifest]:
-    """All of the job, by name."""
+    """All NetworkPolicies of the job, by name."""
     name = job["metadata"]["name"]
     found = {names.network_policy(name): policy(job, http_from)}
     if spec.all_reduce:
@@ -29,7 +29,7 @@ def policies(
 
 
 def policy(job: Mapping[str, Any], http_from: Sequence[Mapping[str, Any]]) -> Manifest:
-    """The policy, owned by the job. `http_from`: the NetworkPolicyPeers that may read status and metrics."""
+    """The policy of the servers. `http_from`: the NetworkPolicyPeers that may read status and metrics."""
     name = job["metadata"]["name"]
     ingress = [
         {
@@ -37,7 +37,7 @@ def policy(job: Mapping[str, Any], http_from: Sequence[Mapping[str, Any]]) -> Ma
             "ports": [_port(DEFAULT_PORT), _port(DEFAULT_DATA_PORT)],
         }
     ]
-    if http_from:  # an empty list would let everybody in
+    if http_from:  # an empty list would admit everybody
         ingress.append({"from": [dict(peer) for peer in http_from], "ports": [_port(DEFAULT_HTTP_PORT)]})
     servers = {"key": names.ROLE_LABEL, "operator": "In", "values": ["ps", "standby"]}
     selector = {"matchLabels": {names.JOB_LABEL: name}, "matchExpressions": [servers]}
@@ -45,7 +45,7 @@ def policy(job: Mapping[str, Any], http_from: Sequence[Mapping[str, Any]]) -> Ma
 
 
 def among_workers(job: Mapping[str, Any]) -> Manifest:
-    """Only the job's workers reach each other, at whatever port."""
+    """The policy of the workers: only they reach each other, at all ports."""
     name = job["metadata"]["name"]
     workers = {"matchLabels": {names.JOB_LABEL: name, names.ROLE_LABEL: "worker"}}
     return _manifest(job, names.worker_network_policy(name), workers, [{"from": [{"podSelector": workers}]}])

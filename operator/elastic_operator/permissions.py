@@ -1,9 +1,9 @@
-"""What a job's templates may hold, so that nobody gets through the operator what they may not have. Pure.
+"""Limits what a job's templates may hold, so that nobody gains rights through the operator. Pure.
 
-Whoever may create TrainingJobs makes the operator create pods. What Kubernetes' Pod Security standard
-"baseline" refuses is not permitted, unless the person who runs the operator permits it for the job's
-namespace; nor is what gives a pod somebody else's identity, Secrets, place or precedence. The pod is checked
-as it would be created, after the template has been merged. `admission` says the same in CEL.
+Users who may create TrainingJobs make the operator create pods. By default, a template may hold nothing that
+Kubernetes' Pod Security standard "baseline" refuses, and nothing that gives a pod another identity, Secrets,
+a node or a priority. The administrator may permit more, by namespace. The pod is checked after the template
+has been merged. `admission` has the same rules in CEL.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elastic_ps.api.fields import CamelModel
 from elastic_ps.errors import UsageError
 
 EVERYWHERE = "*"
-"""In the place of a namespace: all of them."""
+"""Stands for all namespaces."""
 
 VOLUMES = {
     "configMap",
@@ -33,7 +33,7 @@ VOLUMES = {
     "projected",
     "secret",
 }
-"""Sources of volumes that stay within the namespace. Secrets and tokens in them have rules of their own."""
+"""Volume sources that stay within the namespace. Their Secrets and tokens have rules of their own."""
 
 CAPABILITIES = {
     "AUDIT_WRITE",
@@ -69,7 +69,7 @@ CONTAINERS = ("containers", "initContainers", "ephemeralContainers")
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 HOOKS = ("postStart", "preStop")
 DEFAULT_ACCOUNT = "default"
-"""Of a pod that names none."""
+"""The service account of a pod that names none."""
 
 TOKENS = ("serviceAccountToken", "podCertificate")
 APPARMOR = "container.apparmor.security.beta.kubernetes.io/"
@@ -77,31 +77,31 @@ APPARMOR_PROFILES = ("runtime/default", "localhost/")
 
 
 class Permissions(CamelModel):
-    """What is permitted beyond the defaults. Names may be patterns as of a shell: `team-*`, `*`."""
+    """Permissions beyond the defaults. Names may be shell patterns: `team-*`, `*`."""
 
     host_paths: list[str] = Field(default_factory=list)
-    """Folders of the node; what is below them is permitted, too."""
+    """Folders of the node, with everything below them."""
     host_namespaces: bool = False
-    """The node's network, processes and IPC: hostNetwork, hostPID, hostIPC, hostPort, hosts of probes."""
+    """The node's network, processes and IPC: hostNetwork, hostPID, hostIPC, hostPort, and host in probes."""
     privileged: bool = False
-    """Privileged containers, and whatever else weakens the wall between container and node."""
+    """Privileged containers, and other options that weaken the isolation from the node."""
     capabilities: list[str] = Field(default_factory=list)
-    """Capabilities beside those of Pod Security's baseline; `ALL` is one of its own."""
+    """Capabilities beyond the Pod Security standard baseline; `ALL` stands only for itself."""
     service_accounts: list[str] = Field(default_factory=list)
-    """Accounts to run as, and whose tokens may be mounted; a pod that names none has `default`."""
+    """Service accounts to run as or to mount the token of. A pod that names none has `default`."""
     node_names: bool = False
-    """`nodeName`: a place on a node without being asked by the scheduler."""
+    """`nodeName`, which bypasses the scheduler."""
     priority_classes: list[str] = Field(default_factory=list)
-    """Pods of these may push out others."""
+    """Priority classes, whose pods may preempt others."""
     secrets: list[str] = Field(default_factory=list)
-    """Secrets of the namespace to mount or read. Pull secrets need nothing: only the kubelet reads them."""
+    """Secrets of the namespace to mount or read. Pull secrets need none: only the kubelet reads them."""
     volumes: list[str] = Field(default_factory=list)
-    """Other sources of volumes: `nfs`, `csi`, ..."""
+    """Other volume sources: `nfs`, `csi`, ..."""
 
     def joined(self, other: Permissions) -> Permissions:
-        """What either of both permits."""
+        """The permissions of both."""
         mine, theirs = self.model_dump(), other.model_dump()
-        # Of booleans that is "or", of lists one after the other.
+        # Booleans are joined by "or", lists are concatenated.
         either = {key: value or theirs[key] for key, value in mine.items() if isinstance(value, bool)}
         both = {key: value + theirs[key] for key, value in mine.items() if isinstance(value, list)}
         return Permissions.model_validate(either | both)
@@ -109,19 +109,19 @@ class Permissions(CamelModel):
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Permissions by namespace; those of `EVERYWHERE` hold in all of them."""
+    """Permissions by namespace; those of `EVERYWHERE` apply to all."""
 
     permitted: Mapping[str, Permissions] = dataclasses.field(default_factory=dict)
 
     def of(self, namespace: str) -> Permissions:
-        """What is permitted there."""
+        """The permissions of a namespace."""
         nothing = Permissions()
         everywhere = self.permitted.get(EVERYWHERE, nothing)
         return everywhere.joined(self.permitted.get(namespace, nothing))
 
 
 def read_policy(text: str) -> Policy:
-    """A policy as JSON: an object of namespaces, each with fields of `Permissions`.
+    """Read a policy from JSON: an object of namespaces, each with fields of `Permissions`.
 
     Raises:
         UsageError: it is something else.
@@ -129,7 +129,7 @@ def read_policy(text: str) -> Policy:
     try:
         document = json.loads(text)
         if not isinstance(document, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
         return Policy({name: Permissions.model_validate(value or {}) for name, value in document.items()})
     except ValidationError as error:
         first = error.errors()[0]
@@ -144,10 +144,10 @@ def read_policy(text: str) -> Policy:
 
 
 def violations(pod: Mapping[str, Any], permitted: Permissions) -> Iterator[tuple[str, str]]:
-    """What in a pod is not permitted: (its path within the pod, what would permit it).
+    """The parts of a pod that are not permitted: (path within the pod, the value that permits it).
 
-    A pod that is so malformed that it cannot be looked at raises TypeError, KeyError, ValueError or
-    AttributeError.
+    Raises:
+        TypeError, KeyError, ValueError, AttributeError: the pod is malformed.
     """
     spec = pod["spec"]
     yield from _of_annotations(pod["metadata"].get("annotations") or {}, permitted)
@@ -161,10 +161,10 @@ def violations(pod: Mapping[str, Any], permitted: Permissions) -> Iterator[tuple
 
 
 def refusal(forbidden: Iterable[tuple[str, str]], where: str, namespace: str) -> str:
-    """In words, what `violations` has found in the template `where`; a line for each."""
+    """The message for the `violations` in the template `where`, with a line for each."""
     return "\n".join(
-        f"{where}.{path} is not permitted in the namespace {namespace}: leave it out, or ask whoever runs "
-        "the operator to permit it in the chart's values, with templatePermissions: "
+        f"{where}.{path} is not permitted in the namespace {namespace}: leave it out, or ask the "
+        "administrator to permit it in the chart's values, with templatePermissions: "
         f"{{{namespace}: {{{needs}}}}}"
         for path, needs in forbidden
     )
@@ -197,7 +197,7 @@ def _of_pod(spec: Mapping[str, Any], permitted: Permissions) -> Iterator[tuple[s
 
 
 def _of_security(context: Mapping[str, Any], where: str, permitted: Permissions) -> Iterator[tuple[str, str]]:
-    """A securityContext, of a pod or of a container."""
+    """Check the securityContext of a pod or a container."""
     for capability in (context.get("capabilities") or {}).get("add") or []:
         if capability not in CAPABILITIES and not _fits(capability, permitted.capabilities):
             yield f"{where}.capabilities.add[{capability}]", f"capabilities: [{capability}]"
@@ -279,7 +279,7 @@ def _fits(name: object, patterns: Iterable[str]) -> bool:
 
 
 def _below(folder: str, roots: Iterable[str]) -> bool:
-    """Whether a folder is one of these or below; one with `..` never is, since links may lie on the way."""
+    """Whether a folder is one of `roots` or below. With `..` it never is, since links may lead elsewhere."""
     if ".." in folder.split("/"):
         return False
     normal = [part for part in folder.split("/") if part]

@@ -1,4 +1,4 @@
-"""What a reconcile looks at and what it answers with: plain data, no decisions."""
+"""The input and the output of a reconcile: plain data, no decisions."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from elastic_ps.api.status import ServerStatus, TrainingJobStatus
 from elastic_ps.contract.env import Role
 
 ROLE_TOO_OLD = "RoleTooOld"
-"""The reason of a refusal that holds until the operator's Role is another one. It keeps back nothing else."""
+"""The reason of a refusal that lasts until the operator's Role changes. Nothing else waits for it."""
 
 Kind: TypeAlias = Literal["Pod", "Service", "PersistentVolumeClaim", "NetworkPolicy"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What decisions depend on beside the job.
+    """Settings for decisions, the same for all jobs.
 
     Attributes:
         policy: what jobs' templates may hold, by namespace.
-        secured: whether the processes of a job that starts now talk to each other over TLS.
-        certificate_lifetime: how long a certificate is valid; another one is issued in the last third.
-        http_from: who may read a job's status, as peers of its NetworkPolicy; None: jobs get no policy.
-        poll: how often the parameter server of a job is asked for its progress, at most.
-        look: a job is looked at again after that time at the latest, though nothing has changed.
+        secured: whether a job that starts now uses TLS.
+        certificate_lifetime: how long a certificate is valid. A new one is issued in the last third.
+        http_from: the peers of a job's NetworkPolicy that may read its status; None: jobs get no policy.
+        poll: the shortest time between two questions to a job's parameter server.
+        look: the longest time between two passes over a job.
         retry: how long to wait after the API server refused to create something.
-        answer_limit: how long the PS may stay silent after the last worker has ended, before that is told.
-        restart_base, restart_limit: delay before a failed worker is replaced; doubles with each failure.
-        place_limit: a pod that fits on no node is a problem after that time; its volume may be on its way.
-        start_limit: a pod of which nothing has started after that time is a problem: it may lack a volume, a
-            Secret or a ConfigMap, which its status does not say.
-        short_life: a worker killed before it lived this long is replaced only after `short_life_delay`.
-        follow_limit: a standby that does not follow is a problem once the job has been Running for this long.
-        force_after: a pod that outlives its grace period by this much (its node is gone) is removed.
+        answer_limit: how long the PS may be silent after the last worker has ended, before it is a problem.
+        restart_base, restart_limit: the delay before a failed worker is replaced doubles with each failure.
+        place_limit: how long a pod may fit on no node, before it is a problem; its volume may be on its way.
+        start_limit: how long a pod with a node may start no container, before it is a problem. Its status
+            does not say whether it lacks a volume, a Secret or a ConfigMap.
+        short_life: a worker that was killed at a younger age is replaced after `short_life_delay`.
+        follow_limit: how long a job may be Running before a standby that does not follow is a problem.
+        force_after: a pod that outlives its grace period by this time (its node is gone) is removed.
     """
 
     policy: Policy = field(default_factory=Policy)
@@ -60,18 +60,18 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """What belongs to the job and exists.
+    """The existing objects of the job.
 
     Attributes:
         pods: its pods.
-        service: whether it has its Service.
-        valid_spec: the last spec that could be followed, as JSON, which its Service has; "" if it has none.
-        secured: whether its Service says that the job's processes talk to each other over TLS.
-        claims: names of its volume claims.
-        policies: names of its network policies; looked for only if there is to be one.
-        server: what shard 0 answered; None if it did not.
-        refusals: what the API server refused a moment ago, in this same pass.
-        certified: until when the certificates are valid that were issued in this same pass; None: none were.
+        service: whether the job's Service exists.
+        valid_spec: the last valid spec, as JSON, from the Service; "" if it has none.
+        secured: whether the Service says that the job uses TLS.
+        claims: the names of the volume claims.
+        policies: the names of the NetworkPolicies; empty if the operator makes none.
+        server: the answer of shard 0; None if it did not answer.
+        refusals: what the API server has refused in this pass.
+        certified: the end of the certificates that were issued in this pass; None if none were.
     """
 
     pods: tuple[Pod, ...] = ()
@@ -86,18 +86,18 @@ class Observed:
 
     @property
     def word(self) -> ServerStatus | None:
-        """What is known of the training itself: what shard 0 answered, else what it left when it ended."""
+        """The answer of shard 0; if there is none, the status that it left when it ended."""
         if self.server is not None:
             return self.server
         return next((pod.last_words for pod in self.of("ps") if pod.index == 0 and pod.last_words), None)
 
     @property
     def keeping_back(self) -> tuple[Problem, ...]:
-        """The refusals over which the job lacks something, and which may be over soon."""
+        """The refusals that leave the job without an object, and may be over soon."""
         return tuple(each for each in self.refusals if each.reason != ROLE_TOO_OLD)
 
     def with_outcome(self, outcome: Outcome) -> Observed:
-        """The same, once the actions of a pass have been carried out."""
+        """A copy with the outcome of the pass's actions."""
         return replace(self, refusals=outcome.refusals, certified=outcome.certified)
 
     def of(self, *roles: Role) -> list[Pod]:
@@ -108,9 +108,9 @@ class Observed:
 
 @dataclass(frozen=True)
 class Create:
-    """Create an object; one that is there already and belongs to the job is as good.
+    """Create an object; an existing one of the job is as good.
 
-    `needs`: a kind of object that it uses. While the job's own of that kind is refused, it is not created.
+    `needs`: a kind of object that it uses. If such an object of the job is refused, this one is not created.
     """
 
     kind: Kind
@@ -124,8 +124,8 @@ class Create:
 class Certify:
     """Issue new certificates for all processes of the job, into its Secrets.
 
-    `processes`: how many there are of each role. `first`: there are no Secrets yet. `needs`: see `Create`; if
-    the job's Service belongs to another one, which was orphaned, so do the Secrets of these names.
+    `processes`: the number of each role's processes. `first`: there are no Secrets yet. `needs`: see
+    `Create`; if the Service belongs to an earlier, orphaned job, so do the Secrets of these names.
     """
 
     processes: Mapping[Role, int]
@@ -139,8 +139,8 @@ class Certify:
 class DeletePod:
     """Delete exactly this pod (by uid).
 
-    `force`: without waiting for its node. `version`: only as it was seen; if it has changed, another pass
-    looks at it first.
+    `force`: without waiting for its node. `version`: the version that was seen; if the pod has changed, the
+    deletion fails and another pass looks at it first.
     """
 
     name: str
@@ -156,7 +156,7 @@ class DeletePod:
 
 @dataclass(frozen=True)
 class DeleteJob:
-    """Delete the job itself; garbage collection removes what it owns."""
+    """Delete the job itself; the garbage collector removes its objects."""
 
     uid: str
     reason: str
@@ -164,7 +164,7 @@ class DeleteJob:
 
 @dataclass(frozen=True)
 class TellPod:
-    """Tell exactly this pod (by uid), in annotations, what has changed."""
+    """Write annotations to exactly this pod (by uid), which reads them."""
 
     name: str
     uid: str
@@ -174,7 +174,7 @@ class TellPod:
 
 @dataclass(frozen=True)
 class Remember:
-    """Write down on the job's Service of this name that its spec, which is JSON, can be followed."""
+    """Write the valid spec, as JSON, to the job's Service of this name."""
 
     name: str
     spec: str
@@ -186,7 +186,7 @@ Action: TypeAlias = Create | Certify | DeletePod | DeleteJob | TellPod | Remembe
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a plan's actions. Attributes: see those of `Observed`."""
+    """The result of a plan's actions. The attributes are those of `Observed`."""
 
     refusals: tuple[Problem, ...] = ()
     certified: datetime | None = None
@@ -194,7 +194,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Note:
-    """An Event to record. Notes with the same `key` are one Event, however often they are posted."""
+    """An Event to record. Notes with the same `key` make one Event, however often they are posted."""
 
     key: str
     kind: Literal["Normal", "Warning"]
@@ -204,7 +204,7 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The answer: what to do, what to report, when to look again (None: only when something changes)."""
+    """What to do, what to report, and when to look again (None: only when something changes)."""
 
     actions: tuple[Action, ...] = ()
     status: TrainingJobStatus | None = None

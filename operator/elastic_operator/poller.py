@@ -1,9 +1,9 @@
-"""Asks parameter servers for their status, each in its turn, and says which answers deserve a pass.
+"""Asks parameter servers for their status in turn, and asks for a pass when an answer needs one.
 
-All of it is asynchronous: a server that is slow or cannot be reached delays nobody else, and is asked less
-and less. The more jobs there are, the less often each is asked and its progress written, so that neither the
-operator nor the API server has more to do. An answer of which more than the numbers of the progress has
-changed leads to a pass at once.
+It is asynchronous: a server that is slow or cannot be reached delays no other, and is asked less and less
+often. With more jobs, each server is asked, and its progress written, less often, so that the load on the
+operator and the API server stays the same. If more than the numbers of the progress has changed, a pass
+follows at once.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from elastic_ps.contract.env import DEFAULT_HTTP_PORT
 logger = logging.getLogger(__name__)
 
 POLLS_PER_SECOND = 20.0
-"""More are not made, except for passes that need an answer."""
+"""The rate of questions, except for those of passes that need an answer."""
 
 WRITES_PER_SECOND = 3.0
-"""How often, over all jobs, a pass is made only because the progress has moved."""
+"""The rate of passes, over all jobs, that are made only because the progress has moved."""
 
 _FRESH = 1.0
 _LIMIT = 1024 * 1024
@@ -40,7 +40,7 @@ _LONGEST = 60.0
 
 @dataclass(frozen=True)
 class Server:
-    """Where a job's shard 0 is asked. `ready`: it should answer, as the kubelet says."""
+    """The address of a job's shard 0. `ready`: the kubelet reports that it is ready to answer."""
 
     job: str
     host: str
@@ -56,7 +56,7 @@ def server_of(job: str, observed: Observed) -> Server | None:
 
 
 def essence(status: ServerStatus) -> object:
-    """What of an answer may change a decision. The numbers of the progress need no hurry."""
+    """The parts of an answer that may change a decision. The numbers of the progress are not urgent."""
     progress = status.progress
     members = tuple((m.worker, m.incarnation, m.host, m.state) for m in status.members)
     found = progress.diverged.reason if progress.diverged is not None else ""
@@ -67,9 +67,9 @@ def essence(status: ServerStatus) -> object:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A server's answer as it is kept: parsed it takes nine kilobytes, for each job.
+    """A server's answer as text: parsed, it would take nine kilobytes for each job.
 
-    Attributes: `progress`: a hash, to see whether it has moved.
+    Attributes: `progress`: a hash, which tells whether the progress has moved.
     """
 
     text: str
@@ -96,14 +96,14 @@ class _Followed:
 
 
 Asking = Callable[..., Awaitable[ServerStatus | None]]
-"""As `ask`."""
+"""The signature of `ask`."""
 
 
 class Poller:
-    """To be used from one event loop only.
+    """Follows the servers of jobs. For one event loop only.
 
-    `wanted` asks for a pass over a job. `interval`: between two questions to one server, at least. `polls`,
-    `writes`: in a second, over all jobs, at most.
+    `wanted` asks for a pass over a job. `interval`: the shortest time between two questions to one server.
+    `polls`, `writes`: the limits over all jobs, per second.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Poller:
         return len(self._jobs)
 
     def follow(self, key: Key, server: Server | None) -> None:
-        """From now on this server is asked for that job; None: nobody is."""
+        """Ask this server about that job from now on; with None, ask nobody."""
         if server is None:
             self._jobs.pop(key, None)
             return
@@ -144,9 +144,9 @@ class Poller:
             known.server = server
 
     async def word(self, key: Key, server: Server, *, since: float) -> ServerStatus | None:
-        """What the server says, asked after `since` (monotonic seconds); None if it does not answer in time.
+        """The server's answer to a question after `since` (monotonic seconds); None if none comes in time.
 
-        The pass that asks will write the progress.
+        The pass that asks writes the progress.
         """
         job = self._jobs.get(key)
         now = self._clock()
@@ -211,12 +211,12 @@ class Poller:
         status = await self._asking(job.server.host, self._port, job.server.job, timeout=self._timeout)
         if asked >= job.asked:
             job.asked, job.answer = asked, None if status is None else _Answer.of(status)
-            # One that is not ready may be about to start, and is not expected to answer yet.
+            # A server that is not ready may be starting, and is not expected to answer.
             job.failures = 0 if status is not None or not job.server.ready else job.failures + 1
 
 
 async def ask(host: str, port: int, job: str, *, timeout: float) -> ServerStatus | None:
-    """`GET /status`, if the whole answer comes within `timeout` seconds and is that job's; else None."""
+    """Send `GET /status`; None if no whole answer of that job comes within `timeout` seconds."""
     try:
         async with asyncio.timeout(timeout):
             status = read_server_status(dict(json.loads(await _get(host, port))))
@@ -227,10 +227,10 @@ async def ask(host: str, port: int, job: str, *, timeout: float) -> ServerStatus
 
 
 async def _get(host: str, port: int) -> bytes:
-    """The body of an answer with status 200; redirects are not followed.
+    """The body of an answer with status 200. Redirects are not followed.
 
     Raises:
-        OSError, ValueError, IncompleteReadError: there is none.
+        OSError, ValueError, IncompleteReadError: there is no such answer.
     """
     reader, writer = await asyncio.open_connection(host, port, limit=_LIMIT)
     try:
@@ -238,12 +238,12 @@ async def _get(host: str, port: int) -> bytes:
         writer.write(f"GET /status HTTP/1.0\r\nHost: {name}:{port}\r\n\r\n".encode())
         head = await reader.readuntil(b"\r\n\r\n")
         if head.split(b" ", 2)[1:2] != [b"200"]:
-            raise ValueError(f"it answers {head.splitlines()[0]!r}")
+            raise ValueError(f"it answers {head.splitlines()[0]!r}; expected status 200")
         body = bytearray()
         while part := await reader.read(65536):
             body += part
             if len(body) > _LIMIT:
-                raise ValueError(f"its answer is longer than {_LIMIT} bytes")
+                raise ValueError(f"its answer has more than {_LIMIT} bytes")
         return bytes(body)
     except asyncio.LimitOverrunError as error:
         raise ValueError(str(error)) from error

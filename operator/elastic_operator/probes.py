@@ -1,13 +1,12 @@
-"""How the kubelet finds out about a parameter server, and about a worker. Pure.
+"""The kubelet's probes of parameter servers and workers. Pure.
 
-The kubelet writes a Warning event for each probe that fails. A start takes seconds, since torch is imported
-and workers bring the model; so the startup probe of a server is a command that waits for that, and a start
-leaves no Warning. It fails if nobody answers for `_LIMIT` seconds, and says so; the second time, the kubelet
-starts the container again. It ends well, too, if the server has answered and only the workers do not come.
+The kubelet writes a Warning event for each failed probe, and a server takes seconds to start: it imports
+torch and waits for workers to bring the model. Its startup probe is therefore a command that waits. It fails,
+with a message, if the server does not answer for `_LIMIT` seconds; after the second failure, the kubelet
+restarts the container. It succeeds if the server answers but no workers come.
 
-A worker is ready when it has joined the job. Its readiness probe waits for the file that it makes then, which
-names its process: one of before may have left such a file in the pod. A script may take as long as it likes
-before that.
+A worker is ready when it has joined the job. It then creates a file that names its process, since an earlier
+process may have left one, and its readiness probe waits for that file. The script has no time limit before.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from elastic_ps.contract.env import DEFAULT_HTTP_PORT
 
 _LIMIT = 280
 _MARGIN = 20
-"""By which the kubelet waits longer for the command, so that it reads what that says."""
+"""The seconds that the kubelet waits longer than the command, to read its message."""
 
 _DAY = 24 * 3600
 
@@ -43,7 +42,7 @@ while not ask(b"/readyz"):
         sys.exit(not up)
     time.sleep(0.3)
 """
-"""It imports nothing of the library, so that it is quick."""
+"""It imports nothing of the library, so that it starts quickly."""
 
 _WAIT_FOR_WORKER = f"""
 import time
@@ -58,7 +57,7 @@ def joined():
 while not joined():
     time.sleep(0.5)
 """
-"""What the file holds, see `elastic_ps.process.lifecycle.tell_joined`."""
+"""`elastic_ps.process.lifecycle.tell_joined` says what the file holds."""
 
 
 def of_server() -> Manifest:

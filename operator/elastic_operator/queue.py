@@ -1,4 +1,4 @@
-"""Which jobs wait for a pass, and when: each at most once, never two passes over one job at a time."""
+"""The queue of jobs that wait for a pass. A job has one pass at a time, and waits at most once."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Key: TypeAlias = tuple[str, str]
 """(namespace, name) of a job."""
 
 Pass: TypeAlias = Callable[[Key], Awaitable[timedelta | None]]
-"""One pass over a job. Returns when to look again. What it raises leads to another try."""
+"""One pass over a job. Returns when to look again. After an exception it is repeated."""
 
 _FIRST_RETRY, _LAST_RETRY = 1.0, 60.0
 
 
 class Queue:
-    """Runs passes, namespaces in turn. To be used from one event loop only."""
+    """Runs passes, taking namespaces in turn. For one event loop only."""
 
     def __init__(self, run: Pass, *, concurrency: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -50,14 +50,14 @@ class Queue:
             self._wake.set()
 
     async def run(self) -> None:
-        """Serve until cancelled; passes that have begun are waited for."""
+        """Run passes until cancelled, then wait for those that have begun."""
         try:
             while True:
                 self.last_turn = now = self._clock()
                 self._start_due(now)
                 wait = self._later[0][0] - now if self._later else 5.0
                 self._wake.clear()
-                # Not `wait_for`: before Python 3.12 it may swallow a cancellation.
+                # Before Python 3.12, `wait_for` may swallow a cancellation.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(min(5.0, max(0.0, wait))):
                         await self._wake.wait()
@@ -68,11 +68,11 @@ class Queue:
     def _start_due(self, now: float) -> None:
         while self._later and self._later[0][0] <= now:
             due, key = heapq.heappop(self._later)
-            # One that is busy is ready when its pass is over.
+            # A busy job becomes ready when its pass is over.
             if self._due.get(key) == due and key not in self._busy:
                 self._ready.setdefault(key[0], {})[key] = None
         while self._ready and len(self._busy) < self._concurrency:
-            # The namespace whose turn it is goes to the end, so that one with many jobs delays no other.
+            # This namespace goes to the end, so that one with many jobs delays no other.
             namespace = next(iter(self._ready))
             waiting = self._ready.pop(namespace)
             key = next(iter(waiting))
@@ -88,11 +88,11 @@ class Queue:
         try:
             again = await self._run(key)
             self._failures.pop(key, None)
-        except Exception as error:  # whatever it is, it must not end the queue
+        except Exception as error:  # no error of a pass may end the queue
             count = self._failures[key] = self._failures.get(key, 0) + 1
             again = timedelta(seconds=min(_LAST_RETRY, _FIRST_RETRY * 2 ** min(count - 1, 10)))
             logger.warning(
-                "%s/%s: the pass failed, next try in %g s: %s",
+                "%s/%s: the pass failed; trying again in %g s: %s",
                 *key,
                 again.total_seconds(),
                 error,

@@ -1,9 +1,9 @@
 """The decisions: (job, observed, now) -> what to do, what to report, when to look again. Pure.
 
-Level-triggered: it does not matter which event led here, only what there is. A plan that has been carried
-out leads to an empty one. Of an ended worker three steps are made in three passes: it is counted in the
-status, its pod is deleted, a new one is created. So is the end of a job: the verdict is written first,
-and only a job whose written status says that it is over is cleaned up.
+They are level-triggered: they depend on the objects that exist, not on the event that led here. After a plan
+has been carried out, the next one is empty. An ended worker takes three passes: it is counted in the status,
+its pod is deleted, a new one is created. The end of a job takes two: the verdict is written to the status,
+and then a job with such a status is cleaned up.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ _NEED: dict[Role, str] = {
 
 
 _MOST_KEPT = 200 * 1024
-"""Characters of a spec that is written down on a Service.
+"""The longest spec that is written to the Service's annotation, in characters.
 
-Kubernetes takes 256 KiB for all annotations of an object, and refuses one that has more.
+Kubernetes refuses an object with more than 256 KiB of annotations.
 """
 
 
@@ -148,7 +148,7 @@ def _with_counts(status: TrainingJobStatus, observed: Observed, desired: Desired
 def _invalid(
     old: TrainingJobStatus, status: TrainingJobStatus, message: str, *, started: bool, now: datetime
 ) -> Plan:
-    """An invalid spec ends a job that has not started. One that runs goes on as it was."""
+    """The plan for an invalid spec: a job that has not started fails, a running one goes on unchanged."""
     why = Problem("InvalidSpec", message)
     if started:
         kept = Problem("InvalidSpec", kept_valid(message))
@@ -160,7 +160,7 @@ def _invalid(
 def _conclude(
     old: TrainingJobStatus, status: TrainingJobStatus, end: Verdict, notes: list[Note], now: datetime
 ) -> Plan:
-    """Write down how the job ended; the next pass cleans up."""
+    """Write the verdict to the status; the next pass cleans up."""
     status = status.model_copy(update={"phase": end.phase, "completion_time": stamp(now)})
     status = with_condition(status, end.phase, True, end.why, now=now)
     over = Problem(end.phase, "the job is over")
@@ -173,7 +173,7 @@ def _conclude(
 def _finished(
     job: Mapping[str, Any], observed: Observed, old: TrainingJobStatus, now: datetime, options: Options
 ) -> Plan:
-    """A job that is over: clean up by its policies, and touch nothing else."""
+    """The plan for a job that is over: clean up by its policies, and change nothing else."""
     policy = (job.get("spec") or {}).get("runPolicy") or {}
     clean = policy.get("cleanPodPolicy") or "Running"
     reason = f"the job is over, and cleanPodPolicy is {clean}"
@@ -222,14 +222,14 @@ def _suspended(
     now: datetime,
     options: Options,
 ) -> Plan:
-    """Workers and evaluator leave first; then the parameter servers write a checkpoint and end."""
+    """The plan for a suspended job: workers and evaluator leave, then the servers save and end."""
     reason = "the job is suspended"
     actions: list[Action] = [a for a in _service(job, desired, observed) if isinstance(a, Remember)]
-    # A finalizer keeps only the object.
+    # A pod that only a finalizer keeps has ended.
     observed = replace(observed, pods=tuple(pod for pod in observed.pods if not pod.held_by))
     workers = [pod for pod in observed.of("worker") if pod.ending != "done" or pod.live]
     deletable = [pod for pod in workers if not pod.over or pod.uid in old.worker.counted_pods]
-    # The evaluator has nothing to save.
+    # The evaluator has nothing to save, so it need not be counted first.
     evaluators = [pod for pod in observed.of("evaluator") if pod.ending != "done" or pod.live]
     leaving = [*deletable, *evaluators] if workers or evaluators else observed.of("ps", "standby")
     actions += [DeletePod.of(p, reason) for p in leaving if p.deleting is None]
@@ -279,7 +279,7 @@ def _resumed(status: TrainingJobStatus, now: datetime) -> TrainingJobStatus:
 def _network(
     job: Mapping[str, Any], desired: Desired, observed: Observed, options: Options
 ) -> Iterator[Action]:
-    """First of all, so that no pod is ever without it."""
+    """Create the NetworkPolicies before any pod exists."""
     if options.http_from is None:
         return
     for name, manifest in network.policies(job, desired.spec, options.http_from).items():
@@ -290,7 +290,7 @@ def _network(
 
 
 def _service(job: Mapping[str, Any], desired: Desired, observed: Observed) -> Iterator[Action]:
-    """It records the spec, and whether the job uses TLS, so it comes before all others."""
+    """Create the Service before the other objects: it records the spec, and whether the job uses TLS."""
     name, valid = names.service(desired.name), json.dumps(job.get("spec"), sort_keys=True)
     if desired.invalid or len(valid) > _MOST_KEPT:
         valid = ""
@@ -312,11 +312,11 @@ def _servers(
     now: datetime,
     options: Options,
 ) -> Iterator[Action]:
-    """Claim and pods of the parameter servers and their standbys."""
+    """The volume claim and the pods of the parameter servers and their standbys."""
     spec, name = desired.spec, desired.name
     if spec.parameter_server.checkpoint.volume_claim is not None and names.claim(name) not in observed.claims:
         claim = builders.claim(job, spec)
-        yield Create("PersistentVolumeClaim", names.claim(name), claim, "for checkpoints")
+        yield Create("PersistentVolumeClaim", names.claim(name), claim, "it holds the checkpoints")
     there = {(pod.role, pod.index): pod for pod in observed.of("ps", "standby")}
     for role, shard in builders.servers(spec):
         pod = there.get((role, shard))
@@ -332,12 +332,12 @@ def _servers(
                 told = "the spec asks for another consistency, compression or checkpoint policy"
                 yield TellPod(pod.name, pod.uid, {names.TUNING_ANNOTATION: wanted}, told)
             if not pod.durable and (version := _durable(desired, status)) is not None:
-                told = "a version is on disk, and a restart must not begin without it"
+                told = "a version is on disk, so a restart must continue from it"
                 yield TellPod(pod.name, pod.uid, builders.durable_annotation(version), told)
 
 
 def _durable(desired: Desired, status: TrainingJobStatus) -> int | None:
-    """A version of which it is known that a checkpoint outlives the pods; None if there is none."""
+    """A version whose checkpoint outlives the pods; None if none is known."""
     kept = builders.claim_name(desired.name, desired.spec) is not None
     return status.progress.durable_version if kept else None
 
@@ -350,10 +350,10 @@ def _evaluator(
     now: datetime,
     options: Options,
 ) -> Iterator[Action]:
-    """The evaluator's pod. Its container is started again in place; no end of it counts.
+    """The evaluator's pod. The kubelet restarts its container in place, and its end never counts.
 
-    It is created once there is a model. And if the parameter server continues from a finished job, not before
-    a worker has found out whether there is anything left to train: the evaluator would end at once.
+    It is created once there is a model. If the parameter server continues from a finished job, a worker first
+    has to find out whether anything is left to train: otherwise the evaluator would end at once.
     """
     if desired.spec.evaluator is None:
         return
@@ -371,7 +371,7 @@ def _evaluator(
 
 
 def _is_counted(server: Pod, old: TrainingJobStatus) -> bool:
-    """Whether the end of a server, if it has to be counted at all, has been."""
+    """Whether the end of a server is counted, or need not be."""
     return not has_to_be_counted(server) or server.uid in old.worker.counted_pods
 
 
@@ -385,7 +385,7 @@ def _workers(
     options: Options,
 ) -> Iterator[Action]:
     there = {pod.index: pod for pod in observed.of("worker")}
-    # Of a job that is resumed when it is finished, one worker has to find that out.
+    # If a finished job is resumed, one worker has to find out that nothing is left.
     finished = status.progress.finished and any(pod.ending == "done" for pod in there.values())
     wanted = desired.workers(observed)
     for index in wanted:
@@ -404,9 +404,9 @@ def _workers(
         elif index not in wanted:
             yield DeletePod.of(pod, f"scaled down to {desired.replicas} workers")
         elif pod.active and finished and pod.unbegun:
-            yield DeletePod.of(pod, "training is finished, and it has not started")
+            yield DeletePod.of(pod, "the training is finished, and its container has not started")
         elif pod.active and finished and _stays_out(pod, observed, now):
-            yield DeletePod.of(pod, f"training is finished, and {STAYED_OUT}")
+            yield DeletePod.of(pod, f"the training is finished, and {STAYED_OUT}")
         elif pod.stuck and desired.outdated(pod):
             yield DeletePod.of(pod, MENDED)
     yield from workers_to_renew(desired, status, observed, now)
@@ -414,7 +414,7 @@ def _workers(
 
 
 def _stays_out(pod: Pod, observed: Observed, now: datetime) -> bool:
-    """Whether a process computes something else, and has not joined the job since the first one was done."""
+    """Whether a process has not joined the job for a while after the first worker was done."""
     if observed.server is None or pod.ready or pod.started is None or member_statuses(pod, observed, now):
         return False
     done = min((each.ended for each in observed.of("worker") if each.ended), default=now)
@@ -424,7 +424,7 @@ def _stays_out(pod: Pod, observed: Observed, now: datetime) -> bool:
 def _given_up(
     pod: Pod, desired: Desired, status: TrainingJobStatus, observed: Observed, now: datetime
 ) -> str:
-    """Why the process in a pod has to end, since the PS has given it up and it lives on; "" if it has not."""
+    """Why to delete a pod whose process the PS has declared hung or lost; "" if there is no reason."""
     latest = max(member_statuses(pod, observed, now), key=lambda member: member.incarnation, default=None)
     if latest is None:
         return ""
@@ -449,17 +449,16 @@ def _create(
         secured=desired.secured,
         durable=_durable(desired, status),
     )
-    # The name of a claim may be taken, and then the checkpoints on it are those of somebody else.
+    # If another job has a claim of this name, its checkpoints are not ours.
     needs: Kind | None = "PersistentVolumeClaim" if role in builders.SERVERS else None
     return Create("Pod", names.pod(desired.name, role, index), manifest, reason, needs=needs)
 
 
 def _lingering(observed: Observed, now: datetime, options: Options) -> Iterator[Action]:
-    """Pods on their way out that nobody has to wait for, though they still have their names.
+    """Delete terminating pods by force that nobody has to wait for, to free their names.
 
-    Either their processes have ended, and the kubelet takes its time to tidy up (until its next round, which
-    may be a minute away), or their node does not answer; their processes, should they live, are fenced off
-    by the PS.
+    Either their processes have ended, and the kubelet cleans up only in its next round, up to a minute later.
+    Or their node does not answer; the PS then fences off processes that may still run.
     """
     for pod in observed.pods:
         if pod.held_by:

@@ -1,9 +1,9 @@
-"""What is made again after an edit, or because a person asks for it. Pure.
+"""Decides which pods to replace after an edit, or because a user asks for a restart. Pure.
 
-A pod is outdated if it was made from another image or template. One that cannot run is replaced at once, so
-that an edit mends a job. Workers that run are replaced one at a time, each when all the others take part. A
-parameter server that runs holds the model, so it is replaced only if the job's annotation
-`elastic-ps.dev/restartedAt` asks for it. That also starts a job again that has failed.
+A pod is outdated if it was made from another image or template. A pod that cannot run is replaced at once, so
+that an edit repairs the job. Running workers are replaced one at a time, each when all others take part. A
+running parameter server holds the model, so it is replaced only if the job's annotation
+`elastic-ps.dev/restartedAt` asks for it. The annotation also restarts a failed job.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MENDED = "it does not run, and its image or template has changed"
 
 
 def is_corrected(status: TrainingJobStatus, generation: int | None) -> bool:
-    """Whether the spec, or a template in it, was refused, and has been edited since."""
+    """Whether a spec that was refused has been edited since."""
     failed = condition(status, "Failed")
     return (
         failed is not None
@@ -33,7 +33,7 @@ def is_corrected(status: TrainingJobStatus, generation: int | None) -> bool:
 
 
 def is_restarted(job: Mapping[str, Any], status: TrainingJobStatus, now: datetime) -> bool:
-    """Whether a person has asked for a job to be started again after it had failed."""
+    """Whether somebody has asked for a restart after the job failed."""
     completed = parse_time(status.completion_time)
     try:
         asked = restart_of(job)
@@ -45,7 +45,7 @@ def is_restarted(job: Mapping[str, Any], status: TrainingJobStatus, now: datetim
 
 
 def begun_again(status: TrainingJobStatus, now: datetime) -> TrainingJobStatus:
-    """The status of a job that had failed, as one that starts: nothing counts any more, progress stays."""
+    """The status of a failed job that starts again: counts are reset, the progress stays."""
     worker = WorkerStatus(counted_pods=status.worker.counted_pods)
     progress = status.progress.model_copy(update={"diverged": None})
     update = {"phase": "Pending", "worker": worker, "start_time": None, "completion_time": None}
@@ -55,14 +55,14 @@ def begun_again(status: TrainingJobStatus, now: datetime) -> TrainingJobStatus:
 
 
 def left_over(desired: Desired, observed: Observed) -> tuple[Action, ...]:
-    """Delete the pods that had ended before a restart was asked for; they say nothing of what comes."""
+    """Delete the pods that had ended before a restart was asked for: they belong to the failed run."""
     asked = "somebody has asked for a restart"
     ended = [pod for pod in observed.pods if pod.ending is not None and pod.deleting is None]
     return tuple(DeletePod.of(pod, asked) for pod in ended if pod.older_than(desired.restart))
 
 
 def server_to_renew(server: Pod, desired: Desired, observed: Observed) -> str:
-    """Why a server that has not ended is replaced; "" if it is not. A standby waits for its shard."""
+    """Why to replace a server that has not ended; "" if it stays. A standby is replaced after the shards."""
     if server.stuck and desired.outdated(server):
         return MENDED
     if not server.older_than(desired.restart):
@@ -76,7 +76,7 @@ def server_to_renew(server: Pod, desired: Desired, observed: Observed) -> str:
 def workers_to_renew(
     desired: Desired, status: TrainingJobStatus, observed: Observed, now: datetime
 ) -> Iterator[Action]:
-    """Replace the workers with an older image or template: one at a time, when all others take part."""
+    """Replace workers with an older image or template, one at a time, when all others take part."""
     there = {pod.index: pod for pod in observed.of("worker")}
     wanted = [there.get(index) for index in desired.workers(observed)]
     if status.progress.finished:

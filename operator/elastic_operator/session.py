@@ -1,9 +1,9 @@
-"""How kopf reaches the API server: as our own client does. Its requests are counted, its watches noticed.
+"""The HTTP session with which kopf reaches the API server. It counts requests and reports watches.
 
-There are answers after which kopf ends, and the operator with it: that there is no such kind of object any
-more, say, or that etcd has just lost its leader. So a refusal that kopf takes for final counts here as no
-answer, and kopf asks again, less and less often; and an error in the stream of a watch is always the one that
-kopf knows, that the version is too old, and kopf lists again. Whether its watches live is for the listings.
+After some answers kopf ends, and the operator with it: for example when a kind of object is gone, or when
+etcd has just lost its leader. Here, a refusal that kopf takes for final becomes a lost connection, so that
+kopf asks again, less and less often. Any error in the stream of a watch becomes the one that kopf can handle,
+a version that is too old, so that kopf lists again. `listings` checks that the watches are alive.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TOO_OLD = b'{"type":"ERROR","object":{"code":410}}'
 
 
 class Delays:
-    """Seconds between the attempts of a request; they do not end."""
+    """The seconds between the attempts of a request, without an end."""
 
     def __init__(self, uniform: Callable[[float, float], float] = random.uniform) -> None:
         self._uniform = uniform
@@ -42,7 +42,7 @@ class Delays:
 
 
 class _Lines:
-    """What a watch streams, in whole lines: if it is cut in the middle of one, that is left out."""
+    """The stream of a watch, in whole lines. A line that is cut off is left out."""
 
     def __init__(self, content: aiohttp.StreamReader) -> None:
         self._content = content
@@ -56,12 +56,14 @@ class _Lines:
             *whole, rest = (rest + part).split(b"\n")
             for line in whole:
                 if _ERROR.match(line):
-                    logger.warning("an error in a watch: %s", line.decode(errors="replace"))
+                    logger.warning(
+                        "a watch reports an error; listing again: %s", line.decode(errors="replace")
+                    )
                 yield (_TOO_OLD if _ERROR.match(line) else line) + b"\n"
 
 
 def session(api: Api, listings: Listings) -> kopf.AiohttpSession:
-    """What kopf makes its requests with, and closes at the end. To be called in its event loop."""
+    """The session for kopf, which closes it. Call this in kopf's event loop."""
     access = api.access()
     info = kopf.ConnectionInfo(
         server=access.server,

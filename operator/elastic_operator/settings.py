@@ -1,4 +1,4 @@
-"""How the operator itself is configured: its command line."""
+"""The settings of the operator, from its command line."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _SHORTEST = timedelta(seconds=60)
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything that can be set.
+    """All settings of the operator.
 
     Attributes:
-        namespaces: those that are served; empty: all.
-        kubeconfig: to run outside of the cluster; None: the pod's service account.
+        namespaces: the namespaces to serve; empty: all.
+        kubeconfig: for an operator outside of the cluster; None: the pod's service account.
         health: `host:port` of /healthz, /readyz and /metrics.
-        concurrency: how many jobs are looked at at the same time.
-        resync: how often everything is listed and compared with what the watches delivered.
+        concurrency: the number of passes that run at the same time.
+        resync: the time between two full listings, which are compared with the watches.
         watch_limit: the operator is unhealthy when a watch misses a change for this long.
         request_timeout: deadline of a request to the API server.
         status_timeout: deadline of a request to a parameter server.
-        tls_secret: (namespace, name) of the Secret with which certificates of jobs are signed; None: jobs
-            that start now use no TLS.
-        lease: (namespace, name) of the Lease that this operator has to hold to work; None: it works at once.
-        lease_duration: for how long a lease counts that is not renewed.
-        identity: this operator's name, as the lease's holder; empty: the host's.
-        fail_after_writes: end the process, as if killed, right after so many writes (for tests).
+        tls_secret: (namespace, name) of the Secret that signs the certificates of jobs; None: jobs that start
+            now use no TLS.
+        lease: (namespace, name) of the Lease that this operator must hold to work; None: it works at once.
+        lease_duration: the time after which another operator may take a lease that is not renewed.
+        identity: this operator's name as a holder of the lease; empty: the host's name.
+        fail_after_writes: end the process right after so many writes, as if it were killed (for tests).
     """
 
     namespaces: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Settings:
 
 
 def parse(arguments: Sequence[str] | None = None) -> Settings:
-    """Read the command line (the process's own if None); a wrong one exits with 2 and says why."""
+    """Read the command line (the process's own if None). If it is wrong, print why and exit with 2."""
     defaults = Settings()
     parser = argparse.ArgumentParser(prog="elastic-operator", description="Run TrainingJobs on Kubernetes.")
     add = parser.add_argument
@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         "--concurrency",
         type=_positive,
         default=defaults.concurrency,
-        help="how many jobs are reconciled at the same time",
+        help="number of jobs that are reconciled at the same time",
     )
     add(
         "--resync",
@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         "--watch-limit",
         type=_duration,
         default=defaults.watch_limit,
-        help="report unhealthy when a watch has missed a change for this long",
+        help="time after which a watch that has missed a change makes the operator unhealthy",
     )
     add(
         "--poll",
@@ -91,39 +91,43 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
     add(
         "--tls-secret",
         type=_place,
-        help="namespace/name of the Secret with which the certificates of jobs are signed; it is made if it "
-        "is missing. Without it, jobs use no TLS",
+        help="namespace/name of the Secret that signs the certificates of jobs; it is created if it is "
+        "missing. Without this option, jobs use no TLS",
     )
     add(
         "--certificate-lifetime",
         type=_lifetime,
         default=defaults.options.certificate_lifetime,
-        help="how long the certificates of jobs are valid; new ones are issued in the last third",
+        help="lifetime of the certificates of jobs; new ones are issued in its last third",
     )
     add(
         "--lease",
         type=_place,
-        help="namespace/name of a Lease: of several operators, the one that holds it works",
+        help="namespace/name of a Lease; of several operators, only the one that holds it works",
     )
     add(
         "--lease-duration",
         type=_duration,
         default=defaults.lease_duration,
-        help="another operator may take a lease that was not renewed for this long",
+        help="time after which another operator may take a lease that is not renewed",
     )
-    add("--identity", default="", help="this operator's name for the lease; by default the host's")
+    add(
+        "--identity",
+        default="",
+        help="this operator's name as a holder of the lease (default: the host's name)",
+    )
     add(
         "--template-permissions",
         type=_policy,
         default=Policy(),
         metavar="JSON",
-        help="what jobs' templates may hold beyond the defaults, by namespace (* for all)",
+        help="permissions of jobs' templates beyond the defaults, by namespace (* for all)",
     )
     add(
         "--http-from",
         type=_peers,
         metavar="JSON",
-        help="give each job a NetworkPolicy; these peers of one (a list) may read its port 8080",
+        help="create a NetworkPolicy for each job; these NetworkPolicyPeers (a list) may reach its port 8080",
     )
     add("--log-level", choices=("debug", "info", "warning", "error"), default=defaults.log_level)
     add("--fail-after-writes", type=int, default=None, help=argparse.SUPPRESS)
@@ -154,7 +158,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not port.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not host:port")
+        raise argparse.ArgumentTypeError(f"{text!r} is not host:port, as in 0.0.0.0:8080")
     return host or "0.0.0.0", int(port)
 
 
@@ -181,13 +185,15 @@ def _peers(text: str) -> list[dict[str, Any]]:
     if not isinstance(peers, list) or not all(isinstance(peer, dict) and peer for peer in peers):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON list of NetworkPolicyPeers")
     if unknown := {key for peer in peers for key in peer} - known:
-        raise argparse.ArgumentTypeError(f"{sorted(unknown)} in {text!r}; a peer has {sorted(known)}")
+        raise argparse.ArgumentTypeError(
+            f"unknown fields {sorted(unknown)} in {text!r}; a peer has {sorted(known)}"
+        )
     return peers
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
@@ -207,5 +213,5 @@ def _duration(text: str) -> timedelta:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if not duration:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time at all; expected more than that, as in 10s")
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; expected more than 0s, as in 10s")
     return duration

@@ -1,8 +1,8 @@
-"""The status of a job, from its old status and what there is. Pure.
+"""Builds the status of a job from its old status and the existing objects. Pure.
 
-Counts of failures are kept in the status itself, with the uids of the pods that are in them. A failed pod is
-only deleted once its uid has been written there, so an operator that is killed at any point neither forgets a
-failure nor counts one twice.
+The status itself has the number of failures, with the uids of the counted pods. A failed pod is deleted only
+after its uid has been written there, so an operator that is killed at any point neither forgets a failure nor
+counts one twice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elastic_ps.api.status import (
 )
 
 RECOVERING = "Recovering"
-"""The reason of Degraded when nothing is wrong any more, and the job still has less than it asks for."""
+"""The reason of Degraded while the job still has less than it asks for, after the last problem is gone."""
 
 ConditionType: TypeAlias = Literal[
     "Created", "Running", "Degraded", "Diverged", "Suspended", "Succeeded", "Failed"
@@ -35,7 +35,7 @@ ConditionType: TypeAlias = Literal[
 
 
 def dump_status(status: TrainingJobStatus) -> dict[str, Any]:
-    """The status as the API server stores it: without what is unset, empty text, and what is not finite."""
+    """The status as a document, without unset fields, empty texts and numbers that are not finite."""
     return dict(_stored(status.model_dump(mode="json", by_alias=True, exclude_none=True)))
 
 
@@ -57,13 +57,13 @@ def condition(status: TrainingJobStatus, kind: ConditionType) -> Condition | Non
 
 
 def holds(status: TrainingJobStatus, kind: ConditionType) -> bool:
-    """Whether the condition is there and True."""
+    """Whether the job has the condition, and it is True."""
     found = condition(status, kind)
     return found is not None and found.status == "True"
 
 
 def ended(status: TrainingJobStatus) -> bool:
-    """Whether the job is over. A newer operator may have ended it in a way that this one has no word for."""
+    """Whether the job is over, perhaps with a condition that only a newer operator knows."""
     return holds(status, "Succeeded") or holds(status, "Failed") or status.completion_time is not None
 
 
@@ -75,7 +75,7 @@ def with_condition(
     *,
     now: datetime,
 ) -> TrainingJobStatus:
-    """The status with that condition; its transition time moves only when it turns."""
+    """The status with that condition. Its transition time changes only with its status."""
     old = condition(status, kind)
     text: Literal["True", "False"] = "True" if value else "False"
     turned = old is None or old.status != text
@@ -92,10 +92,10 @@ def with_condition(
 
 
 def member_statuses(pod: Pod, observed: Observed, now: datetime) -> list[MemberStatus]:
-    """The stays in the job, as the parameter server sees them, of the process that runs or ran in a pod.
+    """The parameter server's members that were the process of this pod.
 
-    Left out are those that a pod before it may have made, which had the same name: they ended before this
-    one started, or in an earlier term.
+    Earlier pods had the same name. Their members are left out: they ended before this pod started, or in an
+    earlier term.
     """
     members = observed.server.members if observed.server is not None else []
     return [
@@ -116,7 +116,7 @@ def _last_seen(member: MemberStatus, now: datetime) -> datetime:
 def with_counts(
     status: TrainingJobStatus, observed: Observed, *, job: str, replicas: int, shards: int
 ) -> TrainingJobStatus:
-    """The status with the numbers of pods, the progress and the words for `kubectl get`."""
+    """The status with the numbers of pods, the progress and the summary for `kubectl get`."""
     workers = observed.of("worker")
     ready = sum(pod.active and pod.ready for pod in workers)
     completed = min(replicas, sum(pod.ending == "done" for pod in workers))
@@ -134,7 +134,7 @@ def with_counts(
     if told is not None:
         term = told.term or term
         if told.ready and not status.completion_time:
-            # Last words are without them.
+            # The status that an ended server leaves has no metrics.
             progress = told.progress.model_copy(update={"metrics": told.progress.metrics or progress.metrics})
             traffic = TrafficStatus.of(told.traffic, bucket_bytes=told.bucket_bytes) or traffic
     server = status.parameter_server.model_copy(
@@ -158,18 +158,18 @@ def with_counts(
 
 
 def judged(status: TrainingJobStatus, now: datetime) -> TrainingJobStatus:
-    """The status with the condition Diverged: the job learns nothing, as the progress says."""
+    """The status with the condition Diverged, as the progress says."""
     found = status.progress.diverged
     if found is not None:
         return with_condition(status, "Diverged", True, Problem(found.reason, found.message), now=now)
     if condition(status, "Diverged") is None:
         return status
-    over = Problem("NotFound", "the loss is finite, and shows no problem")
+    over = Problem("NotFound", "the loss is finite and shows no problem")
     return with_condition(status, "Diverged", False, over, now=now)
 
 
 def explained(status: TrainingJobStatus) -> TrainingJobStatus:
-    """The status with the reason, for `kubectl get`, for which the job is not as it should be."""
+    """The status with the summary's reason: that of the most important condition."""
     kinds: tuple[ConditionType, ...] = ("Succeeded", "Failed", "Suspended", "Degraded", "Diverged")
     why = next((condition(status, kind) for kind in kinds if holds(status, kind)), None)
     if why is None and not holds(status, "Running"):
@@ -188,10 +188,10 @@ def _summary(worker: WorkerStatus, progress: Progress, replicas: int) -> Summary
 
 
 def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
-    """An Event for each condition that turned True, or is no longer Degraded, since `old`.
+    """An Event for each condition that has turned True since `old`, and for the end of Degraded.
 
-    And for what the evaluator has found and has missed since, and for another consistency or compression that
-    is in force.
+    Also for new results of the evaluator, for checkpoints that it missed, and for a change of consistency or
+    compression.
     """
     notes = list(_evaluated(old.progress.evaluation or EvaluationStatus(), new.progress.evaluation))
     was, now = old.parameter_server, new.parameter_server
@@ -221,9 +221,9 @@ def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
 
 
 def model_lost(old: TrainingJobStatus, new: TrainingJobStatus, observed: Observed) -> Iterator[Note]:
-    """An Event if the model is lost: the version says so, or a worker that has ended over it.
+    """An Event if the model is lost, as the version or the end of a worker shows.
 
-    For all of them together it is one: its key is the parameter server that came after the loss.
+    There is one Event for all workers: its key is the parameter server that started after the loss.
     """
     was, now = old.parameter_server, new.parameter_server
     version, new_term = old.progress.version, (now.term or 0) > (was.term or 0)
@@ -231,7 +231,9 @@ def model_lost(old: TrainingJobStatus, new: TrainingJobStatus, observed: Observe
     counted = old.worker.counted_pods
     said = [pod.problem for pod in observed.of("worker") if pod.over and pod.uid not in counted]
     lost = [problem.message for problem in said if problem is not None and problem.reason == LOST]
-    if new.progress.version < version and (to_nothing or not new_term):  # else they went back to a checkpoint
+    if new.progress.version < version and (
+        to_nothing or not new_term
+    ):  # otherwise the job went back to a checkpoint
         lost = [f"version {version} is gone: {MODEL_LOST}"]
     if lost:
         leader = next((pod.uid for pod in observed.of("ps")), "")
@@ -244,7 +246,6 @@ def _evaluated(old: EvaluationStatus, new: EvaluationStatus | None) -> Iterator[
     if new.version is not None and new.evaluated > old.evaluated:
         yield Note(f"Evaluated/{new.version}", "Normal", "Evaluated", str(new))
     if new.missed > old.missed:
-        text = (
-            f"{new.missed} checkpoints in all were given up: the evaluator is too slow, or keeps failing on "
-        )
-        yield Note(f"Missed/{new.missed}", "Warning", "EvaluationMissed", f"{text}them (evaluator.backlog)")
+        text = f"the evaluator is too slow or keeps failing: {new.missed} checkpoints were given up in all. "
+        text += "Speed it up, or raise evaluator.backlog"
+        yield Note(f"Missed/{new.missed}", "Warning", "EvaluationMissed", text)

@@ -1,8 +1,8 @@
-"""What there is in the cluster, as far as the operator needs it: kept from listings, watches and own writes.
+"""The operator's cache of the cluster, from listings, watches and its own writes.
 
-Of each object only what decisions need is kept. A version never goes back, whatever order the words of
-watches, listings and the answers to own writes come in: versions of one API server count up, and an object
-that is gone, named by its uid, does not come back. So what the operator has written, it reads.
+It keeps only the parts of an object that decisions need. An object never goes back to an older version, in
+whatever order watches, listings and answers to own writes arrive: versions of one API server count up, and a
+deleted object, known by its uid, does not come back. So the operator reads its own writes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REMEMBER_GONE = 600.0
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """Attributes: `value`: what is kept; `mark`: changes if a pass should look at it."""
+    """Attributes: `value`: the kept parts; `mark`: changes if a pass should look at the object."""
 
     uid: str
     version: int | None
@@ -44,7 +44,7 @@ class _Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """One job and what belongs to it. `changed`: when the last of it came in, in monotonic seconds."""
+    """A job and its objects. `changed`: the time of the last change, in monotonic seconds."""
 
     job: dict[str, Any]
     observed: Observed
@@ -52,10 +52,10 @@ class Snapshot:
 
 
 class Store:
-    """Thread-safe; blocks for no I/O.
+    """The cache. Thread-safe; does no I/O.
 
-    `changed`, if there is one, is called without a lock from the thread that brought a change that a pass
-    should look at: with the job's key, and the resource.
+    `changed`, if it is set, is called after a change that a pass should look at, with the job's key and the
+    resource, without a lock and in the thread that brought the change.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,7 +68,7 @@ class Store:
         self._gone: dict[str, float] = {}
 
     def put(self, resource: Resource, manifest: Mapping[str, Any], *, ours: bool = False) -> None:
-        """An object is there; `ours`: the answer to an own write, which needs no pass."""
+        """Store an object. `ours`: it is the answer to an own write, which needs no pass."""
         item = _read(resource, manifest)
         if item is None:
             return
@@ -89,14 +89,14 @@ class Store:
             self.changed(item.key, resource)
 
     def remove(self, resource: Resource, manifest: Mapping[str, Any]) -> None:
-        """An object is gone."""
+        """Remove an object that was deleted."""
         metadata = manifest["metadata"]
         self._remove((resource, metadata["namespace"], metadata["name"]), metadata["uid"])
 
     def forget_jobs(self, namespace: str) -> None:
-        """No job in this namespace is known any more. They may be there all the same, and come back.
+        """Forget the jobs of a namespace, which may still exist and come back.
 
-        What belongs to them stays known, so that no pass sees one of them without its pods then.
+        Their objects stay, so that no later pass sees a job without its pods.
         """
         jobs = ("trainingjobs", namespace)
         with self._lock:
@@ -127,15 +127,15 @@ class Store:
             self.changed(item.key, place[0])
 
     def _forget_gone(self) -> None:
-        """A watch is never so far behind that it still tells of these."""
+        """Forget deletions that are too old for any watch to contradict them."""
         limit = self._clock() - _REMEMBER_GONE
         while self._gone and next(iter(self._gone.values())) < limit:
             del self._gone[next(iter(self._gone))]
 
     def listed(self, resource: Resource, namespace: str, found: Mapping[str, str], version: str) -> None:
-        """A listing of this version, of which all objects were `put`, had these uids and no others.
+        """Remove the objects that a complete listing of this version lacks. Its own were `put` already.
 
-        `namespace`: that was listed; "" for all.
+        `found`: the listed uids. `namespace`: the one that was listed; "" for all.
         """
         limit = _number(version)
         with self._lock:
@@ -151,7 +151,7 @@ class Store:
             self._remove(place, uid)
 
     def snapshot(self, key: Key) -> Snapshot | None:
-        """The job with all that belongs to it; None if there is no such job."""
+        """The job with all its objects; None if there is no such job."""
         with self._lock:
             item = self._items.get(("trainingjobs", *key))
             if item is None:
@@ -173,7 +173,7 @@ class Store:
         return Snapshot(job=json.loads(item.value), observed=observed, changed=changed)
 
     def jobs(self) -> dict[Key, bool]:
-        """All jobs, and whether each of them is over."""
+        """All jobs, each with whether it is over."""
         with self._lock:
             found = [item for (resource, _, _), item in self._items.items() if resource == "trainingjobs"]
         return {item.key: item.over for item in sorted(found, key=lambda item: item.key)}
@@ -185,7 +185,7 @@ def group_of(resource: Resource) -> str:
 
 
 def path_of(resource: Resource, namespace: str) -> str:
-    """Where the objects of a namespace are; "" for all namespaces."""
+    """The URL path of a namespace's objects; "" for all namespaces."""
     group = f"/{'apis' if resource in _GROUPS else 'api'}/{group_of(resource)}"
     return f"{group}/namespaces/{namespace}/{resource}" if namespace else f"{group}/{resource}"
 
@@ -197,7 +197,7 @@ def _newer(item: _Item, before: _Item) -> bool:
 
 
 def _number(version: str) -> int | None:
-    """Versions are to be compared as numbers; what is none, is of an API server that we know nothing of."""
+    """A version as a number, by which versions are compared; None if an API server has other versions."""
     return int(version) if version.isdecimal() else None
 
 

@@ -27,7 +27,7 @@ from elastic_ps.errors import ConnectionLost, UsageError, UserError
 _contexts: Callable[..., Any] = config.list_kube_config_contexts
 
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
-"""What a namespace may be called."""
+"""Matches a valid name of a namespace."""
 
 _LAID_OUT_OTHERWISE = (
     "the file is not laid out as a kubeconfig: expected a mapping with current-context, and with the lists "
@@ -36,9 +36,9 @@ _LAID_OUT_OTHERWISE = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0 if the job is created, 2 with a message if it cannot be, 1 if the API server is silent."""
+    """Create the job. Returns 0 if it is created, 2 if it cannot be, 1 if the API server does not answer."""
     parser = argparse.ArgumentParser(prog="python -m elastic_operator.submit", description=__doc__)
-    parser.add_argument("--namespace", help="default: that of the context")
+    parser.add_argument("--namespace", help="default: the namespace of the context")
     given = parser.parse_args(arguments)
     try:
         print(submit(manifest.read(sys.stdin.read()), namespace=given.namespace))
@@ -52,10 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def submit(document: Mapping[str, Any], *, namespace: str | None) -> str:
-    """Create a TrainingJob; returns what to tell the user. Blocks for the API server's answer.
+    """Create a TrainingJob; returns a message for the user. Blocks for the API server's answer.
 
     Raises:
-        UserError: no cluster is configured, the namespace cannot be one, or the API server refuses the job.
+        UserError: no cluster is configured, the namespace is invalid, or the API server refuses the job.
         ConnectionLost: the API server does not answer.
     """
     job = parse_job(document, source="standard input")
@@ -82,7 +82,7 @@ def _connect(files: str) -> tuple[Api, str]:
         files: the kubeconfig, or several with a colon between them.
 
     Raises:
-        UsageError: they say no cluster, or are no kubeconfig.
+        UsageError: they name no cluster, or are no kubeconfig.
     """
     try:
         _, context = _contexts(files)
@@ -90,13 +90,13 @@ def _connect(files: str) -> tuple[Api, str]:
             "namespace"
         ) or "default"
     except Exception as error:
-        # The library hands on whatever reading, parsing and walking through a wrong file raises.
+        # The library passes on any error from reading, parsing and walking through a wrong file.
         cause = error.__cause__ if isinstance(error, UsageError) else error
         of_the_code = isinstance(cause, TypeError | AttributeError | LookupError)  # says nothing to a user
         why = _LAID_OUT_OTHERWISE if of_the_code else cause
         raise UsageError(
             f"no cluster is configured: {why}. The kubeconfig is {files}; set KUBECONFIG to another one, "
-            "or mend it until `kubectl version` answers"
+            "or correct it until `kubectl version` answers"
         ) from error
 
 
@@ -109,7 +109,7 @@ def _refused(error: ApiError, name: str, namespace: str) -> str:
     if error.status == 404 and error.message.startswith("namespaces "):
         return (
             f"the cluster has no namespace {namespace}: create it with `kubectl create namespace "
-            f"{namespace}`, or give another one with --namespace"
+            f"{namespace}`, or choose another one with --namespace"
         )
     if error.status == 404:
         return "the cluster does not know TrainingJobs: install the operator first"
@@ -117,8 +117,8 @@ def _refused(error: ApiError, name: str, namespace: str) -> str:
         return "the API server does not know the user of the kubeconfig's context (401): log in again"
     if error.status == 403 and "cannot create resource" in error.message:
         return (
-            f"you may not create TrainingJobs in namespace {namespace}: let the cluster's administrator give "
-            "you the role edit there, or give another one with --namespace. The API server says: "
+            f"you may not create TrainingJobs in namespace {namespace}: ask the cluster's administrator for "
+            "the role edit there, or choose another namespace with --namespace. The API server says: "
             f"{error.message}"
         )
     return f"the API server refuses the job: {error}"

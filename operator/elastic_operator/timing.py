@@ -1,4 +1,4 @@
-"""When a job is looked at again, though nothing has changed, and when an ended worker is replaced. Pure."""
+"""Decides when to look at a job again without a change, and when to replace an ended worker. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ZERO = timedelta(0)
 def restart_in(
     pod: Pod, status: TrainingJobStatus, desired: Desired, now: datetime, options: Options
 ) -> timedelta:
-    """How long the replacement of an ended worker still has to wait."""
+    """The time until an ended worker may be replaced."""
     if consequence(pod, desired.spec.run_policy.pod_failure_policy) != "Count":
         return pause(pod, now, options)
     exponent = min(16, max(0, status.worker.failures - 1))  # mutant: equal
@@ -30,10 +30,10 @@ def restart_in(
 
 
 def pause(pod: Pod, now: datetime, options: Options) -> timedelta:
-    """How long the replacement of a pod still has to wait that has lived for a moment only.
+    """The time until a pod may be replaced that has lived only for a moment.
 
-    One that its node has refused to run, as for a device that is not well, has lived for no time: else it
-    would be created again and again without a pause.
+    A pod that its node refused to run, for example for a broken device, has a lifetime of 0: otherwise it
+    would be recreated again and again without a pause.
     """
     started, ended = pod.started or pod.created, pod.ended or pod.created
     if started is None or ended is None or ended - started >= options.short_life:
@@ -49,7 +49,7 @@ def next_look(
     now: datetime,
     options: Options,
 ) -> timedelta:
-    """When time alone may ask for something. What changes, asks for a pass by itself."""
+    """The time until a pass is needed although nothing has changed. A change asks for a pass by itself."""
     times = [options.look]
     if observed.keeping_back:
         times = [options.retry]
@@ -84,13 +84,13 @@ def next_look(
     deadline, start = desired.spec.run_policy.active_deadline_seconds, parse_time(status.start_time)
     if deadline is not None and start is not None:
         times.append(max(ZERO, start + timedelta(seconds=deadline) - now))
-    if observed.refusals:  # what is due now was tried in this pass
+    if observed.refusals:  # this pass has tried what is due now
         times = [time for time in times if time > ZERO]
     return min(times)
 
 
 def asked_restart(job: Mapping[str, Any]) -> datetime | None:
-    """When a person has asked for a restart of the job; None if nobody has, or not with a time."""
+    """The time at which somebody has asked for a restart; None if nobody has, or not with a valid time."""
     try:
         return restart_of(job)
     except ValueError:

@@ -1,8 +1,8 @@
-"""How the processes of a job find and know each other: its Service, and the names of its servers. Pure.
+"""The Service of a job, the names of its servers, and their certificates' mounts. Pure.
 
-A job has one headless Service. The name of a server, `digits-ps-0.digits-servers`, is looked up and leads to
-its pod, whatever address that has by now. No address of the cluster and no rule of kube-proxy is needed for
-a server, and the bytes of a step pass no proxy.
+A job has one headless Service. The name of a server, `digits-ps-0.digits-servers`, resolves to its pod's
+current address. A server needs no cluster IP and no rule of kube-proxy, and the bytes of a step pass no
+proxy.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _PORTS = {"grpc": DEFAULT_PORT, "data": DEFAULT_DATA_PORT, "http": DEFAULT_HTTP_
 
 
 def host(job: str, role: Role, shard: int) -> str:
-    """The name by which a server is reached from the job's namespace."""
+    """The host name of a server in the job's namespace."""
     return f"{names.pod(job, role, shard)}.{names.service(job)}"
 
 
 def certified(job: str, namespace: str, role: Role, index: int) -> tuple[str, ...]:
-    """What a server is called by those who reach it, for its certificate; nobody connects to others."""
+    """The names in a server's certificate; empty for other roles, to which nobody connects."""
     if role not in ("ps", "standby"):
         return ()
     name = host(job, role, index)
@@ -33,7 +33,7 @@ def certified(job: str, namespace: str, role: Role, index: int) -> tuple[str, ..
 
 
 def mount_certificate(pod_spec: Manifest, job: str, role: Role, index: int) -> None:
-    """Let the first container of a pod read its process's own certificate."""
+    """Mount the process's own certificate in the first container of a pod."""
     files = {CA_FILE: CA_FILE, f"{index}.crt": CERTIFICATE_FILE, f"{index}.key": KEY_FILE}
     source = {
         "secretName": names.certificates(job, role, index),
@@ -46,9 +46,9 @@ def mount_certificate(pod_spec: Manifest, job: str, role: Role, index: int) -> N
 
 
 def service(job: Mapping[str, Any], *, secured: bool = False) -> Manifest:
-    """The job's Service. `secured`: it says that the processes talk to each other over TLS.
+    """The job's Service. `secured`: mark that the job uses TLS.
 
-    Workers initialise the model, so a server is found before it is ready.
+    It publishes servers before they are ready, since workers have to initialise their model.
     """
     name = job["metadata"]["name"]
     annotations = {names.TLS_ANNOTATION: "true"} if secured else {}

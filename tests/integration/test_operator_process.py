@@ -282,7 +282,7 @@ def test_an_operator_that_cannot_reach_a_cluster_ends_with_2_and_a_sentence(tmp_
     process = Process(tmp_path / "log", "--kubeconfig", str(tmp_path / "none"), "--health", "127.0.0.1:0")
     assert process.child.wait(60) == 2
     assert process.said.startswith("elastic-operator: no cluster is configured")
-    assert "give --kubeconfig" in process.said
+    assert "set --kubeconfig" in process.said
 
 
 def test_the_command_line() -> None:
@@ -307,11 +307,11 @@ def test_the_command_line() -> None:
     ("arguments", "words"),
     [
         ("--health here", "'here' is not host:port"),
-        ("--concurrency 0", "'0' is not a number from 1"),
-        ("--concurrency x", "'x' is not a number from 1"),
+        ("--concurrency 0", "'0' is not a whole number of at least 1"),
+        ("--concurrency x", "'x' is not a whole number of at least 1"),
         ("--poll 5", "write it like 30s"),
-        ("--poll 0s", "'0s' is no time at all"),
-        ("--resync 0m", "'0m' is no time at all"),
+        ("--poll 0s", "'0s' is no time;"),
+        ("--resync 0m", "'0m' is no time;"),
         ("--certificate-lifetime 1s", "60s at least"),
         ("--lease operator", "'operator' is not namespace/name"),
         ("--lease system/", "'system/' is not namespace/name"),
@@ -343,7 +343,7 @@ def test_the_health_server_says_what_is_wrong_until_it_is_closed() -> None:
     assert get(port, "/readyz") == (503, "not yet")
     wrong["healthy"] = "a watch is dead"
     assert get(port, "/healthz") == (503, "a watch is dead")
-    assert get(port, "/else") == (404, "known here: /healthz, /readyz, /metrics")
+    assert get(port, "/else") == (404, "not found; this server has /healthz, /readyz and /metrics")
     code, text = get(port, "/metrics")
     assert code == 200
     assert "elastic_ps_operator_reconcile_seconds_count 0.0" in text

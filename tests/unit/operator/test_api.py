@@ -51,7 +51,7 @@ def test_what_is_no_status_still_becomes_an_error(body: bytes | str | None) -> N
 
 def test_outside_of_a_cluster_it_has_to_be_told_how_to_reach_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(UsageError, match=r"no cluster is configured: .*; give --kubeconfig"):
+    with pytest.raises(UsageError, match=r"no cluster is configured: .*; set --kubeconfig"):
         Api(Settings(), Metrics())
 
 

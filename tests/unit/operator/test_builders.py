@@ -249,7 +249,7 @@ def test_a_claim_asks_for_what_the_job_asks_for() -> None:
     asked = claim(storage="2Gi", storageClassName="fast", accessMode="ReadWriteMany")
     assert asked == {"accessModes": ["ReadWriteMany"], "resources": requests, "storageClassName": "fast"}
     job = job_document()
-    with pytest.raises(ValueError, match="no volumeClaim"):
+    with pytest.raises(ValueError, match=r"no parameterServer\.checkpoint\.volumeClaim"):
         builders.claim(job, TrainingJobSpec.model_validate(job["spec"]))
 
 

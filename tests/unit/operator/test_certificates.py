@@ -393,7 +393,7 @@ def test_an_issuer_signs_in_the_place_of_the_operators_own(
     ("data", "words"),
     [
         ({}, "has neither seed nor tls.crt and tls.key"),
-        ({"seed": b"short"}, "fewer than 32 bytes"),
+        ({"seed": b"short"}, "seed has 5 bytes; expected at least 32"),
         ({"tls_crt": b"no", "tls_key": b"no"}, "cannot be read"),
     ],
 )
@@ -441,7 +441,7 @@ def test_an_authority_that_has_ended_is_told(server: ApiServer, tmp_path: Path) 
     server.add_job()
     assert operator.turns() is not None
     degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
-    assert (degraded.reason, "the authority has ended at" in degraded.message) == (REFUSED, True)
+    assert (degraded.reason, "the authority expired at" in degraded.message) == (REFUSED, True)
 
 
 def test_an_intermediate_needs_its_root(server: ApiServer, tmp_path: Path) -> None:
@@ -453,4 +453,4 @@ def test_an_intermediate_needs_its_root(server: ApiServer, tmp_path: Path) -> No
     server.add_job()
     operator.turns(2)
     degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
-    assert "ca.crt has to have that" in degraded.message
+    assert "add the root as ca.crt" in degraded.message

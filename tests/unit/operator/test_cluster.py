@@ -201,7 +201,7 @@ def test_objects_of_a_job_of_the_same_name_are_neither_counted_nor_taken(
     degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
     assert (degraded.status, degraded.reason) == ("True", "NameTaken")
     assert "digits-servers of services exists already and does not belong to this job" in degraded.message
-    assert "digits-ps-0 of pods belongs to an earlier job and is still being deleted" in degraded.message
+    assert "digits-ps-0 of pods belongs to an earlier job, and is still being deleted" in degraded.message
 
 
 def test_the_last_valid_spec_stands_on_the_service_and_is_written_when_it_changes(
@@ -709,7 +709,7 @@ def test_without_a_way_to_a_cluster_the_operator_says_what_to_give(tmp_path: Pat
     wrong = tmp_path / "config"
     wrong.write_text("{}")
     for kubeconfig in (None, wrong):
-        with pytest.raises(UsageError, match="give --kubeconfig"):
+        with pytest.raises(UsageError, match="set --kubeconfig"):
             Api(Settings(kubeconfig=kubeconfig), Metrics())
 
 
@@ -777,9 +777,9 @@ def test_a_role_that_is_too_old_is_asked_once_and_said(server: ApiServer, operat
     assert "digits-worker-2" in server.names("pods"), "it keeps nothing else back"
     found = {c.type: c for c in operator.status.conditions}
     assert (found["Degraded"].status, found["Degraded"].reason) == ("True", "RoleTooOld")
-    assert "upgrade the chart, too" in found["Degraded"].message
+    assert "Upgrade the chart together with the image" in found["Degraded"].message
     assert found["Created"].status == "True"
-    assert sum("upgrade the chart, too" in message for message in operator.messages()) == 1
+    assert sum("Upgrade the chart together with the image" in message for message in operator.messages()) == 1
     assert again is not None
     assert again > operator.settings.options.retry
     operator.now += 601

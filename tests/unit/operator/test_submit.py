@@ -47,13 +47,13 @@ REFUSED = {
         "no",
     ): "has a TrainingJob mine already: delete it with `kubectl --namespace default",
     (404, "NotFound", 'namespaces "default" not found'): "has no namespace default: create it with `kubectl "
-    "create namespace default`, or give another one with --namespace",
+    "create namespace default`, or choose another one with --namespace",
     (404, "", "404 page not found"): "does not know TrainingJobs: install the operator first",
     (422, "Invalid", "no"): "refuses the job: 422 Invalid",
     (403, "Forbidden", "denied by a policy"): "the API server refuses the job: 403 Forbidden",
     (403, "Forbidden", 'User "me" cannot create resource "trainingjobs"'): "you may not create TrainingJobs "
-    "in namespace default: let the cluster's administrator give you the role edit there, or give another one "
-    'with --namespace. The API server says: User "me"',
+    "in namespace default: ask the cluster's administrator for the role edit there, or choose another "
+    'namespace with --namespace. The API server says: User "me"',
     (401, "Unauthorized", "Unauthorized"): "does not know the user of the kubeconfig's context (401)",
 }
 """By status, reason and message."""
