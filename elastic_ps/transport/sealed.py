@@ -1,8 +1,8 @@
-"""A connection between hosts: TLS shows who is on the other side, AES-256-GCM carries what is said.
+"""An encrypted connection between hosts: TLS authenticates both ends, AES-256-GCM carries the data.
 
-TLS hands out 16 KiB at a time, so a GB takes four times the processor of a plain socket. Both ends therefore
-use it for as long as it is needed, to check certificates and to tell each other a secret. Then they close it,
-and seal larger records with keys that follow from the secrets. docs/guides/security.md says why that is safe.
+TLS delivers 16 KiB at a time, so a GB takes four times the CPU time of a plain socket. Both ends therefore
+use TLS only to check certificates and to exchange secrets. Then they close it, and send larger records,
+sealed with keys that are derived from the secrets. docs/guides/security.md says why that is safe.
 """
 
 from __future__ import annotations
@@ -26,46 +26,46 @@ from elastic_ps.transport.base import EMPTY
 from elastic_ps.transport.sockets import Plain
 
 SECRET = 32
-"""Bytes of what each end tells the other within TLS."""
+"""The bytes of the secret that each end sends within TLS."""
 
 RECORD = 256 * 1024
-"""Bytes that a record carries at most. They stay in a core's cache from the cipher to the kernel."""
+"""The most bytes that a record carries. They stay in a core's cache from the cipher to the kernel."""
 
 FIRST = 64 * 1024
-"""Bytes of a record that begins with a part smaller than that: a call with a small body is one record."""
+"""The bytes of a record whose first part is smaller: a call with a small body then fits one record."""
 
 MOST_BYTES = 1 << 38
-"""What one key seals before the next call has a new connection: no more than TLS (RFC 8446, 5.5)."""
+"""The most bytes that a key seals before the connection is replaced; no more than TLS (RFC 8446, 5.5)."""
 
 TAG = 16
 HEADER = struct.Struct("<IB")
-"""Bytes that the record carries, and its kind."""
+"""The number of bytes that the record carries, and its kind."""
 
 DATA, END = 0, 1
 
 _KEY = 32
 _PURPOSE = b"elastic-ps records"
-_AT_ONCE = 0.001  # seconds; zero would mean that a socket does not block
+_AT_ONCE = 0.001  # seconds; 0 would make the socket non-blocking
 
 
 class Keys(NamedTuple):
-    """Of AES-256-GCM; nobody uses one for both directions."""
+    """The keys of AES-256-GCM, one for each direction."""
 
     client: bytes
     server: bytes
 
 
 def keys_from(client: bytes, server: bytes) -> Keys:
-    """The keys of what the client and the server send, from their secrets, by HKDF (RFC 5869)."""
+    """Derive the keys for what the client and the server send from their secrets, by HKDF (RFC 5869)."""
     both = HKDF(SHA256(), 2 * _KEY, salt=None, info=_PURPOSE).derive(client + server)
     return Keys(both[:_KEY], both[_KEY:])
 
 
 def hear(sock: socket.socket, size: int, until: float) -> bytes:
-    """Receive `size` bytes on a socket that may block, less if the other side ends. Raises OSError.
+    """Receive `size` bytes on a socket that may block, or fewer if the other side ends. Raises OSError.
 
     Args:
-        until: the time, of `time.monotonic`, after which it raises TimeoutError.
+        until: the time of `time.monotonic` at which to raise TimeoutError.
     """
     said = b""
     while len(said) < size:
@@ -78,7 +78,7 @@ def hear(sock: socket.socket, size: int, until: float) -> bytes:
 
 
 def greet(sock: ssl.SSLSocket, hello: bytes, until: float) -> Sealed:
-    """As a server, after the handshake: say `hello`, agree on keys and close TLS. Blocks. Raises OSError."""
+    """As a server, after the handshake: send `hello`, agree on keys, close TLS. Blocks. Raises OSError."""
     theirs, mine = hear(sock, SECRET, until), os.urandom(SECRET)
     if len(theirs) < SECRET:
         raise ConnectionResetError("the client has gone")
@@ -88,9 +88,9 @@ def greet(sock: ssl.SSLSocket, hello: bytes, until: float) -> Sealed:
 
 
 def begin(sock: ssl.SSLSocket) -> bytes:
-    """As a client, after the handshake: tell the server a secret; returns it. Raises OSError.
+    """As a client, after the handshake: send the server a secret, and return it. Raises OSError.
 
-    A server that refuses the client's certificate says why, and may be gone before this is sent.
+    A server that refuses the client's certificate says why, and may be gone before the secret is sent.
     """
     mine = os.urandom(SECRET)
     try:
@@ -109,12 +109,12 @@ def finish(sock: ssl.SSLSocket, mine: bytes, theirs: bytes, until: float) -> Sea
 
 def _closed(sock: ssl.SSLSocket, sends: bytes, receives: bytes, until: float) -> Sealed:
     sock.settimeout(max(until - time.monotonic(), _AT_ONCE))
-    sock.unwrap()  # neither end reads beyond the other's last word
+    sock.unwrap()  # neither end reads beyond the other's close_notify
     return Sealed(sock, sends, receives)
 
 
 class Sealed(Plain):
-    """Records, each encrypted and authenticated, with its place in the order. See `Plain`.
+    """A socket that sends records, each encrypted and authenticated with its position. See `Plain`.
 
     Args:
         sends, receives: the keys of both directions.
@@ -123,14 +123,14 @@ class Sealed(Plain):
     def __init__(self, sock: socket.socket, sends: bytes, receives: bytes) -> None:
         super().__init__(sock)
         self._sends, self._receives = AESGCM(sends), AESGCM(receives)
-        self._process = os.getpid()  # a copy of the keys in a fork would use each nonce once more
+        self._process = os.getpid()  # a fork with a copy of the keys would reuse nonces
         self._sent = self._received = 0  # records
         self._bytes_sent = self._bytes_received = 0
-        self._unsent, self._covers = EMPTY, 0  # the rest of a record, and how many bytes it carries
-        self._arrived = EMPTY  # and not opened: less than a record, or several small ones
-        self._arriving: memoryview | None = None  # a record that is received where it has room
+        self._unsent, self._covers = EMPTY, 0  # the rest of a record, and the bytes that it carries
+        self._arrived = EMPTY  # not opened yet: less than a record, or several small ones
+        self._arriving: memoryview | None = None  # a record that is being received into its own buffer
         self._filled = 0
-        self._opened = EMPTY  # and not taken
+        self._opened = EMPTY  # opened, but not taken yet
 
     @property
     def worn(self) -> bool:
@@ -159,7 +159,7 @@ class Sealed(Plain):
         if os.getpid() != self._process:
             raise ConnectionAbortedError("a forked process cannot use its parent's connection")
         header = HEADER.pack(len(content), kind)
-        record = np.empty(HEADER.size + len(content) + TAG, np.uint8).data
+        record = np.empty(_sealed_size(len(content)), np.uint8).data
         record[: HEADER.size] = header
         self._sends.encrypt_into(_nonce(self._sent), content, header, record[HEADER.size :])
         self._sent += 1
@@ -167,19 +167,19 @@ class Sealed(Plain):
         return record
 
     def end(self) -> None:
-        """See `Plain.end`: who finds the connection closed without this record knows that it was cut off."""
+        """See `Plain.end`. Without this last record, the other side knows that the connection was cut off."""
         if not self._unsent:
             with contextlib.suppress(OSError):
                 self.sock.send(self._seal(b"", END), socket.MSG_NOSIGNAL)
 
     def receive_into(self, target: memoryview) -> int:
-        """See `Plain.receive_into`. A record is opened to where it is used if it has room there."""
+        """See `Plain.receive_into`. A record is opened directly into `target` if it fits."""
         if self._opened:
             taken = self._take(len(target))
             target[: len(taken)] = taken
             return len(taken)
         record = self._record()
-        size = len(record) - HEADER.size - TAG
+        size = _content_size(record)
         if size > len(target):
             self._opened = self._open(record, np.empty(size, np.uint8).data)
             return self.receive_into(target)
@@ -190,8 +190,7 @@ class Sealed(Plain):
         """See `Plain.receive`."""
         if not self._opened:
             record = self._record()
-            size = len(record) - HEADER.size - TAG
-            self._opened = self._open(record, np.empty(size, np.uint8).data)
+            self._opened = self._open(record, np.empty(_content_size(record), np.uint8).data)
         return self._take(most)
 
     def _take(self, most: int) -> memoryview:
@@ -199,7 +198,7 @@ class Sealed(Plain):
         return taken
 
     def _open(self, record: memoryview, target: memoryview) -> memoryview:
-        """Check a record and write what it carries into `target`, which has its size; returns that."""
+        """Check a record, and write its content into `target`, which has its size; returns `target`."""
         header, content = bytes(record[: HEADER.size]), record[HEADER.size :]
         try:
             self._receives.decrypt_into(_nonce(self._received), content, header, target)
@@ -209,11 +208,13 @@ class Sealed(Plain):
         self._bytes_received += len(target)
         size, kind = HEADER.unpack(header)
         if (kind, size > 0) not in ((DATA, True), (END, False)):
-            raise ConnectionAbortedError(f"a record of kind {kind} with {size} bytes")
+            raise ConnectionAbortedError(
+                f"received a record of kind {kind} with {size} bytes, which is not allowed"
+            )
         return target
 
     def _record(self) -> memoryview:
-        """The next record, sealed. Raises BlockingIOError if it is not whole yet."""
+        """The next sealed record. Raises BlockingIOError if it is not complete yet."""
         if self._arriving is None:
             if len(self._arrived) < HEADER.size:
                 self._arrived = memoryview(b"".join((self._arrived, self._some())))
@@ -221,12 +222,12 @@ class Sealed(Plain):
                     raise BlockingIOError
             size, _ = HEADER.unpack_from(self._arrived)
             if size > RECORD:
-                raise ConnectionAbortedError(f"a record of {size} bytes; expected at most {RECORD}")
-            whole = HEADER.size + size + TAG
+                raise ConnectionAbortedError(f"received a record of {size} bytes; expected at most {RECORD}")
+            whole = _sealed_size(size)
             if len(self._arrived) >= whole:
                 record, self._arrived = self._arrived[:whole], _after(self._arrived, whole)
                 return record
-            # With room for the header of the next one: it is received as a whole then, too.
+            # With room for the next header, so that the next record is also received into its own buffer.
             self._arriving = np.empty(whole + HEADER.size, np.uint8).data
             self._filled = len(self._arrived)
             self._arriving[: self._filled] = self._arrived
@@ -242,7 +243,7 @@ class Sealed(Plain):
         return record
 
     def _some(self) -> bytes:
-        received = self.sock.recv(FIRST + HEADER.size + TAG)
+        received = self.sock.recv(_sealed_size(FIRST))
         if not received:
             raise self._cut_off()
         return received
@@ -253,10 +254,8 @@ class Sealed(Plain):
 
     @staticmethod
     def _whole(arrived: memoryview) -> bool:
-        if len(arrived) < HEADER.size:
-            return False
-        size, _ = HEADER.unpack_from(arrived)
-        return len(arrived) >= HEADER.size + int(size) + TAG
+        header = len(arrived) >= HEADER.size
+        return header and len(arrived) >= _sealed_size(HEADER.unpack_from(arrived)[0])
 
     def alive(self) -> bool:
         """See `Plain.alive`. The other side's last record counts as its end."""
@@ -266,8 +265,18 @@ class Sealed(Plain):
         return bool(first) and not (len(first) >= HEADER.size and HEADER.unpack_from(first)[1] == END)
 
 
+def _sealed_size(content: int) -> int:
+    """The bytes of a record that carries `content` bytes."""
+    return HEADER.size + content + TAG
+
+
+def _content_size(record: memoryview) -> int:
+    """The bytes that a whole record carries."""
+    return len(record) - _sealed_size(0)
+
+
 def _after(view: memoryview, size: int) -> memoryview:
-    """What comes after so many bytes. An empty slice would keep all the memory that it is of."""
+    """The rest after `size` bytes. An empty slice would keep the whole buffer alive."""
     return view[size:] if size < len(view) else EMPTY
 
 

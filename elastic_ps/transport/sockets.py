@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 class Plain:
-    """What is sent is what the kernel takes; nothing is copied on the way to it."""
+    """A plain socket. Data goes to the kernel without a copy."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -19,37 +19,37 @@ class Plain:
 
     @property
     def worn(self) -> bool:
-        """Whether the connection is to be replaced by a new one, with new keys."""
+        """Whether the connection has to be replaced by one with new keys."""
         return False
 
     @property
     def pending(self) -> bool:
-        """Whether something has arrived that the kernel knows nothing of any more."""
+        """Whether data has arrived that is no longer in the kernel's buffer."""
         return False
 
     def send(self, parts: Sequence[bytes | memoryview]) -> int:
-        """Send from the parts, which are not empty; returns how many bytes were taken."""
+        """Send bytes of the parts, none of which is empty; returns how many bytes were taken."""
         return self.sock.sendmsg(parts, (), socket.MSG_NOSIGNAL)
 
     def receive_into(self, target: memoryview) -> int:
-        """Returns how many bytes were received; 0: the other side has ended the connection."""
+        """Receive into `target`; returns how many bytes. 0: the other side has ended the connection."""
         return self.sock.recv_into(target)
 
     def receive(self, most: int) -> bytes | memoryview:
-        """What is there, of `most` bytes at most; none: the other side has ended the connection."""
+        """Receive at most `most` bytes. None at all: the other side has ended the connection."""
         return self.sock.recv(most)
 
     def alive(self) -> bool:
-        """Whether the other side is still there, as far as can be seen. Raises as `receive_into`."""
+        """Whether the other side is still connected, as far as is known. Raises like `receive_into`."""
         return bool(self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
 
     def end(self) -> None:
-        """Say that nothing follows, where the other side could not tell otherwise. Does not block."""
+        """Tell the other side that nothing follows, if it cannot know otherwise. Does not block."""
 
     def hang_up(self) -> None:
-        """End whatever waits on this socket, in any thread."""
+        """End every wait on this socket, in any thread."""
         with contextlib.suppress(OSError):
-            # An SSLSocket's own would forget its keys: another thread would take what arrives for plain text.
+            # SSLSocket.shutdown would drop the keys, and another thread would read ciphertext as plain text.
             socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
