@@ -1,1 +1,1 @@
-"""All that describes a job, for the operator, the command line and the processes alike."""
+"""The description of a job, shared by the operator, the command line and the processes."""

@@ -11,14 +11,14 @@ from elastic_ps.api.fields import AUTO, CamelModel, check_named
 from elastic_ps.api.rules import OnlyWith
 
 CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk", "signsgd", "powersgd")
-"""Names of codecs; a codec of the user's own is named as module:Class."""
+"""The names of built-in codecs. A user's own codec is named as module:Class."""
 
 CODEC = Annotated[
     str, AfterValidator(lambda name: check_named(name, CODECS, what="codec", own="module:Class"))
 ]
 
 MAX_ERROR = 0.02
-"""`Compression.max_error`, if it is unset."""
+"""The default of `Compression.max_error`."""
 
 CODEC_OR_AUTO = Annotated[
     str, AfterValidator(lambda name: check_named(name, (*CODECS, AUTO), what="codec", own="module:Class"))
@@ -92,7 +92,7 @@ class Compression(CamelModel):
 
     @property
     def wants_whole_matrices(self) -> bool:
-        """Whether a codec makes less of a matrix in small pieces than of the whole one."""
+        """Whether a codec compresses a whole matrix better than small pieces of it."""
         return any(codec == "powersgd" for codec, _ in self._of_gradients)
 
     @property
@@ -102,9 +102,9 @@ class Compression(CamelModel):
 
     @property
     def momentum(self) -> JsonValue:
-        """The option of that name, of the first built-in codec of gradients that has it; 0 if none has.
+        """The option momentum of the first built-in codec of gradients that has it; 0 if none has.
 
-        What a codec of the user's own means by it is not known here.
+        A user's own codec may mean something else by this option.
         """
         known = (options.get("momentum") for codec, options in self._of_gradients if ":" not in codec)
         return next((momentum for momentum in known if momentum), 0)
@@ -112,5 +112,5 @@ class Compression(CamelModel):
     @model_validator(mode="after")
     def _check_auto(self) -> Compression:
         if self.codec == AUTO and self.options:
-            raise ValueError(f"codec auto takes no options, but maxError; given: {', '.join(self.options)}")
+            raise ValueError(f"codec auto takes no options but maxError; given: {', '.join(self.options)}")
         return self

@@ -22,20 +22,20 @@ STALENESS_SCALE = Annotated[
 
 
 class OuterRule(NamedTuple):
-    """How the parameter server makes a version out of what the workers' local steps have changed.
+    """How the parameter server makes a version from the changes that workers' local steps have made.
 
-    It is a step of `torch.optim.SGD` whose gradient is the values that a worker began with less those that it
-    has come to, as the mean over the workers of a version.
+    It is a step of `torch.optim.SGD`. Its gradient is a worker's values before its local steps minus those
+    after them, averaged over the workers of a version.
 
     Attributes:
-        learning_rate, momentum: of that step, unless the job says otherwise.
-        warms: the momentum rises with the exchanges that were made; see `core.damping`.
-        divided: the learning rate of an exchange is divided by one more than its staleness.
-        waits: a version is made of all workers' exchanges; else each exchange makes one.
-        delayed: the momentum is made of the exchanges of as many workers as the job has at first.
-        elastic: a worker keeps its own values, and both they and the job's move towards each other.
-        nesterov: the momentum looks ahead, as Nesterov's does.
-        options: what the job may say otherwise.
+        learning_rate, momentum: the defaults for that step.
+        warms: the momentum rises with the number of exchanges; see `core.damping`.
+        divided: the learning rate of an exchange is divided by 1 + its staleness.
+        waits: a version waits for the exchanges of all workers; otherwise each exchange makes a version.
+        delayed: the momentum is updated once per as many exchanges as the job has workers at first.
+        elastic: a worker keeps its own values; they and the job's values move towards each other.
+        nesterov: the momentum is Nesterov's.
+        options: the settings that the job may change.
     """
 
     learning_rate: float
@@ -342,29 +342,29 @@ class Consistency(CamelModel):
 
     @property
     def waits_for_all(self) -> bool:
-        """Each version waits for a step of every worker that computes."""
+        """Whether each version waits for a step of every worker that computes."""
         if self.mode == "local":
             return self.outer_rule.waits and self.quorum is None
         return self.mode == "sync" and not (self.backup_workers or self.global_batch_size)
 
     @property
     def fixed_workers(self) -> bool:
-        """Each worker has a fixed share of the records, so the number of workers cannot change."""
+        """Whether each worker has a fixed share of the records, so that their number cannot change."""
         return self.deterministic and self.global_batch_size is None
 
     @property
     def several_steps(self) -> bool:
-        """Whether a worker may make several steps for a version, so that it asks after each what is next."""
+        """Whether a worker may make several steps for a version, and asks after each what to do next."""
         return self.mode == "accumulate" or self.global_batch_size is not None
 
     @property
     def each_alone(self) -> bool:
-        """Whether each worker's step or exchange makes a version by itself when it comes."""
+        """Whether each step or exchange makes a version of its own when it arrives."""
         return self.mode == "async" or (self.mode == "local" and not self.outer_rule.waits)
 
     @property
     def outer_rule(self) -> OuterRule:
-        """In mode `local`, what the parameter server does, with the job's own numbers."""
+        """In mode `local`, the outer rule, with the job's own settings."""
         rule = OUTER_RULES[self.outer or "diloco"]
         rate, momentum = self.outer_learning_rate, self.outer_momentum
         return rule._replace(
@@ -377,7 +377,7 @@ class Consistency(CamelModel):
 
     @property
     def steps_between(self) -> int:
-        """In mode `local`, the steps that a worker makes between two exchanges."""
+        """In mode `local`, the number of steps between two exchanges of a worker."""
         return (self.steps or 1) // (self.fragments or 1)
 
     @property
@@ -389,7 +389,7 @@ class Consistency(CamelModel):
 
     @property
     def warms_momentum(self) -> bool:
-        """Whether the momentum follows from how many exchanges there were."""
+        """Whether the momentum depends on the number of exchanges so far."""
         return self.mode == "local" and self.outer_rule.warms
 
     @property
@@ -399,17 +399,17 @@ class Consistency(CamelModel):
 
     @property
     def may_be_stale(self) -> bool:
-        """Whether a step may go into a later version than the one after that it was computed on."""
+        """Whether a step may go into a later version than the one that follows its own."""
         return self.mode == "bounded" or self.each_alone or self.quorum is not None
 
     @property
     def most_stale(self) -> float:
-        """The most versions that may be made between the one of a step and the one that it goes into."""
+        """The largest staleness of a step that goes into the model, in versions."""
         return math.inf if self.each_alone or self.quorum is not None else self.max_staleness or 0
 
     @property
     def reads_one_version(self) -> bool:
-        """A worker never reads a mixture of versions: none is made while it reads."""
+        """Whether a worker reads values of a single version, since none is made while it reads."""
         return self.waits_for_all or (self.each_alone and self.reads != "inconsistent")
 
     @property
@@ -425,4 +425,4 @@ MODES_OF: Mapping[str, tuple[str, ...]] = {
     for mark in info.metadata
     if isinstance(mark, OnlyWith) and mark.other == "mode"
 }
-"""The fields that belong to some modes alone, by their names in Python, and those modes."""
+"""The fields that only some modes have, by Python name, with those modes."""

@@ -1,4 +1,4 @@
-"""What the fields of a TrainingJob are made of: names, durations, templates of pods."""
+"""The types of a TrainingJob's fields: names, durations, pod templates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pydantic.alias_generators import to_camel
 from elastic_ps.api import rules
 
 MOST_SECONDS = 2**31 - 1
-"""The longest time that a job may name: 68 years. Dates of Python end before much longer ones are over."""
+"""The longest duration in a job: 68 years. Much longer ones would exceed the range of Python's dates."""
 
 _DURATION = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"
 _UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -82,11 +82,11 @@ PodTemplate: TypeAlias = dict[str, JsonValue]
 
 
 def check_named(name: str, known: Sequence[str], *, what: str, own: str) -> str:
-    """`name`, if it is one of those that are `known`, or names something of the user's own.
+    """Return `name` if it is one of the `known` names, or names an object of the user as `module:name`.
 
     Args:
-        what: that it names, as in "codec".
-        own: how the user's own are named, as in "module:Class".
+        what: what it names, such as "codec".
+        own: the form of a user's own name, such as "module:Class".
 
     Raises:
         ValueError: it is neither.
@@ -99,7 +99,7 @@ def check_named(name: str, known: Sequence[str], *, what: str, own: str) -> str:
 
 
 class CamelModel(BaseModel):
-    """Fields in camel case, as in YAML and JSON; unknown ones, and what breaks a rule, are refused."""
+    """A model with camel-case fields in YAML and JSON. It refuses unknown fields and broken rules."""
 
     model_config = ConfigDict(
         extra="forbid", populate_by_name=True, alias_generator=to_camel, validate_default=True

@@ -1,4 +1,4 @@
-"""The spec of a TrainingJob, whose parts stand in modules of their own; `status` has its status.
+"""The spec of a TrainingJob. Some parts have modules of their own, and `status` has the status.
 
 These models are the single definition of the resource. The local launcher reads job files with them, the
 operator reads custom resources with them, and the CRD is generated from them. The module imports neither
@@ -39,7 +39,7 @@ KIND = "TrainingJob"
 
 _ENTRYPOINT = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"
 ImportPath: TypeAlias = Annotated[str, Field(pattern=_ENTRYPOINT, max_length=253)]
-"""A class or function of the user's, as `module:name`."""
+"""A user's class or function, as `module:name`."""
 
 _CLAIM = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
 _M = TypeVar("_M", bound=BaseModel)
@@ -144,9 +144,9 @@ class Checkpoint(Times):
 Durability: TypeAlias = Literal["checkpoint", "standby"]
 
 BUCKET_BYTES = 4 * 1024 * 1024
-"""Bytes of a bucket if neither the job says how many, nor anybody has chosen."""
+"""The size of a bucket, in bytes, if the job names none and none was chosen."""
 SMALLEST_BUCKET = 1024
-"""Bytes of a bucket, at least."""
+"""The smallest size of a bucket, in bytes."""
 
 
 _BUCKETS = rules.Rule(
@@ -225,12 +225,12 @@ class ParameterServer(CamelModel):
 
     @property
     def slice_bytes(self) -> int:
-        """Bytes of a slice of what scripts keep with `session.server`, at most. It is never chosen."""
+        """The largest slice of a tensor of `session.server`, in bytes."""
         return self.bucket_bytes or BUCKET_BYTES
 
 
 MOST_WORKERS = 10_000
-"""More than a parameter server can serve, and few enough for the memory of the operator, which makes them."""
+"""The largest number of workers: more than a parameter server can serve, and few enough for the operator."""
 
 
 class Worker(CamelModel):
@@ -280,7 +280,7 @@ class Worker(CamelModel):
 
 
 class Best(CamelModel):
-    """Which of the evaluated checkpoints is kept, however old it is."""
+    """Which evaluated checkpoint is the best, and is kept however old it is."""
 
     metric: str = Field(
         min_length=1, description="A metric that the evaluator reports, for example loss or prec@1."
@@ -333,7 +333,7 @@ class Data(CamelModel):
         default=256, ge=1, description="The largest number of records that a worker is given at once."
     )
     shuffle: bool = Field(default=True, description="If true, each epoch has the records in a new order.")
-    # No number of a checkpoint has more bits.
+    # A checkpoint's numbers have no more bits.
     seed: int = Field(default=0, ge=0, lt=1 << 63, description="The seed of the records' order.")
 
 
@@ -405,19 +405,19 @@ class TrainingJobSpec(CamelModel):
 
     @property
     def chooses_buckets(self) -> bool:
-        """Whether the size of buckets is chosen by measured times when the job begins."""
+        """Whether the bucket size is chosen by measured times at the start of the job."""
         named = bool(self.parameter_server.bucket_bytes)
         fixed = self.all_reduce or self.consistency.deterministic or self.compression.wants_whole_matrices
         return not (named or fixed)
 
     @property
     def all_reduce(self) -> bool:
-        """Whether the workers add gradients up among themselves, and make the steps."""
+        """Whether the workers sum gradients among themselves, and make the optimizer steps."""
         return self.strategy == "all-reduce"
 
     @model_validator(mode="after")
     def _check_strategy(self) -> TrainingJobSpec:
-        """Raises ValueError, which says why, for what needs gradients on the parameter server."""
+        """Raise ValueError if strategy all-reduce is combined with a field that needs a parameter server."""
         if self.all_reduce and (given := _needs_parameter_server(self)):
             name, why = given
             raise ValueError(
@@ -427,10 +427,10 @@ class TrainingJobSpec(CamelModel):
         return self
 
     def refuse_unencrypted(self, *, secured: bool) -> str:
-        """Why the workers must not speak to each other between hosts; "" if they may, or need not.
+        """Why a job must not start whose workers would connect to each other; "" if it may.
 
         Args:
-            secured: the job's processes have certificates.
+            secured: whether the job's processes have certificates.
         """
         if not self.all_reduce or self.unencrypted_all_reduce or not secured:
             return ""
@@ -442,9 +442,9 @@ class TrainingJobSpec(CamelModel):
         )
 
     def check_replicas(self, replicas: int) -> None:
-        """Raise ValueError, which names the bound, if there cannot be so many workers."""
+        """Raise ValueError, which names the limit, if the job cannot have so many workers."""
         if replicas > MOST_WORKERS:
-            raise ValueError(f"replicas {replicas} is above {MOST_WORKERS}, which is the most")
+            raise ValueError(f"replicas is {replicas}; expected at most {MOST_WORKERS}")
         worker = self.worker.model_copy(update={"replicas": replicas})
         rules.check(worker)
         rules.check(self.model_copy(update={"worker": worker}))
@@ -453,9 +453,9 @@ class TrainingJobSpec(CamelModel):
     def _check_momentum(self) -> TrainingJobSpec:
         if self.compression.momentum and self.consistency.mode == "local":
             raise ValueError(
-                f"compression has momentum {self.compression.momentum}, which is made of gradients, but in "
-                "consistency.mode local workers send what they have trained. Leave it out, and give the "
-                "script's optimizer a momentum"
+                f"compression has momentum {self.compression.momentum}, which needs gradients, but in "
+                "consistency.mode local workers send changes of the model. Leave it out, and set a momentum "
+                "in the script's optimizer"
             )
         return self
 
@@ -470,7 +470,7 @@ class TrainingJobSpec(CamelModel):
 
 
 def _needs_parameter_server(spec: TrainingJobSpec) -> tuple[str, str] | None:
-    """What of a job means something only if gradients are sent to parameter servers, and why."""
+    """The fields that need gradients on parameter servers, each with the reason."""
     server, consistency = spec.parameter_server, spec.consistency
     if server.replicas > 1:
         return (
@@ -499,7 +499,7 @@ def _needs_parameter_server(spec: TrainingJobSpec) -> tuple[str, str] | None:
 
 
 class ObjectMeta(BaseModel):
-    """The part of Kubernetes' metadata that a job needs; other fields are kept and ignored."""
+    """The metadata that a job needs. Other fields of Kubernetes' metadata are kept and ignored."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?$")
@@ -520,7 +520,7 @@ class TrainingJob(CamelModel):
 
 
 def parse_job(document: object, *, source: str) -> TrainingJob:
-    """Validate a job given as plain data; `source` (a file's name) starts the error message.
+    """Validate a job given as plain data. `source` (a file's name) begins the error message.
 
     Raises:
         InvalidJob: a field is wrong. The message has a line for each: where, what was given and expected.
@@ -565,7 +565,7 @@ def _validate(model: type[_M], document: Mapping[str, Any], source: str) -> _M:
 
 
 def _explain(model: type[BaseModel], item: Any) -> str:
-    """One line for one pydantic error, in the words of the YAML file."""
+    """The line of an error message for a pydantic error, with the names of the YAML file."""
     location = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         known = _field_names(model, item["loc"][:-1])
@@ -577,7 +577,7 @@ def _explain(model: type[BaseModel], item: Any) -> str:
     message = item["msg"].removeprefix("Value error, ")
     said = f"{location or 'job'}: {message[0].lower()}{message[1:]}"
     if item["type"] == "value_error" and isinstance(item["input"], Mapping):
-        return said  # a rule about several fields, whose sentence names what was given
+        return said  # the sentence of a rule about several fields names the given values
     return f"{said}, got {item['input']!r}"[:500]
 
 

@@ -1,8 +1,8 @@
-"""How the YAML of a job is read: numbers as kubectl reads them, so that a file means the same everywhere.
+"""Reads the YAML of a job as kubectl does, so that a file means the same everywhere.
 
-PyYAML takes 1e-3 for a text, 2026-01-31 for a date and 12:30:45 for a number in base 60. kubectl, which reads
-with sigs.k8s.io/yaml and sends JSON, takes the first for a number, the others for texts, and 1e1 or 10.0 for
-the integer 10. Unlike there, `y` and `n` are texts.
+PyYAML reads 1e-3 as a string, 2026-01-31 as a date and 12:30:45 as a number in base 60. kubectl, which uses
+sigs.k8s.io/yaml and sends JSON, reads the first as a number, the others as strings, and 1e1 or 10.0 as the
+integer 10. Unlike with kubectl, `y` and `n` are strings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FLOAT = re.compile(
 
 
 _LARGEST = 2**63
-"""Integers of JSON are below it, for Kubernetes."""
+"""The limit of integers in Kubernetes' JSON."""
 
 
 class DuplicateKey(yaml.YAMLError):
@@ -66,11 +66,11 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_number)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts texts in quotes that `_Loader` would take for something else."""
+    """Quotes strings that `_Loader` would read as another type."""
 
 
 def _replace_resolvers() -> None:
-    """Which plain scalars are numbers; no scalar is a date, unless a tag says so."""
+    """Set which plain scalars are numbers. No scalar is a date unless it has a tag."""
     replaced = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp")}
     _Loader.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in replaced]
@@ -85,15 +85,15 @@ _replace_resolvers()
 
 
 def read(text: str) -> Any:
-    """The document in a text.
+    """Read a document.
 
     Raises:
-        yaml.YAMLError: it is not YAML. DuplicateKey, which is one: a mapping has a key twice.
+        yaml.YAMLError: the text is not YAML. Its subclass DuplicateKey: a mapping has a key twice.
     """
     return yaml.load(text, _Loader)
 
 
 def write(document: Mapping[str, Any]) -> str:
-    """The text that `read` makes this document of. Its keys keep their order."""
+    """Write a document so that `read` reads it back. Keys keep their order."""
     text: str = yaml.dump(document, Dumper=_Dumper, sort_keys=False)
     return text

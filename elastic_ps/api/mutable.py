@@ -1,8 +1,8 @@
-"""What of a job may change while it runs, and what may not.
+"""The fields of a job that may change while it runs, and the rules for such changes.
 
-A change takes effect in a new term, which continues from the version that the model has: a term has one way
-to make versions. Whoever started the job (the launcher, the operator) writes what is wanted to a file, and
-shard 0's parameter server looks at it; see `env.ProcessEnvironment.tuning`.
+A term makes all of its versions in the same way. So a change takes effect in a new term, which continues from
+the current version. The starter of the job (launcher or operator) writes the wanted fields to a file, which
+the parameter server of shard 0 watches; see `env.ProcessEnvironment.tuning`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from elastic_ps.errors import InvalidJob
 
 
 def fixed_parts(consistency: Consistency) -> dict[str, tuple[object, str]]:
-    """What a running job keeps of its consistency: by name its value, and what a change would need."""
+    """The parts of the consistency that cannot change: by name, the value and why it cannot."""
     said, local = consistency.model_dump(by_alias=True), consistency.mode == "local"
     never = {field.path: field.own.why for field in fields_of(Consistency) if field.own and field.own.why}
     others = {name: said[name] for name in names_of(Consistency, NOT_LOCALLY)} if local else None
@@ -34,11 +34,11 @@ def fixed_parts(consistency: Consistency) -> dict[str, tuple[object, str]]:
 
 
 class Moved(CamelModel):
-    """The values that the parameter server has set by itself to keep an objective that a person named.
+    """The values that the parameter server has set by itself to reach a user's objective.
 
     Attributes:
-        times: how often.
-        desired: the consistency that the person has named.
+        times: how often it has set them.
+        desired: the consistency that the user has asked for.
     """
 
     times: int = Field(ge=1)
@@ -49,10 +49,10 @@ class MutableFields(CamelModel):
     """The fields of a spec that may change while the job runs.
 
     Attributes:
-        generation: grows with every change that a person makes, so that the newer of two is known.
-        moved: what has become of that since; None for nothing.
-        run: of which run of the job; generations of other runs cannot be compared with it.
-        since: the version after which it is in force; the parameter server fills it in.
+        generation: the number of the change. Each change by a user has a higher one.
+        moved: what the parameter server has set since; None if nothing.
+        run: the run of the job. Only generations of the same run can be compared.
+        since: the version since which it is in force. The parameter server sets it.
     """
 
     generation: int = Field(default=0, ge=0)
@@ -65,7 +65,7 @@ class MutableFields(CamelModel):
 
     @classmethod
     def of(cls, spec: TrainingJobSpec, *, generation: int = 0, run: str = "") -> MutableFields:
-        """What `spec` says."""
+        """The mutable fields of `spec`."""
         checkpoint = spec.parameter_server.checkpoint
         times = {name: getattr(checkpoint, name) for name in Times.model_fields}
         return cls(
@@ -77,7 +77,7 @@ class MutableFields(CamelModel):
         )
 
     def applied_to(self, spec: TrainingJobSpec) -> TrainingJobSpec:
-        """`spec` with these fields in the place of its own."""
+        """`spec` with these fields instead of its own."""
         server = spec.parameter_server
         checkpoint = server.checkpoint.model_copy(update=dict(self.checkpoint))
         server = server.model_copy(update={"checkpoint": checkpoint})
@@ -90,7 +90,7 @@ class MutableFields(CamelModel):
         )
 
     def replaces(self, other: MutableFields) -> bool:
-        """Whether this is a later one of the same run."""
+        """Whether this is a later change in the same run than `other`."""
         return self.run == other.run and self._number > other._number
 
     @property
@@ -99,31 +99,31 @@ class MutableFields(CamelModel):
 
     @property
     def desired(self) -> Consistency:
-        """The consistency that a person has named last."""
+        """The consistency that a user has asked for last."""
         return self.moved.desired if self.moved else self.consistency
 
     def moved_to(self, consistency: Consistency) -> MutableFields:
-        """The same, with the consistency that keeps its objective now."""
+        """A copy with the consistency that the parameter server has set to reach the objective."""
         times = self.moved.times + 1 if self.moved else 1
         moved = Moved(times=times, desired=self.desired)
         return self.model_copy(update={"consistency": consistency, "moved": moved})
 
     def after(self, before: MutableFields) -> MutableFields:
-        """This, which follows on `before`: what that has moved stays if the consistency is not meant."""
+        """This change after `before`. Values that the server has set stay if the consistency is the same."""
         if self.consistency != before.desired:
             return self
         return self.model_copy(update={"consistency": before.consistency, "moved": before.moved})
 
     def differs(self, other: MutableFields) -> bool:
-        """Whether it says anything else."""
+        """Whether any field differs from `other`."""
         return self.needs_term(other) or self.checkpoint != other.checkpoint
 
     def needs_term(self, before: MutableFields) -> bool:
-        """Whether it takes effect in a new term only, since workers and shards have to know of it."""
+        """Whether the change needs a new term, because workers and shards have to know of it."""
         return bool(self.news(before))
 
     def news(self, before: MutableFields) -> dict[str, tuple[str, str]]:
-        """What takes effect in a new term only: what it is of, how it is, and how it was, in words."""
+        """The changes that need a new term: by field, the new and the old value in words."""
         news = {}
         if self.consistency != before.consistency:
             news["consistency"] = describe(self.consistency), describe(before.consistency)
@@ -140,7 +140,7 @@ class MutableFields(CamelModel):
                 now, then = describe(self.consistency), describe(later.consistency)
                 return (
                     f"consistency cannot change from ({now}) to ({then}) while the job runs. "
-                    f"{name} stays what it is: {why}. Start a new job for that"
+                    f"{name} stays as it is: {why}. Start a new job for that"
                 )
         if later.consistency.deterministic and later.compression.codec == AUTO:
             return (
@@ -154,7 +154,7 @@ class MutableFields(CamelModel):
 
 
 def read_mutable(text: str, *, source: str) -> MutableFields:
-    """Read what `MutableFields.to_json` has written. Raises InvalidJob, in words that begin with `source`."""
+    """Read the output of `MutableFields.to_json`. Raises InvalidJob, whose message begins with `source`."""
     try:
         return MutableFields.model_validate_json(text)
     except ValidationError as error:
@@ -164,7 +164,7 @@ def read_mutable(text: str, *, source: str) -> MutableFields:
 
 
 def describe(part: Consistency | Compression) -> str:
-    """A consistency, or what gradients and values are encoded with, in one line, as in YAML."""
+    """A consistency or a compression in one line, as in YAML."""
     first = next(iter(type(part).model_fields))
     said = {first: getattr(part, first), **part.model_dump(mode="json", by_alias=True, exclude_defaults=True)}
     return ", ".join(
@@ -175,7 +175,7 @@ def describe(part: Consistency | Compression) -> str:
 def without_options_of_other_codecs(
     compression: Mapping[str, Any], before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A compression as in YAML, without what belongs to the codecs of `before` alone."""
+    """A compression as in YAML, without the options of codecs that only `before` has."""
     foreign = set()
     if compression.get("codec") != before.get("codec"):
         foreign |= {"options", "maxError"}
@@ -185,7 +185,7 @@ def without_options_of_other_codecs(
 
 
 def without_options_of_other_modes(consistency: Mapping[str, Any]) -> dict[str, Any]:
-    """A consistency as in YAML, without what belongs to another mode than its own."""
+    """A consistency as in YAML, without the fields of other modes."""
     mode = consistency.get("mode", "sync")
     foreign = {to_camel(field) for field, modes in MODES_OF.items() if mode not in modes}
     return {name: value for name, value in consistency.items() if name not in foreign}

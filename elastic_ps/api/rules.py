@@ -1,7 +1,7 @@
-"""What a job's fields go with, and how they may change. Each field says it in its annotation, once.
+"""Marks in the annotations of a job's fields: what a field goes with, and how it may change.
 
-Python's validation, the API server's rules (in CEL), what `elastic-ps set` takes and the reference page are
-made from these marks. What they cannot say is a `Rule`, in both languages.
+Python's validation, the API server's rules (in CEL), the fields of `elastic-ps set` and the reference page
+are made from these marks. A `Rule`, written in both languages, expresses what marks cannot.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pydantic.fields import FieldInfo
 
 @dataclass(frozen=True)
 class Change:
-    """How a field, and what is below it, may change while the job runs.
+    """How a field, and the fields below it, may change while the job runs.
 
     Attributes:
         how: in words.
-        why: what a change would need, if it may not.
+        why: why the field cannot change.
     """
 
     how: str
@@ -31,7 +31,7 @@ class Change:
 
 
 NEVER = Change("no")
-"""The API server refuses a change."""
+"""Whether the API server refuses a change."""
 IGNORED = Change("no effect")
 SET = Change("`elastic-ps set`, `kubectl patch`")
 SCALE = Change("`elastic-ps scale`, `kubectl scale`")
@@ -42,13 +42,13 @@ NOT_LOCALLY = Change("not in mode local")
 
 @dataclass(frozen=True)
 class Rule:
-    """What has to hold in a part of a job.
+    """A condition that a part of a job has to meet.
 
     Attributes:
-        cel: for the API server; `self` is the part, and `oldSelf` the part before a change.
-        message: what the API server says if it does not hold.
-        holds: the same in Python, of the part. What only a cluster asks for holds.
-        says: what Python says, with the values of the part and with what to do.
+        cel: the rule for the API server; `self` is the part, `oldSelf` the part before a change.
+        message: the API server's message if the rule is broken.
+        holds: the rule in Python. Rules only for clusters always hold.
+        says: the message in Python, with the values of the part and what to do.
     """
 
     cel: str
@@ -57,13 +57,13 @@ class Rule:
     says: Callable[[Any], str] = lambda _: ""
 
     def rule(self, model: type[BaseModel], field: str, path: str) -> Rule:
-        """The rule of a field of `model`, which is at `path` in the job, as messages name it."""
+        """The rule of a field of `model`. Messages name the model by its `path` in the job."""
         del model, field, path
         return self
 
 
 class Operand:
-    """A field as rules name it; `path` is in Python, with dots if the field is further below."""
+    """A field's name in rules. `path` has Python names, with dots for a field further below."""
 
     def __init__(self, model: type[BaseModel], path: str) -> None:
         *parents, field = path.split(".")
@@ -74,7 +74,7 @@ class Operand:
         self.name = ".".join(map(to_camel, path.split(".")))
         self.cel = f"self.{self.name}"
         self.absent = f"{self.cel} == {self.default}"
-        """CEL: it is left out, or has its default."""
+        """CEL: the field is left out, or has its default."""
         if self.default is None or self.default is False:
             self.absent = f"!has({self.cel})" if self.default is None else f"!{self.cel}"
 
@@ -82,7 +82,7 @@ class Operand:
         return bool(self.of(part) != self.default)
 
     def say(self, part: Any) -> str:
-        """Name and value, in words."""
+        """The name and the value of a field, for messages."""
         value = self.of(part)
         return f"{self.name} {value:g}" if isinstance(value, float) else f"{self.name} {value}"
 
@@ -92,9 +92,9 @@ class OnlyWith:
     """The field may be given only if another one has one of these values.
 
     Attributes:
-        other: that one, of the same part. Left out, it has one of them.
-        where: what is so with other values.
-        needed: what the field says, if it has to be given then.
+        other: the other field, of the same part. Its default is one of these values.
+        where: why the field has no meaning with other values.
+        needed: the message if the field is missing, for a field that must be given with these values.
     """
 
     other: str
@@ -128,7 +128,7 @@ class OnlyWith:
 
 @dataclass(frozen=True)
 class NotWith:
-    """The field, or a `value` of it, cannot be given together with another one of the same part."""
+    """The field, or one `value` of it, cannot be combined with another field of the same part."""
 
     other: str
     because: str
@@ -153,13 +153,13 @@ class NotWith:
 
 @dataclass(frozen=True)
 class AtMost:
-    """The field, or one below it, is at most as large as another one of the part.
+    """The field, or one below it, must be at most as large as another field of the part.
 
     Attributes:
-        bound: that one; with dots if it is further below.
-        of: the one below the field.
-        because: what would follow.
-        do: what to do; `{given}` and `{bound}` are the values.
+        bound: the other field; with dots if it is further below.
+        of: the field below this one that is compared.
+        because: what would go wrong.
+        do: the advice; `{given}` and `{bound}` stand for the values.
     """
 
     bound: str
@@ -188,7 +188,7 @@ class AtMost:
 
 
 class AtLeast(AtMost):
-    """The same, at least as large."""
+    """Like `AtMost`, but at least as large."""
 
     sign, beyond, within = ">=", "below", operator.ge
 
@@ -200,9 +200,9 @@ class Field(NamedTuple):
     """A field of a job.
 
     Attributes:
-        path: as in YAML, from where the walk began.
-        own: how it may change, as it says itself; None if it says nothing.
-        change: the same, or as what it is in says.
+        path: its path in YAML, from the beginning of the walk.
+        own: its own mark of how it may change; None if it has none.
+        change: its own mark, or that of the part which contains it.
     """
 
     path: str
@@ -212,14 +212,14 @@ class Field(NamedTuple):
 
 
 def fields_of(model: type[BaseModel], path: str = "", change: Change | None = None) -> Iterator[Field]:
-    """The fields of a part of a job that is at `path` and may change as said."""
+    """The fields of the part of a job at `path`, which itself may change as `change` says."""
     for name, info in model.model_fields.items():
         own = next((mark for mark in info.metadata if isinstance(mark, Change)), None)
         yield Field(f"{path}{info.alias or name}", info, own, own or change)
 
 
 def fields(model: type[BaseModel], path: str = "", change: Change | None = None) -> Iterator[Field]:
-    """The same, each before what is below it."""
+    """All fields below `model`, each before those below it."""
     for field in fields_of(model, path, change):
         yield field
         if (part := part_of(field.info)) is not None:
@@ -227,18 +227,18 @@ def fields(model: type[BaseModel], path: str = "", change: Change | None = None)
 
 
 def names_of(model: type[BaseModel], change: Change) -> tuple[str, ...]:
-    """The fields of a part, as in YAML, that say themselves that they may change so."""
+    """The YAML names of a part's fields that have this mark themselves."""
     return tuple(field.path for field in fields_of(model) if field.own and field.own.how == change.how)
 
 
 def part_of(info: FieldInfo) -> type[BaseModel] | None:
-    """The model of what a field has; None if that has no fields."""
+    """The model of a field's value; None if the value has no fields."""
     kinds = (info.annotation, *get_args(info.annotation))
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
 
 def rules_of_field(model: type[BaseModel], name: str, path: str = "") -> Iterator[Rule]:
-    """Those that a field of the part says."""
+    """The marks of a field that are rules."""
     for mark in model.model_fields[name].metadata:
         if isinstance(mark, Marks):
             yield mark.rule(model, name, path)
@@ -246,12 +246,12 @@ def rules_of_field(model: type[BaseModel], name: str, path: str = "") -> Iterato
 
 @functools.cache
 def rules_of(model: type[BaseModel], path: str = "") -> tuple[Rule, ...]:
-    """What has to hold in a part of a job; `path` is where the part is, as messages name it."""
+    """The rules of a part of a job. `path` names the part in messages."""
     return tuple(rule for name in model.model_fields for rule in rules_of_field(model, name, path))
 
 
 def check(part: BaseModel) -> None:
-    """Raise ValueError, which says what is wrong and what to do, if a rule of the part does not hold."""
+    """Raise ValueError, with what is wrong and what to do, if the part breaks a rule."""
     for rule in rules_of(type(part)):
         if not rule.holds(part):
             raise ValueError(rule.says(part))

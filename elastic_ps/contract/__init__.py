@@ -1,1 +1,1 @@
-"""What a starter (the operator, the local launcher, mpirun) and a process of a job say to each other."""
+"""The contract between a process of a job and its starter: operator, local launcher or mpirun."""

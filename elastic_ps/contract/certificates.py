@@ -1,8 +1,8 @@
-"""Making the certificates with which the processes of a job know each other.
+"""Makes the certificates by which the processes of a job recognise each other.
 
-Whoever starts a job calls this: the launcher for each run, the operator for each TrainingJob. Nothing is read
-or written here, and times are arguments; only the keys come from the system's randomness. Keys are ECDSA on
-P-256; that of an authority that was made elsewhere may be of another curve, or RSA. Everything is PEM.
+The starter of a job calls it: the launcher for each run, the operator for each TrainingJob. It does no I/O
+and takes times as arguments; only keys come from the system's randomness. Keys are ECDSA on P-256; the key of
+a foreign authority may use another curve, or be RSA. Everything is PEM.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from elastic_ps.contract.identity import SERVING, Identity, from_names, server_n
 from elastic_ps.errors import UsageError
 
 SKEW = timedelta(hours=1)
-"""Certificates are valid from so long before they are made: clocks differ, and one may be set meanwhile."""
+"""Certificates are valid from this long before they are made, since clocks differ and may be set."""
 
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-"""Of P-256 (SEC 2, 2.4.2)."""
+"""The order of P-256 (SEC 2, 2.4.2)."""
 
 
 @dataclass(frozen=True, repr=False)
 class KeyPair:
-    """A certificate and the key of it, PEM. The key is a secret, which `repr` leaves out."""
+    """A certificate and its key, PEM. The key is a secret, which `repr` leaves out."""
 
     certificate: bytes
     key: bytes
@@ -47,9 +47,9 @@ def make_authority(job: str, *, now: datetime, lifetime: timedelta, seed: bytes 
     Args:
         job: see `Identity.job`.
         now: with a time zone.
-        lifetime: what it issues is valid no longer than that, either.
-        seed: a secret, from which the key follows together with `job` (HKDF, RFC 5869). So it need not be
-            kept: whoever trusts what was made before trusts what is made again. Default: a random key.
+        lifetime: how long it is valid. Its certificates end no later.
+        seed: a secret, from which the key is derived together with `job` (HKDF, RFC 5869). The authority need
+            not be kept then: the same seed gives the same key. Default: a random key.
     """
     key = ec.generate_private_key(ec.SECP256R1()) if seed is None else _derived(seed, job)
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"elastic-ps {job}"[:64])])
@@ -74,18 +74,17 @@ def issue(
 
     Args:
         now: with a time zone.
-        lifetime: the certificate never lasts longer than the authority's.
-        names: of a server: DNS names and IP addresses that it has besides `server_name`. No process of the
-            job looks at them; they are for tools that check the name that they have connected to.
+        lifetime: how long it is valid, but never longer than the authority.
+        names: a server's DNS names and IP addresses besides `server_name`. Processes of the job ignore them;
+            they are for tools that check the name that they have connected to.
 
     Raises:
-        UsageError: the authority is not one, or has ended, or `names` are given for what is no server.
+        UsageError: the authority is invalid or has expired, or `names` are given for a process that is no
+        server.
     """
     serves = identity.role in SERVING
     if names and not serves:
-        raise UsageError(
-            f"{identity} serves nothing, so its certificate has no names; {list(names)} were given"
-        )
+        raise UsageError(f"{identity} is no server, so its certificate takes no names; given: {list(names)}")
     try:
         ca = x509.load_pem_x509_certificate(authority.certificate)
         ca_key = serialization.load_pem_private_key(authority.key, None)
@@ -96,7 +95,7 @@ def issue(
     if ca_key.public_key() != ca.public_key():
         raise UsageError("the authority's key is not the key of its certificate")
     if ca.not_valid_after_utc <= now:
-        raise UsageError(f"the authority has ended at {ca.not_valid_after_utc:%Y-%m-%dT%H:%M:%SZ}")
+        raise UsageError(f"the authority expired at {ca.not_valid_after_utc:%Y-%m-%dT%H:%M:%SZ}")
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, str(identity))])
     until = min(now + lifetime, ca.not_valid_after_utc)
@@ -117,7 +116,7 @@ def issue(
 
 
 def trusts_itself(certificate: bytes) -> bool:
-    """Whether the first certificate of a PEM text is its own issuer, a root.
+    """Whether the first certificate of a PEM text is a root, its own issuer.
 
     Raises:
         UsageError: it is no certificate.
@@ -163,7 +162,7 @@ def validity_of(certificate: bytes) -> tuple[datetime, datetime]:
 
 
 def _derived(seed: bytes, job: str) -> ec.EllipticCurvePrivateKey:
-    """A key on P-256 from 48 bytes, so that its distribution is even but for 2^-128 (FIPS 186-5, A.2.1)."""
+    """A key on P-256 from 48 bytes: its distribution is uniform up to 2^-128 (FIPS 186-5, A.2.1)."""
     information = b"elastic-ps authority " + job.encode()
     material = HKDF(hashes.SHA256(), length=48, salt=None, info=information).derive(seed)
     return ec.derive_private_key(int.from_bytes(material, "big") % (_ORDER - 1) + 1, ec.SECP256R1())
@@ -190,7 +189,7 @@ def _builder(
 def _key_identifier(
     ca: x509.Certificate, key: ec.EllipticCurvePublicKey | rsa.RSAPublicKey
 ) -> x509.AuthorityKeyIdentifier:
-    """What the authority calls its key. It may be another hash than SHA-1, as in Go."""
+    """The authority's identifier of its key. It need not be a SHA-1 hash; Go uses another one."""
     try:
         own = ca.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
     except x509.ExtensionNotFound:

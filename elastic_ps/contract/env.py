@@ -22,26 +22,26 @@ from elastic_ps.errors import UsageError
 PREFIX = "ELASTIC_PS_"
 DEFAULT_PORT = 2222
 DEFAULT_DATA_PORT = DEFAULT_PORT + 1
-"""See `transport.tcp`."""
+"""The default port of the data protocol; see `transport.tcp`."""
 DEFAULT_HTTP_PORT = 8080
 
 LOCAL_RANK, LOCAL_WORLD_SIZE = "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-"""As with `torchrun`: set in each process of a worker that has several. Scripts choose their GPU by it."""
+"""Set in each process of a worker with several, as by `torchrun`. Scripts choose their GPU by it."""
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-"""How many threads a process computes with. If they are unset, torch uses one for each core of the machine.
+"""The number of threads that a process computes with. By default torch uses one for each core.
 
-The starter of the processes divides the cores with them, unless a person has set the first variable."""
+The starter divides the cores among its processes with them, unless the user has set the first variable."""
 
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
-"""A process that `mpirun` has started has one of these variables."""
+"""A process started by `mpirun` has one of these variables."""
 
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-"""How many ranks there are: the first that is set counts. A batch system, too, may start a single process,
-and `mpirun` several within that; then the later ones are of the batch system."""
+"""The number of ranks; the first variable that is set counts. The last ones are those of a batch system,
+which may start one process, in which `mpirun` starts several."""
 
 _OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPI_")
-"""How the variables begin that would make a script that uses MPI take itself for a rank, and wait."""
+"""Prefixes of variables that would make a script with MPI take itself for a rank, and wait."""
 
 Role = Literal["ps", "standby", "worker", "evaluator"]
 Resume = Literal["no", "auto", "require"]
@@ -55,10 +55,10 @@ IDENTITIES: dict[Role, identity.Role] = {
 """The role in the certificate of a process."""
 
 JOB_LABEL, ROLE_LABEL, INDEX_LABEL = f"{GROUP}/job", f"{GROUP}/role", f"{GROUP}/index"
-"""On a cluster, on every pod of a job: the job's name, the pod's role, and its index."""
+"""The labels of every pod of a job: the job's name, the pod's role, and its index."""
 
 DURABLE = PREFIX + "DURABLE"
-"""The variable of `ProcessEnvironment.durable`. On a cluster it changes while a pod lives."""
+"""The variable of `ProcessEnvironment.durable`. On a cluster it may change while a pod lives."""
 
 CONTAINER: dict[Role, str] = {
     "ps": "parameter-server",
@@ -66,42 +66,42 @@ CONTAINER: dict[Role, str] = {
     "worker": "worker",
     "evaluator": "evaluator",
 }
-"""On a cluster, the container in which the process runs; a person's templates add to it by this name."""
+"""The name of a process's container on a cluster, by which users' templates refer to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessEnvironment:
-    """What a process of a job is told when it starts.
+    """The settings that a process of a job gets from its starter.
 
     Attributes:
         job: the job's name.
         spec: the job's spec as it was when the process was started.
         role: `ps`, `standby` (follows the PS of a shard), `worker` or `evaluator`.
         index: the shard's or the worker's index, from 0; the evaluator's is 0.
-        addresses: `host:port` of every shard, in order of shard; shard 0 first. Here and below a scheme may
-            stand before it; see `transport.ways`.
+        addresses: `host:port` of every shard, in order. Here and below a scheme may precede it; see
+            `transport.ways`.
         standbys: `host:port` of every shard's standby, in order of shard; empty if there are none.
         bind: `host:port` that a PS or standby listens on.
         http: `host:port` on which a PS or standby serves /status, /healthz and /metrics.
         checkpoints: directory of the checkpoints; None writes none.
         resume: whether a PS starts from the newest checkpoint: `no`, `auto` (if there is one), `require`.
-        durable: for shard 0, a version of which the starter knows that its checkpoint was on disk: the PS
-            waits until the directory has it or a later one. None if the starter knows of none.
+        durable: for shard 0, a version that the starter knows to be on disk: the PS waits until the directory
+            has it or a later one. None if the starter knows of none.
         trace: directory for trace events; None records none.
         history: directory for the histories that tests check; None records none.
         lifeline: a file descriptor that closes when the starter dies; the process then ends itself.
         run: a name of this run of the job that no other run has; "" if the starter gives none.
         instance: a name of the process that no other process has; "" if the starter gives none.
-        hostname: what a worker calls its host to the others; "": what the machine calls itself.
-        tls: directory of the certificate that the process shows, see `identity`; None: it talks to
-            the others without TLS.
-        local_rank: which one of its worker's processes this is; 0 if there is one.
-        links: for a worker of several processes, the file descriptors of two sockets each: in process 0 to
-            each other one, in another one to process 0. Empty in the process that starts them.
-        tuning: for shard 0, a file with the `MutableFields` that are wanted of the running job. The starter
-            replaces it when a person changes the job. None if nobody can.
-        joined: a file that a worker makes when it has joined, for its starter to see; None makes none.
-        crowded: for a PS, whether all processes of the job are on its host, and its workers take every core.
+        hostname: the host name that a worker reports; "": the machine's own.
+        tls: directory of the process's certificate, see `identity`; None: the job uses no TLS.
+        local_rank: the process's index among those of its worker; 0 if there is one.
+        links: for a worker of several processes, pairs of sockets' file descriptors: in process 0 a pair to
+            each other process, in the others a pair to process 0. Empty in the process that starts them.
+        tuning: for shard 0, a file with the wanted `MutableFields`. The starter replaces it when a user
+        changes
+            the job. None if the job cannot be changed.
+        joined: a file that a worker creates when it has joined, for its starter to see; None creates none.
+        crowded: for a PS, whether all processes of the job share its host, and the workers take every core.
     """
 
     job: str
@@ -159,7 +159,7 @@ class ProcessEnvironment:
 
 
 def in_job(variables: Mapping[str, str] | None = None) -> bool:
-    """Whether the process was started as part of a job: the contract's variables are there, whole or not."""
+    """Whether the process was started as part of a job: it has variables of the contract."""
     source = os.environ if variables is None else variables
     return any(PREFIX + key in source for key in ("JOB", "SPEC", "ROLE", "INDEX", "ADDRESSES"))
 
@@ -228,25 +228,25 @@ def read(variables: Mapping[str, str] | None = None) -> ProcessEnvironment:
 
 
 def is_rank() -> bool:
-    """Whether `mpirun`, or a batch system in the same way, has started this process."""
+    """Whether `mpirun`, or a batch system in its manner, has started this process."""
     return any(name in os.environ for name in RANKS)
 
 
 def started_by_mpirun() -> bool:
-    """Whether this process is a rank, and not the only one."""
+    """Whether this process is one of several ranks."""
     size = next((os.environ[name] for name in SIZES if name in os.environ), "")
     return size != "1" and is_rank()
 
 
 def in_torchrun() -> bool:
-    """Whether this process was started by `torchrun`, or told in the same way how to find its group."""
+    """Whether this process has the variables by which `torchrun` tells it how to find its group."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def inherited() -> dict[str, str]:
-    """The own environment without the contract's variables, to start a process with another contract.
+    """The environment of this process without the contract's variables, to start a process with another one.
 
-    In a rank of an `mpirun`, also without those of MPI: what a rank starts is no rank itself.
+    The variables of MPI are also left out, since a process that a rank starts is no rank.
     """
     left_out = (PREFIX, *_OF_MPI) if is_rank() else (PREFIX,)
     return {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
@@ -263,5 +263,5 @@ def disable_grpc_fork_hooks() -> None:
 
 
 def state_directory() -> Path:
-    """Where local jobs keep their state: `$XDG_STATE_HOME/elastic-ps`, by default under `~/.local/state`."""
+    """The directory of local jobs' state: `$XDG_STATE_HOME/elastic-ps`, by default in `~/.local/state`."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "elastic-ps"

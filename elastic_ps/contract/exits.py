@@ -1,6 +1,6 @@
-"""How a process of a job ends: what its exit status says to its starter, and ending when it is asked to.
+"""Exit statuses of a job's processes, and the end on request.
 
-This module imports next to nothing, so that a process can call `end_on_request` before anything else.
+This module imports almost nothing, so that a process can call `end_on_request` before anything else.
 
 ================ ============================================================================
 exit status      meaning
@@ -16,10 +16,10 @@ a signal         it counts unless the pod was disrupted. On one machine being ki
                  and a crash counts if the one before had the same cause and the process had done
                  nothing yet (`elastic_ps.contract.deaths`)
 FENCED (250)     a parameter server ended because another one has taken over; replaced
-LEFT (251)       a worker was asked to leave (SIGTERM) and left before the end; replaced, unless
-                 the process that had started it asked
-LOST (252)       a worker of which the parameter server was lost, and all checkpoints with it; replaced, so
-                 that training begins again
+LEFT (251)       a worker was asked to leave (SIGTERM) and left before the end; replaced, unless its
+                 starter asked
+LOST (252)       a worker whose parameter server was lost with all checkpoints; replaced, so that training
+                 begins again
 ================ ============================================================================
 """
 
@@ -35,36 +35,35 @@ INVALID = 78
 """EX_CONFIG of sysexits.h."""
 
 HUNG = 124
-"""As of timeout(1); in the range of failures, since a script that hangs is likely to hang again."""
+"""As timeout(1) uses it. It counts as a failure, since a script that hangs is likely to hang again."""
 
 FENCED = 250
-"""Above all signals, so that it reads as a status; in the range that counts against nothing."""
+"""Above the statuses of all signals, and in the range that does not count as a failure."""
 
 LEFT = 251
-"""Not 0, because the starter may not be the one that asked, and must not take the worker for done."""
+"""Not 0: if somebody else asked, the starter must not take the worker for done."""
 
 LOST = 252
-"""Not in the range of failures: the worker could only go on with a model that nobody has any more."""
+"""No failure: the model that the worker needed is lost."""
 
 
 def print_stacks_on_request() -> None:
-    """From now on this process, and its forks, print the stacks of their threads on SIGUSR1, and continue."""
+    """Let this process and its forks print the stacks of their threads on SIGUSR1, and continue."""
     if sys.stderr is not None:
         faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
 def ignore_requests() -> None:
-    """This process ends: SIGUSR1 asks nothing of it any more, and does not kill it on its way out either."""
+    """Ignore SIGUSR1 in a process that ends, so that it neither prints stacks nor dies of the signal."""
     faulthandler.unregister(signal.SIGUSR1)
     with contextlib.suppress(ValueError):  # only the main thread may
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def end_on_request(status: int) -> None:
-    """From now on SIGTERM ends this process with `status`, until it has something to do first.
+    """Let SIGTERM end this process with `status`, until another handler is set. SIGUSR1 prints stacks.
 
-    SIGUSR1, which would end it, prints its stacks. To be called before what takes long to import: the first
-    process of a container has no default action.
+    Call it before slow imports: SIGTERM has no default action in the first process of a container.
     """
     print_stacks_on_request()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(status))

@@ -1,7 +1,7 @@
-"""Who a process of a job is to the others, as its certificate says it.
+"""The identity of a job's process in its certificate.
 
 A process that takes part in mutual TLS has a directory with three files, named as in a Kubernetes Secret of
-type `kubernetes.io/tls`: `tls.crt` (its certificate), `tls.key` (the key of it) and `ca.crt` (the job's
+type `kubernetes.io/tls`: `tls.crt` (its certificate), `tls.key` (its key) and `ca.crt` (the job's
 authority; two of them while the authority is replaced). The certificate holds the identity as a URI::
 
     elastic-ps://7d1f0c2e-9f3b-4a52-8a0c-2f1d4a5e6b7c/worker/3
@@ -23,7 +23,7 @@ CERTIFICATE_FILE = "tls.crt"
 KEY_FILE = "tls.key"
 
 Role = Literal["worker", "server", "standby", "evaluator", "operator"]
-"""`server`: a shard. `operator`: who starts the processes, and says what became of them."""
+"""`server`: a shard. `operator`: the starter of the processes, which reports their ends."""
 
 SERVING: tuple[Role, ...] = ("server", "standby")
 """The roles that others connect to."""
@@ -38,9 +38,9 @@ class Identity:
     """One process of one job.
 
     Attributes:
-        job: names the job for all time, as its uid in Kubernetes does: a DNS label.
+        job: a unique name of the job, such as its uid in Kubernetes; a DNS label.
         role: what the process does in the job.
-        index: the shard's index, of its standby too, or the worker's; 0 of the others.
+        index: the index of the shard, of its standby too, or of the worker; otherwise 0.
 
     Raises:
         UsageError: the job is not a DNS label, or the index is negative.
@@ -53,13 +53,14 @@ class Identity:
     def __post_init__(self) -> None:
         if not _JOB.fullmatch(self.job) or self.index < 0:
             raise UsageError(
-                f"job {self.job!r} with index {self.index} is no identity. Expected a DNS label (lower-case "
-                "letters, digits and dashes, 63 at most), such as the uid of the job, and an index from 0"
+                f"job {self.job!r} with index {self.index} is not a valid identity. Expected a DNS label "
+                "(lower-case letters, digits and dashes, 63 at most), such as the uid of the job, and an "
+                "index from 0"
             )
 
     @property
     def uri(self) -> str:
-        """As it is in the certificate, as a subject alternative name."""
+        """The subject alternative name of the identity."""
         return f"{_SCHEME}{self.job}/{self.role}/{self.index}"
 
     def __str__(self) -> str:
@@ -69,8 +70,8 @@ class Identity:
 def server_name(job: str) -> str:
     """The DNS name that is in the certificates of the job's servers and standbys, and in no other.
 
-    Clients look for it instead of the name or address that they have connected to. So a server is trusted for
-    what it is, also behind a relay, a forwarded port or a new Service, and no worker passes for one.
+    Clients check it instead of the name or address that they have connected to. So a server is also trusted
+    behind a relay, a forwarded port or a new Service, and no worker passes for a server.
     """
     return f"server.{job}.elastic-ps"
 

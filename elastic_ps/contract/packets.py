@@ -1,4 +1,4 @@
-"""Messages between two processes of a host: JSON, and descriptors with it."""
+"""Messages of JSON and file descriptors between two processes of a host."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 MESSAGE = 1 << 20
-"""Bytes of a message at most."""
+"""The largest message, in bytes."""
 
 DESCRIPTORS = 8
-"""That come with one at most."""
+"""The most descriptors in a message."""
 
 
 class Packets:
-    """JSON, and descriptors with it, over a socket that keeps messages apart (SOCK_SEQPACKET)."""
+    """Sends JSON and descriptors over a socket that preserves message boundaries (SOCK_SEQPACKET)."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE)
         self.sock = sock
 
     def send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Blocks for a moment. Raises OSError if the other side has gone, or the message is too large."""
+        """Send a message. Blocks for a moment. Raises OSError if it is too large, or nobody receives it."""
         data = json.dumps(message).encode()
-        if len(data) > MESSAGE:  # the system may let it pass, but it would be cut where it is received
+        if len(data) > MESSAGE:  # the system may accept it, but the receiver would cut it
             raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
         socket.send_fds(self.sock, [data], descriptors)
 
     def receive(self) -> tuple[dict[str, Any], list[int]]:
-        """The next one. Blocks. Raises EOFError if the other side has gone."""
+        """Receive the next message. Blocks. Raises EOFError if the other side has gone."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self.sock, MESSAGE, DESCRIPTORS)
         except ConnectionError as error:
@@ -42,8 +42,8 @@ class Packets:
         return json.loads(data), descriptors
 
     def hang_up(self) -> None:
-        """Let the other side see the end. `close` does not, while a forked process has the socket."""
-        with contextlib.suppress(OSError):  # it has gone already
+        """Show the end to the other side. `close` does not while a forked process has the socket."""
+        with contextlib.suppress(OSError):  # the other side has gone already
             self.sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:

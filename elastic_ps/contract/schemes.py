@@ -1,23 +1,23 @@
-"""The transports that an address may name. Apart, so that the command line knows them and loads little."""
+"""The transports that an address may name. The command line imports this module, so it loads little."""
 
 from __future__ import annotations
 
 from typing import Literal, get_args
 
 Scheme = Literal["shm", "tcp", "grpc", "mpi"]
-"""See `transport.ways`."""
+"""The transports, which `transport.ways` explains."""
 
 WITHOUT_RANKS: tuple[Scheme, ...] = tuple(scheme for scheme in get_args(Scheme) if scheme != "mpi")
-"""Those that need no `mpirun`."""
+"""The transports that need no `mpirun`."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host has that address; IPv6 in brackets."""
+    """Whether an address, IPv6 in brackets, belongs to this host alone."""
     return host in ("localhost", "[::1]") or host.startswith("127.")
 
 
 def name_of(address: str) -> str | None:
-    """The socket of the server that listens on `address`, `host:port`; None if that may be another host."""
+    """The local socket of the server at `address`, `host:port`; None if it may be on another host."""
     host, _, port = address.rpartition(":")
     if host in ("", "0.0.0.0", "[::]", "localhost"):
         host = "127.0.0.1"

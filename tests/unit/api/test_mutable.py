@@ -141,7 +141,7 @@ def test_a_change_of_mode_drops_what_belonged_to_the_mode_before() -> None:
         ("consistency.maxStalenes=3", "did you mean 'maxStaleness'?"),
         ("consistency.mode=[", "is not a value"),
         ("parameterServer.checkpoint.interval=soon", "is not a duration"),
-        ("consistency.deterministic=true", "deterministic stays what it is"),
+        ("consistency.deterministic=true", "deterministic stays as it is"),
     ],
 )
 def test_what_cannot_be_set_is_said_before_anything_happens(text: str, says: str) -> None:
