@@ -1,1 +1,1 @@
-"""Decisions without I/O, threads, clocks or randomness; the time is an argument where one is needed."""
+"""Decisions without I/O, threads, clocks or randomness. The time is an argument."""

@@ -1,14 +1,14 @@
-"""Rounds that are made of a fixed number of gradients, from whichever workers have them.
+"""Rounds of a fixed number of gradients, from whichever workers have them first.
 
 This is TensorFlow's `ConditionalAccumulator` and its `SyncReplicasOptimizer` (Chen et al. 2016, "Revisiting
 Distributed Synchronous SGD"): a version is the mean of `wanted` gradients that were all computed on the
 version before, and a gradient of an older version is dropped.
 
-There a worker draws a token for each of its steps. Here shard 0 counts the steps of the round that are done
-or under way. A worker whose step is done waits for the version if there are enough of them; if not, it
-computes another step on the same version. So with as many gradients as workers the round is that of `sync`.
-With more, fast workers compute more of them, and nothing is computed in vain. With fewer, the round leaves
-out the workers that are last to begin, as with backup workers.
+In TensorFlow a worker draws a token for each step. Here shard 0 counts the steps of the round that are done
+or under way. If they are enough, a worker whose step is done waits for the version; otherwise it computes
+another step on the same version. With as many gradients as workers, the round is that of `sync`. With more,
+fast workers compute more of them, and none is wasted. With fewer, the workers that begin last are left out,
+as with backup workers.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class AccumulateRounds(AskedRounds):
     """Rounds of `wanted` fresh gradients; the last one of a job may have fewer.
 
     Attributes:
-        wanted: how many steps a version is made of; at least 1.
-        earlier: finished steps of the open round whose workers have gone on to another one, or are gone;
-            `done` has the others. If the round starts again they are void: their gradients are gone.
-        behind: workers that compute on a version that is over. Their steps will come too late.
+        wanted: the number of steps in a version; at least 1.
+        earlier: finished steps of the open round whose workers compute another one, or are gone; `done` has
+            the others. If the round starts again they are dropped: their gradients are gone.
+        behind: workers that compute on an old version. Their steps will be late.
     """
 
     wanted: int = 1
@@ -37,11 +37,11 @@ class AccumulateRounds(AskedRounds):
     # --- who takes part
 
     def admit(self, worker: int, *, at_once: bool = False) -> None:
-        """As of `SyncRounds`; but it takes part in the open round, unless that has all its steps."""
+        """See `SyncRounds.admit`. The worker takes part in the open round, unless that has all its steps."""
         super().admit(worker, at_once=at_once or not (self.decided or self._full))
 
     def lose(self, worker: int) -> list[Contribution]:
-        """As of `SyncRounds`. Its finished steps stay; a process that takes its place may add another one."""
+        """See `SyncRounds`. Its finished steps stay, and a process that replaces it may add another one."""
         if worker in self.done and not self.decided:
             self._set_apart(worker)
         return super().lose(worker)
@@ -64,20 +64,20 @@ class AccumulateRounds(AskedRounds):
 
     @property
     def _full(self) -> bool:
-        """Whether as many steps as are wanted are done or being pushed."""
+        """Whether the wanted number of steps is done or being pushed."""
         return self._is_full()
 
     def _is_full(self, *, kept: int = 0) -> bool:
-        """See `_full`; `kept`: so many more places are kept for others."""
+        """See `_full`. `kept`: the number of places that are reserved for others."""
         return len(self.begun) + len(self.earlier) + kept >= self.wanted
 
     @property
     def under_way(self) -> int:
-        """How many steps for the open round are done, or will be if nobody vanishes."""
+        """The number of steps of the open round that are done or under way."""
         return len((self.expected - self.behind) | self.done.keys()) + len(self.earlier)
 
     def begin(self, worker: int, *, version: int) -> Entry:
-        """LATE if the round has enough other steps, or this one was computed on a version that is over."""
+        """LATE if the round has enough other steps, or this one was computed on an old version."""
         fresh = self.takes_part(worker) and version == self.version
         kept = len(self._reserved - self.behind - {worker})
         if fresh and (worker in self.begun or not (self._is_full(kept=kept) or self.decided)):
@@ -92,7 +92,10 @@ class AccumulateRounds(AskedRounds):
 
     def after(self, worker: int, *, attempt: int, step: int, anyway: bool) -> After | None:
         if not self.takes_part(worker):
-            raise Refused(RefusalCode.LATE, f"step {step} of worker {worker} is void: it takes no part")
+            raise Refused(
+                RefusalCode.LATE,
+                f"step {step} of worker {worker} is dropped: the worker takes no part in the round",
+            )
         if worker not in self.begun:  # it has asked before, and the answer was lost
             return After.COMPUTE
         if self.attempt > attempt:
@@ -100,13 +103,11 @@ class AccumulateRounds(AskedRounds):
         return After.COMPUTE if self.goes_on(worker, step, anyway=anyway) else None
 
     def goes_on(self, worker: int, step: int, *, anyway: bool = False) -> bool:
-        """Whether `worker`, whose step is finished, computes another one on the same version.
-
-        If so, that one is under way from now on.
+        """Whether `worker`, whose step is finished, computes another one on the same version. If so, note it.
 
         Args:
             step: the worker's own count of the step.
-            anyway: no matter whether another step is wanted.
+            anyway: compute another step even if none is wanted.
         """
         finished = self.done.get(worker)
         if finished is None or finished.step != step or worker in self.gone:

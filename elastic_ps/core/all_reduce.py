@@ -1,14 +1,14 @@
 """Rounds of workers that sum their gradients among themselves (`strategy: all-reduce`).
 
-A round makes a version out of one step of every worker, as in mode `sync`; only, the sums are formed in a
-process group of the workers, where no shard sees them. So an attempt has a fixed group: whenever another set
-of workers makes the round, it is another attempt. An attempt has three barriers:
+A round makes a version from one step of every worker, as in mode `sync`, but the sums are formed in a process
+group of the workers, where no shard sees them. An attempt has a fixed group: if the set of workers changes, a
+new attempt begins. An attempt has three barriers:
 
-- `STATE`, if a worker lacks the version: it gets it there from one that has it.
-- `GRADIENTS`: all have computed their step. From here on all of them are at hand, so that nobody waits in the
-  process group for a worker that is slow.
-- the end of the step (`finish`): a worker has the sum. When all have, the round is committed, and only then
-  does anybody make the step. So all make it or none does.
+- `STATE`, if a worker lacks the version: it gets the version from another worker.
+- `GRADIENTS`: all workers have computed their step. After it, nobody waits in the process group for a slow
+  worker.
+- The end of the step (`finish`): a worker has the sum. When all have it, the round is committed, and only
+  then the workers make the step. So all make it or none does.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from elastic_ps.errors import RefusalCode, Refused
 
 
 class Barrier(enum.IntEnum):
-    """Where the workers that make a round wait for each other."""
+    """The barriers of a round."""
 
     STATE = 0
-    """Each says whether it has the version. Who has not gets it."""
+    """Each worker says whether it has the version. One that lacks it gets it."""
     GRADIENTS = 1
-    """Each has computed its step."""
+    """Each worker has computed its step."""
 
 
 @dataclass
@@ -35,11 +35,10 @@ class AllReduceRounds(SyncRounds):
     """Synchronous rounds of a group of workers.
 
     Attributes:
-        holders: the workers of the open round that have its version, as far as is known, and have not told
-            that they stop.
-        lacking: in the open attempt, some worker may have to get the version first, so that all meet at
-            `Barrier.STATE`. It does not change within an attempt, so that all of the group do the same.
-        arrived: for each barrier, the workers that have come to it, and whether they have the version.
+        holders: the workers of the open round that are known to have its version, and do not stop.
+        lacking: whether a worker of the open attempt may lack the version, so that all meet at
+            `Barrier.STATE`. It is fixed within an attempt, so that the whole group does the same.
+        arrived: for each barrier, the workers that have reached it, and whether they have the version.
     """
 
     holders: set[int] = field(default_factory=set)
@@ -49,9 +48,9 @@ class AllReduceRounds(SyncRounds):
     # --- who takes part
 
     def withdraw(self, worker: int) -> None:
-        """Raises ValueError if it makes the open round: that is another attempt then; see `lose`."""
+        """Raises ValueError if the worker is in the group of the open round; see `lose`."""
         if worker in self.expected:
-            raise ValueError(f"worker {worker} is of the group that makes the open round")
+            raise ValueError(f"worker {worker} is in the group of the open round")
         super().withdraw(worker)
 
     def lose(self, worker: int) -> list[Contribution]:
@@ -66,7 +65,7 @@ class AllReduceRounds(SyncRounds):
     def _open_again(self) -> None:
         empty = not self.expected
         super()._open_again()
-        if empty:  # nobody has been told of the attempt
+        if empty:  # no worker knows of the attempt yet
             self._begin_attempt()
 
     def _begin_attempt(self) -> None:
@@ -76,10 +75,10 @@ class AllReduceRounds(SyncRounds):
     # --- meeting
 
     def meet(self, worker: int, barrier: Barrier, *, holds: bool) -> bool:
-        """`worker`, which takes part, has come to a barrier. Returns whether that was news.
+        """Note that `worker`, which takes part, has reached a barrier. Returns whether that was new.
 
         Args:
-            holds: it has the version.
+            holds: whether it has the version.
         """
         there = self.arrived.setdefault(barrier, {})
         if there.get(worker) == holds:
@@ -90,30 +89,30 @@ class AllReduceRounds(SyncRounds):
         return True
 
     def together(self, barrier: Barrier) -> bool:
-        """Whether all that make the round have come to the barrier."""
+        """Whether the whole group has reached the barrier."""
         return self.expected <= self.arrived.get(barrier, {}).keys()
 
     def part(self, worker: int) -> bool:
-        """`worker`, which has the version, stops. Returns whether no other one that stays has it.
+        """Note that `worker`, which has the version, stops. Returns whether it is the last holder.
 
-        From then on it is none of the holders, so that of several that stop at once the last one is told.
+        It is no holder any more, so of several that stop at once only the last one gets True.
         """
         self.holders.discard(worker)
         return not self.holders
 
     @property
     def source(self) -> int | None:
-        """Of those that have met at `Barrier.STATE`, the one to get the version from; None if none has it."""
+        """The worker at `Barrier.STATE` to get the version from; None if none has it."""
         return min((w for w, holds in self.arrived.get(Barrier.STATE, {}).items() if holds), default=None)
 
     @property
     def group(self) -> list[int]:
-        """The workers that make the open round; a worker's rank is its place here."""
+        """The workers of the open round, in order of their ranks."""
         return sorted(self.expected)
 
     @property
     def _there(self) -> set[int]:
-        """Who waits at a barrier for the rest of the group, or has computed its step."""
+        """The workers that wait at a barrier, or have computed their step."""
         computed = set(self.arrived.get(Barrier.GRADIENTS, {}))
         if self.together(Barrier.STATE):
             return computed
@@ -136,7 +135,7 @@ class AllReduceRounds(SyncRounds):
         return ((self.done.keys() | self._there) - self.gone) | self.waiting
 
     def can_commit(self, *, last: bool = False) -> bool:  # noqa: ARG002
-        """Whether all of the group have the sum. That there are no more records changes nothing."""
+        """Whether the whole group has the sum. The end of the records makes no difference."""
         complete = self.decided or self._complete
         return bool(self.contributions) and not self.committing and complete
 
@@ -153,10 +152,10 @@ class AllReduceRounds(SyncRounds):
 
 @dataclass(frozen=True)
 class Peer:
-    """What a worker tells of itself when it joins.
+    """The data of a worker that joins, for the other workers.
 
     Attributes:
-        address: where the others find it, as host:port.
+        address: its `host:port` for the other workers.
         torch: its version of torch.
     """
 
@@ -166,14 +165,13 @@ class Peer:
 
 @dataclass
 class StateHolders:
-    """Who has the values, where the workers make the steps: the parameter server has them now and then.
+    """Tracks which workers have the values, since the workers make the steps.
 
     Attributes:
-        version: of the values that the parameter server has.
+        version: the version whose values the parameter server has.
         wanted: the version that a worker is to send, to be written to disk.
         holders: the incarnations that have the job's version.
-        peers: what the members have told of themselves, by their incarnations. Those that have gone may be
-            among them until the next worker joins.
+        peers: the members' data by incarnation. Departed members may remain until the next worker joins.
     """
 
     version: int = 0
@@ -182,15 +180,15 @@ class StateHolders:
     peers: dict[int, Peer] = field(default_factory=dict)
 
     def introduce(self, incarnation: int, peer: Peer, members: Iterable[int]) -> None:
-        """A worker has joined. `members`: the incarnations of all that are there; others are forgotten."""
+        """Add a worker that has joined. `members`: the present incarnations; others are forgotten."""
         there = {number: self.peers[number] for number in members if number in self.peers}
         self.peers = {**there, incarnation: peer}
 
     def refuse(self, worker: int, peer: Peer, members: dict[int, int]) -> str:
-        """Why a worker cannot be of a group with the others; "" if it can.
+        """Why a worker cannot be in a group with the others; "" if it can.
 
         Args:
-            members: the incarnations of all workers that are there.
+            members: the incarnations of all present workers.
         """
         for other, incarnation in sorted(members.items()):
             theirs = self.peers.get(incarnation, peer)

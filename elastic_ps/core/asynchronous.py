@@ -1,17 +1,16 @@
-"""Rounds of one step each: a push is applied when it comes, however old its base is.
+"""Rounds of one step each: a push is applied when it arrives, however old its base is.
 
 This is the asynchronous parallel stochastic gradient descent of Lian et al. 2015, "Asynchronous Parallel
-Stochastic Gradient for Nonconvex Optimization", with one gradient for each update. There are two kinds of
-reading. In the first (AsySG-con) a worker reads one version wholly. In the second (AsySG-incon) the parts
-that it reads may be of different versions, since others make versions meanwhile.
+Stochastic Gradient for Nonconvex Optimization", with one gradient for each update. Reads are of two kinds.
+With consistent reads (AsySG-con) a worker reads a single version. With inconsistent ones (AsySG-incon) the
+parts may be of different versions, since other workers make versions meanwhile.
 
-A worker asks when its step is complete, as in `bounded`, and those who ask meanwhile wait until it is sent.
-So a shard needs one sum for each bucket, and a step is all or nothing, also when its worker dies while it
-pushes.
+As in `bounded`, a worker asks when its step is complete, and others that ask wait until the step is sent. So
+a shard needs one sum for each bucket, and a step is applied wholly or not at all, also if its worker dies.
 
-For consistent reads a version is not made while somebody reads the one before. That costs no copy, and little
-time, because others push meanwhile. A worker can hold others up once for each version that it reads. If it
-vanishes while it reads, nobody waits for it any more.
+For consistent reads, no version is made while a worker reads the previous one. That needs no copy and little
+time, because others push meanwhile. A worker delays others at most once for each version that it reads, and
+not at all after it has vanished.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ class AsyncRounds(BoundedRounds):
     """Rounds of one step, without a bound on its staleness.
 
     Attributes:
-        consistent: a worker reads one version wholly.
-        reading: with `consistent`, the workers that have been told a version and have not said yet that they
-            have it. No version is made meanwhile.
+        consistent: whether a worker reads a single version.
+        reading: with `consistent`, the workers that read the version that they were told. No version is made
+            meanwhile.
     """
 
     consistent: bool = True
@@ -57,7 +56,7 @@ class AsyncRounds(BoundedRounds):
 
     def begin(self, worker: int, *, version: int) -> Entry:
         entry = super().begin(worker, version=version)
-        self.reading.discard(worker)  # whatever became of its word that it has the version
+        self.reading.discard(worker)  # it has the version, even if its report was lost
         return entry
 
     @property

@@ -1,9 +1,9 @@
-"""Rounds that do without the slowest workers.
+"""Rounds without the slowest workers.
 
 With backup workers (Chen et al. 2016, "Revisiting Distributed Synchronous SGD") a round does not wait for the
-slowest workers. In that paper the workers that finish first count; here, those that begin first. A worker
-asks before its first push, and the round lets in as many workers as it needs. A worker that comes too late
-has pushed nothing, so nothing has to be taken out of the sums.
+slowest workers. In that paper the workers that finish first count; here, those that begin to push first. A
+worker asks before its first push, and the round admits as many workers as it needs. A late worker has pushed
+nothing, so nothing has to be removed from the sums.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ class BackupRounds(AskedRounds):
     """Synchronous rounds with backup workers.
 
     Attributes:
-        spare: how many workers a round does without.
+        spare: the number of workers that a round leaves out.
 
-    It is shut when a worker has been turned away because it was full. From then on workers that come wait for
-    the next round, so that this one does not wait for more of them.
+    A round is closed once it has turned a worker away. Workers that come later wait for the next round, so
+    that this one does not wait for them.
     """
 
     spare: int = 1
 
     def admit(self, worker: int, *, at_once: bool = False) -> None:
-        """As of `SyncRounds`; but it takes part in the open round, if nobody was turned away from that.
+        """See `SyncRounds.admit`. The worker takes part in the open round, unless that is closed.
 
-        A round whose workers are all slow would keep it waiting.
+        Otherwise it would wait for a round whose workers may all be slow.
         """
         super().admit(worker, at_once=at_once or self.phase is Phase.OPEN)
 
     @property
     def wanted(self) -> int:
-        """How many steps the open round is made of, while there are so many workers.
+        """The number of steps that the open round needs, with the present number of workers.
 
-        Those that were turned away count: they will be admitted again.
+        Workers that were turned away count, since they will be admitted again.
         """
         return max(1, len(self.expected | self.late) - self.spare)
 
     def begin(self, worker: int, *, version: int) -> Entry:
-        """LATE if the round has enough others, or the step was computed on a version that is over."""
+        """LATE if the round has enough other steps, or this one was computed on an old version."""
         if self.takes_part(worker) and version == self.version:
             others = self.begun | self._reserved - {worker}
             if self.phase is Phase.OPEN and worker not in self.begun and len(others) >= self.wanted:

@@ -1,8 +1,7 @@
-"""How much each worker is given to compute, by its measured speed.
+"""Divides the work among workers by their measured speeds.
 
-A worker of half the speed gets half the records, so that all are done at the same time. A measured speed
-moves all the time. So the one that counts is kept until the measured one differs from it by more than
-`TOLERANCE`.
+A worker of half the speed gets half the records, so that all finish at the same time. Since measured speeds
+fluctuate, the speed in use is kept until the measured one differs from it by more than `TOLERANCE`.
 """
 
 from __future__ import annotations
@@ -12,28 +11,28 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 TOLERANCE = 0.15
-"""By what share of it a speed may be off before it is replaced."""
+"""The relative error of a speed above which it is replaced."""
 
 LEAST = 1 / 16
-"""The smallest weight, so that a worker that was slow once is measured again on more than a record."""
+"""The smallest weight: a worker that was slow once is measured again on more than one record."""
 
 
 @dataclass
 class Balance:
-    """The speeds that count. Workers are named by their incarnation.
+    """The speeds in use, by incarnation.
 
     Attributes:
-        speeds: in records per second, of the workers that were measured.
+        speeds: records per second of the workers that were measured.
     """
 
     speeds: dict[int, float] = field(default_factory=dict)
 
     def follow(self, seconds: Mapping[int, float], members: Iterable[int]) -> None:
-        """Take over the speeds that are too far off. Call it between two versions.
+        """Replace the speeds that are too far off. Call it between two versions.
 
         Args:
-            seconds: what each worker takes for a record, as measured; positive.
-            members: who is here; others are forgotten.
+            seconds: the measured time of each worker for a record; positive.
+            members: the present workers; others are forgotten.
         """
         here = set(members)
         self.speeds = {who: speed for who, speed in self.speeds.items() if who in here}
@@ -43,9 +42,9 @@ class Balance:
                 self.speeds[who] = measured
 
     def weight(self, who: int) -> float:
-        """A worker's speed over that of the fastest: above 0, and 1 at most.
+        """A worker's speed divided by that of the fastest: above 0, at most 1.
 
-        One that was not measured counts as the median of the others.
+        A worker that was not measured counts as the median of the others.
         """
         if not self.speeds:
             return 1.0
@@ -53,5 +52,5 @@ class Balance:
         return max(LEAST, speed / max(self.speeds.values()))
 
     def copy(self) -> Balance:
-        """The same speeds; what is done to the one is not done to the other."""
+        """An independent copy."""
         return Balance(dict(self.speeds))

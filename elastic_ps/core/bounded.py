@@ -1,16 +1,16 @@
-"""Rounds that are made of the steps that are ready, with a bound on how old these may be.
+"""Rounds of the steps that are ready, with a bound on their staleness.
 
 A worker computes on some version, its *base*, while other workers make new versions. When its step becomes
-part of a version, the step's *staleness* is the number of versions between. As in the stale synchronous
+part of a version, its *staleness* is the number of versions in between. As in the stale synchronous
 parallel model (Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
-Server"), fast workers wait for a slow one only when its step would become more stale than the bound. There
-the bound is on the difference of the workers' own step counts. Here it is on versions, so that it means the
-same for a worker that joins late.
+Server"), fast workers wait for a slow one only when its step would become more stale than the bound. That
+paper bounds the difference of the workers' step counts. Here the bound is on versions, so that it also holds
+for a worker that joins late.
 
-A worker asks when its step is complete, and holds the round up only for as long as it sends. Workers that
-send at the same time share a round, as transactions share a group commit. That bounds the wait and the
-number of optimizer steps when many workers send, and any number of workers can stay within any bound. With a
-bound of 0, all workers would have to share each round, and that is `sync`.
+A worker asks when its step is complete, and delays the round only while it sends. Workers that send at the
+same time share a round, as transactions share a group commit. That limits the wait and the number of
+optimizer steps when many workers send, and lets any number of workers stay within any bound. With a bound of
+0, all workers would share each round, as in `sync`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ class BoundedRounds(AskedRounds):
     """Rounds of bounded staleness.
 
     Attributes:
-        max_staleness: the most versions that may be made between the one that a step is computed on and the
-            one that it goes into; at least 1.
+        max_staleness: the largest staleness of a step, in versions; at least 1.
         bases: for each worker that takes part, the version that its step is computed on, or an older one.
-        asking: the workers that were told to ask again for the next round and have not been let in since.
+        asking: the workers that were told to ask again for the next round, and have not been admitted since.
     """
 
     max_staleness: int = 1
@@ -37,7 +36,7 @@ class BoundedRounds(AskedRounds):
     asking: set[int] = field(default_factory=set)
 
     def admit(self, worker: int, *, at_once: bool = False) -> None:
-        """As of `SyncRounds`; but it takes part in the open round, which does not wait for it."""
+        """See `SyncRounds.admit`. The worker takes part in the open round, which does not wait for it."""
         super().admit(worker, at_once=at_once or not self.decided)
         self._set_bases()
 
@@ -48,7 +47,7 @@ class BoundedRounds(AskedRounds):
         return void
 
     def _set_bases(self) -> None:
-        """A worker that takes part now and did not before is handed the open round's version."""
+        """Set the base of workers that newly take part: they are told the open round's version."""
         self.bases = {worker: self.bases.get(worker, self.version) for worker in self.expected}
         self.asking &= self.expected
 
@@ -62,7 +61,7 @@ class BoundedRounds(AskedRounds):
 
     @property
     def _at_the_bound(self) -> set[int]:
-        """The workers whose steps would be too stale for the round after the open one."""
+        """The workers whose steps would be too stale for the next round."""
         oldest = self.version + 1 - self.max_staleness
         return {worker for worker, base in self.bases.items() if base < oldest}
 
@@ -75,9 +74,9 @@ class BoundedRounds(AskedRounds):
         return super().held_up | (self.asking - self.gone)
 
     def computes_on(self, worker: int, version: int) -> bool:
-        """`worker` has pulled a newer version than it was handed, so the others may go on for longer.
+        """Note that `worker` has pulled a newer version than it was told, so others may go on for longer.
 
-        Others make versions while a worker pulls. Without its word the bound would count from the version
+        Others make versions while a worker pulls. Without its report the bound would count from the version
         that it asked for, and the others would wait for it too early.
         """
         if not self.takes_part(worker) or worker in self.begun or version <= self.bases[worker]:
@@ -109,7 +108,7 @@ class BoundedRounds(AskedRounds):
 
     @property
     def _shut(self) -> bool:
-        """Whether nobody is let in any more."""
+        """Whether the round admits no more workers."""
         return self.decided or (bool(self.done) and not self._at_the_bound - self.begun)
 
     def end_commit(self) -> None:

@@ -1,9 +1,9 @@
-"""The calls that change what a worker holds: one that arrives twice, or late, changes nothing again.
+"""Recognises repeated and late copies of the calls that change what a worker holds.
 
-A worker makes these calls one after the other and numbers them. It repeats a call that was not answered,
-and the network may deliver a copy long after: when the worker has made other calls, or is in the middle of a
-step. To number a client's requests and to keep the last answer is the idea of Birrell and Nelson,
-"Implementing Remote Procedure Calls" (1984).
+A worker makes these calls in sequence, and numbers them. It repeats a call that was not answered, and the
+network may deliver a copy much later, when the worker has made other calls or is in the middle of a step.
+Numbered requests with a stored last answer are the idea of Birrell and Nelson, "Implementing Remote Procedure
+Calls" (1984).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Calls(Generic[A]):
     _answers: dict[int, A] = field(default_factory=dict)
 
     def begin(self, incarnation: int, number: int) -> bool:
-        """A call has arrived. Returns whether it is new; if not, it is the last one, once more.
+        """Note a call. Returns whether it is new; if not, it repeats the last one.
 
         Raises:
-            Refused: STALE_CALL; the member has made a later one.
+            Refused: STALE_CALL: the member has made a later one.
         """
         self.require_last(incarnation, number)
         new = number > self._last.get(incarnation, 0)
@@ -42,19 +42,19 @@ class Calls(Generic[A]):
         if number < last:
             raise Refused(
                 RefusalCode.STALE_CALL,
-                f"call {number} of incarnation {incarnation} comes after its call {last}",
+                f"call {number} of incarnation {incarnation} arrives after its call {last}",
             )
 
     def answer(self, incarnation: int) -> A | None:
-        """What the member's last call was answered."""
+        """The answer to the member's last call."""
         return self._answers.get(incarnation)
 
     def answered(self, incarnation: int, answer: A) -> A:
-        """The incarnation's last call is answered by this, also when it is repeated; returns it."""
+        """Store and return the answer to the incarnation's last call, for repetitions."""
         self._answers[incarnation] = answer
         return answer
 
     def forget(self, incarnation: int) -> None:
-        """The incarnation has ended."""
+        """Forget an incarnation that has ended."""
         self._last.pop(incarnation, None)
         self._answers.pop(incarnation, None)

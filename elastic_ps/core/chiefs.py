@@ -1,4 +1,4 @@
-"""Who evaluates and saves at the end of each epoch: one worker, which is then said to be its chief."""
+"""Chooses the chief of each epoch: the worker that evaluates and saves at its end."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ class Chiefs:
     """The chiefs of a job's epochs.
 
     Attributes:
-        now: the worker that is the chief of each epoch whose end is reached, as long as it is a member and
-            its script is in its loop; None before one is needed.
-        of: for each epoch, who that is or was. The chief of the last epoch is that of the job's end, also if
-            a script has stopped the job before.
-        notified: for each epoch, the member that was told last that it is the chief; None for one of an
-            earlier term, which may have been told.
-        early: workers that wait for records, and whose scripts have not begun the last epoch. They will not
-            come to its end if training ends now.
-        loops: for members that have said so, the epoch that their scripts' loops are in.
+        now: the present chief, as long as it is a member and its script is in its loop; None before one is
+            needed.
+        of: the chief of each epoch. That of the last epoch is the chief of the job's end, also if a script
+        has
+            stopped the job earlier.
+        notified: for each epoch, the member that was last told that it is the chief; None if that may have
+            happened in an earlier term.
+        early: workers that wait for records and whose scripts have not begun the last epoch. They will not
+            reach its end if training ends now.
+        loops: the epoch of each script's loop, for members that have reported it.
     """
 
     now: int | None = None
@@ -42,16 +43,16 @@ class Chiefs:
         ledger: Ledger | FixedSchedule | None,
         stopped: bool,
     ) -> bool:
-        """The epoch has a chief from now on, as the member asks for it. Returns whether it had none.
+        """Choose a chief of the epoch for a member that asks. Returns whether there was none.
 
-        The chief stays as long as it is a member and has not passed the epoch; else the member that
-        asks becomes it, unless another one has still to come to the end of an earlier epoch. A member that
-        does not come to the end of the last epoch is chosen only if no other one does.
+        The chief stays as long as it is a member and has not passed the epoch. Otherwise the member that asks
+        becomes the chief, unless another one has yet to reach the end of an earlier epoch. A member that will
+        not reach the end of the last epoch is chosen only if no other one will.
 
         Args:
             live: the members.
             ledger: None before the data set is known.
-            stopped: a script has ended the training.
+            stopped: whether a script has ended the training.
         """
         if epoch in self.of:
             return False
@@ -68,7 +69,7 @@ class Chiefs:
     def _first_to_come(
         self, member: Member, epoch: int, live: Mapping[int, Member], ledger: Ledger | FixedSchedule | None
     ) -> int:
-        """The worker that comes first to the end of an epoch without a chief, as far as is known.
+        """The worker that is expected to reach the end of an epoch without a chief first.
 
         The member that asks is at the end of `epoch`. Others may still be in an earlier one.
         """
@@ -83,17 +84,17 @@ class Chiefs:
         return min(before, key=lambda worker: (before[worker], worker), default=member.worker)
 
     def awaits(self, member: Member, last_epoch: int, live: Mapping[int, Member]) -> bool:
-        """Return True if another member is the chief of the end and has not come to it yet.
+        """Whether another member is the chief of the job's end and has not reached it yet.
 
-        Nobody else is told of the end meanwhile: if that one leaves, there has to be another chief.
+        Nobody else is told of the end meanwhile: if that member leaves, another one must become the chief.
         """
         chief = self.of.get(last_epoch)
         return chief in live and chief != member.worker and last_epoch not in self.notified
 
     def tell(self, member: Member, epoch: int) -> bool:
-        """Tell the member whether it is the one to evaluate and save at the end of the epoch.
+        """Whether the member evaluates and saves at the end of the epoch.
 
-        A process that takes the chief's place is the chief, too, unless the one before has said goodbye.
+        A process that replaces the chief's is the chief, too, unless the previous one has said goodbye.
         """
         before = self.notified.get(epoch)
         said_goodbye = before is not None and before is not member and before.outcome == "left"
@@ -103,13 +104,13 @@ class Chiefs:
         return True
 
     def require(self, member: Member, *, again: bool) -> None:
-        """Raise Refused (INVALID) if the member may not write what scripts keep with the job.
+        """Raise Refused (INVALID) if the member may not write `session.state`.
 
-        It may if it is the chief, or was told that it is that of any epoch.
+        It may if it is the chief, or was told that it is the chief of any epoch.
 
         Args:
-            again: the member wrote it in an incarnation before, as the chief. The job may have gone back to a
-                checkpoint from before any chief was chosen; then it is the chief again.
+            again: an earlier incarnation of the member wrote it as the chief. If the job has gone back to a
+                checkpoint from before any chief was chosen, the member becomes the chief again.
         """
         if again and self.now is None and not self.of:
             self.now = member.worker
@@ -122,9 +123,9 @@ class Chiefs:
             )
 
     def resign(self, member: Member) -> None:
-        """The member's script has left its loop, and comes to the end of no further epoch.
+        """Note that the member's script has left its loop, and will reach the end of no other epoch.
 
-        Of those of which it was not told that it is their chief, another one will be.
+        Another member becomes the chief of the epochs for which this one was not notified.
         """
         if self.now == member.worker:
             self.now = None
@@ -132,7 +133,7 @@ class Chiefs:
         self.loops.pop(member.worker, None)
 
     def gone(self, member: Member) -> None:
-        """The member is gone."""
+        """Forget a member that is gone."""
         self.early.discard(member.worker)
         self.loops.pop(member.worker, None)
         if member.outcome == "left":

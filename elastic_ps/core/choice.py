@@ -1,8 +1,8 @@
-"""Which of several codecs a worker uses: the one whose steps keep it busy for the shortest time.
+"""Chooses one of several codecs for a worker: the one whose steps take the shortest time.
 
-Each candidate is tried for some steps. A candidate that loses more than the job allows is out. Then the
-fastest is used. If its steps take another time than they did, the network (or the machine) has changed, and
-all are tried again; now and then the second fastest is.
+Each candidate is tried for some steps. A candidate that loses more than the job allows is dropped. Then the
+fastest is used. If the time of its steps changes, the network or the machine has changed, and all candidates
+are tried again. The second fastest is tried again now and then.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 TRIES = 3
-"""Steps with which a candidate is tried; the fastest counts, since the first one warms up."""
+"""The number of steps to try a candidate. The fastest one counts, since the first warms up."""
 
 MARGIN = 0.15
-"""A candidate replaces the present one if its steps take less by this share."""
+"""A candidate replaces the present one if its steps are faster by this fraction."""
 
 CHANGED = 1.5
 """If the mean time of a step grows or falls by this factor, all candidates are tried again."""
 
 SETTLED = 8
-"""After this many steps with a codec its mean time is known."""
+"""The number of steps after which the mean time of a codec is known."""
 
 AGAIN = 300
-"""After this many steps the second fastest is tried again."""
+"""The number of steps after which the second fastest is tried again."""
 
 SMOOTHING = 0.2
-"""Weight of the newest step in the mean."""
+"""The weight of the newest step in the mean."""
 
 
 class Tried(NamedTuple):
-    """What steps with a candidate are like.
+    """The measurements of a candidate.
 
     Attributes:
-        seconds: for which a step is being encoded and pushed.
-        error: the norm of what a step's gradients lose, divided by their norm.
+        seconds: the time to encode and push a step.
+        error: the norm of the loss of a step's gradients, divided by their norm.
     """
 
     seconds: float
@@ -55,11 +55,11 @@ def choose(tried: Mapping[str, Tried], present: str, max_error: float) -> tuple[
 
 
 class Choice:
-    """Tries candidates, and chooses. Not thread-safe.
+    """Tries candidates, and chooses one. Not thread-safe.
 
     Attributes:
-        present: the one that is chosen; the first candidate, before any other has been tried.
-        reason: why, in words.
+        present: the chosen candidate; at first, the first one.
+        reason: why it was chosen, in words.
     """
 
     def __init__(self, candidates: Sequence[str], max_error: float) -> None:
@@ -73,11 +73,11 @@ class Choice:
 
     @property
     def now(self) -> str:
-        """The candidate that the next step is to be sent with."""
+        """The candidate for the next step."""
         return self._to_try[0] if self._to_try else self.present
 
     def note(self, seconds: float, error: float) -> None:
-        """A step was sent with `now`."""
+        """Note a step that was sent with `now`."""
         if self._to_try:
             self._try(self._to_try[0], Tried(seconds, error))
             return

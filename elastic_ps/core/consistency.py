@@ -1,13 +1,12 @@
-"""When the pushed gradients become a new version of the model.
+"""Decides when pushed gradients become a new version of the model.
 
-`SyncRounds` is the synchronous mode. A *round* makes version v+1 out of version v: every worker that
-computes on v contributes one step, and the sample-weighted mean of all contributions is one optimizer
-step. The round does not wait for a worker that holds no records (it waits for some,
-evaluates, or is about to leave).
+`SyncRounds` is the synchronous mode. A *round* makes version v+1 from version v: every worker that computes
+on v contributes one step, and the sample-weighted mean of all contributions is one optimizer step. The round
+does not wait for a worker without records, which waits for some, evaluates, or is about to leave.
 
-Sums are formed in place on the shards, so a contribution that was begun cannot be taken out again. When a
-contributor vanishes with its step unfinished, the round is started again: a new *attempt*, for which the
-others push the same gradients once more (they keep them until the round is committed).
+Shards add contributions in place, so an unfinished contribution cannot be removed from the sums. If worker 2
+vanishes in the middle of its step, the round starts again as a new *attempt*, and the others push the same
+gradients once more. They keep them until the round is committed.
 
 `AskedRounds` is the common part of the modes in which a round leaves workers out (`backup`, `bounded`,
 `accumulate`). There a worker asks before its first push, so that the sums contain only steps that belong to
@@ -32,11 +31,11 @@ class Contribution:
     """One worker's finished step.
 
     Attributes:
-        worker, incarnation, step: who, and the worker's own count.
-        samples: weight in the mean; the number of records unless the script says otherwise.
-        records: what it was computed on.
-        skipped: records that the script has skipped before it.
-        assigns: it was no step on records: its values become the version.
+        worker, incarnation, step: the worker, its incarnation, and its own number of the step.
+        samples: the weight in the mean; by default the number of records.
+        records: the records that it was computed on.
+        skipped: the records that the script has skipped before it.
+        assigns: whether its values were assigned and become the version, without a step on records.
         settings: the optimizer's hyperparameters and scheduler states as JSON; "" if unchanged.
         metrics, reductions: what the script reported with this step; see `core.metrics.Metrics`.
     """
@@ -54,11 +53,11 @@ class Contribution:
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """All records that are done with when it is in a version."""
+        """All records that the step completes, trained or skipped."""
         return *self.records, *self.skipped
 
     def record(self, staleness: int) -> dict[str, Any]:
-        """What histories say of it. `staleness`: in versions, when it went into one."""
+        """The entry for histories. `staleness`: the step's staleness in its version."""
         said = {"worker": self.worker, "incarnation": self.incarnation, "step": self.step}
         said |= {"samples": self.samples, "staleness": staleness}
         skipped = {"skipped": [list(r) for r in self.skipped]} if self.skipped else {}
@@ -69,11 +68,11 @@ class Entry(enum.Enum):
     """The answer to a worker that is about to push a step."""
 
     IN = "in"
-    """It pushes for the open round, which waits for it from now on."""
+    """It pushes for the open round, which waits for it."""
     LATER = "later"
     """It asks again for the next round."""
     LATE = "late"
-    """The step is void, and the worker takes no part until it is admitted again."""
+    """The step is dropped, and the worker takes no part until it is admitted again."""
 
 
 class After(enum.Enum):
@@ -88,16 +87,16 @@ class After(enum.Enum):
 
 
 class Phase(enum.Enum):
-    """How far the open round is."""
+    """The phase of the open round."""
 
     OPEN = "open"
     SHUT = "shut"
-    """Nobody is let in any more: it is full, or has waited long enough for those that are late."""
+    """The round admits nobody: it is full, or has waited long enough for late workers."""
     COMMITTING = "being committed"
-    """Nothing else may be called before that has worked or failed."""
+    """The commit is under way. Until it has succeeded or failed, no other method may be called."""
     DECIDED = "decided"
-    """A commit has failed on the way. It is made again with the same steps: some shards may have applied
-    them. Nobody is admitted to the round, and nothing starts it again, but `undecide`."""
+    """A commit has failed. It is repeated with the same steps, since some shards may have applied them.
+    Nobody is admitted to the round, and only `undecide` can start it again."""
 
 
 class Event(enum.Enum):
@@ -131,18 +130,18 @@ PHASES = Transitions(
 
 @dataclass
 class SyncRounds:
-    """The open round, and who takes part in it.
+    """The open round, and the workers that take part in it.
 
     Attributes:
         version: the version that the open round is to continue from.
-        attempt: grows when the round is started again, and is 0 at a round's opening.
+        attempt: the number of restarts of the round; 0 at first.
         expected: the workers that compute for the open round.
         done: the steps that are complete on all shards.
         waiting: workers that take part from the next round on.
-        gone: workers among `done` that have left since; their step counts if the round is committed.
-        phase: of the round.
+        gone: workers among `done` that have left since. Their steps still count.
+        phase: the phase of the round.
         assigner: the worker whose values are to become the next version. Nobody else takes part in the round.
-        visiting: that worker takes part for this alone, and not in the next round.
+        visiting: whether the assigner takes part only in this round.
     """
 
     version: int = 0
@@ -156,27 +155,27 @@ class SyncRounds:
     visiting: bool = False
 
     def copy(self) -> Self:
-        """The same rounds; what is done to the one is not done to the other."""
+        """An independent copy."""
         return replace(self, **{each.name: copy.copy(getattr(self, each.name)) for each in fields(self)})
 
     def _note(self, event: Event) -> None:
-        """Raises ImpossibleTransition, which is a ValueError: the round is in no such phase."""
+        """Change the phase. Raises ImpossibleTransition (a ValueError) if the phase does not allow it."""
         self.phase = PHASES.after(self.phase, event)
 
     @property
     def committing(self) -> bool:
-        """Whether it is between `begin_commit` and `end_commit` or `fail_commit`."""
+        """Whether the round is between `begin_commit` and `end_commit` or `fail_commit`."""
         return self.phase is Phase.COMMITTING
 
     @property
     def decided(self) -> bool:
-        """Whether it is settled of which steps the round is made."""
+        """Whether the steps of the round are fixed."""
         return self.phase in (Phase.COMMITTING, Phase.DECIDED)
 
     # --- who takes part
 
     def admit(self, worker: int, *, at_once: bool = False) -> None:
-        """`worker` has records to compute on and takes part from the next round; at once if none is open.
+        """Let `worker`, which has records, take part from the next round on, or at once if none is open.
 
         Args:
             at_once: it takes part in the open round, which waits for it, unless that is decided.
@@ -197,16 +196,16 @@ class SyncRounds:
 
     @property
     def late_workers(self) -> Set[int]:
-        """The workers that were too late with their last step and have not been admitted since."""
+        """The workers whose last step was late, and that have not been admitted since."""
         return frozenset()
 
     def is_behind(self, worker: int) -> bool:
-        """Whether `worker` has a version that is over, on which no step is of use any more."""
+        """Whether `worker` has an old version, on which no step is useful any more."""
         del worker
         return False
 
     def withdraw(self, worker: int) -> None:
-        """`worker`, which is between two steps, computes nothing for now."""
+        """Let `worker`, which is between two steps, take no part for now."""
         self.waiting.discard(worker)
         if worker not in self.done:
             self.expected.discard(worker)
@@ -215,9 +214,9 @@ class SyncRounds:
             self._open_again()
 
     def lose(self, worker: int) -> list[Contribution]:
-        """`worker` is gone. If its step was begun and not finished, the round starts again.
+        """Remove `worker`, which is gone. If its step was unfinished, the round starts again.
 
-        Returns the steps that are void by that and that nobody will push again.
+        Returns the dropped steps that nobody will push again.
         """
         self.waiting.discard(worker)
         if worker not in self.expected:
@@ -232,15 +231,15 @@ class SyncRounds:
         return self.restart()
 
     def undecide(self) -> list[Contribution]:
-        """No shard has applied the decided round, and some shard cannot: it starts again; see `restart`."""
+        """Start the decided round again, which some shard cannot apply, and none has. See `restart`."""
         self._note(Event.UNDECIDE)
         return self.restart()
 
     def restart(self) -> list[Contribution]:
-        """Start the round again, as a new attempt. Returns the void steps that nobody will push again.
+        """Start the round again, as a new attempt. Returns the dropped steps that nobody will push again.
 
-        A process that has come in the place of one that is gone, and waits for the next round, takes part in
-        this one: the round may not be complete without the worker.
+        A process that has replaced a departed one, and waits for the next round, takes part in this one: the
+        round may need its worker.
 
         Raises:
             ImpossibleTransition: the round is decided.
@@ -259,14 +258,15 @@ class SyncRounds:
         return void
 
     def _open_again(self) -> None:
-        """If nobody is left whose step is to come, who waits for the next round takes part in this one."""
+        """If the round expects no more steps, let the workers that wait for the next one take part in it."""
         if not (self.expected or self.decided):
             self.expected, self.waiting = self.waiting, set()
 
     def assign(self, worker: int) -> list[Contribution]:
-        """The next version is to be made of values of `worker`. The steps of all others are void.
+        """Let the values of `worker` become the next version. The steps of all others are dropped.
 
-        They take no part until they are admitted again. Returns the void steps that nobody will push again.
+        They take no part until they are admitted again. Returns the dropped steps that nobody will push
+        again.
 
         Raises:
             ValueError: the round is decided (ImpossibleTransition), or another worker assigns.
@@ -282,10 +282,10 @@ class SyncRounds:
     # --- steps
 
     def begin(self, worker: int, *, version: int) -> Entry:
-        """`worker` is about to push the step that it has computed on `version`.
+        """Answer `worker`, which is about to push the step that it has computed on `version`.
 
         Raises:
-            Refused: INVALID: it need not ask, because each round is made of everybody's step.
+            Refused: INVALID: it need not ask, because each round has the steps of all workers.
         """
         reason = (
             f"worker {worker} asks before it pushes its step on version {version}, which it does not have to"
@@ -293,23 +293,23 @@ class SyncRounds:
         raise Refused(RefusalCode.INVALID, reason)
 
     def hand_out(self, worker: int) -> None:
-        """`worker` is told the open round's version, to pull it and compute on it."""
+        """Note that `worker` is told the open round's version, to pull it and compute on it."""
         self.computes_on(worker, self.version)
 
     def computes_on(self, worker: int, version: int) -> bool:
-        """`worker` has pulled `version`, to compute its next step on. Returns whether that was news.
+        """Note that `worker` has pulled `version` for its next step. Returns whether that was new.
 
-        A contributor cannot find another version than the open round's where rounds wait for everybody.
+        Where rounds wait for everybody, this is always the open round's version.
         """
         del worker, version
         return False
 
     def _begun(self, worker: int) -> bool:
-        """Whether something of the worker's step may be in the sums."""
+        """Whether a part of the worker's step may be in the sums."""
         return worker in self.expected
 
     def finish(self, contribution: Contribution, *, version: int, attempt: int) -> bool:
-        """A worker's step is complete on all shards. Returns False if that was known already.
+        """Note that a step is complete on all shards. Returns False if that was known already.
 
         Raises:
             Refused: the step belongs to another version or attempt, or the worker takes no part.
@@ -342,26 +342,26 @@ class SyncRounds:
 
     @property
     def contributions(self) -> list[Contribution]:
-        """The finished steps of the open round, in order of worker, and of each worker's own count."""
+        """The finished steps of the open round, ordered by worker and step."""
         return [self.done[worker] for worker in sorted(self.done)]
 
     @property
     def staleness(self) -> dict[int, int]:
-        """For each step in `done`, how many versions older its own is than the open round's."""
+        """For each step in `done`, the number of versions by which its own is older than the open round's."""
         return dict.fromkeys(self.done, 0)
 
     def after(self, worker: int, *, attempt: int, step: int, anyway: bool) -> After | None:
-        """What `worker`, which has pushed its step, does where it may have to compute another one.
+        """What `worker`, which has pushed its step, does next in mode `accumulate`.
 
         Args:
-            attempt: that the step was pushed for.
-            step: the worker's own count of its steps.
-            anyway: it need not wait for the version, as nobody is to compute any more.
+            attempt: the attempt that the step was pushed for.
+            step: the worker's own number of the step.
+            anyway: it need not wait for the version, since nobody computes any more.
 
         Returns None if it waits.
 
         Raises:
-            Refused: INVALID: it need not ask, because it waits for the version. LATE: the step is void.
+            Refused: INVALID: it need not ask, because it waits for the version. LATE: the step is dropped.
         """
         del attempt, anyway
         reason = f"worker {worker} asks what to do after step {step}, which it does not have to"
@@ -378,7 +378,7 @@ class SyncRounds:
         return frozenset()
 
     def hasten(self) -> None:
-        """The open round waits no longer for those that are `lagging`."""
+        """Stop waiting for the workers that are `lagging`."""
 
     @property
     def held_up(self) -> set[int]:
@@ -399,7 +399,7 @@ class SyncRounds:
         """Whether the round can be committed.
 
         Args:
-            last: there are no records to compute on but those of the round's steps.
+            last: no records are left but those of the round's steps.
         """
         complete = self.decided or self._complete or (last and not self.awaited)
         return complete and not self.committing and bool(self.contributions)
@@ -409,24 +409,24 @@ class SyncRounds:
         return not self.awaited
 
     def begin_commit(self, *, last: bool = False) -> list[Contribution]:
-        """Decide the round: exactly these contributions. `last`: see `can_commit`."""
+        """Decide the round: it has exactly these contributions. `last`: see `can_commit`."""
         if not self.can_commit(last=last):
             raise ValueError("the round is not ready")
         self._note(Event.COMMIT)
         return self.contributions
 
     def fail_commit(self) -> None:
-        """The commit has failed on the way; it is begun again, or the round is undecided."""
+        """Note that the commit has failed. Begin it again, or undecide the round."""
         self._note(Event.FAIL)
 
     @property
     def following(self) -> set[int]:
-        """Who takes part in the next round, as far as is known."""
+        """The workers that are known to take part in the next round."""
         leaving = {self.assigner} if self.visiting else set()
         return (self.expected - self.gone - leaving) | self.waiting
 
     def end_commit(self) -> None:
-        """The shards have applied the round: open the next one."""
+        """Open the next round, after all shards have applied this one."""
         self._note(Event.APPLY)
         self.expected = self.following
         self.version += 1
@@ -439,12 +439,12 @@ class SyncRounds:
 
 @dataclass
 class AskedRounds(SyncRounds):
-    """Rounds that are made of the steps of the workers that were let in.
+    """Rounds of the steps of admitted workers.
 
     Attributes:
-        begun: the workers that were let in to the open round. It waits for them, and only they push.
+        begun: the workers that were admitted to the open round. It waits for them, and only they push.
         late: the workers that were turned away and have not been admitted since.
-        owed: workers with records whose steps were turned away too often: each has a place in the round.
+        owed: workers with records whose steps were late too often. Each has a place in the round.
     """
 
     begun: set[int] = field(default_factory=set)
@@ -469,11 +469,11 @@ class AskedRounds(SyncRounds):
 
     @property
     def _reserved(self) -> set[int]:
-        """The workers that have a place in the round, and have not begun."""
+        """The workers that have a place in the round, but have not begun."""
         return {worker for worker in self.owed - self.begun if self.takes_part(worker)}
 
     def _turn_away(self, worker: int) -> Entry:
-        """`worker` has come too late with its step; it takes no part until it is admitted again."""
+        """Turn away `worker`, whose step is late. It takes no part until it is admitted again."""
         took_part = self.takes_part(worker)
         self.withdraw(worker)
         if took_part:
@@ -484,7 +484,7 @@ class AskedRounds(SyncRounds):
         return worker in self.begun
 
     def restart(self) -> list[Contribution]:
-        self.begun -= self.gone  # a process that has come in the place of one of them has not begun
+        self.begun -= self.gone  # a process that has replaced one of them has not begun
         return super().restart()
 
     def _open_again(self) -> None:

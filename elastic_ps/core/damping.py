@@ -1,12 +1,12 @@
-"""How much momentum a version is made with, where the job leaves it to us.
+"""Chooses the momentum of a version, if the job leaves it open.
 
 Asynchronous steps act like a momentum of their own (Mitliagkas et al. 2016, "Asynchrony begets Momentum, with
-an Application to Deep Learning"), so that what the script asks for is too much. An outer momentum that
-remembers about as many exchanges as there are overshoots, and so does one that begins with its last value,
-when changes are largest (Sutskever et al. 2013, "On the importance of initialization and momentum in deep
-learning", where it rises with the steps that were made).
+an Application to Deep Learning"), so that the script's own is too much. An outer momentum overshoots if it
+remembers about as many exchanges as the job makes, or if it starts at its final value while changes are
+largest (Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning", where it
+rises with the number of steps).
 
-A momentum m remembers m / (1 - m) steps: that is the mean age of the gradients in it.
+A momentum m remembers m / (1 - m) steps, the mean age of the gradients in it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares a worker's data set with the job's, and says in words what is wrong with it."""
+"""Compares a worker's data set with the job's, and explains differences."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from elastic_ps.core.ledger import Ledger
 
 
 def other(ledger: Ledger | FixedSchedule, records: int, epochs: int, *, resumed: bool) -> str:
-    """Why a worker's records and epochs are not those of the job; "" if they are.
+    """Why a worker's records and epochs differ from the job's; "" if they do not.
 
     Args:
-        resumed: the job continues from a checkpoint. It may train more epochs than it was to train before.
+        resumed: the job continues from a checkpoint. It may train more epochs than before.
     """
     if (ledger.records, ledger.epochs) == (records, epochs):
         return ""
@@ -32,11 +32,11 @@ def other(ledger: Ledger | FixedSchedule, records: int, epochs: int, *, resumed:
 
 
 def too_small(ledger: Ledger | FixedSchedule, batch: int, consistency: Consistency, *, begins: bool) -> str:
-    """Why no version can be made of as many steps or records as the job wants; "" if one can.
+    """Why no version can have as many steps or records as the job wants; "" if one can.
 
     Args:
-        batch: records in a batch.
-        begins: the job has no version but the first.
+        batch: the number of records in a batch.
+        begins: the job has made no version yet.
     """
     records, epochs = ledger.records, ledger.epochs
     if (consistency.global_batch_size or 0) > records:
@@ -56,7 +56,7 @@ def too_small(ledger: Ledger | FixedSchedule, batch: int, consistency: Consisten
 
 
 def other_records(ours: str, given: str, *, resumed: bool) -> str:
-    """Why a worker's records are not those of the job, by what identifies them; "" if they may be.
+    """Why a worker's records differ from the job's, by their fingerprints; "" if they may be the same.
 
     Args:
         ours, given: see `core.fingerprint`; "" for nothing.

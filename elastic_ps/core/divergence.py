@@ -1,9 +1,9 @@
-"""Whether a job learns nothing, by the loss that its scripts report, and what to change then.
+"""Judges by the reported loss whether a job learns, and advises what to change if it does not.
 
-A loss is noisy, so what is compared are means over windows, each a small part of the job. And not every loss
-falls while a model learns: a GAN's generator is judged by a critic that learns, too, and in reinforcement
-learning a loss goes up and down around zero. So a loss that is ever negative is judged only by whether it is
-finite, since it has no bound to fall to; and any other has to be bad for long.
+A loss is noisy, so means over windows are compared, each a small part of the job. Not every loss falls while
+a model learns: a GAN's generator is judged by a critic that also learns, and in reinforcement learning a loss
+moves around zero. So a loss that is ever negative has no bound to fall to, and only has to be finite. Any
+other loss has to be bad for long.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import Consistency
 
 WINDOWS = 50
-"""Into how many parts of equal size a job is divided."""
+"""The number of windows of a job."""
 
 LONG = 0.1
-"""Of the job: what lasts for so long is no chance."""
+"""The part of the job after which a bad loss is no chance."""
 
 LATE = 0.5
-"""Of the job: until then a loss that has not fallen may do so yet, as while the learning rate warms up."""
+"""The part of the job in which a loss may not have fallen yet, for example during a warm-up."""
 
 FEWEST = 30
-"""Losses before which nothing is said of their size: a window has less than one of them then."""
+"""The number of losses before which they are not judged: a window has less than one of them then."""
 
 FAR = 10.0
-"""Times the best loss, and above that of the start: far above the best."""
+"""A loss is far above the best if it is above this multiple of it, and above the loss at the start."""
 
 BETTER = 0.98
-"""Times the loss at the start: from there on it is no better. A network that has died comes to 0.995."""
+"""A loss is no better than at the start from this multiple on. A dead network reaches 0.995."""
 
 NEVER_BETTER = 0.95
-"""Times the first loss: if no window came below that, the first steps may have made the model worse."""
+"""If no window is below this multiple of the first loss, the first steps may have made the model worse."""
 
 CLEARLY_BETTER = 0.9
-"""Times the loss at the start: below that it is better again, when it was found to be no better."""
+"""A loss that was found no better than at the start is better again below this multiple of it."""
 
 AT_ONCE = 3.0
-"""Times the first loss: if the mean of the first window is above that, the model has diverged within it."""
+"""If the first window's mean is above this multiple of the first loss, the model has diverged within it."""
 
 
 class Finding(NamedTuple):
-    """That a job learns nothing: `reason` is one word, as in a condition, `text` is for a person."""
+    """Why a job does not learn. `reason`: one word, as in a condition; `text`: for a person."""
 
     reason: str
     text: str
@@ -52,20 +52,20 @@ class Finding(NamedTuple):
 
 @dataclass
 class Trend:
-    """What is remembered of the losses so far.
+    """A summary of the losses so far.
 
     Attributes:
-        at: how much of the job was done at the newest one, from 0 to 1.
-        losses: how many were finite.
-        unjudged: their size says nothing: one was negative, or the first one came after `LONG`.
-        first: the first of them; None before.
-        start: what it was before anything was learned: the mean of the first window, or `first` if the model
-            diverged within it. None before that is over.
-        best, latest: of the means of windows, the least and the last; 0 before there is a `start`.
-        window, count, mean: the open window's number, how many losses it has, and their mean.
-        above, flat: since which window the loss has been far above its best, and no better than at the start;
-            None: it is not.
-        odd: when, as in `at`, one was not finite last; None if all have been finite for `LONG` since.
+        at: the part of the job that was done at the newest loss, from 0 to 1.
+        losses: the number of finite losses.
+        unjudged: whether their size is not judged: one was negative, or the first one came after `LONG`.
+        first: the first loss; None before there is one.
+        start: the loss before anything was learned: the mean of the first window, or `first` if the model
+            diverged within it. None before the end of that window.
+        best, latest: the least and the last mean of a window; 0 before there is a `start`.
+        window, count, mean: the open window's number, the number of its losses, and their mean.
+        above, flat: the window since which the loss has been far above its best, or no better than at the
+            start; None if it is not.
+        odd: the last time, as in `at`, that a loss was not finite; None if all have been finite for `LONG`.
     """
 
     at: float = 0.0
@@ -83,11 +83,11 @@ class Trend:
     odd: float | None = None
 
     def add(self, done: float, loss: float) -> None:
-        """There is another loss.
+        """Add a loss.
 
         Args:
-            done: how much of the job is done, from 0 to 1; not less than before.
-            loss: that a version was made with; NaN if a gradient was not finite.
+            done: the part of the job that is done, from 0 to 1; not less than before.
+            loss: the loss of a version; NaN if a gradient was not finite.
         """
         self.at = done
         if not math.isfinite(loss):
@@ -106,7 +106,7 @@ class Trend:
         self.mean += (loss - self.mean) / self.count
 
     def _close(self, first: float) -> None:
-        """The open window is over."""
+        """Close the open window."""
         mean = self.mean
         if self.start is None:
             self.start = self.best = first if mean > AT_ONCE * first else mean
@@ -120,18 +120,18 @@ class Trend:
         self.count = 0
 
     def begin_again(self) -> None:
-        """A term continues from here: remember how good the loss was, and forget what was found.
+        """Begin a term: remember how good the loss was, and forget the finding.
 
-        A person may have changed something. So that is found again only when it has lasted for as long again.
+        The user may have changed something, so a problem has to last for as long again.
         """
         self.at, self.count = 0.0, 0
         self.above = self.flat = self.odd = None
 
     @property
     def found(self) -> Finding | None:
-        """Why the job learns nothing; None if it does, or if that cannot be said."""
+        """Why the job does not learn; None if it does, or if that is unknown."""
         if self.odd is not None:
-            return Finding("LossNotFinite", "a loss, or a gradient, was NaN or infinite")
+            return Finding("LossNotFinite", "a loss or a gradient was NaN or infinite")
         if self.unjudged or self.losses < FEWEST or self.start is None:
             return None
         now = f"the loss is {self.latest:.4g}"
@@ -152,14 +152,16 @@ class Trend:
 
 
 def advice(finding: Finding, consistency: Consistency, compression: Compression) -> str:
-    """What to change in a job of this kind, in sentences."""
+    """What to change in a job of this kind."""
     ways = ["lower the learning rate", *_of_mode(consistency), *_of_codecs(compression)]
     text = f"Try one of these: {'; '.join(ways)}"
     if finding.reason == "LossNotFinite":
-        return f"{text}. If the loss has not grown before, look for the record, or the operation, behind it"
+        return (
+            f"{text}. If the loss has not grown before, look for the record or the operation that causes it"
+        )
     return (
-        f'{text}. Report a loss that is not meant to fall, as a GAN\'s, by another name than "loss", as in '
-        'session.metric("generator_loss", value): it is not judged then'
+        f"{text}. If the loss is not meant to fall, like that of a GAN, report it by another name than "
+        '"loss", such as session.metric("generator_loss", value): then it is not judged'
     )
 
 
@@ -169,7 +171,7 @@ def _of_mode(consistency: Consistency) -> list[str]:
         fewer = [f"set consistency.steps to fewer than {steps}"] if steps > 1 else []
         return [*fewer, *(["set consistency.outer: average"] if consistency.outer != "average" else [])]
     if not consistency.may_be_stale:
-        return ["limit the norm of the gradient, as max_grad_norm of session.optimizer does"]
+        return ["limit the norm of the gradient with max_grad_norm of session.optimizer"]
     ways = ["set consistency.stalenessScale: damped"] if consistency.scale != "damped" else []
     if consistency.mode == "async":
         return [*ways, "set consistency.mode: bounded, with a small maxStaleness"]
@@ -177,14 +179,14 @@ def _of_mode(consistency: Consistency) -> list[str]:
 
 
 EXACT = ("none", "changed", "bf16", "fp16", "int8")
-"""Codecs that lose too little of a gradient, or of a value, to keep a model from learning."""
+"""Codecs that lose too little to keep a model from learning."""
 
 
 def _of_codecs(compression: Compression) -> list[str]:
     lossy = {compression.codec, *(rule.codec for rule in compression.rules)} - {*EXACT}
     ways = [
-        f"send gradients with a codec that loses less than {each}, as int8 does" for each in sorted(lossy)
+        f"send gradients with a codec that loses less than {each}, such as int8" for each in sorted(lossy)
     ]
     if compression.values not in EXACT:
-        ways.append(f"send values with a codec that loses less than {compression.values}, as bf16 does")
+        ways.append(f"send values with a codec that loses less than {compression.values}, such as bf16")
     return ways

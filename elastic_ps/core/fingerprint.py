@@ -1,7 +1,7 @@
-"""Whether two workers have the same records: fingerprints of data sets, compared part by part.
+"""Compares fingerprints of data sets, to find out whether two workers have the same records.
 
-A fingerprint is JSON: for each part of a data set that identifies its records, by name, a digest and two
-sums. The digest is of what can be compared exactly, such as integers and file names. The sums are of
+A fingerprint is JSON. For each part of a data set that identifies its records, it has a digest and two sums
+by name. The digest covers data that can be compared exactly, such as integers and file names. The sums cover
 floating-point numbers, which the same code may round differently on another processor. They are relative to
 the numbers' size.
 """
@@ -13,14 +13,14 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 MOST = 1 << 16
-"""Characters of a fingerprint, at most."""
+"""The longest fingerprint, in characters."""
 
 TOLERANCE = 1e-4
-"""By which sums may differ. Other records, or the same ones in another order, differ by more."""
+"""The tolerance of sums. Other records, or the same ones in another order, differ by more."""
 
 
 class Mark(NamedTuple):
-    """Identifies the records by one part of a data set, an attribute with an entry for each record."""
+    """The digest and sums of a part of a data set, an attribute with an entry for each record."""
 
     digest: str
     sums: tuple[float, float] = (0.0, 0.0)
@@ -35,7 +35,7 @@ def differing(one: str, other: str) -> list[str]:
     """The names of the parts that two fingerprints both have, and that differ.
 
     Raises:
-        ValueError: one of them is no fingerprint.
+        ValueError: one of them is not a fingerprint.
     """
     if one == other or not (one and other):
         return []
@@ -44,7 +44,7 @@ def differing(one: str, other: str) -> list[str]:
 
 
 def other_records(names: Sequence[str]) -> str:
-    """In words, what differs, and what to do."""
+    """The message for parts that differ, with what to do."""
     return (
         f"the entries of {', '.join(names[:5])} are other ones, or in another order. All processes of a job "
         "must have the same records at the same positions. If the script draws which ones it has, as "

@@ -1,8 +1,8 @@
 """A fixed schedule of records: each worker index has its own share, so that runs agree to the bit.
 
 Every epoch's positions are cut into as many contiguous shares as there are workers, and share `k` is handed
-to worker `k` only, in order. Which records a step is computed on then depends on nothing but the step;
-not on who asks first, nor on whether a process was replaced in between.
+only to worker `k`, in order. So the records of a step depend only on the step, not on who asks first, nor on
+whether a process was replaced in between.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from elastic_ps.core.ledger import Ledger, LedgerError, Range
 
 
 class FixedSchedule:
-    """A `Ledger` for each worker index. Workers with an index beyond the shares are handed nothing.
+    """A `Ledger` for each worker index. Workers with an index beyond the shares get no records.
 
     Args:
-        records, epochs, shard_records: as of `Ledger`.
-        shares: number of shares; not more than there are records.
+        records, epochs, shard_records: see `Ledger`.
+        shares: the number of shares; at most the number of records.
     """
 
     def __init__(self, records: int, epochs: int, shard_records: int, shares: int) -> None:
@@ -103,7 +103,7 @@ class FixedSchedule:
         self._shares[share].give_back_some(holder, self._inside(share, ranges))
 
     def _share(self, holder: int) -> int:
-        """The share of a holder; any if it has never taken a record, as it holds none in each of them."""
+        """The share of a holder. If it has never taken a record, any share will do."""
         return self._share_of.get(holder, 0)
 
     def _outside(self, share: int, ranges: Iterable[Range]) -> list[Range]:
@@ -128,7 +128,7 @@ class FixedSchedule:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], *, shard_records: int) -> FixedSchedule:
-        """The shares that `state()` described. Raises as `Ledger.from_state`."""
+        """The shares that `state()` described. Raises like `Ledger.from_state`."""
         made = cls(state["records"], state["epochs"], shard_records, len(state["shares"]))
         shares = [Ledger.from_state(share, shard_records=shard_records) for share in state["shares"]]
         if [(m.records, m.epochs) for m in shares] != [(m.records, m.epochs) for m in made._shares]:

@@ -1,8 +1,8 @@
-"""Which part of the model an exchange of local steps is about, where workers exchange one part after another.
+"""Divides the model into fragments, which workers with local steps exchange in turn.
 
 Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", divide the model into *fragments*,
-and exchange each of them as often as the whole model would be exchanged without them, in turn. So as many
-bytes are sent in all, but a fraction of them at a time.
+and exchange each of them in turn, as often as the whole model would be exchanged without them. The total
+traffic is the same, but only a fraction of it is sent at a time.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from elastic_ps.errors import InvalidModel
 def fragments(layout: Layout, count: int) -> tuple[frozenset[int], ...]:
     """Divide the buckets of gradients into `count` fragments of about the same number of bytes.
 
-    A tensor is in one fragment as a whole. Layers that follow each other are in different fragments, as far
-    as possible. Tensors that were frozen when the job began are divided by themselves, since they cost
-    nothing. Deterministic.
+    A tensor is never split. Consecutive layers are in different fragments, as far as possible. Tensors that
+    were frozen when the job began are divided separately, since they cost nothing. Deterministic.
 
     Returns the indexes of each fragment's buckets.
 
     Raises:
-        InvalidModel: there are not so many parts of which each has tensors of its own.
+        InvalidModel: the model has too few tensors for so many fragments.
     """
     trained = list(_whole_tensors(layout, frozen=False))
     rest = list(_whole_tensors(layout, frozen=True))
@@ -45,9 +44,9 @@ def fragments(layout: Layout, count: int) -> tuple[frozenset[int], ...]:
 
 
 def _whole_tensors(layout: Layout, *, frozen: bool) -> Iterator[list[Bucket]]:
-    """The buckets of gradients, in order, gathered so that no tensor is in two of the lists.
+    """The buckets of gradients, in order, grouped so that no tensor is in two groups.
 
-    The pieces of a tensor are in buckets that follow each other.
+    The pieces of a tensor are in consecutive buckets.
     """
     part: list[Bucket] = []
     for bucket in layout.buckets:
@@ -62,14 +61,14 @@ def _whole_tensors(layout: Layout, *, frozen: bool) -> Iterator[list[Bucket]]:
 
 
 def turn(version: int, count: int, *, scattered: bool = False) -> int:
-    """The fragment that the exchanges for the round on `version` are about, of `count`.
+    """The fragment, of `count`, that the round on `version` exchanges.
 
-    Each of `count` versions that begin with a multiple of it has another one.
+    `count` consecutive versions, from a multiple of `count` on, exchange all fragments.
 
     Args:
-        scattered: in another order each time: a worker that takes part in each third round, say, would
-            otherwise exchange the same fragments always. It is the generalised Thue-Morse sequence, the sum
-            of the digits of `version` to the base `count`, which has no period.
+        scattered: use another order each time. Otherwise a worker that takes part in every third round, for
+            example, might always exchange the same fragments. The order is the generalised Thue-Morse
+            sequence, the sum of the digits of `version` in base `count`, which has no period.
     """
     if not scattered or count == 1:
         return version % count
@@ -81,8 +80,8 @@ def turn(version: int, count: int, *, scattered: bool = False) -> int:
 
 
 def steps_before(exchange: int, steps: int, count: int) -> int:
-    """How many local steps a worker makes before its exchange with this number, from 0, since the one before.
+    """The number of local steps between a worker's previous exchange and this one, numbered from 0.
 
-    `count` exchanges that follow each other have `steps` in all.
+    `count` consecutive exchanges have `steps` local steps in all.
     """
     return (exchange + 1) * steps // count - exchange * steps // count

@@ -1,4 +1,4 @@
-"""Records whose steps have come too late: after some times, a step on them has a place in its round."""
+"""Remembers records whose steps were late. After some times, a step on them gets a place in its round."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from dataclasses import dataclass, field
 from elastic_ps.core.ledger import Range
 
 PATIENCE = 2
-"""A step on the same records may come too late so often. The next one has a place in its round."""
+"""The number of late steps on the same records after which the next one gets a place in its round."""
 
 
 @dataclass
 class LateRecords:
-    """Where records begin whose steps came too late, by epoch and position, and how often."""
+    """The first positions of records whose steps were late, by epoch, and how often they were."""
 
     times: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def add(self, first: Range) -> None:
-        """A step came too late on records that begin with these."""
+        """Note a late step on records that begin with these."""
         self.times[first.epoch, first.start] += 1
 
     def owed(self, held: Callable[[], Mapping[int, Sequence[Range]]]) -> set[int]:
-        """The workers that hold records whose steps were turned away `PATIENCE` times: now they count."""
+        """The workers that hold records whose steps were late `PATIENCE` times."""
         overdue = [place for place, times in self.times.items() if times >= PATIENCE]
         if not overdue:
             return set()
         return {w for w, ranges in held().items() if any(_is_in(place, ranges) for place in overdue)}
 
     def trained(self, ranges: Sequence[Range]) -> None:
-        """These records are in the model."""
+        """Forget records that are in the model."""
         for place in [place for place in self.times if _is_in(place, ranges)]:
             del self.times[place]
 

@@ -1,12 +1,12 @@
-"""Which records are handed out, in the model, or to be handed out again.
+"""Tracks which records are handed out, in the model, or to be handed out again.
 
-Records of an epoch are numbered by position, 0 to `records - 1`; which record stands at a position is the
-loader's business (a seeded permutation). Each position of each epoch is at any time in exactly one place:
-not handed out yet, held by a worker, given back, or in the model. That is the whole guarantee of
-"exactly once"; the ledger refuses whatever would break it.
+Records of an epoch are numbered by position, 0 to `records - 1`; the loader maps positions to records by a
+seeded permutation. Each position of each epoch is always in exactly one state: not handed out yet, held by a
+worker, given back, or in the model. This is the guarantee of "exactly once", and the ledger refuses calls
+that would break it.
 
-The idea of a master that hands out ranges and takes them back from dead workers is ElasticDL's dynamic
-data sharding.
+A master that hands out ranges, and takes them back from dead workers, is the idea of ElasticDL's dynamic data
+sharding.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Range(NamedTuple):
 
 
 class LedgerError(ValueError):
-    """A holder named records that it does not hold."""
+    """A call names records that its holder does not hold."""
 
 
 @dataclass
@@ -38,13 +38,13 @@ class Ledger:
     """The records of a job.
 
     Attributes:
-        records: records in the data set.
-        epochs: how many times each of them is to be trained.
-        shard_records: most records handed out at a time.
-        applied: records whose gradients are in the model.
-        skipped: records that scripts have skipped, for example because their loss was not finite.
+        records: the number of records in the data set.
+        epochs: how often to train each of them.
+        shard_records: the most records to hand out at a time.
+        applied: the number of records in the model.
+        skipped: the number of records that scripts have skipped, for example for a loss that was not finite.
 
-    A holder of records is named by a number that is used only once: a worker's incarnation.
+    A holder of records is a worker's incarnation, a number that is used only once.
     """
 
     records: int
@@ -74,22 +74,22 @@ class Ledger:
         return min([*(r.epoch for r in self._returned), *held, self._next_epoch])
 
     def extend(self, epochs: int) -> None:
-        """Each record is to be trained `epochs` times instead, which is not fewer than before."""
+        """Train each record `epochs` times instead, which is not fewer than before."""
         self.epochs = epochs
 
     def held(self, holder: int, *, besides: Iterable[Range] = ()) -> list[Range]:
-        """What `holder` holds, without the ranges `besides`, which it must hold."""
+        """The ranges that `holder` holds, without the ranges `besides`, which it must hold."""
         return self._without(holder, list(besides))
 
     def take(self, holder: int, *, batch: int, workers: int, fresh: bool = False) -> list[Range]:
-        """Hand records to `holder`; an empty list if there are none to hand out at the moment.
+        """Hand records to `holder`; an empty list if none are available at the moment.
 
         Near the end of the job ranges become smaller (guided self-scheduling, Polychronopoulos and Kuck
-        1987), so that the `workers` workers run out of records together. They are whole batches, so that
-        only the end of an epoch makes a smaller one, as without a parameter server.
+        1987), so that the `workers` workers run out of records together. Ranges are whole batches, so that
+        only the end of an epoch has a smaller one, as without a parameter server.
 
         Args:
-            fresh: rather some that nobody has had yet; otherwise those come first that were given back.
+            fresh: prefer records that nobody has had yet. By default those that were given back come first.
         """
         held = sum(r.records for ranges in self._held.values() for r in ranges)
         left = self.expected - self.applied - self.skipped - held
@@ -122,7 +122,7 @@ class Ledger:
         return taken
 
     def apply(self, holder: int, ranges: Iterable[Range]) -> None:
-        """The gradients of `ranges`, held by `holder`, are in the model now.
+        """Note that `ranges`, held by `holder`, are in the model.
 
         Raises:
             LedgerError: `holder` does not hold all of them; nothing has changed.
@@ -132,7 +132,7 @@ class Ledger:
         self.applied += sum(r.records for r in wanted)
 
     def skip(self, holder: int, ranges: Iterable[Range]) -> None:
-        """Nobody is to train `ranges`, held by `holder`. Raises LedgerError as `apply` does."""
+        """Note that `ranges`, held by `holder`, are skipped. Raises LedgerError like `apply`."""
         wanted = list(ranges)
         if not wanted:
             return
@@ -144,14 +144,14 @@ class Ledger:
         self._without(holder, list(ranges))
 
     def give_back(self, holder: int, *, keep: Iterable[Range] = ()) -> None:
-        """Take back what `holder` holds, for others to be handed it, except `keep`."""
+        """Take back the ranges that `holder` holds, except `keep`, to hand them to others."""
         kept = list(keep)
         returned = self._without(holder, kept)
         self._set_held(holder, kept)
         self._returned = joined([*self._returned, *returned])
 
     def give_back_some(self, holder: int, ranges: Iterable[Range]) -> None:
-        """Take back `ranges`, for others to be handed them. Raises LedgerError as `apply` does."""
+        """Take back `ranges`, to hand them to others. Raises LedgerError like `apply`."""
         wanted = list(ranges)
         self._set_held(holder, self._without(holder, wanted))
         self._returned = joined([*self._returned, *wanted])
@@ -166,12 +166,12 @@ class Ledger:
         return without(self._held.get(holder, ()), wanted, holder=holder)
 
     def copy(self) -> Self:
-        """The same records; what is done to the one is not done to the other."""
+        """An independent copy."""
         held = {holder: list(ranges) for holder, ranges in self._held.items()}
         return replace(self, _returned=list(self._returned), _held=held)
 
     def state(self) -> dict[str, Any]:
-        """Plain data for a checkpoint; what workers hold counts as given back, they will be other workers."""
+        """Plain data for a checkpoint. Held records count as given back, since workers will be new ones."""
         ranges = joined([*self._returned, *itertools.chain(*self._held.values())])
         return {
             "records": self.records,
@@ -188,7 +188,7 @@ class Ledger:
 
         Raises:
             LedgerError: some record would be trained twice or never.
-            KeyError, TypeError, ValueError: it is no description of a ledger.
+            KeyError, TypeError, ValueError: it does not describe a ledger.
         """
         epoch, position = state["next"]
         ledger = cls(
@@ -205,7 +205,7 @@ class Ledger:
         return ledger
 
     def _require_sound(self) -> None:
-        """Each position handed out once is in the model, skipped or given back, where nobody holds any."""
+        """Check that each position is in exactly one state, while nobody holds any."""
         numbers = [self.records, self.epochs, self.applied, self.skipped]
         numbers += [self._next_epoch, self._next_position]
         if any(type(n) is not int for n in itertools.chain(numbers, *self._returned)) or min(numbers) < 0:
@@ -227,7 +227,7 @@ class Ledger:
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:
-    """The same positions in order, in as few ranges as possible."""
+    """The same positions, in order and in as few ranges as possible."""
     result: list[Range] = []
     for r in sorted(ranges):
         if result and (result[-1].epoch, result[-1].stop) == (r.epoch, r.start):

@@ -1,8 +1,7 @@
-"""Who is in the job: leases and incarnations.
+"""The members of a job, with their leases and incarnations.
 
-Each joining of a worker gets a number of its own, the incarnation, which only grows. Whatever carries
-another incarnation than the worker's current one comes from a process that was declared gone, however
-alive it may feel; it is refused.
+Each join of a worker gets a new, higher number, its incarnation. A call with another incarnation than the
+worker's current one comes from a process that was declared gone, and is refused even if the process lives.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ from elastic_ps.errors import RefusalCode, Refused
 
 @dataclass
 class Member:
-    """One worker from one of its joins on.
+    """One incarnation of a worker.
 
     Attributes:
         worker: the worker's index.
-        incarnation: the number of this joining.
+        incarnation: the number of this join.
         pid, host: where the process runs, for reports.
-        transport: how its calls came when it joined, for reports.
-        instance: names the process for all time; pid and host come again, in containers above all.
-        call: the number of the process's call that it began with.
-        joined_version, left_version: the model's version when it joined, and when it left (None: it is here).
-        outcome: "" while it is here, then `left` (said goodbye), `lost` or `hung`.
-        reason: why it was declared gone, in words.
-        ended: time at which it was; None for an incarnation of an earlier term.
-        steps, records: what it contributed to the model.
-        late: how many steps of it came too late, so that they were made without it; see `BackupRounds`.
-        traffic: what it has sent and received, as it told with its last step: the fields of `status.Traffic`.
-        staleness: of its last step that is in the model; see `BoundedRounds`.
-        last_step: the worker's own number of the last step of it that is in the model; -1 for none.
-        last_begun: of the last step that it has asked to push, where that is asked; -1 for none.
-        follows: the incarnation that the process has had before, in this or in an earlier term; 0 for none.
-        expires: time at which its lease ends.
+        transport: the transport of its calls when it joined, for reports.
+        instance: a unique name of the process; pid and host may be reused, above all in containers.
+        call: the number of the call by which it joined.
+        joined_version, left_version: the model's version when it joined and left (None: it is present).
+        outcome: "" while it is present, then `left` (said goodbye), `lost` or `hung`.
+        reason: why it was declared gone.
+        ended: the time at which it ended; None for an incarnation of an earlier term.
+        steps, records: the number of its steps and records in the model.
+        late: the number of its late steps, which were dropped; see `BackupRounds`.
+        traffic: its traffic, as reported with its last step: the fields of `status.Traffic`.
+        staleness: the staleness of its last step in the model; see `BoundedRounds`.
+        last_step: the worker's own number of its last step in the model; -1 for none.
+        last_begun: the number of the last step that it has asked to push, in modes that ask; -1 for none.
+        follows: the previous incarnation of the process, in this or an earlier term; 0 for none.
+        expires: the time at which its lease ends.
     """
 
     worker: int
@@ -70,7 +69,7 @@ class Members:
 
     Attributes:
         lease: how long a member may be silent.
-        keep_departed: how many incarnations that have ended are remembered, for reports.
+        keep_departed: the number of ended incarnations that are remembered, for reports.
     """
 
     lease: timedelta
@@ -80,13 +79,14 @@ class Members:
     departed: list[Member] = field(default_factory=list)
 
     def known(self, worker: int, instance: str, call: int) -> Member | None:
-        """The member that a process's call has made, if the call is repeated and the member is still here.
+        """The member that an earlier copy of a process's call has created, if it is still present.
 
-        Of two processes with a worker's index, the one that came later is the worker.
+        Of two processes with the same worker index, the later one is the worker.
 
         Raises:
-            Refused: SUPERSEDED; another process has taken this one's place since it first came.
-                STALE_CALL; it has joined again since it made this call.
+            Refused: SUPERSEDED: another process has replaced this one. STALE_CALL: the process has joined
+            again
+                since it made this call.
         """
         members = [member for member in reversed(self.all()) if member.worker == worker]
         if not members:
@@ -130,10 +130,10 @@ class Members:
         return member
 
     def check(self, worker: int, incarnation: int, now: float) -> Member:
-        """The member, its lease renewed.
+        """Return the member, and renew its lease.
 
         Raises:
-            Refused: STALE_INCARNATION; the sender is not a member (any more). HUNG: it was declared hung.
+            Refused: STALE_INCARNATION: the sender is not a member (any more). HUNG: it was declared hung.
         """
         member = self.live.get(worker)
         if member is None or member.incarnation != incarnation:
@@ -168,7 +168,7 @@ class Members:
         return sorted([*self.departed, *self.live.values()], key=lambda member: member.incarnation)
 
     def copy(self) -> Members:
-        """The same members; what is done to the one is not done to the other."""
+        """An independent copy."""
         live = {worker: copy.copy(member) for worker, member in self.live.items()}
         return replace(self, live=live, departed=[copy.copy(member) for member in self.departed])
 
@@ -183,9 +183,10 @@ class Members:
         raise KeyError(incarnation)
 
     def last_step(self, member: Member) -> int:
-        """The process's number of its last step that is in the model, in this incarnation or one before it.
+        """The number of a process's last step in the model, in this incarnation or an earlier one; -1 for
+        none.
 
-        -1 for none. It numbers its steps on from one incarnation to the next.
+        Step numbers continue from one incarnation to the next.
         """
         while member.last_step < 0 and 0 < member.follows < member.incarnation:
             try:
@@ -199,8 +200,8 @@ class Members:
 
 
 def eldest(members: Iterable[Member]) -> Member:
-    """Of `members` (not empty), the one that has made most steps; of equals, who joined first.
+    """The member, of `members` (not empty), with the most steps; among equals, the one that joined first.
 
-    Not simply who joined first: that one may have been overtaken before its first step.
+    The one that joined first may have been overtaken before its first step.
     """
     return min(members, key=lambda member: (-member.steps, member.incarnation))

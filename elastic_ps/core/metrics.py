@@ -1,4 +1,4 @@
-"""How values that scripts report become one: over batches, processes and workers."""
+"""Combines reported values over batches, processes and workers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Reduction: TypeAlias = Literal["mean", "sum", "max"]
 REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
 MOST_NAMES = 1000
-"""Names whose values the job keeps: a script may make up a new one in each step, by mistake."""
+"""The most names that the job keeps: a script may invent a new one in each step by mistake."""
 
 
 class Metrics(NamedTuple):
-    """What was reported together.
+    """Values that were reported together.
 
     Attributes:
-        values: by name.
-        reductions: how a value and others of its name become one, where that is not their mean.
-        weight: samples.
+        values: the values, by name.
+        reductions: how to combine values of a name, if not by their mean.
+        weight: the weight in means, in samples.
     """
 
     values: Mapping[str, float]
@@ -30,7 +30,7 @@ class Metrics(NamedTuple):
 
 
 def reduce_all(reported: Sequence[Metrics]) -> dict[str, float]:
-    """One value for each name that anybody has reported. If reductions differ, the first one counts."""
+    """Combine reports into one value for each name. If reductions differ, the first one counts."""
     found: dict[str, float] = {}
     for name in {name: None for each in reported for name in each.values}:
         those = [each for each in reported if name in each.values]
@@ -40,9 +40,9 @@ def reduce_all(reported: Sequence[Metrics]) -> dict[str, float]:
 
 
 def reduce_values(given: Iterable[tuple[float, float]], how: str) -> float:
-    """One value out of pairs (value, weight), of which there is at least one.
+    """Combine pairs (value, weight), of which there is at least one.
 
-    A value without weight counts only if there is no other. What is not a number makes the result that.
+    A value with weight 0 counts only if there is no other. NaN makes the result NaN.
     """
     pairs = list(given)
     pairs = [(value, weight) for value, weight in pairs if weight] or [(pairs[0][0], 1.0)]
@@ -55,7 +55,7 @@ def reduce_values(given: Iterable[tuple[float, float]], how: str) -> float:
 
 
 def keep(kept: dict[str, float], reported: Mapping[str, float]) -> None:
-    """Keep what is reported. Above `MOST_NAMES`, what was reported longest ago is forgotten."""
+    """Keep reported values. Above `MOST_NAMES`, those reported longest ago are forgotten."""
     for name, value in reported.items():
         kept.pop(name, None)
         kept[name] = value

@@ -1,4 +1,4 @@
-"""Which rounds a job has: one line for each mode of its `consistency`."""
+"""The rounds of each mode of `consistency`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ ROUNDS: Mapping[str, Callable[[Consistency], SyncRounds]] = {
 
 
 def _rounds_of_all(consistency: Consistency) -> SyncRounds:
-    """In mode `sync` all take part in a version, but for backup workers."""
+    """The rounds of mode `sync`, with or without backup workers."""
     if consistency.global_batch_size is not None:
         return PortionedRounds()
     return BackupRounds(spare=consistency.backup_workers) if consistency.backup_workers else SyncRounds()
 
 
 def _rounds_of_exchanges(consistency: Consistency) -> SyncRounds:
-    """In mode `local` a step is an exchange."""
+    """The rounds of mode `local`, in which a step is an exchange."""
     if consistency.quorum is not None:
         return QuorumRounds(quorum=consistency.quorum)
     return SyncRounds() if consistency.waits_for_all else AsyncRounds()
 
 
 def rounds_of(consistency: Consistency) -> SyncRounds:
-    """The rounds of a job that begins."""
+    """The rounds of a new job."""
     return ROUNDS[consistency.mode](consistency)

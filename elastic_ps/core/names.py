@@ -1,11 +1,11 @@
-"""The names that scripts give to tensors and to values that they report."""
+"""Checks the names that scripts give to tensors and reported values."""
 
 from __future__ import annotations
 
 LONGEST_NAME = 200
-"""Characters of a name."""
+"""The longest name, in characters."""
 
 
 def is_name(given: object) -> bool:
-    """Whether something can have this name."""
+    """Whether a name is valid."""
     return isinstance(given, str) and 0 < len(given) <= LONGEST_NAME and given.isprintable()

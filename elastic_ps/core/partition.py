@@ -71,7 +71,7 @@ def within(given: Sequence[str], names: Sequence[str], what: str) -> set[str]:
         InvalidModel: nothing has such a name.
     """
     if isinstance(given, str):
-        raise InvalidModel(f"{what} is the text {given!r}; expected a list of names, as in [{given!r}]")
+        raise InvalidModel(f"{what} is the string {given!r}; expected a list of names, as in [{given!r}]")
     found: set[str] = set()
     for prefix in map(uncompiled, given):
         inside = {name for name in names if name == prefix or name.startswith(f"{prefix}.")}

@@ -29,8 +29,8 @@ def to_text(state: Mapping[str, Any]) -> str:
         largest = max(state, key=lambda key: len(json.dumps(_plain(state[key], ""))))
         raise UsageError(
             f"session.state would have {size} bytes as JSON; the limit is {LIMIT}, since it is part of every "
-            f"checkpoint. The largest item is {largest!r}. Keep scores and counts in it, and write what is "
-            "large into a file"
+            f"checkpoint. The largest item is {largest!r}. Keep scores and counts in it, and write large "
+            "data to a file"
         )
     return text
 
@@ -42,13 +42,13 @@ def from_text(text: str) -> dict[str, Any]:
         ValueError: the text is no object of JSON, or is too long.
     """
     if len(text.encode()) > LIMIT:
-        raise ValueError(f"a state of more than {LIMIT} bytes")
+        raise ValueError(f"the state has more than {LIMIT} bytes")
     try:
         state = json.loads(text)
     except RecursionError as error:
-        raise ValueError("a state that is nested too deeply") from error
+        raise ValueError("the state is nested too deeply") from error
     if not isinstance(state, dict):
-        raise ValueError(f"a state is an object of JSON, not {text[:100]!r}")
+        raise ValueError(f"the state is {text[:100]!r}; expected a JSON object")
     return {key: _frozen(value) for key, value in state.items()}
 
 
@@ -60,11 +60,13 @@ def _plain(value: object, where: str) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise UsageError(f"a key of {where} is {key!r}; expected a text, as JSON has no other keys")
+                raise UsageError(
+                    f"a key of {where} is {key!r}; expected a string, since JSON has no other keys"
+                )
         return {key: _plain(each, f"{where}[{key!r}]") for key, each in value.items()}
     raise UsageError(
-        f"{where} is of type {type(value).__name__}; expected what JSON can have: numbers, texts, booleans, "
-        "None, and lists and dicts of these. Of a tensor or an array with one element, keep its .item()"
+        f"{where} is of type {type(value).__name__}; expected a JSON value: a number, a string, a boolean, "
+        "None, or a list or dict of these. For a tensor or an array with one element, use .item()"
     )
 
 

@@ -196,18 +196,18 @@ class Settings:
             check_constraints(theirs, index)
             if ours.get(MAX_NORM) is None and theirs.get(MAX_NORM) is not None:
                 raise InvalidModel(
-                    f"param_groups[{index}] has got {MAX_NORM} after session.optimizer(...), when the model "
-                    "had been divided among the parameter servers; give it to the group before"
+                    f"{MAX_NORM} was added to param_groups[{index}] after session.optimizer(...), which "
+                    "divides the model among the parameter servers; set it before that"
                 )
             if ours.get(MAX_GRAD_NORM) is None and theirs.get(MAX_GRAD_NORM) is not None:
                 raise InvalidModel(
-                    f"param_groups[{index}] has got {MAX_GRAD_NORM} after session.optimizer(...), which "
-                    "checks whether this job can clip; give it to session.optimizer, and change it later"
+                    f"{MAX_GRAD_NORM} was added to param_groups[{index}] after session.optimizer(...), which "
+                    "checks whether this job can clip; pass it to session.optimizer, and change it later"
                 )
             for key, value in ours.items():
                 if key in theirs and _kind(value) != _kind(theirs[key]):
                     raise InvalidModel(
-                        f"param_groups[{index}]: {key} is {theirs[key]!r}, which is not of the same kind as "
+                        f"param_groups[{index}]: {key} is {theirs[key]!r}, which is not of the same type as "
                         f"{value!r}"
                     )
         if self.position.version:
@@ -227,7 +227,7 @@ def _check_state(before: Mapping[str, Any], later: Mapping[str, Any], index: int
         if not lazy and key in before and not before[key] and later.get(key):
             raise InvalidModel(
                 f"param_groups[{index}]: {key} is {later[key]!r}, and was {before[key]!r} before. The "
-                "optimizer may have no state for it, which it makes in its first step; set it before that"
+                "optimizer creates the state for it in its first step; set it before that"
             )
 
 
@@ -250,8 +250,8 @@ def check_one_limit(groups: Sequence[Mapping[str, Any]]) -> None:
     limits = [group.get(MAX_GRAD_NORM) for group in groups]
     if any(limit != limits[0] for limit in limits):
         raise InvalidModel(
-            f"{MAX_GRAD_NORM} limits the norm of the whole gradient, so all parameter groups have the same; "
-            f"got {', '.join(str(limit) for limit in limits)}"
+            f"{MAX_GRAD_NORM} limits the norm of the whole gradient, so all parameter groups need the same "
+            f"value; got {', '.join(str(limit) for limit in limits)}"
         )
 
 

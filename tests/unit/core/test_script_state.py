@@ -41,7 +41,7 @@ def in_itself() -> list[Any]:
     [
         ({"best": torch.tensor(0.5)}, r"session\.state\['best'\] is of type Tensor; .* \.item\(\)"),
         ({"a": [{"b": {1, 2}}]}, r"session\.state\['a'\]\[0\]\['b'\] is of type set"),
-        ({"a": {1: 0.5}}, r"a key of session\.state\['a'\] is 1; expected a text"),
+        ({"a": {1: 0.5}}, r"a key of session\.state\['a'\] is 1; expected a string"),
         ({0: 0.5}, r"a key of session\.state is 0"),
         ({"a": 1, "rows": "x" * script_state.LIMIT}, r"the limit is 65536.* largest item is 'rows'"),
         ({"a": in_itself()}, "contains itself"),
