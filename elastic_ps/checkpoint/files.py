@@ -62,7 +62,7 @@ def open_to_read(path: Path) -> BinaryIO:
 
 def _require_ordinary(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise CheckpointCorrupt(f"{path} is not an ordinary file")
+        raise CheckpointCorrupt(f"{path} is not a regular file")
 
 
 def read_text(path: Path, *, limit: int) -> str:

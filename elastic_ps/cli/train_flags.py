@@ -149,7 +149,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
@@ -159,7 +159,7 @@ def _rate(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
     return value
 
 

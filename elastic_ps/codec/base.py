@@ -66,9 +66,13 @@ class Sparse(NamedTuple):
         places = self.places
         if places.dtype is not torch.int64 or places.dim() != 1 or places.shape != self.values.shape:
             said = f"{tuple(places.shape)} places of {places.dtype} for {tuple(self.values.shape)} values"
-            raise ValueError(f"{said}; expected as many of {torch.int64}, flat")
+            raise ValueError(
+                f"{said}; expected one-dimensional tensors of the same size, the places of {torch.int64}"
+            )
         if places.numel() and not (int(places.min()) >= 0 and int(places.max()) < elements):
-            raise ValueError(f"places from {int(places.min())} to {int(places.max())} of {elements}")
+            raise ValueError(
+                f"places are {int(places.min())} to {int(places.max())}; expected 0 to {elements - 1}"
+            )
         return self
 
 
@@ -255,12 +259,12 @@ def unpack(runs: Iterable[Packed], body: memoryview) -> list[Encoded]:
         try:
             plain = json.loads(packed.values) if packed.values else {}
         except (ValueError, RecursionError) as error:
-            raise Malformed(f"the values of what a codec has made are no JSON: {error}") from error
+            raise Malformed(f"the values of an encoded tensor are not JSON: {error}") from error
         if not isinstance(plain, dict):
-            raise Malformed("the values of what a codec has made have no names")
+            raise Malformed("the values of an encoded tensor are not a JSON object")
         found.append(Encoded(tensors, plain))
     if start != len(body):
-        raise Malformed(f"{len(body) - start} bytes more than the parts have")
+        raise Malformed(f"the body has {len(body) - start} bytes more than its parts")
     return found
 
 

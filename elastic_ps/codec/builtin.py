@@ -192,16 +192,16 @@ class TopK(Codec):
             dtype: elements are sent as `bfloat16` or `float32`.
         """
         if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
-            raise ValueError(f"ratio is {ratio!r}; expected a number above 0, and 1 at most")
+            raise ValueError(f"ratio is {ratio!r}; expected a number above 0, at most 1")
         if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
             raise ValueError(f"warmup is {warmup!r}; expected a number of versions, 0 or more")
         if warmup and ratio >= _AT_FIRST:
             raise ValueError(
-                f"warmup is {warmup}, but ratio is {ratio}: not less than the {_AT_FIRST} that is sent at "
-                "first; leave warmup out"
+                f"warmup is {warmup}, but it starts with a ratio of {_AT_FIRST}, and ratio is {ratio}. Leave "
+                "warmup out, or lower ratio"
             )
         if isinstance(momentum, bool) or not isinstance(momentum, int | float) or not 0 <= momentum < 1:
-            raise ValueError(f"momentum is {momentum!r}; expected a number from 0 to below 1, as 0.9")
+            raise ValueError(f"momentum is {momentum!r}; expected a number from 0 to below 1, such as 0.9")
         if not isinstance(dtype, str) or dtype not in _VALUES:
             raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(_VALUES)}")
         self._ratio, self._warmup, self.momentum = ratio, warmup, momentum
@@ -239,7 +239,8 @@ class TopK(Codec):
         if values.dtype is not self._dtype or not low.numel() == values.numel() <= most:
             said = f"{values.numel()} values of {values.dtype} and {low.numel()} places"
             raise ValueError(
-                f"{said} for {elements} elements; expected as many, {most} of {self._dtype} at most"
+                f"{said} for {elements} elements; expected the same number of both, at most {most}, of "
+                f"{self._dtype}"
             )
         return Sparse(unpacked(encoded.tensors, elements), values.to(torch.float32))
 

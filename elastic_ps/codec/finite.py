@@ -16,7 +16,7 @@ other thread, but the library behind `torch.dot` does from 10,000 on, or even be
 
 WHAT_TO_DO = (
     "If the loss has grown before, the training diverges: lower the learning rate, or limit the norm of the "
-    "gradient. If not, look for the record, or the operation, that NaN or Inf comes from"
+    "gradient. If not, look for the record or the operation that yields NaN or Inf"
 )
 """About a step whose gradients are not finite."""
 

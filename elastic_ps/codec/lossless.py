@@ -134,11 +134,11 @@ class Blosc(Compressed):
             _require_length(declared, part.nbytes)
             frame = bytes(data[:size])
             if len(frame) != size or not self._library.cbuffer_validate(frame):
-                raise ValueError(f"the compressed bytes of {part.name!r} are torn")
+                raise ValueError(f"the compressed bytes of {part.name!r} are incomplete")
             body += self._library.decompress(frame)
             data = data[size:]
         if len(data):
-            raise ValueError(f"there are {len(data)} compressed bytes more than the parts have")
+            raise ValueError(f"the body has {len(data)} compressed bytes more than its parts")
         return memoryview(body)
 
 

@@ -147,7 +147,7 @@ def _imported(name: str) -> Kind:
     what = "in parameterServer.optimizers,"
     kind = import_own(name, what=what, whose="the workers and for the parameter server")
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise InvalidJob(f"in parameterServer.optimizers, {name} is no subclass of torch.optim.Optimizer")
+        raise InvalidJob(f"in parameterServer.optimizers, {name} is not a subclass of torch.optim.Optimizer")
     found: Kind = kind
     return found
 

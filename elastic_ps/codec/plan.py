@@ -106,8 +106,8 @@ class Plan:
             deltas = _build(chosen, DELTAS[chosen], compression.values_options)
             if deltas.momentum:
                 raise InvalidJob(
-                    f"compression.valuesOptions has momentum {deltas.momentum}, which values do not have. "
-                    "Leave it out: compression.options has that of gradients"
+                    f"compression.valuesOptions has momentum {deltas.momentum}, but only gradients have "
+                    "momentum. Leave it out, or set it in compression.options"
                 )
             self.deltas, self._deltas = self._followed(*_named(chosen, deltas))
 
@@ -276,14 +276,14 @@ def _check_momentum(name: str, codec: Codec) -> None:
         raise InvalidJob(f"the codec {name} has momentum {momentum!r}; expected a number from 0 to below 1")
     if momentum and not codec.feedback:
         raise InvalidJob(
-            f"the codec {name} has momentum {momentum}, but no feedback. Workers make momentum for codecs "
-            "that send few elements at a time and keep the others: set feedback = True in the class, or "
-            "leave momentum at 0"
+            f"the codec {name} has momentum {momentum}, but no feedback. Workers compute momentum "
+            "only for codecs that keep what they do not send: set feedback = True in the class, or leave "
+            "momentum at 0"
         )
 
 
 def _imported(name: str) -> type[Codec]:
     kind = import_own(name, what="the codec", whose="the workers and for the parameter server")
     if not (isinstance(kind, type) and issubclass(kind, Codec)):
-        raise InvalidJob(f"the codec {name} is no subclass of elastic_ps.codec.base.Codec")
+        raise InvalidJob(f"the codec {name} is not a subclass of elastic_ps.codec.base.Codec")
     return kind

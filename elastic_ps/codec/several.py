@@ -74,7 +74,9 @@ class Several(torch.optim.Optimizer):
     def join(self, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """The opposite of `split`. Raises ValueError: other optimizers than these have a state."""
         if states.keys() != self.parts.keys():
-            raise ValueError(f"it is of {', '.join(map(str, states))}, not of {', '.join(self.parts)}")
+            raise ValueError(
+                f"the state is of {', '.join(map(str, states))}; expected {', '.join(self.parts)}"
+            )
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         first = 0

@@ -160,7 +160,7 @@ class Operations:
         there, given = self._there(out), None
         if self._backend.rank == source:
             if parts is None:
-                raise UsageError(f"scatter: rank {source}, whose parts the others are to get, gave None")
+                raise UsageError(f"scatter: rank {source} is the source, but gave None; expected the parts")
             self._check_parts(parts)
             if parts.shape[1:] != out.shape or parts.dtype != out.dtype:
                 raise UsageError(

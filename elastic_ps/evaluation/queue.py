@@ -57,7 +57,7 @@ class EvaluationQueue:
             if found is not None:
                 self._work.restore(found["state"])
         except (CheckpointCorrupt, KeyError, TypeError, ValueError, AttributeError) as error:
-            logger.warning("what was evaluated before is not known any more: %r", error)
+            logger.warning("cannot read the earlier evaluations, so they are forgotten: %r", error)
 
     # --- for the checkpointer
 
@@ -165,7 +165,7 @@ class EvaluationQueue:
                 try:
                     self._store.write_beside(stored.FILE, after, term=self.term)
                 except CheckpointError as error:
-                    logger.warning("the evaluations cannot be written down: %s", error)
+                    logger.warning("cannot write the evaluations: %s", error)
         return answer
 
     def _text(self) -> str:

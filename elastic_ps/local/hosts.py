@@ -118,7 +118,7 @@ def from_lines(lines: Iterable[str], *, slots: int) -> list[Host]:
             continue
         match = _LINE.fullmatch(text)
         if match is None:
-            raise UserError(f"{text!r} is no host; expected a name, as host1, host1:4 or host1 slots=4")
+            raise UserError(f"{text!r} is not a host; expected a name, as in host1, host1:4 or host1 slots=4")
         if match["name"] in hosts:
             raise UserError(f"the host {match['name']} is named twice; name it once, with all of its slots")
         hosts[match["name"]] = Host(match["name"], int(match["slots"] or slots))

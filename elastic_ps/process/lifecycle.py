@@ -252,7 +252,7 @@ def tell_joined(file: Path | None) -> None:
             pid = os.getpid()
             file.write_text(f"{pid} {stat(pid)[19]}")
     except OSError as error:
-        logger.warning("nobody sees by %s that this worker has joined: %s", file, error)
+        logger.warning("cannot write %s, which shows that this worker has joined: %s", file, error)
 
 
 def leave_reason(text: str, log: Path | None = None) -> None:
@@ -262,7 +262,7 @@ def leave_reason(text: str, log: Path | None = None) -> None:
         if log.exists():
             log.write_text(text)
     except OSError as error:  # the node's disk may be full; what is still to be done is done all the same
-        print(f"the reason of this end could not be left in {log}: {error}", file=sys.stderr)
+        print(f"cannot write the reason of this end to {log}: {error}", file=sys.stderr)
 
 
 def end_hung(reason: str) -> None:

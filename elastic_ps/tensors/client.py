@@ -269,7 +269,7 @@ class Tensors:
                 if push.done:
                     push.raise_unseen()
                 else:
-                    logger.warning("a push to the tensor %r may not have been carried out", push.name)
+                    logger.warning("a push to the tensor %r may not have been applied", push.name)
             except ElasticPSError as error:
                 logger.warning("a push to the tensor %r has failed: %s", push.name, error)
 
@@ -372,7 +372,9 @@ class Tensors:
             if reply.done:
                 return None
             if reply.start not in places:
-                raise ConnectionLost(f"shard {shard} has sent a slice of {known.name!r} that it has not")
+                raise ConnectionLost(
+                    f"shard {shard} has sent a slice of {known.name!r} that it does not have"
+                )
             incoming.read_into(places[reply.start])
             return reply.start
 
@@ -398,7 +400,7 @@ class Tensors:
             raise UsageError(CLOSED)
         if not is_name(name):
             raise UsageError(
-                f"a tensor's name is a text of 1 to {LONGEST_NAME} printable characters; given: "
+                f"a tensor's name must be a string of 1 to {LONGEST_NAME} printable characters; given: "
                 f"{repr(name)[:300]}"
             )
 

@@ -232,7 +232,7 @@ class TensorStore:
             raise Refused(
                 RefusalCode.GONE,
                 f"the tensor {request.name!r} is lost: parameter server {self._shard}, which had a part of "
-                "it, was started again. Call session.server.init with the values to go on from",
+                "it, was started again. Call session.server.init with the values to continue from",
             )
         with self._lock:
             tensor = self._tensors.get(request.name)

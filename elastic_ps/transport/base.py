@@ -166,4 +166,4 @@ def unary(connection: Connection, method: str, header: bytes, *, timeout: timede
     headers = [answer.header for answer in connection.call(method, Frame(header), timeout=timeout)]
     if headers:
         return headers[0]
-    raise Malformed(f"{method}: the server answered with nothing")
+    raise Malformed(f"{method}: the server sent an empty answer")

@@ -83,7 +83,7 @@ class Credentials:
             self._stamp, self._loaded = self._read()
         except (OSError, ValueError) as error:
             raise UsageError(
-                f"{directory} is no usable directory of certificates: {_words(error)}. Expected "
+                f"cannot use the certificates in {directory}: {_words(error)}. Expected "
                 f"{', '.join(_FILES)}, as docs/guides/security.md describes them"
             ) from error
         self._identity = self._loaded.identity  # for good: what takes the place of the files has to be of it
@@ -97,12 +97,12 @@ class Credentials:
                     self._stamp, self._loaded = self._read()
                     logger.info("the certificate was replaced; this process is %s", self._loaded.identity)
                 except (OSError, ValueError) as error:
-                    text = "the new certificate in %s cannot be used, so the old one still is: %s"
+                    text = "the new certificate in %s cannot be used, so the old one stays in use: %s"
                     logger.warning(text, self._directory, _words(error))
                     self._unusable = stamp
             if datetime.now(UTC) > self._loaded.until and self._ended is not self._loaded:
                 self._ended = self._loaded
-                text = "the certificate in %s has ended at %s, so nobody accepts it; put a new one there"
+                text = "the certificate in %s expired at %s, so nobody accepts it; put a new one there"
                 logger.warning(text, self._directory, self._loaded.until)
             return self._loaded
 
@@ -115,8 +115,8 @@ class Credentials:
         context = self.current().server
         if context is None:
             raise UsageError(
-                f"the certificate in {self._directory} is that of {self.identity}, and this process serves. "
-                f"Expected one of {' or '.join(SERVING)}"
+                f"the certificate in {self._directory} is that of {self.identity}, but this process is a "
+                f"server. Expected one of {' or '.join(SERVING)}"
             )
         return context
 
@@ -189,7 +189,7 @@ def of_process(environment: env.ProcessEnvironment) -> Credentials | None:
     expected = Identity(credentials.identity.job, role, environment.index)
     if credentials.identity != expected:
         raise UsageError(
-            f"the certificate in {environment.tls} is that of {credentials.identity}, and this process is "
+            f"the certificate in {environment.tls} is that of {credentials.identity}, but this process is "
             f"{expected}. Give each process its own"
         )
     return credentials

@@ -182,7 +182,7 @@ class Line:
         while True:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
-                raise DeadlineExceeded(f"{self._what}: the time is over")
+                raise DeadlineExceeded(f"{self._what}: the deadline has passed")
             for _, happened in self._poll.poll(None if left is None else left * 1000):
                 return happened
 
@@ -293,7 +293,7 @@ class Line:
             while target:
                 # Asked each time: who reads slower than the other side sends never waits.
                 if deadline is not None and time.monotonic() > deadline:
-                    raise DeadlineExceeded(f"{self._what}: the time is over")
+                    raise DeadlineExceeded(f"{self._what}: the deadline has passed")
                 if self._ahead:
                     received = min(len(target), len(self._ahead))
                     target[:received] = self._take(received)
@@ -468,7 +468,7 @@ class Received:
             self._line.receive_into(target, self._deadline)
             return
         if self._deadline is not None and time.monotonic() > self._deadline:
-            raise DeadlineExceeded("the time is over")
+            raise DeadlineExceeded("the deadline has passed")
         self._line.require_open()
         if self.size:
             # numpy lets other threads run meanwhile.

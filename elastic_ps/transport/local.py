@@ -93,7 +93,7 @@ def connected(name: str, address: str, *, blocking: bool = True) -> socket.socke
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         sock.connect(name)
         if not same_user(sock):
-            raise PermissionError(f"the server of {address} on this host is another user's")
+            raise PermissionError(f"the server of {address} on this host belongs to another user")
     except BaseException:
         sock.close()
         raise

@@ -143,7 +143,7 @@ class Mapped:
                 raise Malformed("the memory that was handed over may change its size")
             self._bytes = memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ))
         except (OSError, ValueError) as error:
-            raise Malformed(f"what was handed over is no shared memory: {error}") from error
+            raise Malformed(f"the descriptor that was handed over is not shared memory: {error}") from error
         finally:
             os.close(fd)
 

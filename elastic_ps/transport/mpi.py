@@ -78,10 +78,10 @@ def dial(address: str) -> socket.socket:
             sock.settimeout(max(until - time.monotonic(), _AT_ONCE))
             received = sock.recv(len(_HELLO) - len(said))
             if not received:
-                raise ConnectionRefusedError(f"no parameter server listens beyond {address}")
+                raise ConnectionRefusedError(f"no parameter server listens behind {address}")
             said += received
         if said != _HELLO:
-            raise ConnectionRefusedError(f"{address} is no parameter server of this version")
+            raise ConnectionRefusedError(f"{address} is not a parameter server of this version")
         stack.pop_all()
     return sock
 

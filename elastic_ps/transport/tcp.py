@@ -179,16 +179,16 @@ def dial(
                 mine = begin(encrypted)
                 said, theirs = hear(encrypted, len(expected), until), hear(encrypted, SECRET, until)
                 if len(theirs) < SECRET:
-                    raise ConnectionRefusedError(f"{address} hung up")
+                    raise ConnectionRefusedError(f"{address} closed the connection")
                 result = finish(encrypted, mine, theirs, until)
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
-            raise ConnectionRefusedError(f"{address} hung up") from error
+            raise ConnectionRefusedError(f"{address} closed the connection") from error
         except ssl.SSLError as error:  # the other side looks at our certificate after it has shown its own
             raise UntrustedError(f"{address} does not accept this process: {_reason(error)}") from error
         except TimeoutError:
             raise SilentError(f"{address} says nothing") from None
         if len(said) < len(expected):
-            raise ConnectionRefusedError(f"{address} hung up")
+            raise ConnectionRefusedError(f"{address} closed the connection")
         if said != expected and (known or not said.startswith(PROTOCOL)):
             raise ConnectionRefusedError(f"{address} is not the data port of {known or 'a parameter server'}")
         stack.pop_all()

@@ -74,8 +74,8 @@ def listen(bind: str, *, credentials: Credentials | None = None) -> Server:
         and not local.is_loopback(place.rpartition(":")[0])
     ):
         logger.warning(
-            "%s is open: whoever reaches it can read and change the model, because this process was started "
-            "without a certificate (docs/guides/security.md)",
+            "%s is unprotected: anyone who can reach it can read and change the model, because this process "
+            "was started without a certificate (docs/guides/security.md)",
             place,
         )
     if scheme == "tcp":
@@ -239,7 +239,7 @@ class _Fastest(Connection):
             local.dial(self._address).close()
             return "shm", partial(local.connect, self._address, limits=self._limits)
         except PermissionError as error:
-            logger.warning("%s; the server is reached in another way, which is slower", error)
+            logger.warning("%s; another transport is used instead, which is slower", error)
         except OSError:
             pass
         return None
@@ -262,7 +262,7 @@ class _Fastest(Connection):
         return "tcp", partial(way, credentials=self._credentials)
 
     def _over_grpc(self, because: OSError) -> Connection:
-        text = "%s is reached over gRPC, because not at its data port: %s"
+        text = "%s is reached over gRPC, because its data port cannot be used: %s"
         level = logging.WARNING if isinstance(because, UntrustedError) else logging.INFO
         logger.log(level, text, self._address, because)
         return _make("grpc", self._address, self._limits, self._credentials)

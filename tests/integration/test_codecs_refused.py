@@ -75,7 +75,7 @@ OF_A_RULE = {"codec": "none", "rules": [{"match": "*bias", **OWN}]}
             {"codec": f"{HERE}:Longer", "options": {"more": 1}},
             r"cannot be decoded: RuntimeError: .*size",
         ),
-        (TORN, {**TORN, "options": {"away": 1 << 14}}, r"cannot be decoded: .*places from 1638\d to 16"),
+        (TORN, {**TORN, "options": {"away": 1 << 14}}, r"cannot be decoded: .*places are 1638\d to 16"),
         ({"codec": "none"}, {"codec": "bf16"}, r"has the codecs bf16; this job has none\. .*same code"),
         (OWN, {"codec": "none"}, r"has the codecs none; this job has .*Versioned version 1\."),
         (OF_A_RULE, {"codec": "none"}, r"has the codecs none; this job has .*Versioned version 1\."),

@@ -221,7 +221,7 @@ def test_a_full_disk_does_not_keep_a_process_from_what_it_has_to_do_before_its_e
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lifecycle.leave_reason("it was asked to end", tmp_path)  # which cannot be written to
-    assert f"could not be left in {tmp_path}" in capsys.readouterr().err
+    assert f"cannot write the reason of this end to {tmp_path}" in capsys.readouterr().err
 
 
 def test_a_script_sets_up_logging_as_under_python(

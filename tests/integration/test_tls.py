@@ -132,7 +132,7 @@ def test_a_stranger_who_calls_himself_a_process_of_the_job_is_not_answered(port:
 def test_no_worker_passes_for_a_server(kind: str, tmp_path: Path) -> None:
     ca = authority()
     worker = Credentials(write(tmp_path / "worker", ca, "worker"))
-    with pytest.raises(UsageError, match="that of worker 0, and this process serves"):
+    with pytest.raises(UsageError, match="that of worker 0, but this process is a server"):
         ways.listen(f"{kind}:127.0.0.1:0", credentials=worker)
 
 
@@ -262,7 +262,7 @@ def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
         path = tmp_path / "a" / name
         content = path.read_bytes()
         path.write_bytes(b"nonsense")
-        with pytest.raises(UsageError, match="no usable directory"):
+        with pytest.raises(UsageError, match="cannot use the certificates in"):
             Credentials(tmp_path / "a")
         path.write_bytes(content)
     Credentials(tmp_path / "a")
@@ -388,7 +388,7 @@ def test_a_certificate_that_has_ended_is_told_once(tmp_path: Path, caplog: pytes
     old = Credentials(write(tmp_path / "worker", ca, "worker", lifetime=-HOUR / 2))
     for _ in range(3):
         old.current()
-    assert [record.message for record in caplog.records if "has ended" in record.message] == caplog.messages
+    assert [record.message for record in caplog.records if "expired" in record.message] == caplog.messages
     assert len(caplog.messages) == 1
     write(tmp_path / "worker", ca, "worker")
     old.current()
@@ -420,4 +420,4 @@ def test_an_open_port_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
         ("0.0.0.0:0", None, 1),
     ):
         ways.listen(bind, credentials=credentials).close()
-        assert len([record for record in caplog.records if "is open" in record.message]) == times
+        assert len([record for record in caplog.records if "is unprotected" in record.message]) == times

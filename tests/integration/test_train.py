@@ -161,8 +161,8 @@ BAD_INPUT = {
     "aggregate": ("--num-workers 2 --num-aggregate 3", "--num-aggregate is 3, but there are 2 workers"),
     "network": ("--network LeNte", "did you mean LeNet?"),
     "data set": ("--dataset Cifar", "there is no data set 'Cifar'; did you mean Cifar10? There are: digits,"),
-    "rate": ("--lr fast", "'fast' is not a number from 0 on"),
-    "count": ("--batch-size 0", "'0' is not a whole number from 1 on"),
+    "rate": ("--lr fast", "'fast' is not a number of at least 0"),
+    "count": ("--batch-size 0", "'0' is not a whole number of at least 1"),
     "gpu": ("--enable-gpu maybe", "'maybe' is neither yes nor no"),
     "gpu and not": ("--enable-gpu --no-cuda", "contradict each other"),
     "data": (

@@ -214,7 +214,7 @@ def test_without_the_data_port_grpc_is_used_and_the_log_says_so(
         assert [way_to(connection) for _ in range(3)] == ["grpc"] * 3
     said = [r.getMessage() for r in caplog.records if "is reached over gRPC" in r.getMessage()]
     assert len(said) == 1
-    assert f"{far} is reached over gRPC, because not at its data port: " in said[0]
+    assert f"{far} is reached over gRPC, because its data port cannot be used: " in said[0]
 
 
 def test_no_call_and_no_close_waits_for_another_calls_look(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +390,7 @@ def test_who_takes_the_servers_name_within_the_host_is_not_overlooked(
     told = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert len(told) == 2
     assert "cannot listen on this host" in told[0]
-    assert "is another user's" in told[1]
+    assert "belongs to another user" in told[1]
 
 
 def test_sockets_do_not_take_all_descriptors_of_a_server(far: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -589,7 +589,9 @@ def test_a_firewall_in_front_of_the_data_port_leaves_grpc(how: str) -> None:
     if "Operation not permitted" in done.stderr or "Permission denied" in done.stderr:
         pytest.skip("namespaces, or rules in them, are not permitted here")
     assert done.stdout.split() == ["grpc"] * 3, done.stderr
-    assert done.stderr.count("127.0.0.1:2222 is reached over gRPC, because not at its data port: ") == 1
+    assert (
+        done.stderr.count("127.0.0.1:2222 is reached over gRPC, because its data port cannot be used: ") == 1
+    )
 
 
 @pytest.mark.parametrize("transport", per_change(["shm", "tcp", "grpc"], keep=["tcp"]))

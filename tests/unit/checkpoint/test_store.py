@@ -385,7 +385,7 @@ def test_a_term_that_is_no_ordinary_file_is_said_so_at_once(store: Store) -> Non
         store.term()
     term.unlink()
     os.mkfifo(term)
-    with pytest.raises(CheckpointError, match="not an ordinary file"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         store.term()
 
 

@@ -285,7 +285,7 @@ def test_more_than_the_warmup_sends_is_not_decoded() -> None:
     assert most is not None
     tensor, out = gradient(1000, 0), torch.empty(1000)
     codec.decode(quarter.encode(tensor, {}, torch.Generator()), out)
-    with pytest.raises(ValueError, match=r"260 values .* 250 of"):
+    with pytest.raises(ValueError, match=r"260 values .* at most 250, of"):
         codec.decode(most.encode(tensor, {}, torch.Generator()), out)
 
 
@@ -313,7 +313,7 @@ def test_more_than_the_warmup_sends_is_not_decoded() -> None:
         ("powersgd", {"rank": 1.5}, ["rank is 1.5"]),
         ("no.such.module:Codec", {}, ["no.such.module:Codec", "cannot be imported", "parameter server"]),
         ("tests.unit.codec.test_codecs:Nobody", {}, ["Nobody", "cannot be imported"]),
-        ("tests.unit.codec.test_codecs:through", {}, ["no subclass"]),
+        ("tests.unit.codec.test_codecs:through", {}, ["is not a subclass"]),
         (
             "tests.unit.codec.test_codecs:Heavy",
             {},
@@ -491,7 +491,10 @@ def test_a_lossless_codec_finds_what_is_alike(kind: type[Compressed]) -> None:
         ({"values": {"parts": [["values", "float32"]], "values": ""}}, "unpack"),
         ({"values": {"parts": [["values", "__class__", 1]], "values": ""}}, "__class__"),
         ({"values": {}}, "parts"),
-        ({"tensors": torch.zeros(30, dtype=torch.uint8)}, "content size|has 0 bytes|expected .* bytes|torn"),
+        (
+            {"tensors": torch.zeros(30, dtype=torch.uint8)},
+            "content size|has 0 bytes|expected .* bytes|incomplete",
+        ),
         ({"tensors": torch.zeros(0, dtype=torch.uint8)}, "content size|header"),
         ({"tensors": {}}, "zstd|blosc"),
     ],
@@ -514,7 +517,10 @@ def test_a_frame_that_is_cut_off_or_too_long_is_refused(kind: type[Compressed]) 
     codec = kind(Plain())
     encoded = codec.encode(gradient(1000, 0).relu(), {}, torch.Generator())
     whole = encoded.tensors[kind.name]
-    for data, words in ((whole[:-10], "decompress|torn"), (torch.cat((whole, whole)), "unused data|more")):
+    for data, words in (
+        (whole[:-10], "decompress|incomplete"),
+        (torch.cat((whole, whole)), "unused data|more"),
+    ):
         with pytest.raises(Exception, match=words):
             codec.decode(Encoded({kind.name: data}, encoded.values), torch.empty(1000))
 

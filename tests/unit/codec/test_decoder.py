@@ -174,8 +174,8 @@ def said(places: Any, values: Any, dtype: torch.dtype = torch.int64) -> Sparse:
 @pytest.mark.parametrize(
     ("sparse", "words"),
     [
-        (said([WEIGHT + BIAS], [1.0]), "places from 2020 to 2020 of 2020"),
-        (said([-1, 3], [1.0, 2.0]), "places from -1 to 3"),
+        (said([WEIGHT + BIAS], [1.0]), "places are 2020 to 2020; expected 0 to 2019"),
+        (said([-1, 3], [1.0, 2.0]), "places are -1 to 3"),
         (said([1, 2], [1.0]), "(2,) places"),
         (said([[1, 2]], [[1.0, 2.0]]), "(1, 2) places"),
         (said([1], [1.0], torch.int32), "int32"),

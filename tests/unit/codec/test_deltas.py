@@ -213,8 +213,12 @@ def test_any_bits_become_any_others(bits: list[int], changes: dict[int, int]) ->
             torch.tensor([1], dtype=torch.int16),
             "'bits' has 2 .* expected 1",
         ),
-        (torch.zeros(1, dtype=torch.int32), torch.tensor([4], dtype=torch.int16), "places from 4 to 4 of 4"),
-        (torch.zeros(1, dtype=torch.int32), torch.tensor([-1], dtype=torch.int16), "places from 65535"),
+        (
+            torch.zeros(1, dtype=torch.int32),
+            torch.tensor([4], dtype=torch.int16),
+            "places are 4 to 4; expected 0 to 3",
+        ),
+        (torch.zeros(1, dtype=torch.int32), torch.tensor([-1], dtype=torch.int16), "places are 65535"),
         (torch.zeros(1, dtype=torch.int32), torch.tensor([1]), "places of torch.int64"),
     ],
 )
@@ -466,7 +470,10 @@ def test_a_delta_of_what_a_worker_does_not_have_is_refused() -> None:
     [
         ({"values": "bf16", "valuesOptions": {"block": 2}}, "valuesOptions .* no meaning with values bf16"),
         ({"values": "int8", "valuesOptions": {"block": 3}}, "block is 3"),
-        ({"values": "topk", "valuesOptions": {"momentum": 0.9}}, "momentum 0.9, which values do not have"),
+        (
+            {"values": "topk", "valuesOptions": {"momentum": 0.9}},
+            "momentum 0.9, but only gradients have momentum",
+        ),
         ({"values": "changed", "valuesOptions": {"ratio": 0.1}}, "changed does not take .*: none"),
         ({"values": "topk", "valuesOptions": {"block": 8}}, "It takes: ratio"),
     ],

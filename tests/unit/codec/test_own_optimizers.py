@@ -72,7 +72,7 @@ def test_the_same_class_from_elsewhere_is_another_one() -> None:
     [
         ("nowhere.to.be_found:Lion", "be imported: ModuleNotFoundError.*for the parameter server"),
         (f"{OWN}:Tiger", "be imported: AttributeError"),
-        (f"{OWN}:NOT_ONE", "no subclass of torch.optim.Optimizer"),
+        (f"{OWN}:NOT_ONE", "is not a subclass of torch.optim.Optimizer"),
     ],
 )
 def test_what_cannot_be_imported_is_named(name: str, words: str) -> None:

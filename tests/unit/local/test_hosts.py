@@ -68,7 +68,9 @@ def test_lines_as_people_write_them() -> None:
     "line", ["host:", "host:0", "host slots=", "two hosts", "-x", "host;ls", "host:four"]
 )
 def test_a_line_that_is_no_host_is_shown(line: str) -> None:
-    with pytest.raises(UserError, match="is no host; expected a name, as host1, host1:4 or host1 slots=4"):
+    with pytest.raises(
+        UserError, match="is not a host; expected a name, as in host1, host1:4 or host1 slots=4"
+    ):
         from_lines([line], slots=1)
 
 
