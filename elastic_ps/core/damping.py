@@ -15,8 +15,7 @@ from elastic_ps.api.consistency import Consistency
 from elastic_ps.core.settings import Settings
 
 SHARE = 20
-"""The outer momentum remembers at most one of so many exchanges that the job has made. So one of 0.9 needs
-180 of them."""
+"""The outer momentum remembers at most one in this many of the job's exchanges: 0.9 needs 180 of them."""
 
 
 def when_stale(momentum: float, staleness: int) -> float:

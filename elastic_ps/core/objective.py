@@ -1,12 +1,11 @@
-"""Keeps an objective for the staleness of steps: chooses how a job makes versions, by what it measures.
+"""Keeps an objective for the staleness of steps, by choosing how a job makes versions.
 
-The ways are ordered by how stale they let steps become: `sync`, `bounded` by the objective, and the one that
-the person has named, or `async`. With the first two the objective holds by construction. So one decision is
-easy: when steps are too stale, the next tighter way is due. The other one is a guess, because a bound hides
-how stale steps would become without it: when steps have been half as stale as they may be for a while, the
-bound does not matter, and the next looser way is tried. Each guess that turns out wrong makes the next one
-take twice as long, as in TCP's retransmission timer. So a job whose workers have become uneven does not go
-to and fro.
+The ways are ordered by the staleness that they allow: `sync`, `bounded` by the objective, and the user's own
+mode, or `async`. The first two meet the objective by construction. If steps are too stale, the next tighter
+way is chosen. To loosen is a guess, because a bound hides how stale steps would become without it: when steps
+have been at most half as stale as allowed for a while, the next looser way is tried. After each wrong guess
+the next one takes twice as long, as in TCP's retransmission timer, so that a job with uneven workers does not
+oscillate.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.mutable import without_options_of_other_modes
 
 CALM = 3
-"""Windows in a row after which a looser way is tried for the first time."""
+"""The number of calm windows in a row before a looser way is first tried."""
 
 LONGEST = 96
-"""Windows that it takes at most."""
+"""The largest number of calm windows before a looser way is tried."""
 
 
 def ways(desired: Consistency) -> list[Consistency]:
@@ -38,7 +37,7 @@ def ways(desired: Consistency) -> list[Consistency]:
 
 
 def _in(desired: Consistency, mode: str, **options: int) -> Consistency:
-    """The same in another mode, without the options that this does not have."""
+    """The consistency in another mode, without the options that this mode lacks."""
     if desired.mode == mode and not options:
         return desired
     said = desired.model_dump(mode="json", by_alias=True, exclude_defaults=True)
@@ -47,12 +46,12 @@ def _in(desired: Consistency, mode: str, **options: int) -> Consistency:
 
 @dataclass
 class Objective:
-    """What was decided so far, for one job.
+    """The decisions for one job.
 
     Attributes:
-        calm: windows in a row in which steps were at most half as stale as they may be.
-        needed: after how many of them a looser way is tried.
-        trying: a looser way was taken, and has not stood the test yet.
+        calm: the number of windows in a row in which steps were at most half as stale as allowed.
+        needed: the number of calm windows before a looser way is tried.
+        trying: whether a looser way is on trial.
     """
 
     calm: int = 0
@@ -60,10 +59,10 @@ class Objective:
     trying: bool = False
 
     def decide(self, p99: int, most: int) -> Literal[-1, 0, 1]:
-        """What follows from the last window: -1 for the next tighter way, 1 for the next looser one.
+        """Judge the last window: -1 for the next tighter way, 1 for the next looser one, 0 for no change.
 
         Args:
-            p99: the staleness that 99 of 100 steps of the window did not exceed.
+            p99: the 99th percentile of the staleness of the window's steps.
             most: the objective.
         """
         if p99 > most:
@@ -74,11 +73,11 @@ class Objective:
         self.calm = self.calm + 1 if 2 * p99 <= most else 0
         if self.calm < self.needed:
             return 0
-        if self.trying:  # it has stood the test for as long as it took to try it
+        if self.trying:  # the trial has lasted for as long as it took to begin it
             self.needed, self.trying = CALM, False
         self.calm = 0
         return 1 if most else 0
 
     def tried(self) -> None:
-        """The looser way is taken."""
+        """Note that the looser way is taken."""
         self.trying = True

@@ -1,9 +1,9 @@
-"""How a model's tensors are cut into buckets, and the buckets shared out over the shards.
+"""Divides a model's tensors into buckets, and the buckets among the shards.
 
-A bucket is the unit of push, aggregation, optimizer step and pull. Parameters fill buckets in reverse
-order of registration, because that is about the order in which backward finishes their gradients: the
-first bucket is full while earlier layers are still being differentiated (Li et al., "PyTorch Distributed",
-VLDB 2020, use the same order for all-reduce).
+A bucket is the unit of push, aggregation, optimizer step and pull. Parameters fill buckets in reverse order
+of registration, which is about the order in which backward finishes their gradients: the first bucket is
+complete while earlier layers are still being differentiated (Li et al., "PyTorch Distributed", VLDB 2020, use
+the same order for all-reduce).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from functools import cached_property
 from elastic_ps.errors import InvalidModel
 
 SMALLEST_BUCKET_BYTES = 256 * 1024
-"""Below this a bucket costs more in calls than its earlier start saves."""
+"""Smaller buckets cost more in calls than their earlier start saves."""
 
 BUCKETS_WANTED = 8
-"""A model is cut into at least about this many buckets, as far as `SMALLEST_BUCKET_BYTES` allows."""
+"""The smallest number of buckets of a model, as far as `SMALLEST_BUCKET_BYTES` allows."""
 
 OVERLAPPING_BYTES = 4 * 1024 * 1024
-"""Whoever wants buckets of more bytes wants few of them, so `BUCKETS_WANTED` does not count."""
+"""With a larger bucket size `BUCKETS_WANTED` is ignored: few buckets are wanted."""
 
 ITEM_SIZE = {
     "float16": 2,
@@ -38,11 +38,11 @@ ITEM_SIZE = {
     "int64": 8,
     "bool": 1,
 }
-"""Bytes of an element, by the name of its dtype in torch."""
+"""The bytes of an element, by the name of its dtype in torch."""
 
 
 class Rule(enum.IntEnum):
-    """How workers' contributions to a bucket become its next value; the numbers are on the wire."""
+    """How workers' contributions to a bucket become its next value. The numbers are part of the protocol."""
 
     GRADIENT = 0
     """The sample-weighted mean is a gradient; the optimizer makes a step with it."""
@@ -53,22 +53,22 @@ class Rule(enum.IntEnum):
     CONSTANT = 3
     """Not trained (frozen, or not given to the optimizer): the first worker's value, for everybody."""
     BROADCAST = 4
-    """What scripts change and cannot be averaged: the value of the contributor with the lowest index."""
+    """Values that scripts change and that have no mean: that of the contributor with the lowest index."""
     SUM = 5
-    """What each worker changes a part of, as the rows of its batch: contributions are changes of the values
-    that the worker had, and all of them are added to the value."""
+    """Values of which each worker changes a part, such as the rows of its batch. Contributions are changes,
+    and all of them are added to the value."""
 
 
 def uncompiled(name: str) -> str:
-    """A tensor's name in the model that `torch.compile` has wrapped, as a whole or in parts."""
+    """A tensor's name in the original model, without the wrappers of `torch.compile`."""
     return name.replace("_orig_mod.", "")
 
 
 def within(given: Sequence[str], names: Sequence[str], what: str) -> set[str]:
-    """Those of the tensors' names that are given, or are within a module that is given.
+    """The names of tensors that are given by name or by module.
 
     Raises:
-        InvalidModel: nothing has such a name.
+        InvalidModel: no tensor or module has a given name.
     """
     if isinstance(given, str):
         raise InvalidModel(f"{what} is the string {given!r}; expected a list of names, as in [{given!r}]")
@@ -89,13 +89,13 @@ class TensorSpec:
     """One parameter or buffer of the model.
 
     Attributes:
-        name: as in `state_dict`, without what `torch.compile` adds to it.
-        shape: in elements.
+        name: its name in `state_dict`, without the additions of `torch.compile`.
+        shape: the size of each dimension, in elements.
         dtype: a key of `ITEM_SIZE`.
-        rule: what happens to it in training.
+        rule: how its next value is made.
         group: index of the optimizer's parameter group; -1 where `rule` is not GRADIENT.
         aliases: its other names in `state_dict`, where several modules share it.
-        frozen: given to the optimizer, but not trained when the first worker came. It may be later.
+        frozen: given to the optimizer, but not trained when the first worker joined. It may be later.
     """
 
     name: str
@@ -112,7 +112,7 @@ class TensorSpec:
 
     @property
     def row(self) -> int:
-        """Elements of a row, which is what one index of the first dimension selects."""
+        """The elements of a row: those that one index of the first dimension selects."""
         return math.prod(self.shape[1:])
 
     def __str__(self) -> str:
@@ -130,7 +130,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Pieces that travel together: of one dtype, one rule, on one shard, one after the other."""
+    """Consecutive pieces of one dtype, one rule and one shard, which are sent together."""
 
     index: int
     shard: int
@@ -147,10 +147,10 @@ class Bucket:
         return self.elements * ITEM_SIZE[self.dtype]
 
     def absent(self, present: Sequence[bool]) -> list[slice]:
-        """Where in the bucket there are pieces without a gradient.
+        """The slices of the bucket whose pieces have no gradient.
 
         Args:
-            present: for each piece, whether it has one; empty if all have.
+            present: whether each piece has a gradient; empty if all have.
         """
         absent, place = [], 0
         for piece, there in zip(self.pieces, present, strict=False):
@@ -195,11 +195,11 @@ def partition(
 ) -> Layout:
     """Cut `tensors`, given in order of registration, into buckets for `shards` shards.
 
-    Buckets hold whole tensors of up to about `bucket_bytes` bytes. In a small model they are smaller, so that
-    there is something for each shard and each of `parts` fragments, and something to overlap. A tensor that
-    is larger is cut, between rows if a row is not larger than `bucket_bytes`. Each bucket goes to the shard
-    that has the fewest bytes so far, so shards differ by less than a bucket. Frozen tensors have buckets of
-    their own, which cost nothing while they are frozen. Deterministic.
+    Buckets hold whole tensors of up to about `bucket_bytes` bytes. A small model has smaller buckets, so that
+    each shard and each of `parts` fragments gets some, and transfers can overlap. A larger tensor is cut,
+    between rows if a row has at most `bucket_bytes`. Each bucket goes to the shard with the fewest bytes so
+    far, so shards differ by less than a bucket. Frozen tensors have buckets of their own, which cost nothing
+    while they are frozen. Deterministic.
     """
     load = [0] * shards
     buckets: list[Bucket] = []
@@ -207,7 +207,7 @@ def partition(
         numbered = [
             (i, t) for i, t in enumerate(tensors) if (t.rule, t.frozen) == (rule, frozen) and t.elements
         ]
-        # For each rule by itself: a few trained parameters do not cut a large frozen model into crumbs.
+        # For each rule separately: a few trained parameters do not cut a large frozen model into tiny buckets.
         total = sum(t.elements * ITEM_SIZE[t.dtype] for _, t in numbered)
         wanted = max(smallest, math.ceil(total / BUCKETS_WANTED))
         most = min(bucket_bytes, wanted) if bucket_bytes <= OVERLAPPING_BYTES else bucket_bytes
@@ -223,7 +223,7 @@ def partition(
 def _fill(
     tensors: Iterable[tuple[int, TensorSpec]], target: int, largest: int
 ) -> Iterable[tuple[str, list[Piece]]]:
-    """Gather consecutive tensors of a dtype until `target` bytes are reached; cut those above it.
+    """Gather consecutive tensors of a dtype up to `target` bytes, and cut larger ones.
 
     Rows of up to `largest` bytes stay whole.
     """
@@ -249,7 +249,7 @@ def _fill(
 
 
 def cut_rows(layout: Layout, groups: Collection[int]) -> list[TensorSpec]:
-    """The tensors of these parameter groups of which a row is divided among buckets."""
+    """The tensors of these parameter groups with a row that is divided among buckets."""
     tensors = layout.tensors
     cut = {
         piece.tensor

@@ -1,8 +1,8 @@
 """Rounds of a constant number of records, which the ledger counts.
 
-As in `accumulate`, a worker whose step is done may compute another one on the same version. Here it does so
-if it has more records of that version, or if another worker has left some. So a version stays as large as it
-was when a worker is lost. Nobody is turned away who has records of the open version.
+As in `accumulate`, a worker whose step is done may compute another one on the same version: if it has more
+records of that version, or if another worker has left some. So a version keeps its size when a worker is
+lost. A worker with records of the open version is never turned away.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class PortionedRounds(AccumulateRounds):
         """Whether the round can be committed.
 
         Args:
-            last: the version has no records to compute on but those of the round's steps. Who is expected and
-                has no step has no records either, and is not waited for.
+            last: the version has no records but those of the round's steps. Expected workers without a step
+                have no records either, and the round does not wait for them.
         """
         return bool(self.contributions) and not self.committing and (self.decided or last)
 
@@ -31,4 +31,4 @@ class PortionedRounds(AccumulateRounds):
 
     @property
     def under_way(self) -> int:
-        return self.wanted  # nobody computes another step but on records of its own
+        return self.wanted  # a worker computes another step only on records of its own

@@ -1,12 +1,12 @@
-"""Versions of a constant number of records, which are cut into a portion for each worker.
+"""Versions of a constant number of records, with a portion for each worker.
 
-A version's records are the next ones in the order of the epoch, whoever computes on them. So they are the
-same with any number of workers, as is the mean of their gradients, up to round-off. No records of a later
-version are handed out before all of the open one's are in the model. An epoch's last version has what is
-left.
+A version has the next records in the order of the epoch, whoever computes on them. So the records, and the
+mean of their gradients up to round-off, are the same with any number of workers. No records of a later
+version are handed out before all records of the open one are in the model. An epoch's last version has the
+rest.
 
-What a worker gives back, or has not come for when it is lost, is cut up again among the others. All of this
-follows from the ledger and from who takes part now, so nobody has to tell it of joins and losses.
+Records that a worker gives back, or has not fetched when it is lost, are divided again among the others. All
+of this follows from the ledger and the present workers, so joins and losses need not be reported.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Self
 from elastic_ps.core.ledger import Ledger, Range, joined, without
 
 LEAST = 2
-"""Records of what a batch is cut into, and of what is left of one, if there are as many."""
+"""The smallest part of a batch, in records, if there are as many."""
 
 
 def apportion(total: int, weights: Sequence[float], *, least: int = 1) -> list[int]:
-    """`total` as whole numbers in proportion to `weights`, which are positive.
+    """Divide `total` into whole numbers in proportion to `weights`, which are positive.
 
-    Largest remainders (Hamilton's method), the first of equal ones. Each number is within one of its exact
-    quota, except that nobody gets less than `least`: if there is not that much for all, those with the
-    smallest weights get nothing. A total of less than `least` is not divided.
+    By largest remainders (Hamilton's method); among equals, the first. Each number is within one of its exact
+    quota, except that nobody gets less than `least`: if that is not enough for all, those with the smallest
+    weights get nothing. A total of less than `least` is not divided.
     """
     by_weight = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
     getting = sorted(by_weight[: max(1, total // least)])
@@ -64,8 +64,8 @@ class PortionedLedger(Ledger):
     """A ledger that hands out the records of one version at a time.
 
     Attributes:
-        size: records of a version, at least 1; skipped ones count.
-        kept: by worker index, the records that are kept for who has not come for them yet.
+        size: the number of records in a version, at least 1; skipped ones count.
+        kept: by worker index, the records that the worker has not fetched yet.
     """
 
     size: int = 1
@@ -73,7 +73,7 @@ class PortionedLedger(Ledger):
 
     @property
     def open_records(self) -> int:
-        """How many records of the open version are not skipped; 0 if all records are in the model."""
+        """The records of the open version that are not skipped; 0 if all records are in the model."""
         if self.finished:
             return 0
         position = (self.applied + self.skipped) % self.records
@@ -81,20 +81,20 @@ class PortionedLedger(Ledger):
 
     @property
     def held_by_all(self) -> int:
-        """How many records workers hold, all of them of the open version."""
+        """The number of records that workers hold, all of the open version."""
         return sum(_records(ranges) for ranges in self._held.values())
 
     @property
     def left(self) -> int:
-        """How many records of the open version nobody holds."""
+        """The number of records of the open version that nobody holds."""
         return self.open_records - self.held_by_all
 
     def portion(self, worker: int, weights: Mapping[int, float], *, least: int = 1) -> list[Range]:
         """The records of the open version that are kept for `worker`.
 
         Args:
-            weights: of the workers that take part, by their indexes: each gets records in proportion.
-            least: what a portion has at least, if there is as much; see `apportion`.
+            weights: the weights of the workers that take part, by index. Portions are proportional to them.
+            least: the smallest portion, if there are as many records; see `apportion`.
         """
         self._plan(weights, least)
         return list(self.kept.get(worker, ()))
@@ -102,7 +102,7 @@ class PortionedLedger(Ledger):
     def take_portion(
         self, holder: int, *, worker: int, weights: Mapping[int, float], least: int = 1
     ) -> list[Range]:
-        """Hand `holder`, who is `worker`, its portion; [] if there is none for it. See `portion`."""
+        """Hand `holder`, which is `worker`, its portion; [] if there is none. See `portion`."""
         taken = self.portion(worker, weights, least=least)
         if taken:
             del self.kept[worker]
@@ -111,7 +111,7 @@ class PortionedLedger(Ledger):
         return taken
 
     def _plan(self, weights: Mapping[int, float], least: int) -> None:
-        """Cut what is kept for nobody, or for who takes no part any more, in order of the workers."""
+        """Divide the records that are kept for no worker that takes part, in order of the workers."""
         self.kept = {worker: kept for worker, kept in self.kept.items() if worker in weights}
         kept = [r for ranges in self.kept.values() for r in ranges]
         missing = self.left - _records(kept)

@@ -1,4 +1,4 @@
-"""Rates, curves and distributions out of counters."""
+"""Rates, curves and distributions from counters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Rate:
     _points: deque[tuple[float, int]] = field(default_factory=deque)
 
     def add(self, count: int, now: float) -> None:
-        """The counter stands at `count`. Points closer than a hundredth of the window are merged."""
+        """Note the counter's value. Points closer than a hundredth of the window are merged."""
         if self._points and now - self._points[-1][0] < self.window / 100:
             return
         self._points.append((now, count))
@@ -23,7 +23,7 @@ class Rate:
             self._points.popleft()
 
     def per_second(self, count: int, now: float) -> float | None:
-        """The rate; None before there is anything to divide."""
+        """The rate; None before it is known."""
         if not self._points or now - self._points[0][0] < 1e-3:
             return None
         started, first = self._points[0]
@@ -52,16 +52,16 @@ class Curve:
 
 @dataclass
 class Distribution:
-    """How often each number, not negative, has come. Memory grows with the logarithm of the largest one.
+    """A histogram of numbers that are not negative. Its memory grows with the logarithm of the largest one.
 
-    Numbers from 100 on are rounded down to two digits; `largest` is exact.
+    Numbers from 100 on are rounded down to two significant digits; `largest` is exact.
     """
 
     counts: dict[int, int] = field(default_factory=dict)
     largest: int = 0
 
     def add(self, numbers: Iterable[int]) -> None:
-        """These have come, too."""
+        """Add numbers."""
         for number in numbers:
             unit = 1 if number < 100 else 10 ** (len(str(number)) - 2)
             rounded = number // unit * unit
@@ -70,11 +70,11 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """How many have come."""
+        """The number of numbers that were added."""
         return sum(self.counts.values())
 
     def percentile(self, percent: float) -> int:
-        """The least number that `percent` of those that came do not exceed (nearest rank); 0 for none."""
+        """The percentile, by nearest rank; 0 if no numbers were added."""
         left = percent / 100 * self.count
         for number in sorted(self.counts):
             left -= self.counts[number]

@@ -1,7 +1,7 @@
-"""One step on its way: which of its buckets may be pushed, and what of the version has not arrived.
+"""The state of a step that is being pushed: which buckets may go, and which parts of the version are missing.
 
-What was begun before a `reset`, or for the step before, means nothing after it: who says what has come of it
-names the generation in which it was begun.
+A call that began before a `reset`, or for the previous step, means nothing afterwards. So its result is
+reported with the generation in which it began.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from elastic_ps.core.partition import Bucket
 E = TypeVar("E")
 
 FINISH = -1
-"""Among the missing buckets' indexes: the acknowledgement of the step's end."""
+"""Stands among the missing buckets for the acknowledgement of the step's end."""
 
 
 def end_of(shard: int) -> int:
-    """Among the missing buckets' indexes: the end of a shard's answer to a pull."""
+    """Stands among the missing buckets for the end of a shard's answer to a pull."""
     return FINISH - 1 - shard
 
 
 class PushTime(Enum):
-    """When a step's buckets are pushed, always in the layout's order."""
+    """When the buckets of a step are pushed. They always go in the layout's order."""
 
     EARLY = auto()
-    """While backward runs. The last one waits for the script to end the step: with a single shard it carries
-    the end with it."""
+    """During backward. The last bucket waits for the end of the step, which it carries with a single
+    shard."""
 
     AT_THE_END = auto()
-    """When the script has ended the step: the round that the step goes into waits for it from its first push
-    on, so others would have to wait for the rest of a slow backward."""
+    """When the script has ended the step. Its round waits from the first push on, so with earlier pushes
+    others would wait for a slow backward."""
 
     IN_ONE_CALL = auto()
     """Likewise, by the training thread itself, and the version is the answer to the last push. For a single
@@ -41,32 +41,32 @@ class PushTime(Enum):
 
 
 class BeginTime(Enum):
-    """When this worker asks for the round that its step goes into."""
+    """When this worker asks for admission to the round of its step."""
 
     NEVER = auto()
     FIRST = auto()
-    """Before the first push: the round may be made without it."""
+    """Before the first push, since the round may leave the step out."""
     LAST = auto()
     """When the script has ended the step."""
 
 
 class BaseReport(Enum):
-    """When this worker says which version it computes on."""
+    """When this worker reports the version that it computes on."""
 
     NEVER = auto()
     IF_NEWER = auto()
-    """The version is newer than the parameter server believes."""
+    """If the version is newer than the parameter server believes."""
     ALWAYS = auto()
-    """No version is made before all have read the one that they compute on."""
+    """Always: no version is made before all workers have read the one that they compute on."""
 
 
 class PushPolicy(NamedTuple):
     """How steps are pushed.
 
     Attributes:
-        several: after a step this worker asks whether the version needs another one of it.
-        together: a version is made of the steps of all workers, which push them as soon as they can. So it is
-            worth while to have several threads for a shard on another host, and drafts of the version.
+        several: whether this worker asks after a step if the version needs another one.
+        together: whether a version has the steps of all workers, which push as soon as they can. Then several
+            threads for a shard on another host, and drafts of the version, pay off.
     """
 
     pushes: PushTime
@@ -77,7 +77,7 @@ class PushPolicy(NamedTuple):
 
     @classmethod
     def of(cls, consistency: Consistency, *, small: bool) -> PushPolicy:
-        """As the job's consistency has it. `small`: nothing could be pushed before backward ends."""
+        """The choice for a job's consistency. `small`: nothing can be pushed before the end of backward."""
         several, stale = consistency.several_steps, consistency.may_be_stale
         one_call = small and not several
         late = consistency.may_be_late
@@ -92,23 +92,23 @@ class PushPolicy(NamedTuple):
 
 
 class Progress(Generic[E]):
-    """What of one step is pushed, and what of its version has not arrived.
+    """The pushed buckets of a step, and the missing parts of its version.
 
-    The methods that return buckets return those that are to be pushed now.
+    Methods that return buckets return those to push now.
 
     Args:
-        pushed: the buckets of a step, in their order.
+        pushed: the buckets of a step, in order.
 
     Attributes:
-        pushing: how a step is pushed; changed between two steps.
-        generation: of what is under way.
-        attempt: of the round that the step is pushed for.
+        pushing: how a step is pushed. It may change between two steps.
+        generation: the number of the calls under way.
+        attempt: the attempt of the round that the step is pushed for.
         ending: how the script has ended the step; None before it has.
-        owing: the training thread is to push the step when it asks for the version.
-        present: which pieces of a bucket that is complete have a gradient; empty: all.
+        owing: whether the training thread has to push the step when it asks for the version.
+        present: for each complete bucket, which pieces have a gradient; empty: all.
         missing: the buckets that have not arrived, `FINISH`, and `end_of` shards.
-        versions: of the buckets that have arrived; not of those that never change.
-        error: what has gone wrong first.
+        versions: the versions of buckets that have arrived, except for those that never change.
+        error: the first error.
     """
 
     def __init__(self, pushed: Sequence[Bucket], pushing: PushPolicy) -> None:
@@ -121,17 +121,17 @@ class Progress(Generic[E]):
         self.versions: dict[int, int] = {}
         self.error: BaseException | None = None
         self._pushed = pushed
-        self._ready = self._begun = self._acknowledged = 0  # how many buckets, in their order
+        self._ready = self._begun = self._acknowledged = 0  # the number of buckets, in order
 
     def begin(self) -> None:
-        """A step begins. A call for the one before may still be under way, if that was given up."""
+        """Begin a step. A call for the previous one may still be under way if that was given up."""
         self.generation += 1
         self.attempt, self.ending, self.error = 0, None, None
         self._ready = self._begun = self._acknowledged = 0
         self.present.clear()
 
     def reset(self) -> None:
-        """Forget the step under way and what went wrong."""
+        """Forget the step under way and its error."""
         self.generation += 1
         self.error, self.ending, self.owing = None, None, False
         self.missing.clear()
@@ -144,7 +144,7 @@ class Progress(Generic[E]):
         return self._ready == len(self._pushed)
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> Sequence[Bucket]:
-        """A bucket is complete. It is pushed when those before it are."""
+        """Note that a bucket is complete. It is pushed after those before it."""
         self.present[bucket.index] = () if all(present) else tuple(present)
         while not self.all_ready and self._pushed[self._ready].index in self.present:
             self._ready += 1
@@ -156,7 +156,7 @@ class Progress(Generic[E]):
         return self._rest()
 
     def restart(self, attempt: int, generation: int) -> Sequence[Bucket]:
-        """The round starts again: everything is to be pushed once more, for another attempt."""
+        """Start over for another attempt of the round: everything is pushed once more."""
         if generation != self.generation or attempt <= self.attempt:
             return ()
         self.attempt = attempt
@@ -177,7 +177,7 @@ class Progress(Generic[E]):
         return self._pushed[first:due]
 
     def acknowledge(self) -> E | None:
-        """A bucket is pushed; returns what is to be said of the step's end, if all are and it has ended."""
+        """Note a pushed bucket. Returns how the step has ended, if it has and all buckets are pushed."""
         self._acknowledged += 1
         return self.ending if self._acknowledged == len(self._pushed) else None
 
@@ -187,24 +187,24 @@ class Progress(Generic[E]):
         return self._acknowledged >= len(self._pushed) - 1
 
     def is_due(self, generation: int, attempt: int) -> bool:
-        """Whether a push that was begun in this generation, for this attempt, is of use."""
+        """Whether a push of this generation and attempt is still useful."""
         return self.error is None and (generation, attempt) == (self.generation, self.attempt)
 
     # --- what arrives
 
     @property
     def over(self) -> bool:
-        """Whether nothing is missing any more, or something has gone wrong."""
+        """Whether nothing is missing, or an error has occurred."""
         return not self.missing or self.error is not None
 
     def arrived(self, what: int, generation: int, *, version: int | None = None) -> None:
-        """A bucket, of this version if it has one, or the end of something."""
+        """Note the arrival of a bucket, with its version if it has one, or of an end."""
         if generation == self.generation:
             if version is not None:
                 self.versions[what] = version
             self.missing.discard(what)
 
     def fail(self, error: BaseException, generation: int) -> None:
-        """Something has gone wrong."""
+        """Note an error."""
         if generation == self.generation:
             self.error = self.error or error

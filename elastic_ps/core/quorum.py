@@ -1,11 +1,11 @@
 """Rounds of local steps that wait for some of the workers, and a little longer for the rest.
 
-This is the synchroniser of Decoupled DiLoCo (2026, arXiv 2604.21428): a round is made of the exchanges of at
-least `quorum` workers. Those that come within a grace period after that are part of it, too, so that a worker
-that is a little slower is not left behind each time. What comes later is part of a later round, with the
-weight of its samples: nothing that a worker has trained is dropped.
+This is the synchroniser of Decoupled DiLoCo (2026, arXiv 2604.21428): a round has the exchanges of at least
+`quorum` workers. Exchanges that arrive within a grace period after that also belong to it, so that a slightly
+slower worker is not left out each time. Later ones belong to a later round, with the weight of their samples:
+no training is lost.
 
-How long the grace period is, is decided outside, where there is a clock.
+The caller, which has a clock, decides how long the grace period is.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from elastic_ps.core.consistency import Contribution, Event, Phase
 
 @dataclass
 class QuorumRounds(BoundedRounds):
-    """Rounds of the exchanges of a quorum, and of those that come soon after.
+    """Rounds of the exchanges of a quorum, and of those that arrive soon after.
 
-    If fewer workers take part, a round is made of the exchanges of all of them.
+    If fewer workers take part, a round has the exchanges of all of them.
 
     Attributes:
-        quorum: how many workers' exchanges a round waits for, however long that takes; at least 1.
+        quorum: the number of workers that a round waits for, however long that takes; at least 1.
 
-    It is shut when the grace period is over.
+    A round is closed when the grace period is over.
     """
 
     quorum: int = 1

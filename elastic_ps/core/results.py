@@ -1,4 +1,4 @@
-"""How training goes, by what its steps report."""
+"""The results that steps report: metrics, losses, rates and staleness."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from elastic_ps.core.progress import Curve, Distribution, Rate
 
 @dataclass
 class Results:
-    """What a job's steps have reported.
+    """The reports of a job's steps.
 
     Attributes:
         metrics: the last value of each name.
-        loss: of each version.
-        trend: of the losses so far, by which it is seen that the job learns nothing.
-        rate: of the records that are in the model.
-        steady: the same over a minute; it tells how long the rest will take.
-        staleness: of all steps that are in the model.
-        recent: of those that are in it since this was emptied last.
+        loss: the loss of each version.
+        trend: a summary of the losses so far, which shows whether the job learns.
+        rate: the rate of records in the model.
+        steady: the same over a minute, to estimate the remaining time.
+        staleness: the staleness of all steps in the model.
+        recent: the staleness of the steps since it was last emptied.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Results:
         *,
         staleness: Mapping[int, int],
     ) -> None:
-        """The steps have become `version`. `staleness`: by worker; see `SyncRounds.staleness`."""
+        """Note the steps of `version`. `staleness`: by worker; see `SyncRounds.staleness`."""
         for distribution in (self.staleness, self.recent):
             distribution.add(staleness[c.worker] for c in contributions if not c.assigns)
         reported = reduce_all([Metrics(c.metrics, c.reductions, c.samples) for c in contributions])
@@ -56,12 +56,12 @@ class Results:
             rate.add(ledger.applied if ledger else 0, now)
 
     def judge(self, loss: float, ledger: Ledger | FixedSchedule | None) -> None:
-        """Take a loss in that the job has now; NaN if a worker's gradient was not finite."""
+        """Add the job's present loss; NaN if a worker's gradient was not finite."""
         done = 0.0 if ledger is None else (ledger.applied + ledger.skipped) / max(1, ledger.expected)
         self.trend.add(done, loss)
 
     def copy(self) -> Results:
-        """The same, but for what says how fast and how stale steps are lately: that is empty."""
+        """A copy without the recent rates and staleness."""
         return Results(
             dict(self.metrics),
             replace(self.loss, points=list(self.loss.points)),

@@ -1,8 +1,7 @@
-"""By how much the learning rate of a stale step is divided: `Consistency.scale`.
+"""The divisor of a stale step's learning rate: `Consistency.scale`.
 
-A function of the user's own is asked once for every staleness that matters, when the job begins or is
-changed. So nothing of it runs while a version is made, and what is wrong with it is said before anything
-happens.
+A user's own function is called once for every relevant staleness, when the job begins or is changed. So it
+does not run while a version is made, and its errors show before training begins.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from elastic_ps.errors import InvalidJob
 from elastic_ps.process.lifecycle import import_own
 
 TRIED = 1000
-"""The largest staleness that a function is asked for; staler steps have the same rate."""
+"""The largest staleness for which a function is called. Staler steps have the same rate."""
 
 
 def divisor(scale: str, staleness: int) -> float:
-    """What the learning rate of a step is divided by.
+    """The divisor of a step's learning rate.
 
     `inverse` is after Zhang et al. 2016, "Staleness-aware Async-SGD for Distributed Deep Learning", who
     divide by the staleness. Here it is one more, so that a fresh step has the whole rate. `damped` has the
@@ -28,10 +27,10 @@ def divisor(scale: str, staleness: int) -> float:
 
     Args:
         scale: `Consistency.scale` of the job.
-        staleness: in versions.
+        staleness: the step's staleness, in versions.
 
     Raises:
-        InvalidJob: see `check`; not after that.
+        InvalidJob: see `check`, after which it is not raised.
     """
     if scale == "none":
         return 1.0
@@ -44,7 +43,7 @@ def check(scale: str | None) -> None:
     """Import the user's function, if `scale` names one, and try it.
 
     Raises:
-        InvalidJob: it cannot be imported or called, or returns something that is no positive finite number.
+        InvalidJob: it cannot be imported or called, or does not return a positive finite number.
     """
     if scale is not None and scale not in STALENESS_SCALES:
         _of(scale)

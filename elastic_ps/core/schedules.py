@@ -1,4 +1,4 @@
-"""The settings that a version is made with: those that its workers want, at the place that training is at."""
+"""The settings of a version: those that its workers ask for, at the current position of training."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def after(
     *,
     may_be_stale: bool,
 ) -> Settings:
-    """The settings to step with, after `settings`. They are in force until the next version is made.
+    """The settings for the next step, after `settings`. They are in force until the next version.
 
     Args:
         may_be_stale: see `wanted`.
     """
     if any(c.assigns for c in contributions):
-        return settings  # no step is made, so that schedules make none
+        return settings  # no step is made, so schedules do not advance
     sent = wanted(contributions, members, may_be_stale=may_be_stale)
     made = Made(len({c.worker for c in contributions}), sum(c.samples for c in contributions))
     position = _position(settings.position.version + 1, contributions, ledger)
@@ -47,11 +47,11 @@ def _position(
 
 
 def wanted(contributions: Sequence[Contribution], members: Members, *, may_be_stale: bool) -> str:
-    """The settings that the contributors want, as JSON; "" for those that are in force.
+    """The settings that the contributors ask for, as JSON; "" for those in force.
 
-    They are those of the contributor that has made most steps. With bounded staleness, where most
-    versions lack most workers, they change only if no member has made more steps: so a schedule does not
-    go back whenever a slow worker's step arrives.
+    The contributor with the most steps decides. With bounded staleness, where most versions lack most
+    workers, settings change only if no member has made more steps. So a schedule does not go back whenever a
+    slow worker's step arrives.
     """
     sent = {c.incarnation: c.settings for c in contributions}
     first = eldest(members.find(c.worker, c.incarnation) for c in contributions)
@@ -60,13 +60,13 @@ def wanted(contributions: Sequence[Contribution], members: Members, *, may_be_st
 
 
 def to_step_with(settings: Settings, consistency: Consistency, *, stalest: int, version: int) -> Settings:
-    """The settings in force; a stale step may have another learning rate, and another momentum.
+    """The settings in force. A stale step may have another learning rate and momentum.
 
     So may an exchange; see `Consistency.scale` and `Consistency.warms_momentum`.
 
     Args:
-        stalest: versions between the stalest step's own and the one that is made.
-        version: that the round continues from, as schedules count.
+        stalest: the staleness of the stalest step.
+        version: the version that the round continues from.
     """
     if (divisor := scales.divisor(consistency.scale, stalest)) != 1:
         settings = settings.slowed(divisor)

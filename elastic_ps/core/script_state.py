@@ -1,4 +1,4 @@
-"""What scripts keep with the job (`Session.state`): a small object of JSON. Pure."""
+"""The state that scripts keep with the job (`Session.state`): a small JSON object. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from elastic_ps.errors import UsageError
 
 LIMIT = 64 * 1024
-"""Bytes of the text at most: it is part of each checkpoint, and of what a standby is told of each version."""
+"""The largest state, in bytes: it is in each checkpoint, and a standby gets it with each version."""
 
 EMPTY = "{}"
 
@@ -19,7 +19,7 @@ def to_text(state: Mapping[str, Any]) -> str:
     """The state as JSON. Infinities and NaN are written as Python's json does.
 
     Raises:
-        UsageError: JSON cannot have it, or it is too large.
+        UsageError: JSON cannot encode it, or it is too large.
     """
     try:
         text = json.dumps(_plain(state, "session.state"))
@@ -36,10 +36,10 @@ def to_text(state: Mapping[str, Any]) -> str:
 
 
 def from_text(text: str) -> dict[str, Any]:
-    """The state; what is within it cannot be changed, since nobody would be told of that.
+    """The state, as immutable data, since changes within it would be lost.
 
     Raises:
-        ValueError: the text is no object of JSON, or is too long.
+        ValueError: the text is not a JSON object, or is too long.
     """
     if len(text.encode()) > LIMIT:
         raise ValueError(f"the state has more than {LIMIT} bytes")

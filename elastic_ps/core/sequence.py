@@ -1,7 +1,7 @@
-"""Which pushes a shard has seen: duplicates are recognised, outdated ones fenced off.
+"""Recognises duplicate and outdated pushes on a shard.
 
-The table is as large as the number of buckets times the contributors of the open round, and is emptied
-when a round opens or starts again; it does not grow with time.
+The table has an entry for each bucket and contributor of the open round. It is emptied when a round opens or
+starts again, so it does not grow with time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from elastic_ps.errors import RefusalCode, Refused
 
 @dataclass(frozen=True, kw_only=True)
 class PushKey:
-    """What identifies a push. See `docs/design/protocol.md`."""
+    """Identifies a push. See `docs/design/protocol.md`."""
 
     term: int
     worker: int
@@ -28,7 +28,7 @@ class PushKey:
 
 
 class Verdict(enum.Enum):
-    """What to do with a push that is not refused."""
+    """The answer to a push that is not refused."""
 
     ADD = "add"
     DUPLICATE = "duplicate"
@@ -39,16 +39,16 @@ class PushLog:
     """The pushes of the open round.
 
     Attributes:
-        term: of this shard.
-        version, attempt: of the open round.
-        asked: in deterministic mode, the (worker, bucket) of each push that came before it was its turn.
-        expected: the incarnation of each worker that takes part; 0, which none has, for a worker that is
-            waited for and has not come. Others are refused: their values would spoil the sums. In
-            deterministic mode the workers order the additions.
-        several: a worker may push several steps for one round; else one.
+        term: the term of this shard.
+        version, attempt: those of the open round.
+        asked: in deterministic mode, the (worker, bucket) of each push that came before its turn.
+        expected: the incarnation of each worker that takes part; 0, which none has, for a worker that has not
+            come yet. Others are refused: their values would spoil the sums. In deterministic mode the order
+            of the workers is the order of additions.
+        several: whether a worker may push several steps for one round.
         added: for each bucket, the (worker, incarnation, step) whose values are in its sum.
-        weights: for each bucket to whose sum pushes were added, how many samples these weigh together.
-        adding: the buckets to whose sums something is being added, so that these are of no contributions.
+        weights: for each bucket with pushes in its sum, their total weight in samples.
+        adding: the buckets to which a push is being added, so that their sums are incomplete.
     """
 
     term: int
@@ -62,7 +62,7 @@ class PushLog:
     adding: set[int] = field(default_factory=set)
 
     def decide(self, key: PushKey) -> Verdict:
-        """Whether the push is to be added or has been already.
+        """Whether to add the push, or it was added already.
 
         Raises:
             Refused: STALE_TERM, STALE_INCARNATION, WRONG_VERSION or STALE_ATTEMPT, in words.
@@ -103,10 +103,10 @@ class PushLog:
             )
 
     def check_initialiser(self, worker: int, incarnation: int) -> None:
-        """Raise Refused unless the model's first values are to come from this worker.
+        """Raise Refused unless this worker sends the model's first values.
 
         Raises:
-            Refused: STALE_INCARNATION; NOT_READY: it is not known yet whom they come from.
+            Refused: STALE_INCARNATION; NOT_READY: it is not known yet which worker sends them.
         """
         if self.version or self.added:
             raise Refused(RefusalCode.STALE_INCARNATION, "the model is being trained already")
@@ -129,11 +129,11 @@ class PushLog:
             )
 
     def begin(self, key: PushKey) -> None:
-        """The push is going to be added to its bucket's sum, and no other one to this until it is there."""
+        """Note that the push is being added to its bucket's sum. No other one may be meanwhile."""
         self.adding.add(key.bucket)
 
     def add(self, key: PushKey, *, samples: int = 0) -> None:
-        """The push, which is for the open round and weighs so many `samples`, is in its bucket's sum now."""
+        """Note that the push, of the open round and with the weight `samples`, is in its bucket's sum."""
         self.adding.discard(key.bucket)
         if samples:
             self.weights[key.bucket] += samples
@@ -145,7 +145,7 @@ class PushLog:
         return all(other in have for other in self.expected if other < worker)
 
     def takes_turn(self, worker: int, bucket: int) -> bool:
-        """A push of `worker` is here: whether it is its turn. If not, it is noted as waiting."""
+        """Whether it is the turn of a push of `worker`. If not, note that it waits."""
         if self.turn(worker, bucket):
             return True
         self.asked.add((worker, bucket))
@@ -153,21 +153,21 @@ class PushLog:
 
     @property
     def queued(self) -> frozenset[int]:
-        """The workers that have come with a push before it was their turn, which it is not yet."""
+        """The workers whose pushes still wait for their turn."""
         return frozenset(worker for worker, bucket in self.asked if not self.turn(worker, bucket))
 
     def has_all(self, bucket: int) -> bool:
-        """Whether the sum of `bucket` has a contribution of each expected worker, and of nobody else."""
+        """Whether the sum of `bucket` has exactly the contributions of the expected workers."""
         have = {entry[:2] for entry in self.added.get(bucket, ())}
         return bool(have) and have == set(self.expected.items()) and bucket not in self.adding
 
     def complete(self, buckets: Collection[int], contributors: Collection[tuple[int, int, int]]) -> bool:
-        """Whether the sums of all `buckets` are made of exactly these contributions."""
+        """Whether the sums of all `buckets` have exactly these contributions."""
         wanted = set(contributors)
         return all(self.added.get(b, set()) == wanted and b not in self.adding for b in buckets)
 
     def open(self, *, version: int, attempt: int, expected: Mapping[int, int]) -> bool:
-        """Set the open round. Returns whether the sums are void: it is another round or attempt."""
+        """Set the open round. Returns whether to drop the sums, since the round or attempt is another one."""
         void = (version, attempt) != (self.version, self.attempt)
         self.version, self.attempt, self.expected = version, attempt, expected
         if void:
