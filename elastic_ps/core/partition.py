@@ -207,7 +207,7 @@ def partition(
         numbered = [
             (i, t) for i, t in enumerate(tensors) if (t.rule, t.frozen) == (rule, frozen) and t.elements
         ]
-        # For each rule separately: a few trained parameters do not cut a large frozen model into tiny buckets.
+        # Each rule by itself: a few trained parameters must not cut a large frozen model into tiny buckets.
         total = sum(t.elements * ITEM_SIZE[t.dtype] for _, t in numbered)
         wanted = max(smallest, math.ceil(total / BUCKETS_WANTED))
         most = min(bucket_bytes, wanted) if bucket_bytes <= OVERLAPPING_BYTES else bucket_bytes

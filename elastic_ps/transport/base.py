@@ -1,13 +1,13 @@
 """The interface of a transport: calls that carry a small header and a large body.
 
-A *call* sends one frame, a method name with a header and a body, and receives any number of frames back,
-one after the other. A header is an encoded protobuf message of a few hundred bytes. A body is a tensor's
-bytes: it is announced by its size, and the receiver says where it shall be written before a byte of it is
-copied. So a body can go from the sender's tensor to the receiver's without a buffer between them, on
-transports that can do that (shared memory, MPI), and a server decides when it takes a body in.
+A *call* sends one frame, a method name with a header and a body, and receives any number of frames in
+sequence. A header is an encoded protobuf message of a few hundred bytes. A body is a tensor's bytes. It is
+announced by its size, and the receiver names its target before a byte is copied. So a body can go from the
+sender's tensor to the receiver's without a buffer, on transports that support it (shared memory, MPI), and a
+server decides when it receives a body.
 
-Nothing here knows what the headers say. Everything is safe to use from several threads unless it says
-otherwise. A transport is correct if `tests/integration/test_transport.py` passes for it.
+Transports do not read headers. Objects are thread-safe unless they say otherwise. A transport is correct if
+`tests/integration/test_transport.py` passes for it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ EMPTY = memoryview(b"")
 
 @dataclass(frozen=True)
 class Frame:
-    """What one side sends: a header and a body.
+    """A header and a body to send.
 
     Attributes:
         header: at most `Limits.header_bytes` bytes.
         body: a C-contiguous view of bytes. It is read while the frame is being sent and must not change
             until the call has ended (for a server: until the next frame is asked for).
-        last: of a server's frame: the handler ends after it. So a transport may say so with the frame itself,
-            and need not ask the handler for more.
+        last: whether a server's handler ends after this frame. A transport may then announce the end with the
+            frame, and need not ask the handler for more.
     """
 
     header: bytes
@@ -42,7 +42,7 @@ class Frame:
 
 
 class Incoming(Protocol):
-    """A frame that is being received. To be used by one thread."""
+    """A frame that is being received. For one thread only."""
 
     @property
     def header(self) -> bytes:
@@ -50,55 +50,54 @@ class Incoming(Protocol):
 
     @property
     def size(self) -> int:
-        """Bytes of the body as announced; at most `Limits.body_bytes`."""
+        """The announced size of the body, in bytes; at most `Limits.body_bytes`."""
 
     @property
     def transport(self) -> str:
-        """In which way it came: `shm`, `tcp`, `grpc`, `mpi` or `inproc`."""
+        """The transport: `shm`, `tcp`, `grpc`, `mpi` or `inproc`."""
 
     @property
     def peer(self) -> Identity | None:
-        """Who has sent it, by the certificate of the connection.
+        """The identity in the sender's certificate; None if the connection has no certificate.
 
-        None: the connection has none. The job has no certificates, or the sender is a process of the same
-        user on this host (`shm`), or this process (`inproc`): it could do all that this process does. Or it
-        comes through a rank of the same `mpirun` (`mpi`), which has started it.
+        That is so if the job has none, or the sender needs none: a process of the same user on this host
+        (`shm`), this process (`inproc`), or a process that a rank of the same `mpirun` has started (`mpi`).
         """
 
     def view(self) -> memoryview | None:
-        """The body in memory that both sides share, read-only; None if it has to be read with `read_into`.
+        """The body in shared memory, read-only; None if it has to be read with `read_into`.
 
-        It is there until this side answers, or asks for the next answer. A handler that looks at it may not
+        It is valid until this side answers, or asks for the next answer. So a handler that uses it may not
         yield before it is done with it.
         """
 
     def read_into(self, target: memoryview) -> None:
-        """Write the body into `target`, which has exactly `size` writable bytes. Blocks until all are there.
+        """Write the body into `target`, which has exactly `size` writable bytes. Blocks until it is complete.
 
-        May be called once. A body that is never read is discarded by the transport.
+        Call it at most once. The transport discards a body that is never read.
 
         Raises:
-            ConnectionLost, DeadlineExceeded: the rest does not come; `target`'s content is undefined.
+            ConnectionLost, DeadlineExceeded: the rest does not arrive; the content of `target` is undefined.
             Malformed: the sender sent another number of bytes than it announced.
         """
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a receiver accepts; beyond it, `Malformed` for the sender of a frame, and no memory is taken.
+    """The limits of a receiver. A larger frame is refused with `Malformed`, before memory is allocated.
 
-    A server's `body_bytes` may be raised when it learns the layout of the model.
+    A server may raise its `body_bytes` when it learns the layout of the model.
     """
 
     header_bytes: int = 16 * 1024 * 1024
     body_bytes: int = 256 * 1024 * 1024
     share: int = 128
-    """What one address may hold of a server in any case: workers on one host need about eight each."""
+    """The least number of calls or sockets of one address: workers on one host need about eight each."""
     handshake: timedelta = timedelta(seconds=10)
-    """For how long the handshake of a `stream` may take."""
+    """The time limit of a `stream` handshake."""
 
     def check(self, what: str, *, header: int, body: int) -> None:
-        """Raises Malformed if a frame's header or body has too many bytes. `what` names it in the message."""
+        """Raise Malformed if a frame's header or body is too large. `what` names it in the message."""
         for part, size, limit in (("header", header, self.header_bytes), ("body", body, self.body_bytes)):
             if size > limit:
                 raise Malformed(f"{what}: a {part} of {size} bytes; the limit is {limit}")
@@ -115,11 +114,11 @@ its type, and is logged with its traceback.
 
 
 class Connection(abc.ABC):
-    """A client's way to one server."""
+    """A client's connection to one server."""
 
     @property
     def near(self) -> bool:
-        """Whether the server is known to be on this host, so that large bodies need not travel."""
+        """Whether the server is known to be on this host, so that large bodies need not be sent."""
         return False
 
     @abc.abstractmethod
@@ -131,22 +130,22 @@ class Connection(abc.ABC):
         from now to its last answer. Closing the iterator (or dropping it) cancels the call.
 
         Raises (here or while iterating or reading):
-            Refused: the server says no.
+            Refused: the server refuses.
             ConnectionLost, DeadlineExceeded, Malformed, TransportError.
         """
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Cancel the calls that are under way (their threads get `ConnectionLost`) and free everything."""
+        """Cancel all calls (their threads get `ConnectionLost`) and free everything."""
 
 
 class Server(abc.ABC):
-    """A listening server. It serves from `serve` until `close`."""
+    """A listening server, which serves from `serve` until `close`."""
 
     @property
     @abc.abstractmethod
     def address(self) -> str:
-        """What a client passes to connect."""
+        """The address for clients."""
 
     @abc.abstractmethod
     def serve(self, handler: Handler) -> None:
@@ -154,15 +153,15 @@ class Server(abc.ABC):
 
     @abc.abstractmethod
     def close(self, grace: timedelta = timedelta(0)) -> None:
-        """Take no new call, let the running ones end within `grace`, cancel the rest, join the threads.
+        """Take no new calls, let the running ones end within `grace`, cancel the rest, join the threads.
 
-        A handler that waits for something else than its client is not interrupted: whoever owns that
-        wakes it up. Close waits a few more seconds for such handlers, then leaves them and says so.
+        A handler that waits for anything but its client is not interrupted; its owner has to wake it up.
+        Close waits a few more seconds for such handlers, then logs a warning and leaves them.
         """
 
 
 def unary(connection: Connection, method: str, header: bytes, *, timeout: timedelta) -> bytes:
-    """A call with headers only and exactly one answer; returns the answer's header. Blocks."""
+    """Make a call without bodies and with exactly one answer; returns its header. Blocks."""
     headers = [answer.header for answer in connection.call(method, Frame(header), timeout=timeout)]
     if headers:
         return headers[0]

@@ -1,4 +1,4 @@
-"""Memory that bodies are received in, which no number of senders makes more."""
+"""Memory to receive bodies in, whose size does not grow with the number of senders."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.transport.base import Incoming
 
 RECEIVE_BUFFERS = 4
-"""Pushes that are received at the same time; the others wait, so memory does not grow with the workers."""
+"""The number of pushes that are received at the same time. Others wait, so memory stays bounded."""
 
 
 class Buffers:
-    """Memory to receive buckets in, of a shard whose largest bucket has `nbytes`. Thread-safe."""
+    """Memory to receive buckets of up to `nbytes` bytes. Thread-safe."""
 
     def __init__(self, nbytes: int) -> None:
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
@@ -29,23 +29,23 @@ class Buffers:
     def receive(
         self, bucket: Bucket, incoming: Incoming, *, timeout: timedelta
     ) -> AbstractContextManager[torch.Tensor]:
-        """A bucket's worth of values that comes in; see `values`."""
+        """Receive the values of a bucket; see `values`."""
         return self.values(f"bucket {bucket.index}", bucket.dtype, bucket.nbytes, incoming, timeout=timeout)
 
     @contextmanager
     def values(
         self, what: str, dtype: str, nbytes: int, incoming: Incoming, *, timeout: timedelta
     ) -> Iterator[torch.Tensor]:
-        """Values that come in, flat; where they lie if that memory is shared. Blocks.
+        """Receive values, flat; in place if they lie in shared memory. Blocks.
 
-        Its sender may change shared memory only when it is no member any more or the round has started again.
-        Then the sum that it is added to, of an attempt that is over, is never used.
+        The sender of shared memory changes it only when it is no member any more, or the round has started
+        again. Then the sum that the values go into is never used.
 
         Args:
-            what: they are, in words.
+            what: the name of the values in messages.
 
         Raises:
-            Refused: MALFORMED: the size is another. NOT_READY: all buffers were in use until `timeout`.
+            Refused: MALFORMED: the size is wrong. NOT_READY: all buffers were in use until `timeout`.
         """
         if incoming.size != nbytes:
             text = f"{incoming.size} bytes for {what}, which has {nbytes}"

@@ -1,4 +1,4 @@
-"""The calls, as a table: for each its messages, and who may make it of whom. Both ends look into it.
+"""The table of calls: the messages of each, and who may make it to whom. Both ends use it.
 
 `messages.proto` says what is in the messages. `server.service` enforces the table for all handlers alike.
 """
@@ -23,7 +23,7 @@ S = TypeVar("S")
 
 
 class By(Flag):
-    """Who may make a call, where certificates say who calls."""
+    """The roles that may make a call, if certificates identify the caller."""
 
     WORKER = auto()
     EVALUATOR = auto()
@@ -34,7 +34,7 @@ class By(Flag):
 
 
 class At(Flag):
-    """Who answers it. A process answers only what somebody has to ask it: shard 0 takes no orders."""
+    """The processes that answer a call. A process answers only the calls that it needs to."""
 
     SHARD_ZERO = auto()
     OTHER = auto()
@@ -44,14 +44,14 @@ class At(Flag):
 
 
 class Sender(Enum):
-    """What a request says of whoever has sent it, and what is checked of that before it is looked at."""
+    """How a request names its sender, which is checked before the request is handled."""
 
     JOB = auto()
-    """The job that is meant, in `job`."""
+    """The name of the job, in `job`."""
     WORKER = auto()
     """A worker of the job, in `caller`. It need not be a member."""
     MEMBER = auto()
-    """The same, and the term that it has joined is the present one."""
+    """A worker of the job, in `caller`, which has joined in the present term."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,11 @@ class Call(Generic[Q, A]):
     """One call. Its name is the one of its request, without "Request".
 
     Attributes:
-        reply: of each answer. One that has a field `pending` may ask for the same call once more.
-        by, at, sender: see there.
-        describes: the request describes a model, whose size nobody knows before it has come.
-        numbered: it changes what a worker holds, or the job's state: `Caller.call` counts such calls.
+        reply: the message of each answer. With `pending` set, it asks for a repetition of the call.
+        by, at, sender: see `By`, `At` and `Sender`.
+        describes: whether the request describes a model, whose size is unknown beforehand.
+        numbered: whether the call changes what a worker holds, or the job's state. `Caller.call` counts such
+            calls.
     """
 
     request: type[Q]
@@ -78,7 +79,7 @@ class Call(Generic[Q, A]):
         return self.request.__name__.removesuffix("Request")
 
     def parse(self, header: bytes) -> Q:
-        """Raises Malformed if `header` is not such a request."""
+        """Read a request. Raises Malformed if `header` is no such request."""
         try:
             return self.request.FromString(header)
         except DecodeError as error:
@@ -132,22 +133,22 @@ READ_FILE = Call(pb.ReadFileRequest, pb.Done, By.EVALUATOR, At.SHARD_ZERO, Sende
 CALLS: Mapping[str, Call[Any, Any]] = {
     each.name: each for each in tuple(globals().values()) if isinstance(each, Call)
 }
-"""By their names."""
+"""All calls, by name."""
 
 
 def ask(connection: Connection, call: Call[Q, A], request: Q, *, timeout: timedelta) -> A:
-    """Make a call without bodies that has one answer. Blocks. Raises as `Connection.call`."""
+    """Make a call without bodies that has one answer. Blocks. Raises like `Connection.call`."""
     return call.reply.FromString(unary(connection, call.name, request.SerializeToString(), timeout=timeout))
 
 
 Answer: TypeAlias = A | Iterator[Frame] | None
-"""Of a handler: the only answer, all of them, or None: it is done, or `pending`: nothing has happened."""
+"""A handler's result: the answer, several answers, None (done), or `pending` (nothing was done)."""
 
 
 def answers(
     call: Call[Q, A],
 ) -> Callable[[Callable[[S, Q, Incoming], Answer[A]]], Callable[[S, Q, Incoming], Answer[A]]]:
-    """The method is the handler of this call. It may block."""
+    """Mark a method as the handler of a call. It may block."""
 
     def mark(handler: Callable[[S, Q, Incoming], Answer[A]]) -> Callable[[S, Q, Incoming], Answer[A]]:
         vars(handler)["answers"] = call

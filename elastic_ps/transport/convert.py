@@ -1,4 +1,4 @@
-"""Between the protobuf messages and the types of `core`, and of others with the same names in them."""
+"""Converts between protobuf messages and types with fields of the same names, such as those of `core`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 def to_message(kind: type[M], value: Any, **given: Any) -> M:
-    """A message of what `value`, as in `from_message`, has under the same names; else `given`."""
+    """A message with the fields of `value`, by name; the others come from `given`."""
     names = _common(kind.DESCRIPTOR, value.__class__) - given.keys()
     return kind(**{name: getattr(value, name) for name in names}, **given)
 
 
 def fields(message: Message, *names: str) -> dict[str, Any]:
-    """What a message says in these fields, by their names; None in an optional one that is absent."""
+    """The values of these fields of a message, by name; None for an absent optional field."""
     known = message.DESCRIPTOR.fields_by_name
     return {
         name: getattr(message, name) if not known[name].has_presence or message.HasField(name) else None
@@ -34,14 +34,14 @@ def fields(message: Message, *names: str) -> dict[str, Any]:
 
 
 def from_message(kind: Callable[..., T], message: Message, **given: Any) -> T:
-    """A `kind`, a dataclass or a named tuple, with the message's fields of the same names; else `given`."""
+    """A `kind`, a dataclass or named tuple, from a message's fields by name; the others come from `given`."""
     names = _common(message.DESCRIPTOR, kind) - given.keys()
     return kind(**fields(message, *names), **given)
 
 
 @cache
 def _common(message: Any, kind: Any) -> frozenset[str]:
-    """The names that both have. `message`: its descriptor."""
+    """The field names that both have. `message`: the message's descriptor."""
     return frozenset(kind.__annotations__).intersection(message.fields_by_name)
 
 

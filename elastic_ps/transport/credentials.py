@@ -1,9 +1,8 @@
-"""What this process shows to others, and whom it trusts: the files of `contract.identity`, as they are now.
+"""The certificate of this process and the authorities that it trusts: the files of `contract.identity`.
 
-The files are looked at for each new connection and read again when they have changed, so certificates and
-authorities are replaced without a break. Both ends check the chain of the other's certificate, that it is
-valid now, and that it is of the same job; a client also checks that the other end serves
-(`identity.server_name`).
+The files are checked for each new connection, and read again when they have changed, so certificates and
+authorities can be replaced without an interruption. Both ends check the chain, the validity and the job of
+the other's certificate; a client also checks that the other end is a server (`identity.server_name`).
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ logger = logging.getLogger(__name__)
 _FILES = (CA_FILE, CERTIFICATE_FILE, KEY_FILE)
 
 _TRIES = 5
-"""How often the files are read again at once because they changed meanwhile."""
+"""The number of attempts to read the files while they change."""
 
 
 class UntrustedError(ConnectionError):
-    """One of two sides does not accept the other's certificate."""
+    """One side does not accept the other's certificate."""
 
 
 _Stamp = tuple[tuple[int, int, int], ...]
@@ -46,14 +45,14 @@ _Stamp = tuple[tuple[int, int, int], ...]
 
 @dataclass(frozen=True, repr=False)
 class Loaded:
-    """The files as they were at one time; they fit together.
+    """A consistent state of the files.
 
     Attributes:
-        identity: who this process is.
-        until: when the certificate ends.
+        identity: the identity of this process.
+        until: the end of the certificate.
         ca, certificate, key: PEM.
-        client: for sockets that connect.
-        server: for sockets that accept; None if the identity is none of a server.
+        client: the context for sockets that connect.
+        server: the context for sockets that accept; None if the process is no server.
     """
 
     identity: Identity
@@ -69,7 +68,7 @@ class Credentials:
     """The files in a directory. Thread-safe.
 
     Raises:
-        UsageError: they are not there, or do not fit together.
+        UsageError: they are missing, or do not fit together.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -86,10 +85,10 @@ class Credentials:
                 f"cannot use the certificates in {directory}: {_words(error)}. Expected "
                 f"{', '.join(_FILES)}, as docs/guides/security.md describes them"
             ) from error
-        self._identity = self._loaded.identity  # for good: what takes the place of the files has to be of it
+        self._identity = self._loaded.identity  # new files must have the same identity
 
     def current(self) -> Loaded:
-        """The files as they are now; as they were before if they cannot be used at the moment."""
+        """The present state of the files; the previous one while they cannot be used."""
         with self._lock:
             stamp = self._stat()
             if stamp not in (self._stamp, self._unusable):
@@ -107,10 +106,10 @@ class Credentials:
             return self._loaded
 
     def accepting(self) -> ssl.SSLContext:
-        """For a socket that has been accepted.
+        """The context for an accepted socket.
 
         Raises:
-            UsageError: this process's certificate is none of a server.
+            UsageError: this process's certificate is not that of a server.
         """
         context = self.current().server
         if context is None:
@@ -122,20 +121,16 @@ class Credentials:
 
     @property
     def identity(self) -> Identity:
-        """Who this process is."""
+        """The identity of this process."""
         return self._loaded.identity
 
     @property
     def server_name(self) -> str:
-        """What the certificate of every server of this job must hold."""
+        """The name that the certificate of every server of this job must have."""
         return server_name(self.identity.job)
 
     def accept(self, names: Iterable[str]) -> Identity | None:
-        """Who has shown a certificate with these URIs, of which the chain was checked.
-
-        Returns:
-            None: nobody of this job.
-        """
+        """The identity in a certificate with these URIs, whose chain was checked; None if of another job."""
         found = from_names(names)
         return found if found is not None and found.job == self.identity.job else None
 
@@ -169,18 +164,18 @@ class Credentials:
         if identity.role in SERVING:
             server = _context(ssl.PROTOCOL_TLS_SERVER, self._directory)
             server.verify_mode = ssl.CERT_REQUIRED
-            # A ticket would let a client come back after its certificate has ended. And it would arrive by
-            # itself, while a client that still sends takes all that arrives for an answer.
+            # A ticket would let a client come back after its certificate has expired. It would also arrive
+            # unasked, and a client that still sends takes everything that arrives for an answer.
             server.num_tickets = 0
         _, until = validity_of(chain)
         return Loaded(identity, until, ca.read_bytes(), chain, key.read_bytes(), client, server)
 
 
 def of_process(environment: env.ProcessEnvironment) -> Credentials | None:
-    """This process's; None if it was started without.
+    """The credentials of this process; None if it was started without.
 
     Raises:
-        UsageError: they cannot be used, or are those of another process of the job.
+        UsageError: they cannot be used, or belong to another process of the job.
     """
     if environment.tls is None:
         return None
@@ -204,7 +199,7 @@ def _context(protocol: int, directory: Path) -> ssl.SSLContext:
 
 
 def _stat(path: Path) -> tuple[int, int, int]:
-    """What changes when the file does."""
+    """A stamp that changes when the file does."""
     try:
         stat = path.stat()
     except OSError:
@@ -221,7 +216,7 @@ def _words(error: Exception) -> str:
 
 
 def names_of(certificate: object) -> list[str]:
-    """The URIs in what `ssl.SSLSocket.getpeercert` has returned."""
+    """The URIs in a result of `ssl.SSLSocket.getpeercert`."""
     if not isinstance(certificate, dict):
         return []
     return [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"]

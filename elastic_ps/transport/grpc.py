@@ -1,8 +1,8 @@
 """The transport between hosts: gRPC over TCP, with the messages of frame.proto.
 
-What gRPC buffers of a body that nobody has asked for is bounded by the flow-control window of its call
-(`WINDOW`), on both sides. With credentials, both sides show a certificate before the first call (TLS 1.3);
-without, everybody who reaches the port is answered in plain text.
+The flow-control window of a call (`WINDOW`) bounds how much of an unread body gRPC buffers on both sides.
+With credentials, both sides show a certificate before the first call (TLS 1.3); without, the server answers
+everybody in plain text.
 
 A process may fork while calls are in flight as long as the child leaves its copies of these objects alone.
 """
@@ -53,43 +53,43 @@ from elastic_ps.transport.wire import (  # noqa: E402
 _LOG = logging.getLogger(__name__)
 
 CALLS = 4096
-"""How many calls a server answers at the same time; the next ones wait. Each has a thread, which is made when
-it is needed. A worker has two calls that wait most of the time: for records or a round, and for a version.
-Calls of one address beyond its share, see `transport.shares`, fail at once."""
+"""The number of calls that a server answers at the same time, each in a thread; the next ones wait. A worker
+has two calls that wait most of the time: for records or a round, and for a version. Calls of one address
+beyond its share, see `transport.shares`, fail at once."""
 
 CALLS_OF_ONE = 128
-"""How many of them may be of one connection, so that none takes all threads. A worker needs eight."""
+"""The number of calls of one connection, so that none takes all threads. A worker needs eight."""
 
 CONNECTIONS = 2048
-"""How many connections a server has at a time, each with some 20 KB; those that come then are closed. Whoever
-comes by the data port has none of them."""
+"""The number of connections of a server, each with some 20 KB; further ones are closed. Clients that use the
+data port need none of them."""
 
 HANDSHAKE = timedelta(seconds=10)
-"""How long a client may take to say its first words."""
+"""The time limit for a client's first message."""
 
 IDLE = timedelta(minutes=2)
 """A connection without a call is closed after this time. Its client makes another one when it has a call."""
 
 WINDOW = 1024 * 1024
-"""Bytes that a sender may send in one call before the receiver has asked for them. A server of n calls with
-bodies that no handler reads holds about 1.2 n MiB; a larger window is no faster within a machine."""
+"""The bytes that a sender may send in one call before the receiver asks for them. A server with n calls whose
+bodies are unread holds about 1.2 n MiB; a larger window is no faster within a machine."""
 
 STALL = timedelta(seconds=5)
-"""A client that sends nothing for this long, in the middle of a frame that a server reads, is cut off: it may
-hold one of the few buffers that all others need."""
+"""A client that sends nothing for this long in the middle of a frame is cut off: it may hold one of the few
+buffers that all others need."""
 
 JOIN = timedelta(seconds=10)
-"""How long `close` waits for threads that nothing should hold up."""
+"""How long `close` waits for threads that should end at once."""
 
 _SERVICE, _METHOD = "elastic_ps.transport.Transport", "Call"
 
 _CERTIFICATE = "x509_pem_cert"
-"""The key under which gRPC has the certificate. It also has the names in that, without their types."""
+"""gRPC's key of the certificate. It also has the certificate's names, but without their types."""
 
 _uris_of = functools.lru_cache(maxsize=1024)(uris_of)
 
 _VERSION = b"TLSv1.3"
-"""gRPC would also talk TLS 1.2. Its older versions do not tell which one they talk."""
+"""gRPC would also accept TLS 1.2. Its older versions do not tell which version a connection uses."""
 
 _COMMON_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -120,17 +120,17 @@ _CLIENT_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
-    # Retries are the caller's business, and gRPC's would keep a copy of what was sent.
+    # The caller retries; gRPC's own retries would keep a copy of what was sent.
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
-    # A connection of one's own, which `close` closes.
+    # A connection of its own, which `close` closes.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
 def _server_credentials(credentials: Credentials) -> grpc.ServerCredentials:
-    """What a server shows and asks for, as the files are at each handshake."""
-    credentials.accepting()  # a process without a certificate of a server cannot serve
+    """The credentials of a server, from the files at each handshake."""
+    credentials.accepting()  # a process without a server's certificate cannot serve
     shown = credentials.current()
 
     def configuration(loaded: Loaded) -> grpc.ServerCertificateConfiguration:
@@ -169,17 +169,17 @@ class GrpcServer(Server):
         """Listen on `bind`, `host:port`; port 0 picks one. Clients wait until `serve` is called.
 
         Args:
-            limits: what is accepted from clients; `limits` may be replaced later.
-            calls: how many calls are answered at the same time, each in a thread; the next ones wait.
-            connections: how many there may be at the same time, as far as there are descriptors for them.
-            handshake: how long a client may take to say its first words.
+            limits: the limits for clients; `limits` may be replaced later.
+            calls: the number of calls that are answered at the same time, each in a thread; the next ones
+            wait. connections: the number of connections, as far as there are descriptors for them.
+            handshake: the time limit for a client's first message.
             stall: how long a client may send nothing in the middle of a frame.
-            credentials: with which the server talks TLS, to clients that have a certificate of the job; None:
-                it talks to everybody, in plain text.
+            credentials: for TLS with clients that have a certificate of the job; None: the server answers
+                everybody in plain text.
 
         Raises:
             CannotListen: the port is taken, or the host is not an address of this machine.
-            UsageError: the credentials are none of a server.
+            UsageError: the credentials are not those of a server.
         """
         self._credentials = credentials
         security = _server_credentials(credentials) if credentials is not None else None
@@ -224,7 +224,7 @@ class GrpcServer(Server):
         self._server.start()
 
     def close(self, grace: timedelta = timedelta(0)) -> None:
-        """Take no new call and end those that run; see `Server.close`."""
+        """Take no new calls, and end the running ones; see `Server.close`."""
         if self._closed:
             return
         self._closed = True
@@ -243,7 +243,7 @@ class GrpcServer(Server):
         self._watchdog.close()
 
     def _answer(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Answer one call, in a thread of the pool. gRPC drops, so closes, this if the client goes."""
+        """Answer one call, in a thread of the pool. gRPC drops and so closes it if the client goes."""
         client = context.peer().rpartition(":")[0]  # without the port
         if not self._shares.take(client):
             context.abort(grpc.StatusCode.UNAVAILABLE, "too many calls from this address")
@@ -259,7 +259,7 @@ class GrpcServer(Server):
                 self._idle.notify_all()
 
     def _identify(self, context: grpc.ServicerContext) -> Identity | None:
-        """Who calls; None without TLS. gRPC has checked the certificate, but not whose it is."""
+        """The caller's identity; None without TLS. gRPC has checked the certificate, but not its job."""
         if self._credentials is None:
             return None
         shown = cast("Mapping[str, Sequence[bytes]]", context.auth_context())
@@ -335,7 +335,7 @@ class _Requests:
 
 
 class GrpcConnection(Connection):
-    """Calls to one server over a TCP connection of its own, made when it is needed. Thread-safe.
+    """Calls to one server over a TCP connection of its own, which is made when needed. Thread-safe.
 
     After the server went away, calls fail at once with `ConnectionLost` until it is reachable again. If
     something else answers meanwhile, such as a proxy in the place of a Service without pods, the next call
@@ -437,7 +437,7 @@ class _Sending(Iterator[bytes]):
         return next(self._messages)
 
     def end(self) -> None:
-        """Take nothing more from the frame; returns when nobody reads its body any more."""
+        """Stop reading the frame; returns when nobody reads its body any more."""
         self._ended = True
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():

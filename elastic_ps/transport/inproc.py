@@ -1,8 +1,8 @@
 """The transport within one process, for tests: `server = InprocServer()`, `connection = connect(server)`.
 
-A body is copied once, from the sender's memory to the receiver's target. Errors, deadlines, cancellation
-and limits are those of a transport between processes. A server that was closed may serve again, as a
-process that is started again at the same address; connections to it then work again.
+A body is copied once, from the sender's memory to the receiver's target. Errors, deadlines, cancellation and
+limits are those of a transport between processes. A closed server may serve again, like a process that is
+restarted at the same address; connections to it then work again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class InprocServer(Server):
     """Answers calls in threads of this process, one for each call. Thread-safe."""
 
     def __init__(self, *, limits: Limits | None = None) -> None:
-        """`limits` says what is accepted from clients; it may be replaced later."""
+        """`limits`: the limits for clients, which may be replaced later."""
         self.limits = limits or Limits()
         self._address = f"inproc:{next(_NUMBERS)}"
         self._handler: Handler | None = None
@@ -50,7 +50,7 @@ class InprocServer(Server):
             self._handler = handler
 
     def close(self, grace: timedelta = timedelta(0)) -> None:
-        """Take no new call and end those that run; see `Server.close`."""
+        """Take no new calls, and end the running ones; see `Server.close`."""
         with self._lock:
             self._handler = None
             running = dict(self._calls)
@@ -65,7 +65,7 @@ class InprocServer(Server):
         """Answer `call` in a thread.
 
         Raises:
-            ConnectionLost: nobody serves here.
+            ConnectionLost: the server does not serve.
         """
         with self._lock:
             handler = self._handler
@@ -96,7 +96,7 @@ class InprocConnection(Connection):
     """Calls to an `InprocServer`. Thread-safe."""
 
     def __init__(self, server: InprocServer, *, limits: Limits | None = None) -> None:
-        """`limits` says what is accepted from the server."""
+        """`limits`: the limits for the server."""
         self._server = server
         self._limits = limits or Limits()
         self._lock = threading.Lock()
@@ -126,7 +126,7 @@ class InprocConnection(Connection):
 
 
 def connect(server: InprocServer, *, limits: Limits | None = None) -> InprocConnection:
-    """A connection to `server`; `limits` says what is accepted from it."""
+    """A connection to `server`. `limits`: the limits for its answers."""
     return InprocConnection(server, limits=limits)
 
 
@@ -153,7 +153,7 @@ class _Call:
     def end(self, error: TransportError) -> None:
         """Cancel the call: both sides get `error`. Returns when nobody reads the other's memory any more.
 
-        A call whose last answer has been taken is over; what the client finds then is its end.
+        A call whose last answer has been taken is over; the client then finds its normal end.
         """
         with self._changed:
             if self._error is None and not self._finished:
@@ -162,7 +162,7 @@ class _Call:
             self._changed.wait_for(lambda: not self._copying)
 
     def offer(self, item: Frame | Refusal) -> bool:
-        """For the server: hand `item` to the client and wait until it is done with it; False if it left."""
+        """For the server: hand `item` to the client, and wait until it is done; False if it has left."""
         with self._changed:
             if self._error is None:
                 self._offered = item
@@ -192,7 +192,7 @@ class _Call:
             return self._offered
 
     def taken(self) -> None:
-        """For the client: the answer that it has is not needed any more."""
+        """For the client: release its present answer."""
         with self._changed:
             self._offered = None
             self._changed.notify_all()
@@ -221,7 +221,7 @@ class _Call:
 
 
 class _Received:
-    """A frame as the other side sees it; the body is still in the sender's memory."""
+    """A frame for the receiver; the body is still in the sender's memory."""
 
     transport = "inproc"
     peer = None
@@ -234,7 +234,7 @@ class _Received:
         self._available = True
 
     def view(self) -> memoryview | None:
-        """None: the body is to be copied."""
+        """None: the body has to be copied."""
         return None
 
     def read_into(self, target: memoryview) -> None:

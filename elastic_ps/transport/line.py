@@ -1,8 +1,8 @@
-"""Frames over a socket: what one side says to the other, in the order in which it says it.
+"""Frames over a socket, in the order in which they are sent.
 
-A frame is a fixed head, the names of what it is, a header, and the body's bytes. They are sent from where
-they lie and received where they are used, with nothing in between. If both sides are on one host, a body
-that lies in shared memory (`transport.memory`) is not sent: its head says where it is.
+A frame is a fixed head, the method's name, a header, and the body's bytes. They are sent and received in
+place, without a copy. If both sides are on one host, a body in shared memory (`transport.memory`) is not
+sent: the head says where it is.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from elastic_ps.transport.stall import SLOWEST
 from elastic_ps.transport.views import flat, target_of
 
 MEMORIES = 4
-"""How many shared memories both sides know at a time on one socket: those that were handed over last."""
+"""The number of shared memories that both sides of a socket know: those that were handed over last."""
 
 HEAD = struct.Struct("<BBHIIQQ4x")
-"""Kind; whether the body is in shared memory; sizes of method and header; number of the shared memory; size
-of the body, and where it is in that memory."""
+"""The kind; whether the body is in shared memory; the sizes of method and header; the number of the shared
+memory; the size of the body, and its offset in that memory."""
 
 SMALL = 128 * 1024
-"""Bytes of a body that is sent although it is in shared memory: that is faster than to wait for an answer."""
+"""A body of at most so many bytes is sent although it is in shared memory, since that is faster."""
 
 AHEAD = 64 * 1024
-"""Bytes that are received at a time where a frame begins: small frames take one call of the system."""
+"""The bytes to receive at the beginning of a frame, so that a small frame takes one system call."""
 
 _SCRATCH = 256 * 1024
 
 _CUT_OFF = int(socket.MSG_CTRUNC)
-"""A plain number: Python's own `&` of flags calls a function of the enumeration."""
+"""A plain number: `&` of Python's flags is slow."""
 
 _HANDED = socket.CMSG_SPACE(4 * struct.calcsize("i"))
-"""Room for what comes beside the bytes: four descriptors."""
+"""Room for the ancillary data: four descriptors."""
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     CALL = 1
     ANSWER = 2
@@ -79,7 +79,7 @@ class Head(NamedTuple):
 
 
 class Line:
-    """A socket and what has been handed over on it. To be used by one thread, but for `hang_up`.
+    """A socket, with the memory that was handed over on it. For one thread only, except `hang_up`.
 
     Attributes:
         transport, peer: see `Incoming`.
@@ -88,10 +88,10 @@ class Line:
     def __init__(
         self, sock: socket.socket | Plain, what: str, *, stall: timedelta | None = None, way: str = ""
     ) -> None:
-        """What to say and hear on a connected socket.
+        """Use a connected socket.
 
         Args:
-            what: for messages.
+            what: its name in messages.
             stall: how long the other side may be silent in the middle of a frame.
             way: see `Incoming.transport`. Default: `shm` on a Unix socket, else `tcp`. Only `shm` hands over
                 memory.
@@ -106,15 +106,15 @@ class Line:
         self._passes_memory = self.transport == "shm"
         self._shown: list[int] = []
         self._seen: dict[int, Mapped] = {}
-        self._ahead = EMPTY  # what was received, and is not used yet
+        self._ahead = EMPTY  # received, but not used yet
         self._cut = False  # a frame has ended too early
-        self._handed: list[int] = []  # descriptors of memory whose frames are still to be read
+        self._handed: list[int] = []  # descriptors of memory whose frames are not read yet
         self._poll = select.poll()
         self._poll.register(self._sock, select.POLLIN)
 
     def hang_up(self) -> None:
-        """End whatever waits on this socket, in any thread."""
-        if os.getpid() == self._process:  # a forked child has a copy of the socket, and the parent uses it
+        """End every wait on this socket, in any thread."""
+        if os.getpid() == self._process:  # in a forked child: the parent still uses the socket
             self._socket.hang_up()
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class Line:
             os.close(self._handed.pop())
 
     def alive(self) -> bool:
-        """Whether the other side is still there, as far as can be seen."""
+        """Whether the other side is still connected, as far as is known."""
         try:
             return self._socket.alive()
         except BlockingIOError:
@@ -137,7 +137,7 @@ class Line:
 
     @property
     def worn(self) -> bool:
-        """Whether the next call shall have a new connection, with new keys."""
+        """Whether the next call needs a new connection, with new keys."""
         return self._socket.worn
 
     def require_open(self) -> None:
@@ -146,10 +146,10 @@ class Line:
             raise self._lost()
 
     def handshake(self, timeout: timedelta) -> object:
-        """Agree on TLS with a client; returns its certificate, as `ssl.SSLSocket.getpeercert`. Blocks.
+        """Make the TLS handshake with a client; returns its certificate, like `getpeercert`. Blocks.
 
         Raises:
-            ConnectionLost: the client has no certificate that holds, or says no more.
+            ConnectionLost: the client has no valid certificate, or does not answer.
         """
         try:
             self._tls.settimeout(timeout.total_seconds())
@@ -159,7 +159,7 @@ class Line:
             raise ConnectionLost(f"{self._what}: no handshake ({error})") from error
 
     def seal(self, hello: bytes, timeout: timedelta) -> None:
-        """Say `hello` to a client after the handshake; what follows is sealed. Blocks.
+        """Send `hello` to a client after the handshake. Everything after it is sealed. Blocks.
 
         Raises ConnectionLost.
         """
@@ -177,7 +177,7 @@ class Line:
     # --- waiting
 
     def _wait(self, events: int, deadline: float | None) -> int:
-        """Block until one of `events`; returns those that are there. Raises DeadlineExceeded."""
+        """Block until one of `events` happens; returns those that did. Raises DeadlineExceeded."""
         self._poll.modify(self._sock, events)
         while True:
             left = None if deadline is None else deadline - time.monotonic()
@@ -187,7 +187,7 @@ class Line:
                 return happened
 
     def _wait_in_frame(self, events: int, deadline: float | None, patient: float | None = None) -> None:
-        """Block as `_wait`, but no longer than the other side may be silent, and not after `patient`."""
+        """Block like `_wait`, but no longer than the other side may be silent, and not after `patient`."""
         if self._stall is None:
             self._wait(events, deadline)
             return
@@ -208,12 +208,13 @@ class Line:
     def encode(
         self, kind: Kind, frame: Frame, method: bytes = b"", *, share: bool = True
     ) -> tuple[list[bytes | memoryview], bool]:
-        """What to send for a frame, and whether its body is in shared memory, so that it is not sent.
+        """The parts to send for a frame, and whether its body is in shared memory and not among them.
 
-        Shared memory that the other side has not seen yet is handed over at once.
+        Shared memory that the other side does not know yet is handed over first.
 
         Args:
-            share: whether the other side can say that it is done with the body: it is not sending one itself.
+            share: whether the other side can report that it is done with the body, since it sends none
+            itself.
         """
         body = flat(frame.body)
         place = place_of(body) if share and self._passes_memory and len(body) > SMALL else None
@@ -234,7 +235,7 @@ class Line:
         try:
             while True:
                 with contextlib.suppress(BlockingIOError):
-                    # Heads are whole or not at all: the buffer was empty, or has room for as little.
+                    # A head is sent whole: the buffer was empty, or has room for that little.
                     sent = socket.send_fds(self._sock, [head], [memory.fd], socket.MSG_NOSIGNAL)
                     if sent < len(head):
                         self.send([head[sent:]], None)
@@ -252,7 +253,7 @@ class Line:
             rest = self.send_some(rest)
 
     def send_some(self, parts: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-        """Send what the socket takes at once; returns the rest. Raises ConnectionLost."""
+        """Send as much as the socket takes at once; returns the rest. Raises ConnectionLost."""
         rest = [part for part in parts if len(part)]
         try:
             while rest:
@@ -272,7 +273,7 @@ class Line:
         self.send([HEAD.pack(kind, 0, 0, len(header), 0, 0, 0) + header], None)
 
     def send_while_waiting(self, rest: list[bytes | memoryview], deadline: float) -> list[bytes | memoryview]:
-        """Send `rest` until all of it is sent or something arrives; returns what is left of it. Blocks."""
+        """Send `rest` until it is sent or something arrives; returns what is left. Blocks."""
         while rest and not self._ahead:
             if self._wait(select.POLLIN | select.POLLOUT, deadline) & ~select.POLLOUT:
                 break
@@ -285,13 +286,13 @@ class Line:
         """Fill `target`. Blocks.
 
         Raises:
-            ConnectionLost, DeadlineExceeded: the rest does not come. The socket is hung up, because what
-                comes next on it is no frame.
+            ConnectionLost, DeadlineExceeded: the rest does not arrive. The socket is hung up, since it is in
+                the middle of a frame.
         """
-        patient = None  # until when the other side may take for all of it
+        patient = None  # the other side's deadline for all of it
         try:
             while target:
-                # Asked each time: who reads slower than the other side sends never waits.
+                # Checked each time: a reader that is slower than the sender never waits.
                 if deadline is not None and time.monotonic() > deadline:
                     raise DeadlineExceeded(f"{self._what}: the deadline has passed")
                 if self._ahead:
@@ -318,7 +319,7 @@ class Line:
             raise
 
     def receive(self, size: int, deadline: float | None) -> bytes:
-        """The next `size` bytes. Blocks. Takes memory for what has arrived, not for what was announced."""
+        """The next `size` bytes. Blocks. Allocates memory only for bytes that have arrived."""
         ahead = self._ahead
         if size <= len(ahead):
             self._ahead = ahead[size:]
@@ -340,13 +341,13 @@ class Line:
             size -= len(chunk)
 
     def head(self, deadline: float | None) -> Head:
-        """The next head but those that hand over memory, which is mapped. Blocks.
+        """The next head, after mapping memory that is handed over. Blocks.
 
         Raises:
             ConnectionLost, DeadlineExceeded.
-            Malformed: it is none.
+            Malformed: it is no head.
         """
-        if self._cut:  # in the middle of a frame, so nobody knows where the next one begins
+        if self._cut:  # in the middle of a frame, so the beginning of the next one is unknown
             raise self._lost()
         while True:
             if not self._ahead:
@@ -361,12 +362,12 @@ class Line:
                 del self._seen[oldest]
 
     def _take(self, size: int) -> memoryview:
-        """So many bytes of those that were received ahead."""
+        """Take so many bytes of those that were received ahead."""
         taken, self._ahead = self._ahead[:size], self._ahead[size:]
         return taken
 
     def _receive_ahead(self, deadline: float | None) -> None:
-        """Receive what is there between two frames, and no more than `AHEAD` bytes. Blocks until some are."""
+        """Receive up to `AHEAD` bytes between two frames. Blocks until some arrive."""
         while True:
             if not self._socket.pending:
                 self._wait(select.POLLIN, deadline)
@@ -382,9 +383,9 @@ class Line:
             return
 
     def _receive_handed(self) -> bytes:
-        """As `socket.recv`, with the descriptors that come along; it ends with the first of these.
+        """Like `socket.recv`, with descriptors; a result ends at the first of these.
 
-        `socket.recv_fds` would do more than twice the work.
+        `socket.recv_fds` takes more than twice the time.
         """
         data, handed, flags, _ = self._sock.recvmsg(AHEAD, _HANDED)
         fds = _descriptors(handed) if handed else []
@@ -396,10 +397,10 @@ class Line:
         return data
 
     def frame(self, head: Head, limits: Limits, deadline: float | None) -> Received:
-        """The frame that begins with `head`. Blocks until its header is there.
+        """The frame that begins with `head`. Blocks until its header has arrived.
 
         Raises:
-            Malformed: it is above the limits.
+            Malformed: it exceeds the limits.
         """
         name = self.receive(head.method, deadline).decode(errors="replace") if head.method else ""
         limits.check(name or "answer", header=head.header, body=head.body)
@@ -414,7 +415,7 @@ class Line:
 
 
 def _descriptors(handed: list[tuple[int, int, bytes]]) -> list[int]:
-    """Those that have come along; see `socket.recvmsg`."""
+    """The descriptors in ancillary data; see `socket.recvmsg`."""
     fds = array.array("i")
     for level, kind, data in handed:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
@@ -423,10 +424,10 @@ def _descriptors(handed: list[tuple[int, int, bytes]]) -> list[int]:
 
 
 class Received:
-    """An `Incoming`, whose body is still in the socket, or in shared memory.
+    """An `Incoming` whose body is still in the socket, or in shared memory.
 
     Attributes:
-        method: what is called; "" in an answer.
+        method: the called method; "" in an answer.
         header, size, transport, peer: see `Incoming`.
     """
 
@@ -446,7 +447,7 @@ class Received:
 
     @property
     def shared(self) -> bool:
-        """Whether the body is in shared memory, so that the sender waits until nobody looks at it."""
+        """Whether the body is in shared memory, so that the sender waits until nobody uses it."""
         return self._view is not None
 
     @property
@@ -471,7 +472,7 @@ class Received:
             raise DeadlineExceeded("the deadline has passed")
         self._line.require_open()
         if self.size:
-            # numpy lets other threads run meanwhile.
+            # numpy releases the GIL meanwhile.
             np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(self._view, dtype=np.uint8))
 
     def discard(self) -> None:
