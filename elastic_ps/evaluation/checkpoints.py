@@ -1,6 +1,6 @@
-"""`elastic_ps.checkpoints`: what a script that evaluates loops over.
+"""`elastic_ps.checkpoints`: the loop of a script that evaluates.
 
-The same script evaluates for a job that trains, for `elastic-ps evaluate`, and by itself on a directory.
+The same script evaluates for a running job, for `elastic-ps evaluate`, and by itself on a directory.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoint:
-    """A checkpoint that is to be evaluated. Belongs to one thread.
+    """A checkpoint to evaluate. For one thread only.
 
     Attributes:
-        version: how many optimizer steps the model has taken.
-        directory: the directory that holds it, while the loop is at it.
-        metrics: what `report` has been given.
+        version: the number of optimizer steps that the model has taken.
+        directory: its directory, which exists while the loop is at it.
+        metrics: the reported values.
     """
 
     def __init__(self, version: int, directory: Path) -> None:
@@ -46,11 +46,12 @@ class Checkpoint:
         Tensors keep their devices; the model stays in training or evaluation mode, as it is.
 
         Args:
-            own: what the script of the workers names in `session.optimizer(..., own=[...])`; no checkpoint
-                has it, and it keeps its values.
+            own: the names that the workers' script gives to `session.optimizer(..., own=[...])`. No
+            checkpoint
+                has these tensors, and they keep their values.
 
         Raises:
-            InvalidModel: the model has nothing of a name in `own`.
+            InvalidModel: the model has nothing with a name in `own`.
             ModelMismatch: the model or the optimizer does not fit. Neither has been changed.
         """
         plain.load_checkpoint(self.directory, model, optimizer, version=self.version, own=own)
@@ -58,9 +59,9 @@ class Checkpoint:
     def report(self, **metrics: Any) -> None:
         """Report values, as in `loss=loss` or `**{"prec@1": 93.1}`: one number each.
 
-        They are the job's as soon as the loop asks for the next checkpoint. If the loop was left, they are
-        when the script begins another one, or ends without an error. A later value of the same name takes the
-        place of an earlier one. A number that is not finite is left out of the results.
+        The job gets them when the loop asks for the next checkpoint, or, if the loop was left, when the
+        script begins another one or ends without an error. A later value replaces an earlier one of the same
+        name. Numbers that are not finite are left out of the results.
 
         Raises:
             UsageError: a value is not one number.
@@ -75,22 +76,22 @@ class Checkpoint:
 
 
 class Source(Protocol):
-    """Where checkpoints come from, and where results go to."""
+    """A source of checkpoints, which takes the results."""
 
     def begin(self) -> Checkpoint | None:
-        """The next checkpoint; None if there will be no other. Blocks until that is known."""
+        """The next checkpoint; None if there will be no more. Blocks until that is known."""
 
     def finish(self, checkpoint: Checkpoint) -> None:
-        """The script is done with it."""
+        """Take the results of a checkpoint that the script is done with."""
 
     def close(self) -> None:
         """Free all resources. Idempotent."""
 
 
 class DirectorySource:
-    """The whole checkpoints that a directory holds now, oldest first.
+    """The complete checkpoints of a directory at the moment, oldest first.
 
-    Broken ones are left out and told. If none is whole, `begin` raises CheckpointCorrupt.
+    Broken ones are left out, with a warning. If none is complete, `begin` raises CheckpointCorrupt.
 
     Args:
         version: only this one; None for all.
@@ -104,7 +105,7 @@ class DirectorySource:
             known = f"; it has {', '.join(map(str, versions))}" if versions else ""
             raise UserError(f"{directory} has {which} (a directory version-*){known}")
         self._left = iter(versions if version is None else [version])
-        self._found = False  # one that is whole
+        self._found = False  # a complete one
 
     def begin(self) -> Checkpoint | None:
         broken: CheckpointCorrupt | None = None
@@ -122,20 +123,20 @@ class DirectorySource:
         return None
 
     def finish(self, checkpoint: Checkpoint) -> None:
-        """Nobody is told."""
+        """Results go nowhere."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """There is nothing to free."""
 
 
 _source: Source | None = None
 
 _left: list[tuple[Source, Checkpoint]] = []
-"""What scripts have left a loop at, after a report: by `break`, or because something has failed."""
+"""The checkpoints at which scripts have left a loop after a report, by `break` or an error."""
 
 
 def use(source: Source) -> None:
-    """From now on `checkpoints()` without a directory gives those of this source."""
+    """Let `checkpoints()` without a directory use this source."""
     global _source
     _source = source
 
@@ -143,12 +144,14 @@ def use(source: Source) -> None:
 def checkpoints(directory: Path | str | None = None) -> Iterator[Checkpoint]:
     """The checkpoints to evaluate, one after the other.
 
-    In the evaluator of a job, each checkpoint as it appears, oldest first, until training is over and the
-    last version is evaluated. The loop then ends. It blocks while there is none.
+    In the evaluator of a job, the loop gets each checkpoint as it appears, oldest first, and blocks while
+    there is none. It ends when training is over and the last version is evaluated.
 
     Args:
-        directory: the checkpoints of this directory as they are now, oldest first. With None, those of the
-            job that this process evaluates, or of the directory that was given to `elastic-ps evaluate`.
+        directory: a directory, whose present checkpoints the loop gets, oldest first. With None, it gets
+        those
+            of the job that this process evaluates, or of the directory that was given to `elastic-ps
+            evaluate`.
 
     Raises:
         UsageError: this process evaluates for no job, and no directory is given.
@@ -161,11 +164,11 @@ def checkpoints(directory: Path | str | None = None) -> Iterator[Checkpoint]:
 
 
 def settle(*, evaluated: bool = True) -> None:
-    """The script goes on after a loop that it has left, or has ended. Raises as `Source.finish`.
+    """Finish the loops that the script has left. Raises like `Source.finish`.
 
     Args:
-        evaluated: what it has reported of the last checkpoint is all. Else it has failed, or was stopped, and
-            that checkpoint is to be evaluated again.
+        evaluated: whether the reports of the last checkpoint are complete. Otherwise the script has failed or
+            was stopped, and the checkpoint has to be evaluated again.
     """
     while _left:
         source, checkpoint = _left.pop()

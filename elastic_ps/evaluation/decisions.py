@@ -1,8 +1,8 @@
-"""Which checkpoints the job's evaluator is to take, which are kept for it, and what it has found. Pure.
+"""Decides which checkpoints the evaluator takes and which are kept for it; holds its results. Pure.
 
-A checkpoint waits from when it is on disk until the evaluator has said that it is done with it. Besides the
-one that the evaluator has begun, only so many may wait; then the oldest is given up. One that `ATTEMPTS`
-processes have begun and not finished is given up, too, so that it does not block the ones after it.
+A checkpoint waits from the moment it is on disk until the evaluator reports that it is done with it. If too
+many wait besides the one that the evaluator has begun, the oldest is given up. A checkpoint that `ATTEMPTS`
+processes have begun but not finished is also given up, so that it does not block later ones.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from elastic_ps.api.status import EvaluationStatus
 
 ATTEMPTS = 3
-"""How many processes of the evaluator may die over a checkpoint before it is given up."""
+"""The number of evaluator processes that may fail on a checkpoint before it is given up."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the evaluator found of a version: finite numbers by name."""
+    """The result of a version: finite numbers by name."""
 
     version: int
     metrics: Mapping[str, float]
@@ -31,13 +31,13 @@ class Evaluations:
     """The evaluator's work.
 
     Attributes:
-        every: take a checkpoint whenever this many versions have been made; None takes each of them.
-        backlog: how many may wait, besides the one that the evaluator has begun.
-        metric: by which the best version is found; None finds none.
+        every: the number of versions between two checkpoints to evaluate; None: evaluate each one.
+        backlog: the number of checkpoints that may wait, besides the one that the evaluator has begun.
+        metric: the metric of the best version; None: there is no best version.
         highest: whether the highest value is the best.
         waiting: the versions that wait, oldest first.
-        begun: how many processes of the evaluator have begun each of them.
-        results: in the order of evaluation.
+        begun: the number of evaluator processes that have begun each of them.
+        results: the results, in the order of evaluation.
         missed: the versions that were given up.
         newest: the newest version that has ever waited.
     """
@@ -51,19 +51,19 @@ class Evaluations:
     results: list[Evaluation] = field(default_factory=list)
     missed: list[int] = field(default_factory=list)
     newest: int = 0
-    _holder: tuple[int, str] | None = None  # the version that was begun last, and by which process
+    _holder: tuple[int, str] | None = None  # the version that was begun last, and its process
 
     def wants(self, version: int) -> bool:
-        """Whether a checkpoint of this version is to be evaluated. That of version 0 is not."""
+        """Whether to evaluate a checkpoint of this version. Version 0 is never evaluated."""
         step = self.every or 1
         return version // step > self.newest // step
 
     def asks(self, version: int, *, since: int) -> bool:
-        """Whether to write a checkpoint of this version for the evaluator; the last one began at `since`."""
+        """Whether to write a checkpoint of this version for the evaluator. The last one was of `since`."""
         return self.every is not None and self.wants(version) and version // self.every > since // self.every
 
     def add(self, version: int) -> None:
-        """A checkpoint that is to be evaluated is on disk. The oldest ones may be given up for it."""
+        """Add a checkpoint that is on disk. The oldest ones may be given up for it."""
         self.newest = max(self.newest, version)
         self.waiting.append(version)
         idle = [each for each in self.waiting if each not in self.begun]
@@ -71,15 +71,15 @@ class Evaluations:
             self.give_up(each)
 
     def add_last(self, version: int) -> None:
-        """Training is over at this version. As `add`, unless it waits or has been dealt with already."""
+        """Add the last version of a finished job, unless it waits or is done already."""
         done = {evaluation.version for evaluation in self.results}
         if version and version not in {*self.waiting, *self.missed, *done}:
             self.add(version)
 
     def begin(self, process: str) -> int | None:
-        """The version that this process of the evaluator is to take now; None if none waits.
+        """The version for this evaluator process to take; None if none waits.
 
-        The same one again, if the process asks again.
+        A process that asks again gets the same one.
         """
         while self.waiting:
             version = self.waiting[0]
@@ -93,7 +93,7 @@ class Evaluations:
         return None
 
     def finish(self, version: int, metrics: Mapping[str, float]) -> Evaluation | None:
-        """The evaluator is done with a version. None if that is no news, because the message was repeated."""
+        """Note that the evaluator is done with a version. Returns None for a repeated message."""
         if version not in self.waiting:
             return None
         self._forget(version)
@@ -103,15 +103,15 @@ class Evaluations:
         return result
 
     def give_up(self, version: int) -> None:
-        """The version will not be evaluated."""
+        """Give up a version."""
         if version in self.waiting:
             self._forget(version)
             self.missed.append(version)
 
     def go_back(self, version: int, kept: Iterable[int]) -> None:
-        """The job continues from a checkpoint of this version; `kept` are those on disk.
+        """Go back to a checkpoint of this version; `kept`: the versions on disk.
 
-        What comes after it is made anew, so what was found of it says nothing any more.
+        Later versions are recreated, so their results are dropped.
         """
         there = {v for v in kept if v <= version}
         for lost in [v for v in self.waiting if v not in there]:
@@ -126,7 +126,7 @@ class Evaluations:
 
     @property
     def best(self) -> Evaluation | None:
-        """The best evaluation so far; of equal ones the first."""
+        """The best evaluation so far; among equals, the first."""
         rated = [result for result in self.results if self.metric in result.metrics]
         if self.metric is None or not rated:
             return None
@@ -140,7 +140,7 @@ class Evaluations:
         return frozenset([*self.waiting, *([best.version] if best else [])])
 
     def status(self) -> EvaluationStatus:
-        """For `GET /status`."""
+        """The answer for `GET /status`."""
         last, best = self.results[-1] if self.results else None, self.best
         return EvaluationStatus(
             version=last.version if last else None,
@@ -153,7 +153,7 @@ class Evaluations:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What outlives the parameter server; the job's spec has the rest."""
+        """The state as JSON, for the next parameter server. The job's spec has the rest."""
         return {
             "waiting": self.waiting,
             "begun": {str(version): times for version, times in self.begun.items()},
@@ -163,7 +163,7 @@ class Evaluations:
         }
 
     def restore(self, data: Mapping[str, Any]) -> None:
-        """Take over what `to_json` gave. Raises KeyError, TypeError or ValueError if it is something else."""
+        """Restore the state from `to_json`. Raises KeyError, TypeError or ValueError for other data."""
         waiting, missed = [int(v) for v in data["waiting"]], [int(v) for v in data["missed"]]
         begun = {int(version): int(times) for version, times in data["begun"].items()}
         results = [

@@ -1,8 +1,8 @@
-"""What shard 0 does for the job's evaluator: keeps checkpoints until they are evaluated, and hands them out.
+"""The evaluator's queue on shard 0: keeps checkpoints until they are evaluated, and hands them out.
 
-The evaluator reads a checkpoint through the parameter server, not from the volume: on a cluster the volume is
-often mounted by one node only, and the evaluator may run on any. `core.evaluation` decides; what it knows is
-written into the checkpoint directory, so that a new parameter server goes on with it.
+The evaluator reads a checkpoint through the parameter server, not from the volume, which on a cluster is
+often mounted by one node only. `evaluation.decisions` decides; its state is written to the checkpoint
+directory, so that a new parameter server continues with it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from elastic_ps.evaluation.decisions import Evaluation, Evaluations
 logger = logging.getLogger(__name__)
 
 CHUNK = 4 * 1024 * 1024
-"""Bytes of a file in one frame."""
+"""The bytes of a file in one frame."""
 
 
 class EvaluationQueue:
@@ -33,11 +33,11 @@ class EvaluationQueue:
 
     Args:
         store: the directory that all shards share.
-        spec: the evaluator of the job.
-        term: in which the directory is written to; changed when a new one begins.
+        spec: the job's evaluator.
+        term: the term in which to write to the directory; changed when a new one begins.
 
     Raises:
-        StorageUnavailable: what was evaluated before cannot be read at the moment.
+        StorageUnavailable: the earlier evaluations cannot be read at the moment.
     """
 
     def __init__(self, store: Store, spec: Evaluator, term: int) -> None:
@@ -45,7 +45,7 @@ class EvaluationQueue:
         self.term = term
         self._store, self._spec = store, spec
         self._lock = threading.Lock()
-        self._writing = threading.Lock()  # so that the file is never older than what was written before
+        self._writing = threading.Lock()  # the file must never become older
         self._work = Evaluations(
             every=spec.every,
             backlog=spec.backlog,
@@ -73,7 +73,7 @@ class EvaluationQueue:
             return self._work.held
 
     def written(self, version: int) -> None:
-        """A checkpoint is on disk. Blocks for the disk."""
+        """Add a checkpoint that is on disk. Blocks for the disk."""
 
         def change(work: Evaluations) -> None:
             if work.wants(version):
@@ -82,7 +82,7 @@ class EvaluationQueue:
         self._change(change)
 
     def go_back(self, version: int) -> None:
-        """The job continues from a checkpoint of this version. Blocks for the disk."""
+        """Go back to a checkpoint of this version. Blocks for the disk."""
         there = self._store.versions()
 
         def change(work: Evaluations) -> None:
@@ -99,14 +99,14 @@ class EvaluationQueue:
             return self._work.status()
 
     def results(self) -> list[Evaluation]:
-        """In the order of evaluation."""
+        """The results, in the order of evaluation."""
         with self._lock:
             return list(self._work.results)
 
     # --- for the evaluator
 
     def finish(self, version: int, metrics: Mapping[str, float], problem: str) -> None:
-        """The evaluator is done with a version, or says why it cannot be evaluated. Blocks for the disk."""
+        """Take the result of a version, or why it cannot be evaluated. Blocks for the disk."""
         if problem:
             logger.warning("the evaluator cannot read the checkpoint of version %d: %s", version, problem)
             self._change(lambda work: work.give_up(version))
@@ -115,16 +115,16 @@ class EvaluationQueue:
             logger.info("%s", self.status())
 
     def begin(self, process: str, last: int | None) -> tuple[int | None, bool]:
-        """The version to evaluate next, and, if there is none, whether there will be no other.
+        """The version to evaluate next, and, if there is none, whether there will be no more.
 
         Args:
-            process: names the evaluator's process.
-            last: the version on disk, if training is over; no other one comes after it.
+            process: a name of the evaluator's process.
+            last: the last version on disk, if training is over.
         """
 
         with self._lock:
             if last is None and not self._work.waiting:
-                return None, False  # as mostly, and without a look at all that is known
+                return None, False  # the usual case, which needs no look at the results
 
         def change(work: Evaluations) -> int | None:
             if last is not None:
@@ -135,10 +135,10 @@ class EvaluationQueue:
         return version, version is None and last is not None
 
     def read(self, version: int, name: str) -> Iterator[memoryview]:
-        """A file of a checkpoint, piece by piece. Blocks for the disk.
+        """A file of a checkpoint, in pieces. Blocks for the disk.
 
         Raises:
-            Refused: INVALID; there is no such file, or it cannot be read.
+            Refused: INVALID: there is no such file, or it cannot be read.
         """
         try:
             if name not in (MANIFEST, *(file.file for file in self._store.describe(version).files)):
@@ -153,7 +153,7 @@ class EvaluationQueue:
     _T = TypeVar("_T")
 
     def _change(self, change: Callable[[Evaluations], _T]) -> _T:
-        """Change what is known, tell of what was given up, and write it down."""
+        """Change the state, log the versions that were given up, and write the state."""
         with self._writing:
             with self._lock:
                 before, missed = self._text(), len(self._work.missed)

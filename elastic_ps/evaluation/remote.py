@@ -1,4 +1,4 @@
-"""The checkpoints of a job that trains, from its parameter server."""
+"""The checkpoints of a running job, from its parameter server."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from elastic_ps.transport.base import Connection, Frame
 logger = logging.getLogger(__name__)
 
 LOOK = timedelta(milliseconds=300)
-"""Between two questions whether there is a checkpoint."""
+"""The interval between two questions for a checkpoint."""
 
 RETRY = timedelta(seconds=1)
-"""Between two attempts to reach the parameter server."""
+"""The interval between two attempts to reach the parameter server."""
 
 PATIENCE = timedelta(minutes=10)
-"""For how long the parameter server may be away."""
+"""How long the parameter server may be away."""
 
 CALL_TIMEOUT = timedelta(seconds=60)
-"""Of a question."""
+"""The deadline of a question."""
 
 FETCH_TIMEOUT = timedelta(minutes=30)
-"""Of a file."""
+"""The deadline of a file."""
 
 T = TypeVar("T")
 
@@ -50,8 +50,8 @@ class JobSource:
     """A `Source`: fetches each checkpoint into a temporary directory and verifies it there.
 
     Args:
-        connection: to shard 0; closed by `close`.
-        run: names the run of the job: what an evaluator of it that was killed has left is deleted.
+        connection: the connection to shard 0; `close` closes it.
+        run: a name of the run of the job. Files that a killed evaluator of this run has left are deleted.
         patience: how long the parameter server may be away.
     """
 
@@ -94,7 +94,7 @@ class JobSource:
     def _ask(
         self, version: int | None = None, *, metrics: Mapping[str, float] | None = None, problem: str = ""
     ) -> pb.EvaluateReply:
-        """Ask for a version, and say what became of the one before it."""
+        """Ask for a version, and report the result of the previous one."""
         request = pb.EvaluateRequest(
             job=self._job, process=self._process, version=version, metrics=metrics, problem=problem
         )
@@ -103,7 +103,7 @@ class JobSource:
         )
 
     def _fetch(self, version: int) -> str:
-        """Have a checkpoint in the temporary directory; returns why it cannot be evaluated, "" if it can."""
+        """Fetch a checkpoint to the temporary directory; returns why it cannot be evaluated, else ""."""
         self._forget()
         directory = self._store.path(version)
         directory.mkdir()
@@ -115,7 +115,7 @@ class JobSource:
             fetch(MANIFEST)
             for file in self._store.describe(version).files:
                 fetch(file.file)
-            self._store.manifest(version)  # which verifies them all
+            self._store.manifest(version)  # which verifies all files
         except Refused as refusal:
             if refusal.code is not RefusalCode.INVALID:
                 raise
@@ -133,7 +133,7 @@ class JobSource:
                 file.write(piece)
 
     def _forget(self) -> None:
-        """Only one checkpoint at a time takes room."""
+        """Delete the previous checkpoint, so that only one takes room."""
         for path in self._store.directory.glob("version-*/*"):
             path.unlink()
         for path in self._store.directory.glob("version-*"):

@@ -1,6 +1,6 @@
-"""What an evaluator has found of a job's checkpoints, as a file beside them.
+"""The results of an evaluator, as a file beside the checkpoints.
 
-The job's parameter server writes it. Nothing here imports torch, so that the command line can read it.
+The job's parameter server writes it. The command line reads it, so this module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from elastic_ps.errors import CheckpointCorrupt, UserError
 
 FILE = "evaluations.json"
 LIMIT = 1 << 26
-"""Most bytes of the file."""
+"""The largest size of the file, in bytes."""
 
 
 def read(directory: Path) -> dict[str, Any] | None:

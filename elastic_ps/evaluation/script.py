@@ -1,7 +1,7 @@
 """`python -m elastic_ps.evaluation`: import the entrypoint of the job's evaluator and call it.
 
 `python -m elastic_ps.evaluation DIR ENTRYPOINT ARGUMENTS [--version N] [--json]` evaluates the checkpoints of
-a directory: what `elastic-ps evaluate` runs.
+a directory, for `elastic-ps evaluate`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _settled() -> Iterator[None]:
-    """The block is a script. If it ends well, what it has reported before it left a loop counts."""
+    """Run a script in the block. If it succeeds, its reports before it left a loop count."""
     from elastic_ps.evaluation import checkpoints
 
     try:
@@ -94,7 +94,7 @@ def evaluate(argv: list[str]) -> int:
 
     try:
         checkpoints.use(Printed(parsed.directory, parsed.version))
-        # What the script prints is no JSON.
+        # The script's own output is not JSON.
         with contextlib.redirect_stdout(sys.stderr) if parsed.json else contextlib.nullcontext(), _settled():
             entrypoint.load(parsed.entrypoint, parsed.arguments, field="the arguments")()
     except UserError as error:

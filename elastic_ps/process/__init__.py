@@ -1,1 +1,1 @@
-"""What each process does about itself: its life, its entrypoint, its HTTP port, its own records."""
+"""The parts that all processes share: life cycle, entrypoint, HTTP port, telemetry."""

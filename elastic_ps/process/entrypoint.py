@@ -1,4 +1,4 @@
-"""What a worker runs: the job's entrypoint with its arguments, or a plain script with a command line."""
+"""Runs a job's entrypoint with its arguments, or a plain script with a command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from elastic_ps.errors import InvalidJob
 from elastic_ps.process.lifecycle import find_own_modules
 
 ALWAYS = (ImportError, SyntaxError)
-"""Errors that a script raises again at each start: something is missing, or its text is wrong."""
+"""Errors that a script raises at each start: a missing module, or wrong syntax."""
 
 _PLAIN = (bool, int, float, str, NoneType)
 
@@ -27,7 +27,7 @@ def load(
 ) -> Callable[[], Any]:
     """Import `module.path:function`, with the current directory on the import path, and bind the arguments.
 
-    `field` is where the arguments come from.
+    `field`: the source of the arguments, for messages.
 
     Raises:
         InvalidJob: it does not import, with the script's own traceback in the message; it is not callable; or
@@ -57,7 +57,7 @@ def load(
 
 
 def run_script(path: str, argv: Sequence[str] = ()) -> None:
-    """Run a Python file as `python PATH ARGV...` does: as `__main__`, its own directory first on the path."""
+    """Run a Python file like `python PATH ARGV...`: as `__main__`, with its directory first on the path."""
     sys.argv = [path, *argv]
     sys.path.insert(0, str(Path(path).resolve().parent))
     runpy.run_path(path, run_name="__main__")
@@ -82,8 +82,8 @@ def _check_arguments(
 
 
 def _check_kinds(function: Callable[..., Any], arguments: Mapping[str, Any], field: str) -> None:
-    """Raise InvalidJob if a parameter is annotated with plain types, and the value is of another one."""
-    if hasattr(function, "__wrapped__"):  # what it is wrapped in may make something else of them
+    """Raise InvalidJob if a parameter is annotated with plain types, and its value has another type."""
+    if hasattr(function, "__wrapped__"):  # a wrapper may convert the arguments
         return
     try:
         parameters = inspect.signature(function, eval_str=True).parameters

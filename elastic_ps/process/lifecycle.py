@@ -1,4 +1,4 @@
-"""What every process of a job does about its own life: log, notice that its starter died, end on request."""
+"""The life cycle of every process of a job: logging, the death of its starter, the end on request."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _NEVER, _MOST = 2**31 - 1, 32 << 20  # the largest values that mallopt takes for
 
 
 class Alarm:
-    """What a thread waits for, and signal handlers may set: one that waits, any that set it.
+    """An event that signal handlers may set. Only one thread waits for it.
 
-    The handler of a second signal may begin while that of the first one sets it, or while the main thread
-    begins to wait. `threading.Event` holds a lock in both, and would then wait for its own thread for ever.
+    A signal handler may run while another one sets the event, or while the main thread begins to wait.
+    `threading.Event` holds a lock in both, and would then deadlock with its own thread.
     """
 
     def __init__(self) -> None:
@@ -45,16 +45,16 @@ class Alarm:
         self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()  # its `put` may interrupt itself
 
     def is_set(self) -> bool:
-        """Whether it was set, and not cleared since."""
+        """Whether it is set."""
         return self._set
 
     def set(self) -> None:
-        """Wake the thread that waits, or have it not wait. Does not block."""
+        """Set it, which wakes the waiting thread. Does not block."""
         self._set = True
         self._calls.put(None)
 
     def clear(self) -> None:
-        """Only the thread that waits may call this."""
+        """Clear it. For the waiting thread only."""
         self._set = False
         with contextlib.suppress(queue.Empty):
             while True:
@@ -63,8 +63,8 @@ class Alarm:
     def wait(self, timeout: float) -> bool:
         """Block until it is set, or for so many seconds. Returns whether it is set.
 
-        Python handles signals in the main thread. One that the system has given to another thread does not
-        wake it, so that its handler runs when the time is over.
+        Python handles signals in the main thread. A signal that the system delivers to another thread does
+        not wake it, so its handler runs when the time is over.
         """
         if not self._set:
             with contextlib.suppress(queue.Empty):
@@ -74,10 +74,10 @@ class Alarm:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import what stays for the life of the process, without looking for garbage all the while.
+    """Import modules for the life of the process, without garbage collection meanwhile.
 
-    Importing torch makes a million objects, none of them garbage. Python's collector goes through them again
-    and again, for a sixth of the time; afterwards it leaves them alone.
+    Importing torch creates a million objects, none of them garbage. Python's collector would scan them again
+    and again, for a sixth of the time. Afterwards they are frozen.
     """
     gc.disable()
     try:
@@ -88,17 +88,17 @@ def importing() -> Iterator[None]:
 
 
 def find_own_modules() -> None:
-    """Import from the current directory, too, as `python -m` does: there are the user's modules."""
+    """Import from the current directory, too, like `python -m`: it has the user's modules."""
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
 
 
 def import_own(name: str, *, what: str, whose: str) -> Any:
-    """What a user names as `module:attribute`; their modules are also found in the current directory.
+    """Import a user's `module:attribute`, also from the current directory.
 
     Args:
-        what: that it is, as in "the codec".
-        whose: the processes that need it, in words.
+        what: its name in messages, such as "the codec".
+        whose: the processes that need it, for messages.
 
     Raises:
         InvalidJob: it cannot be imported.
@@ -107,7 +107,7 @@ def import_own(name: str, *, what: str, whose: str) -> Any:
     find_own_modules()
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # a script that runs when it is imported may end the process
+    except (Exception, SystemExit) as error:  # a script that runs on import may end the process
         raise InvalidJob(
             f"{what} {name} cannot be imported: {type(error).__name__}: {error}. It has to be there for "
             f"{whose}"
@@ -115,17 +115,17 @@ def import_own(name: str, *, what: str, whose: str) -> Any:
 
 
 def take_descriptors() -> None:
-    """Let this process have as many as the system permits: of a server, each call of a worker takes one."""
+    """Raise the limit of file descriptors to the maximum: each call of a worker takes one of a server."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """How many cores this process can keep busy: those that it may run on, or what its container has of them.
+    """The number of cores that this process may use, by its affinity and its container's quota.
 
     Args:
-        cgroup: where a container sees its own group of version 2. Outside of one there is no quota.
+        cgroup: the directory in which a container sees its own cgroup (version 2).
     """
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):  # the quota may be `max`
@@ -135,20 +135,20 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def keep_freed_memory() -> None:
-    """From now on tensors of less than 32 MiB that are freed leave their memory to this process.
+    """Keep the memory of freed tensors of less than 32 MiB in this process.
 
-    A step frees its gradients, and the next one allocates as many. glibc gives such memory back to the system
-    each time, which then fills each page with zeros again. Settings of the user's own (`MALLOC_...`,
-    `GLIBC_TUNABLES`) stand, and so does a C library without `mallopt`.
+    A step frees its gradients, and the next one allocates as many. glibc would return the memory to the
+    system each time, which then has to zero each page again. The user's settings (`MALLOC_...`,
+    `GLIBC_TUNABLES`) take precedence. Does nothing with a C library without `mallopt`.
     """
     _set_thresholds(trim=_NEVER, mmap=_MOST)
 
 
 def give_back_freed_memory() -> None:
-    """From now on the memory of a freed tensor of 1 MiB or more goes back to the system at once.
+    """Return the memory of freed tensors of 1 MiB or more to the system at once.
 
-    glibc keeps up to 32 MiB of each size that was freed once, so that what is needed for short, such as the
-    copy of a bucket, stays with the process and in pieces. Settings of the user's own stand as above.
+    glibc would keep up to 32 MiB of each size that was freed once, so that short-lived memory, such as the
+    copy of a bucket, would stay with the process, fragmented. The user's settings take precedence as above.
     """
     _set_thresholds(trim=_SOME, mmap=_SOME)
 
@@ -163,17 +163,17 @@ def _set_thresholds(*, trim: int, mmap: int) -> None:
 
 
 def end_soon() -> None:
-    """This process ends next: do not collect garbage for that, which takes longer than all the rest of it."""
+    """Prepare the end of this process: disable garbage collection, which would take the longest."""
     exits.ignore_requests()
     gc.disable()
     gc.freeze()
 
 
 def end_now(status: int) -> NoReturn:
-    """End this process with this exit status, when it has closed all that it has opened.
+    """End this process with this exit status, after everything was closed.
 
-    Threads that still serve do so to the end. Python's own end, which stops them first, takes some tenths of
-    a second when torch is loaded.
+    Threads that still serve do so until the end. Python's own shutdown would stop them first, and takes some
+    tenths of a second when torch is loaded.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -181,9 +181,9 @@ def end_now(status: int) -> NoReturn:
 
 
 def begin(environment: ProcessEnvironment) -> None:
-    """What every process does first.
+    """Set up a process; every process calls this first.
 
-    From then on the process ends when its starter dies. It logs to stderr, one line for each event. The root
+    From then on the process ends when its starter dies, and logs to stderr, one line for each event. The root
     logger is left to the script, as under `python`.
     """
     _watch_lifeline(environment.lifeline)
@@ -194,11 +194,11 @@ def begin(environment: ProcessEnvironment) -> None:
     handler.setFormatter(logging.Formatter(f"%(asctime)s {name} %(levelname)s %(message)s"))
     ours.handlers = [handler]
     ours.setLevel(logging.INFO)
-    ours.propagate = False  # else what the script's own handlers get is said twice
+    ours.propagate = False  # otherwise the script's own handlers would repeat it
 
 
 def _watch_lifeline(descriptor: int | None) -> None:
-    """End this process at once when its starter has died, that is, when `descriptor` is closed."""
+    """End this process at once when its starter dies, which closes `descriptor`."""
     if descriptor is None:
         return
     os.set_inheritable(descriptor, False)
@@ -214,9 +214,9 @@ def _watch_lifeline(descriptor: int | None) -> None:
 
 
 def end_if_a_thread_fails() -> None:
-    """From now on an exception that a thread does not handle ends this process, with status 1.
+    """End this process with status 1 if a thread does not handle an exception.
 
-    A parameter server that has lost one of its threads would look healthy and never answer. Started again, it
+    A parameter server that has lost a thread would look healthy but never answer. After a restart it
     continues from its checkpoint.
     """
 
@@ -233,19 +233,19 @@ def end_if_a_thread_fails() -> None:
 
 
 def stat(pid: int) -> list[str]:
-    """What the system says of a process of this host: `/proc/PID/stat` from the state on.
+    """The fields of `/proc/PID/stat` for a process of this host, from the state on.
 
     Raises:
-        OSError: it is gone, or cannot be looked at.
+        OSError: the process is gone, or cannot be inspected.
     """
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def tell_joined(file: Path | None) -> None:
-    """Write into the file by which the starter of this worker sees that it has joined.
+    """Write the file that shows the starter of this worker that it has joined.
 
-    It holds this process's number, and when it began in ticks since the system did: the file may outlive it,
-    as when a container is started again in its pod.
+    It holds the process id and the start time in ticks since boot, since the file may outlive the process,
+    for example when a container is restarted in its pod.
     """
     try:
         if file is not None:
@@ -256,17 +256,17 @@ def tell_joined(file: Path | None) -> None:
 
 
 def leave_reason(text: str, log: Path | None = None) -> None:
-    """Leave the reason of this process's end in `log`, by default where Kubernetes looks for it."""
+    """Write the reason of this process's end to `log`, by default the file that Kubernetes reads."""
     log = log or TERMINATION_LOG
     try:
         if log.exists():
             log.write_text(text)
-    except OSError as error:  # the node's disk may be full; what is still to be done is done all the same
+    except OSError as error:  # the node's disk may be full; the rest of the shutdown goes on
         print(f"cannot write the reason of this end to {log}: {error}", file=sys.stderr)
 
 
 def end_hung(reason: str) -> None:
-    """End this process at once, since it is hung: print where its threads are, then why. Does not return."""
+    """End this hung process at once, after printing the stacks of its threads and the reason."""
     faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
     print(f"error: {reason}", file=sys.stderr, flush=True)
     leave_reason(reason)

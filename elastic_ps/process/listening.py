@@ -1,6 +1,6 @@
-"""On which addresses a server listens, and an HTTP server that listens so.
+"""The addresses on which a server listens, and an HTTP server that uses them.
 
-Apart, because the parameter server, its transports and the operator of a cluster do it in the same way.
+The parameter server, its transports and the operator share it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 
 class ListenAddress(NamedTuple):
-    """Attributes: `both`: a socket of the family takes connections of IPv4, too."""
+    """Attributes: `both`: whether a socket of the family also accepts IPv4 connections."""
 
     family: socket.AddressFamily
     host: str
@@ -25,15 +25,15 @@ class ListenAddress(NamedTuple):
 
     @property
     def everywhere(self) -> bool:
-        """Whether it is every address of the machine."""
+        """Whether it stands for every address of the machine."""
         return not self.host
 
 
 def listen_address(host: str) -> ListenAddress:
-    """Where to listen on `host`, an address or a name.
+    """The address to listen on for `host`, an address or a name.
 
-    Each word for every address ("", 0.0.0.0, ::) means those of IPv4 and of IPv6, as it does for gRPC. Where
-    the machine has no IPv6, there are only the others.
+    Each wildcard ("", 0.0.0.0, ::) stands for all IPv4 and IPv6 addresses, as in gRPC, or only for IPv4 if
+    the machine has no IPv6.
     """
     host = host.strip("[]")
     everywhere = host in ("", "0.0.0.0", "::")
@@ -43,33 +43,33 @@ def listen_address(host: str) -> ListenAddress:
 
 
 REQUESTS = 128
-"""How many requests an `HttpServer` has at a time. For the next one the oldest is cut off: it takes long."""
+"""The number of requests at a time. A further one cuts off the oldest, which takes too long."""
 
 REQUEST = timedelta(seconds=10)
-"""How long a request and its answer may take, however often something of it comes."""
+"""The time limit of a request with its answer."""
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Answers in a thread for each request. `address`: see `listen_address`, and a port; 0 picks one."""
+    """Answers each request in a thread. `address`: see `listen_address`, and a port; 0 picks one."""
 
     daemon_threads = True
     requests, limit = REQUESTS, REQUEST
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        self._open: dict[Any, float] = {}  # requests, and since when, the oldest first
+        self._open: dict[Any, float] = {}  # requests with their start times, the oldest first
         self._lock = threading.Lock()
         self._listens = listen_address(address[0])
         self.address_family = self._listens.family
         super().__init__((self._listens.host, address[1]), handler)
 
     def server_bind(self) -> None:
-        """Without looking up what the host is called, as `HTTPServer` does; that may take its time."""
+        """Bind without looking up the host's name, which may be slow."""
         if self._listens.both:
             self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         socketserver.TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer it in a thread, and make room for it before."""
+        """Make room for a request, and answer it in a thread."""
         with self._lock:
             if len(self._open) >= self.requests:
                 self._cut_off(next(iter(self._open.values())))
@@ -82,12 +82,12 @@ class HttpServer(ThreadingHTTPServer):
             super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Twice a second."""
+        """Cut off requests that take too long. Called twice a second."""
         with self._lock:
             self._cut_off(time.monotonic() - self.limit.total_seconds())
 
     def _cut_off(self, since: float) -> None:
-        """End the requests that have begun by then; their threads find them closed. The lock is held."""
+        """Close the requests that began before then, which ends their threads. The lock is held."""
         for request, began in [*self._open.items()]:
             if began > since:
                 break
@@ -96,6 +96,6 @@ class HttpServer(ThreadingHTTPServer):
             del self._open[request]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """One that asks and does not wait for the answer, as a probe with little time, is no failure here."""
+        """Ignore clients that do not wait for the answer, such as a probe with a short time-out."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)

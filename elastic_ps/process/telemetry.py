@@ -1,8 +1,8 @@
-"""Files that a process writes about itself: histories (what happened, for proofs) and traces (when).
+"""Files that a process writes about itself: histories (what happened, for checks) and traces (when).
 
-Both are JSON lines, one file for each process, so that nothing is shared between processes and a killed
-one loses at most its last line. Both are off unless `env` names a directory; then `record` and `span` do
-nothing. Times are the machine-wide monotonic clock's.
+Both are JSON lines, with one file for each process, so that processes share nothing and a killed one loses at
+most its last line. Unless `env` names a directory, both are off, and `record` and `span` do nothing. Times
+are those of the machine-wide monotonic clock.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Lines:
 
 
 def _cut_off(path: Path) -> bool:
-    """Whether an earlier process with the same id, as in containers, was killed within its last line."""
+    """Whether an earlier process with the same id was killed within its last line, as in containers."""
     if not path.exists() or not path.stat().st_size:
         return False
     with path.open("rb") as file:
@@ -57,14 +57,14 @@ def _cut_off(path: Path) -> bool:
 
 
 class History:
-    """What a process did to the model's fate: steps sent, rounds committed, records handed out."""
+    """The history of a process: steps sent, rounds committed, records handed out."""
 
     def __init__(self, directory: Path | None, process: str) -> None:
         self._lines = _Lines(directory / f"{process}-{os.getpid()}.jsonl" if directory else None)
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is recorded, so that what is costly to find out need not be found out."""
+        """Whether events are recorded, so that callers can skip costly ones."""
         return self._lines.enabled
 
     def record(self, event: str, **values: Any) -> None:
@@ -118,7 +118,7 @@ class Trace:
         )
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
-        """The time that the block takes, on the calling thread's row."""
+        """A span of the block's time, on the calling thread's row."""
         return self._timed(name, args) if self.enabled else nullcontext()
 
     @contextmanager
