@@ -12,21 +12,21 @@
     │   └── CannotListen          the address to listen on is taken or is not this machine's
     ├── TransportError
     │   ├── ConnectionLost        the other side went away or cannot be reached. May be retried
-    │   ├── DeadlineExceeded      no answer within the time given. May be retried
+    │   ├── DeadlineExceeded      no answer within the deadline. May be retried
     │   └── Malformed             bytes that do not follow the protocol
-    ├── CollectiveFailed          an operation of a communicator, because another process did not do its part
-    ├── TensorLost                a tensor of `session.server` that is there no more; the message says why
+    ├── CollectiveFailed          an operation of a communicator failed, because of another process
+    ├── TensorLost                a tensor of `session.server` is gone; the message says why
     ├── Refused                   the parameter server refuses the request; `code` says why
     ├── CheckpointError
-    │   ├── NoCheckpoint          the directory holds no whole checkpoint
+    │   ├── NoCheckpoint          the directory has no complete checkpoint
     │   ├── Fenced                another parameter server has taken over
     │   ├── StorageUnavailable    the directory cannot be read or written at the moment. May be retried
     │   └── CheckpointCorrupt     a file's digest or content does not match its manifest
-    │       └── CheckpointUnreadable  it is whole, but has not the fields that this version reads
+    │       └── CheckpointUnreadable  it is complete, but of a format that this version cannot read
     └── AskedToEnd                the process was asked to end while it waited for something
 
 For a `UserError` the command line prints the message without a traceback and exits with 2. A worker process
-exits with `exits.INVALID`, so that it is not started again.
+exits with `exits.INVALID`, so that it is not restarted.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ import enum
 
 
 class ElasticPSError(Exception):
-    """Base of everything that elastic-ps raises on purpose."""
+    """The base class of all exceptions of elastic-ps."""
 
 
 class UserError(ElasticPSError):
-    """The user has to change something. The message says what was given, what was expected, what to do."""
+    """The user has to change something. The message says what was given, what was expected and what to do."""
 
 
 class InvalidJob(UserError):
@@ -66,7 +66,7 @@ class CannotListen(UserError):
 
 
 class TransportError(ElasticPSError):
-    """Bytes did not arrive, or not as they should."""
+    """Data was not transferred, or arrived damaged."""
 
 
 class ConnectionLost(TransportError):
@@ -74,7 +74,7 @@ class ConnectionLost(TransportError):
 
 
 class DeadlineExceeded(TransportError):
-    """No answer came within the time given; the call may or may not have taken effect."""
+    """No answer came within the deadline; the call may or may not have taken effect."""
 
 
 class Malformed(TransportError):
@@ -82,22 +82,22 @@ class Malformed(TransportError):
 
 
 class CollectiveFailed(ElasticPSError):
-    """An operation of a communicator has failed: another process ended, came too late or did something else.
+    """An operation of a communicator has failed: another process ended, was late or called something else.
 
-    The communicator cannot be used any more, since its processes are not at the same operation.
+    The communicator cannot be used any more, since its processes are at different operations.
     """
 
 
 class TensorLost(ElasticPSError):
-    """A tensor of `session.server` is there no more. The message names it.
+    """A tensor of `session.server` is gone. The message names it.
 
-    It was freed, or a parameter server that had a part of it was started again. `session.server.init` begins
-    it anew, with the values that the script gives.
+    It was freed, or a parameter server that held a part of it has restarted. `session.server.init` recreates
+    it with the values of the script.
     """
 
 
 class RefusalCode(enum.IntEnum):
-    """Why a parameter server refused; the numbers are on the wire and never change their meaning."""
+    """Why a parameter server refused. The numbers are part of the protocol and never change."""
 
     UNSPECIFIED = 0
     STALE_TERM = 1
@@ -115,29 +115,29 @@ class RefusalCode(enum.IntEnum):
     MODEL_MISMATCH = 7
     """Names, shapes, dtypes or optimizer differ from the model that is being trained."""
     INVALID = 8
-    """The request cannot be carried out; a person has to change something."""
+    """The request cannot be carried out; the user has to change something."""
     NOT_READY = 9
-    """The parameter server cannot answer this yet; ask again."""
+    """The parameter server cannot answer yet; ask again."""
     UNKNOWN_METHOD = 10
     """No such request."""
     WRONG_JOB = 11
     """The message names another job."""
     SUPERSEDED = 12
-    """Another process has taken this worker's place; this one must end."""
+    """Another process has replaced this worker; this one must end."""
     HUNG = 13
     """The worker kept the others waiting for too long and was declared hung; its process must end."""
     LATE = 14
-    """The round has enough other workers' steps, so it is made without this worker's."""
+    """The round has enough steps of other workers, so this one is dropped."""
     STALE_CALL = 15
-    """The process has made a later call of this kind; the network delivered this one too late."""
+    """The process has made a later call; the network delivered this one too late."""
     FORBIDDEN = 16
     """The caller's certificate does not permit it to make this call, or to speak for this worker."""
     GONE = 17
-    """The tensor of a script that is meant is not there any more."""
+    """The script's tensor is gone."""
     NOT_YOUR_TURN = 18
-    """Another worker's gradient comes before this one; push it again, however long that takes."""
+    """Another worker's gradient comes first; push this one again, however long that takes."""
     MODEL_LOST = 19
-    """What the worker has trained is gone, with all checkpoints; only a process that begins anew may join."""
+    """The model that the worker has trained is lost, with all checkpoints; only a new process may join."""
 
 
 class Refused(ElasticPSError):
@@ -153,7 +153,7 @@ class CheckpointError(ElasticPSError):
 
 
 class NoCheckpoint(CheckpointError):
-    """The directory holds no whole checkpoint."""
+    """The directory has no complete checkpoint."""
 
 
 class Fenced(CheckpointError):
@@ -169,7 +169,7 @@ class CheckpointCorrupt(CheckpointError):
 
 
 class CheckpointUnreadable(CheckpointCorrupt):
-    """A checkpoint is whole, but its fields are not those that this version of elastic-ps reads."""
+    """A checkpoint is complete, but has a format that this version of elastic-ps cannot read."""
 
     def __init__(self, what: str) -> None:
         super().__init__(

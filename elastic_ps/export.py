@@ -1,4 +1,4 @@
-"""`python -m elastic_ps.export DIR OUT`: what `elastic-ps export` runs."""
+"""`python -m elastic_ps.export DIR OUT`, for `elastic-ps export`."""
 
 from __future__ import annotations
 

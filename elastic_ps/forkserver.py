@@ -1,13 +1,13 @@
-"""`python -m elastic_ps.forkserver SOCKET`: starts the processes of jobs on this host, by forking itself.
+"""`python -m elastic_ps.forkserver SOCKET`: starts the processes of a job on this host by forking itself.
 
-Importing torch takes a second of a processor, in each process again. It is most of the time until a process
-that was killed is replaced. This process imports once what the processes of a job import. Each that it is
-asked for is a fork, which has all that from its first moment, and shares the memory. A fork is as good as a
-fresh process, because this one never has a second thread, opens no connection and computes nothing.
+Importing torch takes a second of CPU time in each process, which is most of the time to replace a killed one.
+This process imports the modules once. Each process of the job is a fork, which has them from the start and
+shares their memory. A fork is as good as a new process, because this one never has a second thread, opens no
+connection and computes nothing.
 
-`local.forks` is the other side of the socket. If that side is gone, this process ends, and what it has
-started with it. No signal that all processes of a session get ends it before: nobody would learn any more how
-its forks end, so they would be killed, and a parameter server with them that writes its last checkpoint.
+`local.forks` is the other side of the socket. If it is gone, this process ends with all that it has started.
+It ignores signals that all processes of a session get: without it, nobody would learn how its forks end, and
+they would be killed, even a parameter server that writes its last checkpoint.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from elastic_ps.contract.packets import Packets
 from elastic_ps.process import lifecycle
 
 FOR_ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""What a system sends to all processes of a session or service that it ends. The launcher decides."""
+"""Signals that a system sends to all processes of a session or service. The launcher reacts to them."""
 
 
 def _programs() -> Mapping[str, Callable[[], int]]:
-    """What a fork can become, by the name of the module; imports what they need."""
+    """The mains of the forks, by module name. Imports their modules."""
     with lifecycle.importing():
         disable_grpc_fork_hooks()
         from elastic_ps.evaluation import __main__ as evaluator
@@ -55,10 +55,10 @@ def _programs() -> Mapping[str, Callable[[], int]]:
 
 @contextlib.contextmanager
 def _ending_with(sock: socket.socket) -> Iterator[None]:
-    """This process ends at once if the other side of the socket, which sends nothing meanwhile, goes.
+    """End this process at once if the other side of the socket, which sends nothing meanwhile, goes.
 
-    SIGIO does that, also in the middle of a library that takes a second to load. The signal that a parent's
-    death may send would not do: with `--detach` the parent ends, and its fork goes on.
+    SIGIO does that, even while a library takes a second to load. A signal on the parent's death would not do:
+    with `--detach` the parent ends, and its fork goes on.
     """
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     flags = fcntl.fcntl(sock, fcntl.F_GETFL)
@@ -86,7 +86,7 @@ class _Forks:
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
 
     def serve(self) -> dict[str, Any] | None:
-        """Do what is ordered; returns in each fork, with its order, and here at the end, with None."""
+        """Carry out orders. Returns in each fork with its order, and here at the end with None."""
         poll = select.poll()
         poll.register(self._awake, select.POLLIN)
         poll.register(self._packets.sock, select.POLLIN)
@@ -116,7 +116,7 @@ class _Forks:
                     os.close(descriptor)
 
     def _fork(self) -> int | None:
-        """As `os.fork`. None, and whoever has ordered it is told, if the system gives no process now."""
+        """Like `os.fork`; None if the system refuses a process, which the other side is told."""
         try:
             return os.fork()
         except OSError as error:
@@ -138,7 +138,7 @@ class _Forks:
                     self._packets.send({"ended": pid, "status": os.waitstatus_to_exitcode(status)})
 
     def _begin(self, order: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-        """In the fork: become a process like one that was started by itself."""
+        """In the fork: become an independent process."""
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)
@@ -155,7 +155,7 @@ class _Forks:
 
 
 def _become(order: Mapping[str, Any]) -> None:
-    """In the fork: have the environment and arguments that were ordered, and random numbers of its own."""
+    """In the fork: set the ordered environment and arguments, and new random seeds."""
     import numpy as np
     import torch
 
@@ -164,7 +164,7 @@ def _become(order: Mapping[str, Any]) -> None:
     os.chdir(order["directory"])
     sys.argv = [order["program"], *order["arguments"]]
     threads = os.environ.get(THREAD_VARIABLES[0], "").partition(",")[0].strip()  # a list: for nested regions
-    if threads.isdecimal() and int(threads):  # else OpenMP does not heed it either
+    if threads.isdecimal() and int(threads):  # otherwise OpenMP ignores it
         torch.set_num_threads(int(threads))  # OpenMP has read its variable long ago
     np.random.seed()  # Python's own `random` does so by itself
     torch.seed()
@@ -173,9 +173,9 @@ def _become(order: Mapping[str, Any]) -> None:
 
 
 def main() -> int:
-    """Serve, or be the process that was forked; returns the exit status."""
+    """Serve, or run as a fork; returns the exit status."""
     packets = Packets(socket.socket(fileno=int(sys.argv[1])))
-    exits.print_stacks_on_request()  # so that no fork is ever without it
+    exits.print_stacks_on_request()  # before any fork
     with _ending_with(packets.sock):
         programs = _programs()
     packets.send({"programs": list(programs)})

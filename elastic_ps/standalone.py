@@ -1,8 +1,8 @@
-"""`elastic_ps.connect`: a session in the job that started this process, or in a job of this process alone.
+"""`elastic_ps.connect`: a session in the job that started this process, or in a job of its own.
 
-A script that was not started as part of a job trains all the same: it is the only worker, and the parameter
-server runs in its process. So you can run it by itself, step through it in a debugger, and compare its result
-with that of a job. Such a job writes no checkpoints and ends with the process.
+A script that was not started by a job also trains: it is the only worker, and the parameter server runs in
+its process. So you can run it by itself, step through it in a debugger, and compare its result with that of a
+job. Such a job writes no checkpoints, and ends with the process.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ logger = logging.getLogger(__name__)
 NAME = "standalone"
 
 PATIENCE = timedelta(days=7)
-"""For how long a debugger may halt the process. A real job declares a worker lost after seconds."""
+"""How long a debugger may halt the process. In a real job, a worker would be lost after seconds."""
 
 
 def connect(job: str | os.PathLike[str] | None = None) -> Session:
     """Return this process's session in the job that started it, or in a job of its own.
 
     If no job started this process, it becomes the only worker of a job of its own, and the parameter server
-    runs in this process, too. A warning says so. Called again, as by a cell of a notebook, it closes that
-    session, and begins another job.
+    runs in this process, too. A warning says so. Another call, as from a cell of a notebook, closes that
+    session and begins another job.
 
     Args:
-        job: a job's YAML file. A job of its own takes its `data` and `consistency` from it, and ignores its
-            numbers of workers and parameter servers and its checkpoints. In a process that a job started, the
-            file is not read.
+        job: a job's YAML file. A job of its own uses its `data` and `consistency`, and ignores its numbers of
+            workers and parameter servers and its checkpoints. In a process that a job started, the file is
+            not read.
 
     Raises:
         InvalidJob: the file cannot be read, or is not a valid TrainingJob.
@@ -56,12 +56,12 @@ def connect(job: str | os.PathLike[str] | None = None) -> Session:
         before.close(failed=True)
     session = _Standalone(spec)
     _sessions[:] = [session]
-    atexit.register(lambda: session.close(failed=hasattr(sys, "last_value")))  # of an exception that ends it
+    atexit.register(lambda: session.close(failed=hasattr(sys, "last_value")))  # for an exception that ends it
     return session
 
 
 _sessions: list[Session] = []
-"""The one that this process has made last."""
+"""The last session that this process has made."""
 
 
 def alone(spec: TrainingJobSpec) -> TrainingJobSpec:
@@ -78,7 +78,7 @@ class _Standalone(Session):
     """A session that owns its job's parameter server."""
 
     def __init__(self, spec: TrainingJobSpec) -> None:
-        from elastic_ps.server import process  # which a worker of a job does not need
+        from elastic_ps.server import process  # a worker of a job does not need these
         from elastic_ps.transport.inproc import InprocServer, connect
 
         self._process = os.getpid()
@@ -90,7 +90,7 @@ class _Standalone(Session):
         super().__init__(NAME, spec, 0, [connect(transport)])
 
     def close(self, *, failed: bool = False) -> None:
-        if os.getpid() != self._process:  # a child of a fork: the threads are the parent's
+        if os.getpid() != self._process:  # a forked child: the threads are the parent's
             return
         # While the interpreter ends, newer Pythons start no thread, not even for a goodbye.
         with contextlib.suppress(RuntimeError):
