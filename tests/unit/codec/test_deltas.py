@@ -21,6 +21,7 @@ from elastic_ps.codec.optimizers import PULLED, VALUE
 from elastic_ps.codec.plan import DELTAS, Plan, make
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.errors import InvalidJob, Malformed
+from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.pulls import Pull, Pulled
 from elastic_ps.server.shard_service import answer_of
 from elastic_ps.transport import messages_pb2 as pb
@@ -82,7 +83,7 @@ class Worker:
     def __init__(self, used: Plan) -> None:
         self.traffic = Traffic()
         self.flat = Flat(LAYOUT, [torch.zeros(60, 10)])
-        self.values = Values(self.flat, used, traffic=self.traffic)
+        self.values = Values(self.flat, used, traffic=self.traffic, trace=Trace(None, ""))
         self.version: int | None = None
 
     @property

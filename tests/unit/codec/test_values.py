@@ -12,6 +12,7 @@ from elastic_ps.codec import as_bytes
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import ConnectionLost, Malformed
+from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.pulls import Pull, Pulled
 from elastic_ps.server.shard_service import answer_of
@@ -63,7 +64,7 @@ class Model:
     def __init__(self, plan: Plan = BF16) -> None:
         self.tensors = [torch.zeros(4, dtype=getattr(torch, t.dtype)) for t in TENSORS]
         self.traffic = Traffic()
-        self._values = Values(Flat(LAYOUT, self.tensors), plan, traffic=self.traffic)
+        self._values = Values(Flat(LAYOUT, self.tensors), plan, traffic=self.traffic, trace=Trace(None, ""))
 
     def receive(self, reply: pb.PullReply, body: Body) -> torch.Tensor:
         self._values.receive(LAYOUT.buckets[reply.bucket], reply, body)
