@@ -70,7 +70,7 @@ def test_a_worker_that_takes_no_part_is_told_that_its_step_is_void() -> None:
             coordinator.begin(1, late.incarnation, version=0, step=0)
         assert refused.value.code is RefusalCode.LATE
         assert "the round on version 1" in str(refused.value)
-        with pytest.raises(Refused, match="step 0 of worker 1 is void") as refused:
+        with pytest.raises(Refused, match="step 0 of worker 1 is dropped") as refused:
             coordinator.await_version(1, late.incarnation, attempt=0, step=0)
         assert refused.value.code is RefusalCode.LATE
 
