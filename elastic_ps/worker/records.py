@@ -85,7 +85,7 @@ class Records:
         """The script's loops have come to this."""
         self.loop = LOOPS.after(self.loop, event)
 
-    def _plays(self, event: PartEvent) -> None:
+    def _note_part(self, event: PartEvent) -> None:
         self.part = PARTS.after(self.part, event)
 
     def take(self, mine: DataSet, *, wait: bool, early: bool, epoch: int | None) -> tuple[Range, ...]:
@@ -120,7 +120,7 @@ class Records:
                 if wait:
                     if self.computing:
                         member.strategy.hand_over()
-                    self._plays(PartEvent.ASK)
+                    self._note_part(PartEvent.ASK)
                     self._left = False
                 said = member.drops, mine.data
                 new = mine._replace(data="") if self._said == said else mine
@@ -168,7 +168,7 @@ class Records:
                 )
             if not strategy.has(granted.version):
                 strategy.fetch(granted.version, contributor=False)
-            self._plays(PartEvent.FINISH)
+            self._note_part(PartEvent.FINISH)
             self.chief = granted.chief
             self._member.has_been_chief |= granted.chief
 
@@ -234,10 +234,10 @@ class Records:
         self._batches.note(HandEvent.LAY_DOWN)
         self._left |= leaves
         if self._batches.computed:
-            self._plays(PartEvent.LEAVE_IN_STEP)
+            self._note_part(PartEvent.LEAVE_IN_STEP)
         elif (self.computing or leaves) and member.entered and member.working.state is not State.LEFT:
             member.exchange_steps()
-            self._plays(PartEvent.LEAVE)
+            self._note_part(PartEvent.LEAVE)
             try:
                 member.strategy.hand_over()
                 self._release(abandoned=member.working.in_step)
