@@ -122,13 +122,12 @@ def test_a_checkpoint_can_be_named_by_its_own_directory(trained: Trained) -> Non
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt"])
 def test_export_writes_a_plain_state_dict(
-    trained: Trained, tmp_path: Path, elastic_ps_here: Here, name: str
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     out = tmp_path / name
     out.write_text("what was there before is replaced")
-    done = elastic_ps_here("export", trained.directory, out)
-    assert done.returncode == 0, done.stderr
-    assert f"version {trained.version}, {len(trained.values)} tensors" in done.stdout
+    assert export_program.main([str(trained.directory), str(out)]) == 0
+    assert f"version {trained.version}, {len(trained.values)} tensors" in capsys.readouterr().out
     values = safetensors.torch.load_file(out) if name.endswith("s") else torch.load(out)
     assert same(values, trained.values), "the shared weight is there under both its names"
     Tied(seed=7).load_state_dict(values)
