@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from elastic_ps.local.processes import free_ports
 from tests.testing import mpirun
+from tests.testing.addresses import addresses
 from tests.testing.scripts import together
 
 CHECKS = [name for name in vars(together) if name.startswith("check_")]
@@ -29,8 +29,9 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param == "mpi":
         commands = [(mpirun.command(together.SIZE, MODULE, directory), variables)]
     else:
-        (port,) = free_ports(1)
-        group = {"WORLD_SIZE": str(together.SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        (address,) = addresses(1)
+        host, _, port = address.partition(":")
+        group = {"WORLD_SIZE": str(together.SIZE), "MASTER_ADDR": host, "MASTER_PORT": port}
         commands = [
             ([sys.executable, "-m", MODULE, str(directory)], {**variables, **group, "RANK": str(rank)})
             for rank in range(together.SIZE)
