@@ -79,6 +79,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         "Processor time of a commit, beside a step of torch's optimizer; and of the parameter server for a "
         "step and worker, beside the same with one worker.",
     ),
+    "memory": Benchmark(
+        "Memory of a parameter server",
+        "26.2 million parameters with Adam (values, state and one sum: 400 MiB), and a checkpoint every two "
+        "seconds, beside a rank of DDP that writes none.",
+    ),
     "crowd": Benchmark(
         "A thousand workers",
         "Simulated ones: processor time of the parameter server for a join, and its share of a core while "

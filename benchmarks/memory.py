@@ -5,8 +5,8 @@ compute: as a job of elastic-ps that writes a checkpoint every two seconds, with
 with DistributedDataParallel (gloo) under `torchrun`, which writes none. It prints the largest memory of the
 parameter server and of a rank, beside what neither can do without: values, Adam's state and one gradient.
 
-Memory is the proportional share (PSS) that Linux tells of a process. Shared memory, in which workers of the
-same host read the values, counts wholly.
+Memory is the proportional share (PSS) that Linux tells of a process, but for what it shares with workers of
+the same host: the values, which they read, count wholly, and their gradients, which it reads, not at all.
 """
 
 from __future__ import annotations
@@ -87,15 +87,15 @@ def train_with_ddp(directory: Path) -> None:
 
 def memory_of(pid: int) -> int:
     """Bytes of a process; see above."""
-
-    def told(file: str, *names: str) -> list[int]:
-        lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
-        found = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
-        return [int(found[name][0]) * 1024 for name in names]
-
-    pss, part = told("smaps_rollup", "Pss", "Pss_Shmem")
-    (shared,) = told("status", "RssShmem")
-    return pss - part + shared
+    total, counts = 0, "Pss"
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        name, value, *_ = line.split(maxsplit=2)
+        if not name.endswith(":"):  # the next mapping
+            shared, others = value.endswith("s"), "w" not in value
+            counts = "Pss" if not shared else "" if others else "Rss"
+        elif name[:-1] == counts:
+            total += int(value) * 1024
+    return total
 
 
 def peaks(pids: Sequence[int], seconds: float, look: Callable[[], None] = lambda: None) -> list[int]:

@@ -59,60 +59,81 @@ class Source(Protocol):
 class Snapshot:
     """The tensors of a shard at one version. One thread reads them while others make the next versions.
 
-    This is copy on write. A bucket is copied when it is about to change and has not been read; nothing is
-    copied at first. `keep` and `read` may be called from different threads.
+    This is copy on write: what has not been read of a bucket is copied when the bucket is about to change,
+    and nothing before. Whoever changes a bucket calls `keep` first; no two threads do so for the same bucket
+    at a time. A bucket may not change while the snapshot is made.
 
     Args:
-        buckets: the tensors of each bucket, which the shard goes on to change.
-        locks: the locks of the buckets. Whoever changes a bucket holds its lock, and calls `keep` first.
+        buckets: the tensors of each bucket, which the shard goes on to change, in the order of the changes.
+        patience: for how long changes wait for the reader altogether. While they do, the copies take no more
+            than the share `ROOM` of all tensors.
 
     Attributes:
         described: all tensors, in the order in which they are read. Only dtypes and shapes stay true.
-        pause: for how long changes of buckets have waited for copies.
+        pause: for how long changes have waited for the reader and for copies.
     """
 
-    def __init__(self, buckets: Mapping[int, Sequence[Stored]], locks: Mapping[int, threading.Lock]) -> None:
-        self._locks = locks
+    ROOM = 1 / 16
+
+    def __init__(
+        self, buckets: Mapping[int, Sequence[Stored]], *, patience: timedelta = timedelta(0)
+    ) -> None:
         self.described = [stored for tensors in buckets.values() for stored in tensors]
+        self._room = self.ROOM * sum(stored.value.nbytes for stored in self.described)
+        self._patience = patience
+        self._read = threading.Condition()  # its lock guards all below
         self._unread = {bucket: deque(tensors) for bucket, tensors in buckets.items()}
-        self._kept: set[int] = set()
+        self._copies: dict[int, int] = {}  # the bytes of the copies that are there, by bucket
         self.pause = timedelta(0)
 
     def keep(self, bucket: int) -> None:
-        """Copy what has not been read of a bucket. The caller holds its lock. Blocks for the copy."""
-        unread = self._unread.get(bucket)
-        if not unread or bucket in self._kept:
-            return
-        began = time.monotonic()
-        sizes = [-(-stored.value.nbytes // ALIGNMENT) * ALIGNMENT for stored in unread]
-        memory, at = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu"), 0
-        for size in sizes:
-            stored = unread.popleft()
-            value = stored.value
-            copy = memory[at : at + value.nbytes].view(value.dtype).view(value.shape)
-            unread.append(replace(stored, value=copy.copy_(value)))
-            at += size
-        self._kept.add(bucket)
-        self.pause += timedelta(seconds=time.monotonic() - began)
+        """Have the snapshot do without the tensors of a bucket, which is about to change. Blocks."""
+        with self._read:
+            unread = self._unread.get(bucket)
+            if not unread or bucket in self._copies:
+                return
+            began, left = time.monotonic(), self._patience - self.pause
+            self._read.wait_for(
+                lambda: sum(self._copies.values()) + _bytes(unread) <= self._room,
+                timeout=max(0.0, left.total_seconds()),
+            )
+            memory, at = torch.empty(_bytes(unread), dtype=torch.uint8, device="cpu"), 0
+            self._copies[bucket] = memory.nbytes
+            for _ in range(len(unread)):
+                stored = unread.popleft()
+                value, end = stored.value, at + stored.value.nbytes
+                copy = memory[at:end].view(value.dtype).view(value.shape).copy_(value)
+                unread.append(replace(stored, value=copy))
+                at += _padded(stored)
+            self.pause += timedelta(seconds=time.monotonic() - began)
 
     def read(self, scratch: Scratch) -> Iterator[Stored]:
-        """Yield each tensor once, in memory that may be the next one's, too. Blocks while a bucket changes.
+        """Yield each tensor once, in memory that may be the next one's, too. Blocks for copies.
 
         Args:
             scratch: gets what has not been copied.
         """
-        for bucket, lock in [(bucket, self._locks[bucket]) for bucket in self._unread]:
+        for bucket, unread in list(self._unread.items()):
             while True:
-                with lock:
-                    if not self._unread[bucket]:
+                with self._read:
+                    self._read.notify_all()
+                    if not unread:
+                        self._copies.pop(bucket, None)
                         break
-                    stored = self._unread[bucket].popleft()
-                    if bucket not in self._kept:
+                    stored = unread.popleft()
+                    if bucket not in self._copies:
                         value = stored.value
                         copy = scratch.tensor(value.numel(), value.dtype).view(value.shape)
                         stored = replace(stored, value=copy.copy_(value))
                 yield stored
-            del self._unread[bucket]
+
+
+def _padded(stored: Stored) -> int:
+    return -(-stored.value.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _bytes(tensors: Iterable[Stored]) -> int:
+    return sum(map(_padded, tensors))
 
 
 class OptimizerState:

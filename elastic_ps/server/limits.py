@@ -45,6 +45,9 @@ class ServerLimits:
     given_up: timedelta = timedelta(minutes=10)
     """A checkpoint is given up if a shard has not written its part after this time."""
 
+    written: timedelta = timedelta(milliseconds=500)
+    """For how long steps wait for a part of a checkpoint to be written, before they copy what is left."""
+
     keep_again: timedelta = timedelta(seconds=1)
     """After a checkpoint that must be written has failed, the time until the next attempt."""
 

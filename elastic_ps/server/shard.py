@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 
 import torch
 
@@ -166,10 +167,11 @@ class Shard:
         with self._buffers.receive(bucket, incoming, timeout=self._limits.shard_answer) as values:
             if bucket.rule is Rule.GRADIENT and version is None:
                 require_finite(values, f"first values of bucket {index}")
-            with self._stepping[index], self._lock:
-                self._check_sender(worker, incarnation, version)
+            with self._stepping[index]:
                 self._keep(index)
-                self._buckets[index].initialise(values, version=version)
+                with self._lock:
+                    self._check_sender(worker, incarnation, version)
+                    self._buckets[index].initialise(values, version=version)
 
     def _check_sender(self, worker: int, incarnation: int, version: int | None) -> None:
         if version is None:
@@ -526,15 +528,17 @@ class Shard:
                     f"asked for a checkpoint of version {version}, but shard {self.index} is at version "
                     f"{self.version}",
                 )
-            return self._snapshot(BucketValues.stored)
+            return self._snapshot(BucketValues.stored, patience=self._limits.written)
 
-    def _snapshot(self, part: Callable[[BucketValues], Iterable[Stored]]) -> Snapshot:
+    def _snapshot(
+        self, part: Callable[[BucketValues], Iterable[Stored]], *, patience: timedelta = timedelta(0)
+    ) -> Snapshot:
         """`part` of each bucket, in the order of steps. The caller holds `_advancing`."""
         tensors = {}
         for index in (b.index for b in self.layout.pull_order if b.index in self._buckets):
             with self._stepping[index]:
                 tensors[index] = list(part(self._buckets[index]))
-        snapshot = Snapshot(tensors, self._stepping)
+        snapshot = Snapshot(tensors, patience=patience)
         with self._lock:
             self._snapshots.add(snapshot)
         return snapshot

@@ -24,6 +24,7 @@ MODULES = {
 }
 
 PACKAGES = (
+    "elastic_ps.codec.state",
     "elastic_ps.process.telemetry",
     "elastic_ps.server.commit",
     "elastic_ps.server.guarded",

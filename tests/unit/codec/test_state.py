@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from datetime import timedelta
+
 import torch
 
 from elastic_ps.codec import as_bytes
-from elastic_ps.codec.state import ImportedState, OptimizerState
+from elastic_ps.codec.memory import Scratch
+from elastic_ps.codec.state import ImportedState, OptimizerState, Snapshot, Stored
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 
 LAYOUT = partition((TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),), bucket_bytes=1024, shards=1)
@@ -41,3 +45,51 @@ def test_a_state_may_be_one_that_only_a_gpu_goes_on_with() -> None:
     assert_state(ImportedState(new, state), parameter, optimizer)
     optimizer.param_groups[0]["capturable"] = True
     assert_state(OptimizerState(optimizer), parameter, optimizer)
+
+
+COUNT = 32
+
+
+class Changing:
+    """Buckets of two tensors each, and a snapshot of them. The values of a tensor are its number."""
+
+    def __init__(self, patience: timedelta) -> None:
+        self.tensors = [torch.full((64,), float(number)) for number in range(COUNT)]
+        stored = [Stored(number, 0, "value", each) for number, each in enumerate(self.tensors)]
+        buckets = {number: stored[2 * number : 2 * number + 2] for number in range(COUNT // 2)}
+        self.snapshot = Snapshot(buckets, patience=patience)
+
+    def change(self) -> None:
+        for number, each in enumerate(self.tensors):
+            self.snapshot.keep(number // 2)
+            each.fill_(-1)
+
+    def read(self) -> list[float]:
+        return [float(stored.value[0]) for stored in self.snapshot.read(Scratch())]
+
+
+def test_changes_wait_for_the_reader_of_a_snapshot_before_they_copy_more_than_its_share() -> None:
+    changing = Changing(timedelta(minutes=10))
+    thread = threading.Thread(target=changing.change, daemon=True)
+    thread.start()
+    thread.join(0.2)
+    changed = sum(float(each[0]) == -1 for each in changing.tensors)
+    assert thread.is_alive(), "nobody reads"
+    assert changed <= COUNT * Snapshot.ROOM
+    assert changing.read() == list(range(COUNT))
+    thread.join()
+    assert changing.snapshot.pause > timedelta(0)
+
+
+def test_changes_go_on_with_copies_when_the_reader_of_a_snapshot_is_slow() -> None:
+    changing = Changing(timedelta(milliseconds=1))
+    changing.change()
+    assert changing.read() == list(range(COUNT))
+    assert all(float(each[0]) == -1 for each in changing.tensors)
+
+
+def test_nothing_is_copied_that_has_been_read_of_a_snapshot() -> None:
+    changing = Changing(timedelta(minutes=10))
+    assert changing.read() == list(range(COUNT))
+    changing.change()
+    assert changing.snapshot.pause == timedelta(0)

@@ -29,6 +29,7 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.checkpointer import Checkpointer
+from elastic_ps.server.limits import ServerLimits
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Application, Configuration, OrderId, Written
 from elastic_ps.server.pulls import Pull, Pulled
@@ -569,7 +570,14 @@ def test_a_checkpoint_that_is_written_while_steps_go_on_is_of_one_version(
     layout = partition(MIXED, bucket_bytes=1600, shards=1)
     settings = Settings(({"lr": 0.1},))
     store = StepwiseStore(tmp_path, at_once)
-    node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""))
+    node = Node(
+        0,
+        1,
+        store=store,
+        consistency=Consistency(),
+        trace=Trace(None, ""),
+        limits=ServerLimits(written=timedelta(milliseconds=20)),
+    )
     generator = torch.Generator().manual_seed(0)
 
     def step(version: int) -> None:
