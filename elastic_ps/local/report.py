@@ -220,6 +220,7 @@ def draw(outcome: Outcome, path: Path) -> None:
     axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
     figure.suptitle(_title(outcome, progress), x=0.015, ha="left", fontsize=11, color=INK)
     _draw_loss(axes[0], record.loss_curve(), evaluated)
+    _leave_room(axes[0])
     _draw_speed(axes[1], speeds(record.points))
     steps = worker_steps(server.members if server else [], progress.version)
     _draw_workers(axes[2], steps)
@@ -237,8 +238,7 @@ def draw(outcome: Outcome, path: Path) -> None:
         _draw_marks(axes[-1], marked)
     top = axes[0].get_xaxis_transform()
     for version, text in change_labels(steps):
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}  # over the curve
-        style: dict[str, Any] = {"fontsize": 8.5, "color": WORKERS, "fontweight": "bold", "bbox": box}
+        style = {"fontsize": 8.5, "color": WORKERS, "fontweight": "bold"}
         side = "right" if version > (1 - LABEL) * progress.version else "left"
         axes[0].text(version, 0.97, f" {text} ", transform=top, va="top", ha=side, **style)
     figure.align_ylabels(axes)
@@ -333,6 +333,13 @@ def _draw_loss(axis: Any, curve: list[tuple[int, float]], evaluated: list[tuple[
         axis.yaxis.set_minor_formatter(NullFormatter())
     else:
         axis.set_ylim(bottom=min(0.0, *values))
+
+
+def _leave_room(axis: Any) -> None:
+    """Above the curves, for the labels of changes."""
+    low, high = axis.get_ylim()
+    raised = high * (high / low) ** 0.1 if axis.get_yscale() == "log" else high + 0.1 * (high - low)
+    axis.set_ylim(low, raised)
 
 
 def _draw_speed(axis: Any, curve: list[tuple[int, float]]) -> None:
