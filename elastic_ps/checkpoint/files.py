@@ -1,8 +1,8 @@
-"""Files in a directory that others can write to: no link is followed, and no size is believed.
+"""Files in a directory that others can write to: links are not followed, sizes are not trusted.
 
-What lies in a checkpoint directory may have been damaged, or put there by somebody. So a file is opened
-without following a symbolic link, must be an ordinary file, and is read no further than it is long; a file is
-written under a name that nothing has yet.
+A file in a checkpoint directory may be damaged, or come from somebody else. So a file is opened without
+following a symbolic link, must be a regular file, and is read no further than its size; a new file gets an
+unused name.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from typing import BinaryIO, TextIO
 from elastic_ps.errors import CheckpointCorrupt, CheckpointError, StorageUnavailable
 
 NEVER = frozenset({errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EOPNOTSUPP})
-"""Errors that say what there is, or what a file system cannot do. Others (EIO, EACCES, ENOSPC) may pass."""
+"""Errors that are permanent. Others (EIO, EACCES, ENOSPC) may pass."""
 
 WRONG = NEVER | {errno.ENOENT, errno.ENXIO}
-"""The same for what is to be read, and so has to be there."""
+"""Permanent errors of a file that has to exist."""
 
 
 _TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Without O_NONBLOCK the opening of a pipe would wait for somebody to write into it."""
+"""The flags. Without O_NONBLOCK, opening a pipe would wait for a writer."""
 
 
 def failure(error: OSError, text: str) -> CheckpointError:
-    """What has failed, as an exception that says whether trying again may help."""
+    """The exception for a failure, whose type tells whether to try again."""
     return (CheckpointError if error.errno in NEVER else StorageUnavailable)(f"{text}: {error}")
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """What goes wrong with reading `path`: StorageUnavailable if it may pass, else CheckpointCorrupt."""
+    """Convert errors of reading `path`: StorageUnavailable if they may pass, else CheckpointCorrupt."""
     try:
         yield
     except OSError as error:
@@ -49,7 +49,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def open_to_read(path: Path) -> BinaryIO:
-    """An ordinary file, unbuffered. Raises CheckpointCorrupt if it is something else; see `reading`."""
+    """Open a regular file, unbuffered. Raises CheckpointCorrupt if it is something else; see `reading`."""
     with reading(path):
         file = open(path, "rb", buffering=0, opener=lambda name, _: os.open(name, _TO_READ))  # noqa: SIM115
         try:
@@ -72,7 +72,7 @@ def read_text(path: Path, *, limit: int) -> str:
 
 
 def read_text_if_any(path: Path, *, limit: int) -> str | None:
-    """As `read_text`; None if nothing has the name."""
+    """Like `read_text`; None if the file does not exist."""
     with reading(path):
         try:
             return _text_of(path, limit)
@@ -81,14 +81,14 @@ def read_text_if_any(path: Path, *, limit: int) -> str | None:
 
 
 class Looked:
-    """A small file that is read often: also known to be as it was while no descriptor is left to open it."""
+    """A small file that is read often, also while no file descriptor is left if it is unchanged."""
 
     def __init__(self, path: Path, *, limit: int) -> None:
         self._path, self._limit = path, limit
         self._seen: tuple[tuple[int, ...], str] | None = None
 
     def text(self) -> str | None:
-        """As `read_text_if_any`."""
+        """Like `read_text_if_any`."""
         try:
             before = _version_of(self._path)
             text = read_text_if_any(self._path, limit=self._limit)
@@ -112,14 +112,16 @@ def _version_of(path: Path) -> tuple[int, ...]:
 
 
 def _text_of(path: Path, limit: int) -> str:
-    """Without Python's file objects: a parameter server reads a small file for each version."""
+    """Read without Python's slow file objects: a parameter server reads a small file for each version."""
     fd = os.open(path, _TO_READ)
     try:
         found = os.fstat(fd)
         _require_ordinary(path, found)
         if found.st_size > limit:
             raise CheckpointCorrupt(f"{path} has {found.st_size} bytes; expected at most {limit}")
-        piece = min(found.st_size + 1, 1 << 20)  # memory is taken for all of it, however short the file is
+        piece = min(
+            found.st_size + 1, 1 << 20
+        )  # memory is allocated for all of it, however short the file is
         data = b"".join(iter(lambda: os.read(fd, piece), b""))
     finally:
         os.close(fd)
@@ -130,14 +132,14 @@ def _text_of(path: Path, limit: int) -> str:
 
 
 def create(path: Path) -> BufferedRandom:
-    """A new file to write and read. What has the name is deleted before, never written to. Raises OSError."""
+    """Open a new file to write and read. An existing one is deleted, never written to. Raises OSError."""
     path.unlink(missing_ok=True)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return open(path, "w+b", opener=lambda name, _: os.open(name, flags, 0o666))
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write and flush a small file, which is there wholly or as it was before. Raises OSError."""
+    """Write and flush a small file atomically. Raises OSError."""
     temporary = path.with_suffix(".partial")
     with create(temporary) as file:
         file.write(text.encode())
@@ -147,7 +149,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory below one that is trusted, if it is not there. Raises OSError: also if a link is."""
+    """Create a directory in a trusted one if it is missing. Raises OSError, also for a link."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.mkdir()
@@ -157,7 +159,7 @@ def make_directory(path: Path) -> None:
 
 
 def is_directory(path: Path) -> bool:
-    """Whether there is a directory, and not a link to one. Raises OSError if that cannot be told."""
+    """Whether there is a directory, and not a link to one. Raises OSError if that is unknown."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except FileNotFoundError:
@@ -176,7 +178,7 @@ def remove(path: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Have a file or directory written to the disk. Raises OSError."""
+    """Flush a file or directory to the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -186,7 +188,7 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is made if it is not there. Blocks until nobody else holds it."""
+    """Hold the lock of a file, which is created if missing. Blocks until nobody else holds it."""
     file = _to_lock(path, create=True)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -196,7 +198,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def unlock(file: TextIO) -> None:
-    """Give a lock back. Closing the file is not enough: a process that was forked since has it open."""
+    """Release a lock. Closing the file is not enough: a later fork may have it open."""
     with file:
         fcntl.flock(file, fcntl.LOCK_UN)
 

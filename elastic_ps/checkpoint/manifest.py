@@ -1,7 +1,7 @@
-"""What a checkpoint is, besides the tensors; as text, and the text believed only after a look at all of it.
+"""A checkpoint's manifest: everything but the tensors, as text that is checked completely.
 
-A manifest carries a digest of itself, which tells damage. It does not tell malice: who writes a manifest can
-write the digest. So everything that names a file, sizes memory or counts is checked as well.
+A manifest has a digest of itself, which reveals damage but not malice: whoever writes a manifest can write
+the digest. So names of files, sizes and counts are checked as well.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 
 LIMIT = 1 << 28
-"""Most bytes that a manifest can have."""
+"""The largest manifest, in bytes."""
 
 MOST_TERMS = 1 << 31
-"""Terms are below this: an incarnation is a multiple of 2**32 of it, and has 63 bits."""
+"""The limit of terms: an incarnation has the term in its upper bits, and 63 bits in all."""
 
 MOST_VERSIONS = 10**10
-"""Versions are below this, since a directory's name has ten digits."""
+"""The limit of versions, since a directory's name has ten digits."""
 
 MOST_ELEMENTS = 1 << 48
 _FILE = re.compile(r"shard-\d{1,6}-of-\d{1,6}\.safetensors")
@@ -46,17 +46,17 @@ class ShardFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint is, besides the tensors.
+    """The description of a checkpoint, without the tensors.
 
     Attributes:
         job: the job's name.
-        version: optimizer steps taken.
-        term: of the parameter server that wrote it.
-        number: of the checkpoint; no other one of the term has it.
+        version: the number of optimizer steps.
+        term: the term of the parameter server that wrote it.
+        number: a number of the checkpoint, unique within the term.
         tensors: the model's tensors, as plain data, in order of registration; see `specs`.
         optimizer: name of the optimizer's class.
         state: the coordinator's state at this version: ledger, members, seen steps, settings, metrics.
-        files: one for each shard.
+        files: the file of each shard.
     """
 
     job: str
@@ -86,7 +86,7 @@ class Manifest:
         )
 
     def to_text(self) -> str:
-        """As JSON, with the digest of everything else in it; no character of it can change."""
+        """Write as JSON, with a digest of everything else."""
         return _sealed(asdict(self))
 
 
@@ -96,10 +96,10 @@ def _sealed(manifest: Mapping[str, Any]) -> str:
 
 
 def parse(text: str, *, where: str) -> Manifest:
-    """The manifest that `to_text` wrote. `where` begins the message of what is wrong.
+    """Read the output of `to_text`. `where` begins the messages of errors.
 
     Raises:
-        CheckpointCorrupt: it is damaged, or says what cannot be.
+        CheckpointCorrupt: it is damaged, or its values are impossible.
         CheckpointUnreadable: it has another format.
     """
     try:
@@ -120,7 +120,7 @@ def parse(text: str, *, where: str) -> Manifest:
 
 
 def _faults(manifest: Manifest) -> Iterator[str]:
-    """What cannot be, in words."""
+    """The impossible values, in words."""
     for name, value, most in (
         ("version", manifest.version, MOST_VERSIONS),
         ("term", manifest.term, MOST_TERMS),
@@ -176,7 +176,7 @@ def _faults_of_tensors(tensors: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def is_count(value: object, *, below: int, least: int = 0) -> bool:
-    """Whether `value` is a whole number, and no truth value, in the range."""
+    """Whether `value` is a whole number, and not a bool, in the range."""
     return type(value) is int and least <= value < below
 
 

@@ -1,9 +1,9 @@
-"""Which job a checkpoint directory belongs to: to one at a time.
+"""The owner of a checkpoint directory: one job at a time.
 
-`job.json` names the job and its run, and as long as the run's parameter server lives it holds the lock of
-`job.lock`. Parameter servers of one run may meet here, when one is taken for dead and replaced: which of them
-may write is decided by terms, not by this lock. Nothing here imports torch, so that a directory can be looked
-at before anything is started.
+`job.json` names the job and its run. As long as the run's parameter server lives, it holds the lock of
+`job.lock`. Several parameter servers of one run may meet here, if one is taken for dead and replaced: terms,
+not this lock, decide which one may write. This module does not import torch, so that a directory can be
+checked before anything is started.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from elastic_ps.checkpoint import files
 from elastic_ps.errors import CheckpointCorrupt, InvalidJob, StorageUnavailable
 
 LIMIT = 1 << 16
-"""Most bytes of `job.json`."""
+"""The largest `job.json`, in bytes."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A run of a job, and the process of it that was here last.
+    """A run of a job, and its last process in the directory.
 
     Attributes:
-        run: names the run for all time; "" where whoever started it gives it no name.
+        run: a unique name of the run; "" if its starter gives it none.
     """
 
     job: str
@@ -41,7 +41,7 @@ class Owner:
 
 
 def in_use(directory: Path) -> bool:
-    """Whether a parameter server holds a directory; True too if that cannot be seen."""
+    """Whether a parameter server holds a directory; also True if that is unknown."""
     try:
         return _is_held(directory)
     except FileNotFoundError:
@@ -51,7 +51,7 @@ def in_use(directory: Path) -> bool:
 
 
 def running(directory: Path) -> Owner | None:
-    """The owner of a directory, if its parameter server lives; None too if that cannot be seen."""
+    """The owner of a directory, if its parameter server lives; also None if that is unknown."""
     try:
         held = _is_held(directory)
     except OSError:
@@ -68,7 +68,7 @@ def _is_held(directory: Path) -> bool:
 
 
 def used_by(owner: Owner, directory: Path) -> InvalidJob:
-    """What to raise where another job, or another run, is to have a directory whose owner is `running`."""
+    """The exception for a job that needs a directory whose owner is `running`."""
     return InvalidJob(f"{directory} belongs to {owner}, which is running. {WAY_OUT}")
 
 
@@ -81,16 +81,16 @@ class Claim:
         self._lock: TextIO | None = None
 
     def take(self, *, adopt: bool, wait: bool, make_room: Callable[[], object]) -> None:
-        """Make the directory the run's own; the lock of `Store` is held.
+        """Make the run the owner of the directory; the lock of `Store` is held.
 
         Args:
-            adopt: also one of another job, that has ended.
+            adopt: also take the directory of another job that has ended.
             wait: an earlier run of the same job is about to end.
-            make_room: deletes what an interrupted write of a run before has left; the disk may be full of it.
+            make_room: deletes the remains of interrupted writes of earlier runs, which may fill the disk.
 
         Raises:
             InvalidJob: it belongs to another job, or to another run that goes on.
-            StorageUnavailable: an earlier run of the job has not ended yet, and is to be waited for.
+            StorageUnavailable: an earlier run of the job has not ended yet; try again.
             OSError: it cannot be read or written.
         """
         before = _read(self._directory / "job.json")
@@ -113,7 +113,7 @@ class Claim:
         files.write_text(self._directory / "job.json", json.dumps(asdict(self._owner)) + "\n")
 
     def _require_free(self, before: Owner, *, adopt: bool, wait: bool) -> None:
-        """Raise if somebody else has the directory, or had it and this job does not continue from it."""
+        """Raise if another job has the directory, or had it and this job does not continue from it."""
         same = before.job == self._owner.job
         if self._lock is None and same and wait:
             raise StorageUnavailable(f"{self._directory} is still used by an earlier run of {before}")
@@ -126,12 +126,12 @@ class Claim:
             )
 
     def hold(self) -> None:
-        """Take the lock if it is free: a parameter server that was taken for dead may hold it still."""
+        """Take the lock if it is free: a parameter server that was taken for dead may still hold it."""
         if self._lock is None:
             self._lock = files.try_lock(self._directory / "job.lock")
 
     def close(self) -> None:
-        """Give the lock back; the directory stays the job's."""
+        """Release the lock; the job still owns the directory."""
         if self._lock is not None:
             files.unlock(self._lock)
             self._lock = None
@@ -141,7 +141,7 @@ WAY_OUT = "Each job needs a checkpoint directory of its own: name another one"
 
 
 def _read(path: Path) -> Owner | None:
-    """None if there is none, or none that can be understood. Raises StorageUnavailable."""
+    """Read the owner; None if there is none, or it is unreadable. Raises StorageUnavailable."""
     try:
         text = files.read_text_if_any(path, limit=LIMIT)
         if text is None:

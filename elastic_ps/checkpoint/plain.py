@@ -28,7 +28,7 @@ from elastic_ps.errors import CheckpointCorrupt, ModelMismatch, UserError
 FORMATS = (".safetensors", ".pt")
 
 AnyOptimizer = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer]
-"""One, or several by their names, in the order in which the script gives them to `session.optimizer`."""
+"""One optimizer, or several by name, in the order in which the script gives them to `session.optimizer`."""
 
 
 def load_checkpoint(
@@ -45,18 +45,20 @@ def load_checkpoint(
 
     Args:
         directory: the job's checkpoint directory, or one `version-...` directory in it.
-        model: of the class that was trained, with tensors of the same names and shapes.
-        optimizer: created for `model` as in the script, where it is a mapping if it is one there. It gets
-            the state and the hyperparameters, such as the learning rate. With None, only the model is loaded.
+        model: a model of the trained class, with tensors of the same names and shapes.
+        optimizer: created for `model` as in the script, a mapping if the script has one. It gets the state
+        and
+            the hyperparameters, such as the learning rate. With None, only the model is loaded.
         version: the version to load; None for the newest whole checkpoint.
-        own: as the script gives it to `session.optimizer`: names of modules, parameters or buffers that the
-            job leaves alone, so no checkpoint has them. They keep the values that they have.
+        own: as given to `session.optimizer`: names of modules, parameters or buffers that the job leaves
+        alone.
+            No checkpoint has them, and they keep their values.
 
     Returns:
         The version: the number of optimizer steps that the model has taken.
 
     Raises:
-        InvalidModel: the model has nothing of a name in `own`.
+        InvalidModel: the model has nothing with a name in `own`.
         ModelMismatch: the model or the optimizer does not fit the checkpoint. Neither has been changed.
         UserError: there is no such checkpoint.
         CheckpointCorrupt: the checkpoint is damaged.
@@ -76,10 +78,10 @@ def load_checkpoint(
 
 
 def export(directory: Path, out: Path, *, version: int | None = None) -> tuple[int, int]:
-    """Write a checkpoint's model as a plain `state_dict` into a file, which is replaced as a whole.
+    """Write a checkpoint's model as a plain `state_dict` to a file, atomically.
 
     Args:
-        out: ends with `.safetensors` or `.pt`.
+        out: the path of the file; it ends with `.safetensors` or `.pt`.
 
     Returns:
         The version, and the number of tensors.
@@ -143,7 +145,7 @@ def open_checkpoint(directory: Path, version: int | None) -> Reader:
 
 
 def state_dict(reader: Reader) -> dict[str, torch.Tensor]:
-    """The model's tensors by name. A tensor that several modules share is there under each of its names."""
+    """The model's tensors by name. A shared tensor is there under each of its names."""
     values: dict[str, torch.Tensor] = {}
     for index, spec in enumerate(reader.manifest.specs):
         value = reader.value(index, 0, spec.elements).view(spec.shape)
@@ -152,13 +154,13 @@ def state_dict(reader: Reader) -> dict[str, torch.Tensor]:
 
 
 def _ids_of(model: torch.nn.Module, own: Sequence[str]) -> set[int]:
-    """The ids of the model's tensors that are named, also within a module. Raises InvalidModel."""
+    """The ids of the tensors that are named, also by module. Raises InvalidModel."""
     tensors = {**naming.parameters(model), **naming.buffers(model, naming.saved(model))}
     return {id(tensors[name]) for name in within(own, list(tensors), "own")}
 
 
 def _require_same(model: torch.nn.Module, values: Mapping[str, torch.Tensor], left: Set[int]) -> None:
-    """Raise ModelMismatch unless the model has these tensors, and else only those whose ids are in `left`."""
+    """Raise ModelMismatch unless the model has these tensors, and otherwise only those in `left`, by id."""
     present = {name: t for name, t in naming.saved(model).items() if isinstance(t, torch.Tensor)}
     absent = [name for name in present if name not in values and id(present[name]) not in left]
     wrong = [f"{name} is not in the checkpoint" for name in absent]
@@ -188,7 +190,7 @@ def _listed(optimizer: AnyOptimizer | None) -> list[torch.optim.Optimizer]:
 def _optimizer_states(
     reader: Reader, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], left: Set[int]
 ) -> list[dict[str, Any]]:
-    """What `load_state_dict` of each of them takes; nothing for tensors in `left`. Raises ModelMismatch."""
+    """The `state_dict` of each optimizer, without the tensors in `left`. Raises ModelMismatch."""
     if not optimizers:
         return []
     manifest = reader.manifest
@@ -226,12 +228,12 @@ def _optimizer_state(
     places: Mapping[int, int],
     left: Set[int],
 ) -> dict[str, Any]:
-    """What `optimizer.load_state_dict` takes. Raises ModelMismatch.
+    """The `state_dict` of an optimizer. Raises ModelMismatch.
 
     Args:
-        groups: the hyperparameters of all parameter groups; those of this optimizer begin at `first`.
+        groups: the hyperparameters of all parameter groups. Those of this optimizer begin at `first`.
         places: indexes of the model's tensors in the checkpoint, by their ids.
-        left: the ids of those that no checkpoint has.
+        left: the ids of the tensors that no checkpoint has.
     """
     state = optimizer.state_dict()
     for number, group in enumerate(optimizer.param_groups, first):
@@ -257,5 +259,5 @@ def _optimizer_state(
 
 
 def _like(present: object, saved: Any) -> Any:
-    """A hyperparameter as the optimizer has it: JSON knows no tuples."""
+    """A hyperparameter with tuples restored, which JSON does not have."""
     return tuple(saved) if isinstance(present, tuple) else saved

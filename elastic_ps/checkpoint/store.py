@@ -1,4 +1,4 @@
-"""Writing, finding, verifying and pruning the checkpoints of a directory.
+"""Writes, finds, verifies and prunes the checkpoints of a directory.
 
 Shards write their files with `write_shard`, from their own processes; then shard 0 calls `commit`. One
 process at a time commits and prunes. Nothing here is pickled.
@@ -38,7 +38,7 @@ _PARTIAL = re.compile(r"partial-(\d+)-(\d+)-(\d{10})")
 _CORRUPT = re.compile(r"corrupt-(\d{10})-\d+")
 
 Check = Callable[[Reader], None]
-"""Raises CheckpointCorrupt, or CheckpointUnreadable, if a checkpoint holds what its reader cannot use."""
+"""A check that raises CheckpointCorrupt or CheckpointUnreadable if a checkpoint cannot be used."""
 
 
 class Store:
@@ -47,10 +47,10 @@ class Store:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._claim: Claim | None = None
-        self._identity: str | None = None  # of the directory in which a term was begun
+        self._identity: str | None = None  # the identity of the directory in which the term began
 
     def claim(self, job: str, run: str, *, adopt: bool = False, wait: bool = False) -> None:
-        """Make the directory that of a run of a job, until `close`; see `Claim.take`.
+        """Make a run of a job the owner of the directory until `close`; see `Claim.take`.
 
         Raises:
             InvalidJob: it belongs to another job, or to another run that goes on.
@@ -70,7 +70,7 @@ class Store:
             self._claim.close()
 
     def _names(self) -> list[str]:
-        """What is in the directory. Raises StorageUnavailable: that cannot be seen at the moment."""
+        """The names in the directory. Raises StorageUnavailable if it cannot be read at the moment."""
         try:
             return [path.name for path in self.directory.iterdir()]
         except FileNotFoundError:
@@ -79,7 +79,7 @@ class Store:
             raise files.failure(error, f"cannot look into {self.directory}") from error
 
     def versions(self) -> list[int]:
-        """The versions that there are, oldest first. They are not verified.
+        """The versions in the directory, oldest first. They are not verified.
 
         Raises:
             StorageUnavailable: the directory cannot be read at the moment.
@@ -87,7 +87,7 @@ class Store:
         return sorted(int(match[1]) for name in self._names() if (match := _NAME.fullmatch(name)))
 
     def path(self, version: int) -> Path:
-        """The directory of a whole checkpoint."""
+        """The directory of a complete checkpoint."""
         return self.directory / f"version-{version:010d}"
 
     def _partial(self, term: int, number: int, version: int) -> Path:
@@ -107,7 +107,7 @@ class Store:
         """Write and flush a shard's file. Blocks for the disk.
 
         Args:
-            number: of the checkpoint; no other one of the term has it.
+            number: a number of the checkpoint, unique within the term.
             described: see `tensors.write`; None: all of `tensors` may be in memory at the same time.
 
         Raises:
@@ -120,25 +120,25 @@ class Store:
             self.directory.mkdir(parents=True, exist_ok=True)
             for left in self._partials_before(term, number, version):
                 if files.is_directory(left):
-                    (left / name).unlink(missing_ok=True)  # of a checkpoint that was given up
+                    (left / name).unlink(missing_ok=True)  # the file of a checkpoint that was given up
             files.make_directory(directory)
             if described is None:
                 described = kept = list(tensors)
                 tensors = iter(kept)
             return write(directory / name, described, tensors)
         except OSError as error:
-            files.remove(directory)  # else it keeps the disk full
+            files.remove(directory)  # otherwise it keeps the disk full
             raise files.failure(error, f"cannot write {name} of version {version}") from error
 
     def commit(self, manifest: Manifest, *, keep: int, held: Collection[int] = ()) -> Path:
-        """Make a checkpoint of the files written; then delete all but the newest `keep`, as far as possible.
+        """Complete a checkpoint from the written files. Then delete all but the newest `keep`, if possible.
 
         Args:
-            held: versions that are not deleted either.
+            held: versions that must not be deleted either.
 
         Raises:
-            StorageUnavailable: the disk is full, read-only, or failing; the older checkpoints are untouched.
-            CheckpointError: a file that the manifest names is not there. Likewise.
+            StorageUnavailable: the disk is full, read-only, or failing. Older checkpoints are unchanged.
+            CheckpointError: a file of the manifest is missing. Older checkpoints are unchanged.
             Fenced: another parameter server has taken over.
         """
         partial = self._partial(manifest.term, manifest.number, manifest.version)
@@ -157,10 +157,10 @@ class Store:
         return self.path(manifest.version)
 
     def amend(self, version: int, *, term: int, state: dict[str, Any]) -> None:
-        """Replace what a whole checkpoint holds besides tensors, as written in `term`. Blocks for the disk.
+        """Replace the manifest of a complete checkpoint, in `term`. Blocks for the disk.
 
         Raises:
-            StorageUnavailable, CheckpointCorrupt, Fenced: as `commit`. The checkpoint is as it was.
+            StorageUnavailable, CheckpointCorrupt, Fenced: see `commit`. The checkpoint is unchanged.
         """
         try:
             with self._locked():
@@ -176,7 +176,7 @@ class Store:
         """Write and flush a small file beside the checkpoints, in `term`. Blocks for the disk.
 
         Raises:
-            StorageUnavailable, CheckpointError, Fenced: as `commit`. The file is as it was.
+            StorageUnavailable, CheckpointError, Fenced: see `commit`. The file is unchanged.
         """
         try:
             with self._locked():
@@ -189,7 +189,7 @@ class Store:
         final = self.path(manifest.version)
         files.make_directory(partial)
         for file in manifest.files:
-            # A shard's word is not enough: it may have been given up, and its file deleted, since.
+            # Check again: the shard may have been given up and its file deleted since.
             if (partial / file.file).lstat().st_size != file.size:
                 raise CheckpointError(f"{partial / file.file} does not have {file.size} bytes")
         path = partial / MANIFEST
@@ -202,7 +202,7 @@ class Store:
         files.flush(self.directory)
 
     def _prune(self, manifest: Manifest, keep: int, held: Collection[int]) -> None:
-        """Delete what is not needed besides a new checkpoint; what cannot be deleted is left."""
+        """Delete what a new checkpoint makes superfluous, as far as possible."""
         for version in self.versions()[:-keep]:
             if version not in held:
                 files.remove(self.path(version))
@@ -210,7 +210,7 @@ class Store:
             files.remove(path)
 
     def _partials_before(self, term: int, number: int, version: int) -> list[Path]:
-        """What was left by writes of earlier checkpoints; one is written at a time."""
+        """The remains of earlier writes; only one checkpoint is written at a time."""
         return [
             self.directory / name
             for name in self._names()
@@ -219,7 +219,7 @@ class Store:
         ]
 
     def discard_partial(self) -> None:
-        """Delete what an interrupted write left behind, as far as possible. The directory is the caller's."""
+        """Delete the remains of interrupted writes, as far as possible. The caller owns the directory."""
         with suppress(CheckpointError, OSError), self._locked():
             self._discard_partial()
 
@@ -230,10 +230,10 @@ class Store:
                     files.remove(self.directory / name)
 
     def describe(self, version: int) -> Manifest:
-        """Read a checkpoint's manifest; the other files are not looked at.
+        """Read a checkpoint's manifest, without checking the other files.
 
         Raises:
-            CheckpointCorrupt: it is missing, or says what cannot be.
+            CheckpointCorrupt: it is missing or invalid.
             StorageUnavailable: it cannot be read at the moment.
         """
         directory = self.path(version)
@@ -249,14 +249,14 @@ class Store:
         return manifest
 
     def open(self, version: int) -> Reader:
-        """A checkpoint, to read tensors from. Raises CheckpointCorrupt and StorageUnavailable."""
+        """Open a checkpoint, to read tensors. Raises CheckpointCorrupt and StorageUnavailable."""
         return Reader(self.path(version), self.describe(version))
 
     def open_whole(self, version: int, check: Check = lambda _: None) -> Reader:
         """`open` a checkpoint after verifying all its files. Blocks for reading them.
 
         Raises:
-            CheckpointCorrupt: a file is missing, is not what the manifest says, or does not pass `check`.
+            CheckpointCorrupt: a file is missing, differs from the manifest, or does not pass `check`.
             StorageUnavailable: they cannot be read at the moment.
         """
         reader = self.open(version)
@@ -269,22 +269,22 @@ class Store:
         return reader
 
     def manifest(self, version: int) -> Manifest:
-        """The manifest of a checkpoint whose files have been verified. Blocks and raises as `open_whole`."""
+        """The manifest of a checkpoint after verifying its files. Blocks and raises like `open_whole`."""
         with self.open_whole(version) as reader:
             return reader.manifest
 
     def newest(self, check: Check = lambda _: None) -> tuple[Manifest, list[str]]:
-        """The newest whole checkpoint, and in words what is wrong with it or was with newer ones.
+        """The newest complete checkpoint, and the problems with it or with newer ones, in words.
 
-        A broken checkpoint is renamed to `corrupt-...`, so that it is kept but not looked at again.
+        A broken checkpoint is renamed to `corrupt-...`, so that it is kept but not read again.
 
         Args:
             check: see `open_whole`.
 
         Raises:
             NoCheckpoint: there is none, and there has been none.
-            CheckpointCorrupt: there are broken ones, which it names, and no whole one.
-            CheckpointUnreadable: the newest whole one. It is left where it is.
+            CheckpointCorrupt: all checkpoints are broken; the message names them.
+            CheckpointUnreadable: the newest complete one has another format. It stays in place.
             StorageUnavailable: one cannot be read, or a broken one not be renamed, at the moment.
         """
         problems: list[str] = []
@@ -308,8 +308,8 @@ class Store:
     def require_version(self, version: int) -> None:
         """Raise StorageUnavailable unless the directory has, or has had, a checkpoint as new as `version`.
 
-        For whoever knows that `version` was on disk: the volume may be away, or replaced by an older copy. A
-        broken checkpoint that was set aside counts, since the job continues from one before it.
+        For a caller that knows that `version` was on disk: the volume may be away, or replaced by an older
+        copy. A broken checkpoint that was set aside counts, since the job continues from an earlier one.
         """
         names = self._names()
         found = [
@@ -323,7 +323,7 @@ class Store:
             )
 
     def written(self, version: int) -> float:
-        """When the checkpoint of a version was made whole (Unix time). Raises CheckpointError."""
+        """When the checkpoint of a version was completed (Unix time). Raises CheckpointError."""
         try:
             return self.path(version).lstat().st_mtime
         except OSError as error:
@@ -349,7 +349,7 @@ class Store:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Nobody else changes the term or finishes a checkpoint meanwhile."""
+        """Hold the lock under which terms change and checkpoints are completed."""
         self.directory.mkdir(parents=True, exist_ok=True)
         with files.locked(self.directory / "lock"):
             yield
@@ -359,13 +359,14 @@ class Store:
 
         Raises:
             StorageUnavailable: it cannot be read at the moment.
-            CheckpointError: it is broken. It is not taken for 0: an earlier parameter server could then pass
+            CheckpointError: it is broken. It is not read as 0, since an earlier parameter server could then
+            pass
                 for the present one.
         """
         return self._begun()[0]
 
     def _begun(self) -> tuple[int, str]:
-        """The present term, and the directory's identity: "" if it has none yet. Raises as `term`."""
+        """The present term, and the directory's identity, "" if it has none yet. Raises like `term`."""
         try:
             text = self._looked.text()
             if text is None:
@@ -383,15 +384,15 @@ class Store:
         return int(term), identity
 
     def next_term(self, *, after: int | None = None, above: int = 0) -> int:
-        """Begin a new term, durably. The parameter server of the one before is fenced from now on.
+        """Begin a new term, durably. This fences the parameter server of the previous term.
 
-        From now on this store writes into this directory only, which has a random identity for that: another
-        one may come to have its name, such as the volume that was away when a parameter server has started.
+        From then on this store writes only to this directory, which has a random identity: another directory
+        may get its name, such as a volume that was away when a parameter server started.
 
         Args:
-            after: the term that the caller has, if it has one: only the parameter server of the present term
-                may go on with another.
-            above: the new term is also above this one.
+            after: the caller's term, if it has one: only the parameter server of the present term may begin
+                another one.
+            above: the new term is also greater than this.
 
         Raises:
             Fenced: another parameter server has begun a term since `after`.
@@ -411,10 +412,10 @@ class Store:
         return term
 
     def require_term(self, term: int) -> None:
-        """Raise Fenced if the parameter server was started again since `term`. Else as `term()`.
+        """Raise Fenced if the parameter server has restarted since `term`; otherwise like `term()`.
 
-        Terms only grow: with an earlier one, or none, StorageUnavailable is raised. The volume may be away.
-        Likewise if the directory is not the one in which this store has begun its term.
+        Terms only grow, so an earlier one, or none, raises StorageUnavailable: the volume may be away. So
+        does another directory than the one in which this store has begun its term.
         """
         current, identity = self._begun()
         if current and self._identity not in (None, identity):
@@ -435,7 +436,7 @@ class Store:
 
 
 def _warnings(reader: Reader) -> Iterator[str]:
-    """What a checkpoint can be used with all the same: a model that holds NaN or Inf."""
+    """The warnings about a usable checkpoint: its model may hold NaN or Inf."""
     found = reader.not_finite()
     if found:
         named = ", ".join(f"{count} of {name}" for name, count in list(found.items())[:5])

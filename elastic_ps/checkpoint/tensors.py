@@ -1,9 +1,9 @@
-"""The tensors of a checkpoint: a safetensors file for each shard, read only where it is asked for.
+"""The tensors of a checkpoint: a safetensors file for each shard, which is read in parts.
 
 The format is that of https://github.com/huggingface/safetensors: eight bytes with the length of a header, the
-header in JSON, and the tensors' bytes. Files are written and read here by plain calls instead of through
-memory maps, for two reasons: a map turns a read error into a signal that kills the process, and a shard that
-needs a part of a tensor reads that part and nothing else.
+header in JSON, and the tensors' bytes. Files are written and read by plain calls instead of memory maps, for
+two reasons: a map turns a read error into a signal that kills the process, and a shard that needs a part of a
+tensor reads only that part.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from elastic_ps.core.partition import ITEM_SIZE, Rule
 from elastic_ps.errors import CheckpointCorrupt
 
 CHUNK = 1 << 24
-"""Bytes that are read at a time to make a digest, and elements that are looked at for NaN."""
+"""The bytes to read at a time for a digest, and the elements to check at a time for NaN."""
 
 MOST_HEADER = 100_000_000
-"""Bytes of a header; the limit of the safetensors library."""
+"""The largest header, in bytes: the limit of the safetensors library."""
 
 DTYPES = {
     "F16": "float16",
@@ -48,7 +48,7 @@ DTYPES = {
     "I64": "int64",
     "BOOL": "bool",
 }
-"""The format's names of dtypes, and torch's."""
+"""The format's names of dtypes, with torch's."""
 
 _CODES = {name: code for code, name in DTYPES.items()}
 _NAME = re.compile(r"(\d{1,9})/(\d{1,15})/(\w{1,100})/(elements|scalar)", re.ASCII)
@@ -57,12 +57,12 @@ _NAME = re.compile(r"(\d{1,9})/(\d{1,15})/(\w{1,100})/(elements|scalar)", re.ASC
 def write(path: Path, described: Sequence[Stored], tensors: Iterable[Stored]) -> ShardFile:
     """Write and flush a new file. Raises OSError.
 
-    The digest takes several times as long as writing into the system's cache. So it is made of the file, when
-    all tensors are in it, and they may change again early.
+    The digest takes several times as long as writing to the system's cache. So it is computed from the file
+    after all tensors are in it, and they may change again early.
 
     Args:
-        described: `tensors`, of which only names, dtypes and shapes are looked at.
-        tensors: taken one after the other. The memory of one may be that of the next, too.
+        described: `tensors`, of which only names, dtypes and shapes are used.
+        tensors: read in sequence. All of them may share the same memory.
     """
     header: dict[str, Any] = {}
     end = 0
@@ -91,7 +91,7 @@ def _parts(header: bytes, tensors: Iterable[Stored]) -> Iterator[bytes | memoryv
 
 @dataclass(frozen=True)
 class Entry:
-    """Where in a file one tensor is: `offset` in bytes, `length` in elements."""
+    """The place of a tensor in a file: `offset` in bytes, `length` in elements."""
 
     file: str
     tensor: int
@@ -110,13 +110,13 @@ class Entry:
 class Reader:
     """A checkpoint that is open for reading. Use it in a `with` block. Not thread-safe.
 
-    Opening it reads the files' headers, and makes sure that they hold every element of every tensor exactly
-    once: so nothing that the manifest claims takes more memory than the files are long. The content of a file
-    is compared with its digest before the first element of it is handed out.
+    Opening it reads the files' headers, and checks that they hold every element of every tensor exactly once.
+    So no claim of the manifest takes more memory than the files' sizes. A file is compared with its digest
+    before its first element is returned.
 
     Raises:
-        CheckpointCorrupt: the files are not what the manifest says. All methods may raise it.
-        StorageUnavailable: they cannot be read at the moment. Likewise.
+        CheckpointCorrupt: the files differ from the manifest. All methods may raise it.
+        StorageUnavailable: they cannot be read at the moment. All methods may raise it.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
@@ -148,7 +148,7 @@ class Reader:
         self.close()
 
     def _check(self) -> None:
-        """The files hold all of every tensor, and of the optimizer's state all of it or nothing."""
+        """Check that the files hold every tensor, and the optimizer's state completely or not at all."""
         specs = self.manifest.specs
         for (tensor, key), entries in self._places.items():
             where = f"tensor {tensor}, {key}"
@@ -188,7 +188,7 @@ class Reader:
             self._require_digest(file)
 
     def not_finite(self) -> dict[str, int]:
-        """How many numbers of trained parameters and their optimizer's state are NaN or Inf, by name."""
+        """The number of NaN and Inf in each trained parameter and its optimizer's state, by name."""
         found: dict[str, int] = {}
         for (tensor, key), entries in sorted(self._places.items()):
             spec = self.manifest.specs[tensor]
@@ -205,7 +205,7 @@ class Reader:
 
     def value(self, tensor: int, start: int, length: int) -> torch.Tensor:
         """See `Source`."""
-        if not length:  # no file has anything of an empty tensor
+        if not length:  # no file has an empty tensor
             return torch.empty(0, dtype=dtype_of(self.manifest.specs[tensor].dtype))
         return self._elements(self._places[tensor, VALUE], start, length)
 
@@ -232,7 +232,7 @@ class Reader:
         return found
 
     def _read(self, entry: Entry, first: int, last: int) -> torch.Tensor:
-        """Elements of an entry, counted from its beginning."""
+        """Read elements of an entry, counted from its beginning."""
         self._require_digest(entry.file)
         part = torch.empty(last - first, dtype=dtype_of(entry.dtype))
         item = ITEM_SIZE[entry.dtype]
@@ -258,7 +258,7 @@ class Reader:
 
 
 def _entries(file: BinaryIO, described: ShardFile) -> Iterator[Entry]:
-    """What the header of a file says is in it, compared with how long it is."""
+    """The entries in the header of a file, checked against its size."""
     where, size = Path(file.name), 0
     with files.reading(where):
         size = os.fstat(file.fileno()).st_size
@@ -271,7 +271,7 @@ def _entries(file: BinaryIO, described: ShardFile) -> Iterator[Entry]:
 
 
 def _parsed(file: BinaryIO, described: ShardFile) -> Iterator[Entry]:
-    """Raises ValueError, KeyError, TypeError or AttributeError for what is no header."""
+    """Parse a header. Raises ValueError, KeyError, TypeError or AttributeError if it is invalid."""
     prefix = bytearray(8)
     _read_into(file, memoryview(prefix), 0)
     length = int.from_bytes(prefix, "little")
@@ -306,7 +306,7 @@ def _parsed(file: BinaryIO, described: ShardFile) -> Iterator[Entry]:
 
 
 def _read_into(file: BinaryIO, target: memoryview, offset: int) -> None:
-    """Fill `target` from a place in a file. Raises CheckpointCorrupt if the file is too short."""
+    """Fill `target` from an offset in a file. Raises CheckpointCorrupt if the file is too short."""
     done, where = 0, Path(file.name)
     while done < len(target):
         with files.reading(where):

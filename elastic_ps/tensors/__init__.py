@@ -1,1 +1,1 @@
-"""`session.server`, both ends of it: tensors that scripts keep on the parameter servers, beside the model."""
+"""Both ends of `session.server`: tensors that scripts keep on the parameter servers, beside the model."""

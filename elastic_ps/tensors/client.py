@@ -1,6 +1,6 @@
-"""`session.server`: the parameter server by itself, for scripts that decide alone what it is to keep.
+"""`session.server`: a parameter server for tensors of a script's own.
 
-Tensors with names, which any worker may add to, overwrite and read at any time. After TorchMPI's parameter
+Any worker may add to, overwrite and read named tensors at any time, as with TorchMPI's parameter
 server (github.com/facebookresearch/TorchMPI), and the push and pull of ps-lite (Li et al.,
 "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014).
 """
@@ -40,15 +40,15 @@ T = TypeVar("T")
 
 FIRST_PAUSE = 0.02
 LONGEST_PAUSE = 1.0
-"""Seconds between two looks whether another worker has brought a tensor."""
+"""Seconds between two checks for a tensor that another worker uploads."""
 
 
 class Client(Protocol):
-    """Makes the calls, and repeats those that fail on the way; see `worker.client.Client`.
+    """Makes calls, and repeats those that fail in transit; see `worker.client.Client`.
 
     Attributes:
-        shards: how many there are.
-        instance: names this process for all time.
+        shards: the number of shards.
+        instance: a unique name of this process.
     """
 
     shards: int
@@ -65,11 +65,11 @@ class Client(Protocol):
 
 @dataclass(frozen=True)
 class _Known:
-    """A tensor that this worker has initialised: which one it is, and where.
+    """A tensor that this worker has initialised, and its place.
 
     Attributes:
         slices: in the order of their elements.
-        lives: of each shard that has some, its process.
+        lives: the process of each shard that holds slices.
     """
 
     kind: Kind
@@ -93,7 +93,7 @@ class _Known:
         return {shard: list(slices) for shard, slices in groupby(ordered, key=lambda each: each.shard)}
 
     def part(self, data: memoryview, part: Slice) -> memoryview:
-        """The bytes of a slice, of those of the tensor."""
+        """The bytes of a slice, as a part of the tensor's."""
         item = ITEM_SIZE[self.kind.dtype]
         return data[part.start * item : (part.start + part.length) * item]
 
@@ -101,18 +101,18 @@ class _Known:
 class Tensors:
     """Tensors on the job's parameter servers, each under a name. Use `session.server`; thread-safe.
 
-    They are no part of the model: no version, no optimizer, no checkpoint. A large tensor is cut into slices,
-    which are shared out over the parameter servers. A push is carried out slice by slice, when it comes, so a
-    pull may find some slices before and some after another worker's push; within a slice it is before or
-    after. Each slice of each push is carried out exactly once, whatever gets lost on the way. A process finds
-    what it has pushed itself: what it begins is carried out in that order.
+    They are no part of the model: they have no version, no optimizer and no checkpoint. A large tensor is cut
+    into slices, which are divided among the parameter servers. A push is applied slice by slice on arrival,
+    so a pull may see some slices before and others after another worker's push, but never a part of a slice.
+    Each slice of a push is applied exactly once, whatever is lost in transit. The calls of a process are
+    carried out in order, so it sees its own pushes.
 
-    The tensors live in the memory of the parameter servers. If a server is started again, those that it had
-    a part of are gone. Every use of one then raises `TensorLost`, until `init` has begun it anew.
+    The tensors are in the memory of the parameter servers. If a server restarts, the tensors with a slice on
+    it are lost. Every use of one then raises `TensorLost`, until `init` has recreated it.
 
     Args:
-        bucket_bytes: of a slice, at most; see `ParameterServer.slice_bytes`.
-        renew: how often a large tensor's home is told that this worker still brings it.
+        bucket_bytes: the largest slice, in bytes; see `ParameterServer.slice_bytes`.
+        renew: how often to tell a large tensor's home that this worker still uploads it.
     """
 
     def __init__(self, client: Client, *, bucket_bytes: int, renew: timedelta) -> None:
@@ -120,7 +120,7 @@ class Tensors:
         self._process, self._closed = os.getpid(), False
         self._known: dict[str, _Known] = {}
         self._lock = threading.Lock()
-        self._beginning = threading.Lock()  # so that all shards get what is begun in the same order
+        self._beginning = threading.Lock()  # so that all shards get calls in the same order
         self._numbers = itertools.count(time.monotonic_ns())  # a process may have several sessions
         self._executors: dict[int, SerialExecutor] = {}
         self._pushes: deque[Handle[None]] = deque()
@@ -128,11 +128,10 @@ class Tensors:
     # --- what a script calls
 
     def init(self, name: str, tensor: torch.Tensor) -> bool:
-        """Make a tensor known under a name; with the values of the first worker that does. Blocks.
+        """Create a tensor under a name, with the values of the first worker that does. Blocks.
 
-        Every worker calls it before it uses the tensor, with the same shape and dtype. For those that come
-        later it only finds the tensor. If the tensor is lost, it begins anew, with the values of the first
-        worker that calls this then.
+        Every worker calls it before it uses the tensor, with the same shape and dtype. Later workers find the
+        existing tensor. A lost tensor is recreated, with the values of the first worker that calls this then.
 
         Args:
             tensor: dense, of any shape but an empty one, on any device; one of the dtypes of
@@ -142,7 +141,7 @@ class Tensors:
 
         Raises:
             UsageError: another worker has initialised it with another shape or dtype; there is no room for it
-                (`parameterServer.tensorBytes`); no such tensor can be; this is a child of the worker.
+                (`parameterServer.tensorBytes`); the tensor is not supported; this is a child of the worker.
             ConnectionLost: a parameter server has not answered for 15 minutes.
         """
         self._require_usable(name)
@@ -155,7 +154,7 @@ class Tensors:
             raise in_words(refusal) from refusal
         with self._lock:
             before, self._known[name] = self._known.get(name), known
-            if before is None or before.birth != known.birth:  # nobody asks for pushes to one before it
+            if before is None or before.birth != known.birth:  # nobody waits for pushes to an earlier tensor
                 self._pushes = deque(push for push in self._pushes if push.name != name)
         return brought
 
@@ -163,10 +162,10 @@ class Tensors:
         """Begin to change a tensor. Blocks only while many other calls are under way.
 
         Args:
-            tensor: of the tensor's shape and dtype, on any device. It is copied, so the script may change it
-                at once. None with the rule `zero`.
-            rule: `add` adds it to what is there, `copy` puts it in the place of that, `zero` sets all
-                elements to zero.
+            tensor: a tensor of the same shape and dtype, on any device. It is copied, so the script may
+            change
+                it at once. None with the rule `zero`.
+            rule: `add` adds it to the values, `copy` replaces them, `zero` sets all elements to zero.
 
         Raises:
             UsageError: no such tensor is known; another shape or dtype; another rule.
@@ -195,11 +194,12 @@ class Tensors:
         return handle
 
     def pull(self, name: str, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The values that a tensor has now. Blocks.
+        """The present values of a tensor. Blocks.
 
         Args:
-            out: where to put them, of the tensor's shape and dtype, on any device; else they are put into a
-                new tensor on the CPU.
+            out: a tensor of the same shape and dtype, on any device, to write them to. Default: a new tensor
+            on
+                the CPU.
 
         Raises:
             UsageError: no such tensor is known; another shape or dtype.
@@ -209,9 +209,9 @@ class Tensors:
         return self.prefetch(name, out).wait()
 
     def prefetch(self, name: str, out: torch.Tensor | None = None) -> Handle[torch.Tensor]:
-        """Begin a `pull`, to go on computing meanwhile; `wait()` of what this returns gives the tensor.
+        """Begin a `pull`, to go on computing meanwhile. `wait()` of the result returns the tensor.
 
-        `out` is written to by `wait`, and not before.
+        `wait` writes to `out`, and nothing does before.
         """
         known = self._get(name)
         if out is not None:
@@ -246,7 +246,7 @@ class Tensors:
             return list(self._known)
 
     def finish(self, stops: Callable[[], bool]) -> None:
-        """Wait until every push that was begun is carried out or has failed, or `stops()`. Blocks."""
+        """Wait until every push has been applied or has failed, or `stops()`. Blocks."""
         while not stops():
             with self._lock:
                 if all(push.done for push in self._pushes):
@@ -254,7 +254,7 @@ class Tensors:
             time.sleep(FIRST_PAUSE)
 
     def close(self, within: timedelta) -> None:
-        """Carry out what was begun, for that long at most, and end the threads."""
+        """Finish the calls that were begun, within a time limit, and end the threads."""
         deadline = time.monotonic() + within.total_seconds()
         with self._lock:
             self._closed = True
@@ -291,7 +291,7 @@ class Tensors:
                 above = max((self._look(known, each).birth.number for each in elsewhere), default=0)
                 continue
             looks = {shard: self._look(known, shard) for shard in range(self._client.shards) if shard != home}
-            if any(look.bring for look in looks.values()):  # a server has been started again meanwhile
+            if any(look.bring for look in looks.values()):  # a server has restarted meanwhile
                 above = max(look.birth.number for look in looks.values())
                 lost = pb.Birth() if said.bring else said.birth
                 continue
@@ -302,7 +302,7 @@ class Tensors:
                 return known, True
 
     def _put(self, known: _Known, slices: Sequence[Slice], data: memoryview) -> bool:
-        """Send slices of a tensor that this worker brings. False if another worker brings it now."""
+        """Upload slices of a tensor. False if another worker uploads it now."""
         told = time.monotonic()
         try:
             for part in slices:
@@ -325,7 +325,7 @@ class Tensors:
         return True
 
     def _give_up(self, known: _Known) -> None:
-        """A tensor that could not be brought as a whole takes no memory."""
+        """Free the memory of a tensor whose upload has failed."""
         for shard in known.by_shard():
             try:
                 self._free(known, shard)
@@ -390,7 +390,7 @@ class Tensors:
     # --- how
 
     def _require_usable(self, name: str) -> None:
-        """Raise UsageError if this is not the place, or not the time, to use a tensor; or that is no name."""
+        """Raise UsageError if this process cannot use tensors, or the name is invalid."""
         if os.getpid() != self._process:  # its threads are not in a child
             raise UsageError(
                 "session.server works only in the worker's own process, and this is a child of it, such as a "
@@ -417,13 +417,13 @@ class Tensors:
         return known
 
     def _begin(self, known: _Known, work: Callable[[int, Sequence[Slice]], None]) -> list[Future[None]]:
-        """Have the threads of all shards with slices work on these. Blocks; `_beginning` is held."""
+        """Queue work on slices for the threads of their shards. Blocks; `_beginning` is held."""
         return [
             self._begin_on(shard, partial(work, shard, slices)) for shard, slices in known.by_shard().items()
         ]
 
     def _begin_on(self, shard: int, work: Callable[[], None]) -> Future[None]:
-        """As `_begin`, for one shard. `close` ends the waiting."""
+        """Like `_begin`, for one shard. `close` ends the wait."""
         with self._lock:
             if self._closed:
                 raise UsageError(CLOSED)
@@ -431,7 +431,7 @@ class Tensors:
         return executor.add(work)
 
     def _raise_failed(self) -> None:
-        """Raise what a push has raised that nobody has waited for: it would pass unnoticed."""
+        """Raise the error of a push that nobody has waited for, which would otherwise go unnoticed."""
         while True:
             with self._lock:
                 if not (self._pushes and self._pushes[0].done):
@@ -441,7 +441,7 @@ class Tensors:
 
 
 def _copied(name: str, tensor: object) -> torch.Tensor:
-    """A contiguous copy on the CPU. Raises UsageError if it is no tensor that can be kept."""
+    """A contiguous copy on the CPU. Raises UsageError if the tensor is not supported."""
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"session.server keeps tensors, but {name!r} was given a {type(tensor).__name__}")
     if tensor.is_nested or tensor.is_meta:

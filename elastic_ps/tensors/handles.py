@@ -1,4 +1,4 @@
-"""What goes on in the background for a script: threads that make its calls, and handles to wait for them."""
+"""Background threads that make a script's calls, and handles to wait for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, TensorLost, UsageError
 
 MOST_QUEUED = 32
-"""Calls that wait for a parameter server. A further one is waited for, so that memory does not grow."""
+"""The number of queued calls to a parameter server. A further one blocks, so that memory stays bounded."""
 
 CLOSED = "the session is closed, so session.server cannot be used any more"
 
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 class Handle(Generic[T]):
-    """Something that was begun and goes on in the background.
+    """A call in the background.
 
     Attributes:
-        name: the tensor's that it is about.
+        name: the name of the tensor.
     """
 
     def __init__(self, name: str, parts: Sequence[Future[None]], result: Callable[[], T]) -> None:
@@ -38,14 +38,15 @@ class Handle(Generic[T]):
         return all(part.done() for part in self._parts)
 
     def wait(self, timeout: timedelta | None = None) -> T:
-        """Block until it is done; returns the tensor of a pull, None of a push. May be called again.
+        """Block until the call is done; returns the tensor of a pull, None for a push. May be called again.
 
         Raises:
-            TensorLost: the tensor is there no more; the message says why.
-            ConnectionLost: a parameter server has not answered for 15 minutes. A push may have been carried
-                out on some slices of the tensor.
-            TimeoutError: it is not done within `timeout`. It goes on.
-            UsageError: `timeout` is no timedelta.
+            TensorLost: the tensor is gone; the message says why.
+            ConnectionLost: a parameter server has not answered for 15 minutes. A push may have been applied
+            to
+                some slices of the tensor.
+            TimeoutError: the call is not done within `timeout`. It goes on.
+            UsageError: `timeout` is not a timedelta.
         """
         if timeout is not None and not isinstance(timeout, timedelta):
             raise UsageError(
@@ -62,13 +63,13 @@ class Handle(Generic[T]):
         return self._result()
 
     def raise_unseen(self) -> None:
-        """Raise what went wrong, of one that is done, unless somebody has waited for it."""
+        """Raise the error of a finished call, unless somebody has waited for it."""
         if not self._seen:
             self.wait()
 
 
 class SerialExecutor:
-    """A thread that makes the calls to one shard, in the order in which they were begun."""
+    """A thread that makes the calls to one shard, in order."""
 
     def __init__(self, shard: int) -> None:
         self._changed = threading.Condition()
@@ -78,7 +79,7 @@ class SerialExecutor:
         self._thread.start()
 
     def add(self, work: Callable[[], None]) -> Future[None]:
-        """Begin it after all others. Blocks while `MOST_QUEUED` wait."""
+        """Queue a call. Blocks while `MOST_QUEUED` calls wait."""
         future: Future[None] = Future()
         with self._changed:
             self._changed.wait_for(lambda: self._closing or len(self._work) < MOST_QUEUED)
@@ -102,10 +103,10 @@ class SerialExecutor:
                 future.set_exception(error)
             else:
                 future.set_result(None)
-            del work, future  # what it has sent takes no memory until the next one
+            del work, future  # free the sent data before the next call
 
     def close(self) -> None:
-        """Take no more work, and end when that which was begun is done."""
+        """Take no more calls, and end when those that were begun are done."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -116,7 +117,7 @@ class SerialExecutor:
 
 
 def in_words(refusal: Refused) -> ElasticPSError:
-    """What a script gets to see of a refusal."""
+    """The exception that a script gets for a refusal."""
     if refusal.code is RefusalCode.GONE:
         return TensorLost(str(refusal))
     return UsageError(str(refusal)) if refusal.code is RefusalCode.INVALID else refusal

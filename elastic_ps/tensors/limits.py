@@ -1,4 +1,4 @@
-"""How much a shard keeps of scripts' tensors, and how long it waits for one."""
+"""Limits of scripts' tensors on a shard."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from datetime import timedelta
 
 @dataclass(frozen=True)
 class TensorLimits:
-    """The same for every job; tests need not wait for so long."""
+    """The limits, the same for every job. Tests use shorter times."""
 
     bring: timedelta = timedelta(seconds=60)
-    """A worker that brings a script's tensor and sends nothing of it for so long is taken for lost."""
+    """A worker that uploads a tensor and sends nothing for this long is taken for lost."""
 
     tensors: int = 10_000
-    """Tensors of scripts on a shard; each takes some memory besides its elements."""
+    """The number of tensors on a shard; each takes some memory besides its elements."""
 
     senders: int = 20_000
-    """Processes whose last push such a tensor remembers; those that pushed longest ago are forgotten."""
+    """The number of processes whose last push a tensor remembers; the oldest are forgotten."""
 
 
 USUAL = TensorLimits()

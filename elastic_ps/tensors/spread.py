@@ -1,4 +1,4 @@
-"""Where on the shards a tensor lies that a script keeps there (`session.server`)."""
+"""Divides the tensors of `session.server` among the shards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 from elastic_ps.core.partition import ITEM_SIZE, SMALLEST_BUCKET_BYTES, Rule, TensorSpec, partition
 
 PushRule: TypeAlias = Literal["add", "copy", "zero"]
-"""What a push does with a tensor: it adds to it, replaces it, or sets it to zero."""
+"""What a push does: it adds to the tensor, replaces it, or sets it to zero."""
 
 PUSH_RULES: tuple[PushRule, ...] = get_args(PushRule)
 
@@ -24,7 +24,7 @@ class Slice(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A tensor as every worker gives it."""
+    """The shape and dtype of a tensor, which are the same for every worker."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,15 +40,15 @@ class Kind(NamedTuple):
 
 
 def home_of(name: str, shards: int) -> int:
-    """The shard of a tensor's first slice. It follows from the name, so small ones do not all lie on one."""
+    """The shard of a tensor's first slice. It depends on the name, so that small tensors are spread."""
     return zlib.crc32(name.encode()) % shards
 
 
 def spread(name: str, shape: Sequence[int], dtype: str, *, bucket_bytes: int, shards: int) -> list[Slice]:
-    """Cut a tensor into slices of `bucket_bytes` at most, and share these out over the shards.
+    """Cut a tensor into slices of at most `bucket_bytes`, and divide them among the shards.
 
-    The slices are given in the order of their elements. Small tensors are not cut. Deterministic: workers
-    and parameter servers come to the same.
+    The slices are in the order of their elements. Small tensors are not cut. Deterministic: workers and
+    parameter servers compute the same slices.
     """
     small = Kind(name, tuple(shape), dtype).nbytes <= min(bucket_bytes, SMALLEST_BUCKET_BYTES)
     spec = TensorSpec(name, tuple(shape), dtype, Rule.BROADCAST)

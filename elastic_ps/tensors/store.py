@@ -1,11 +1,10 @@
-"""A shard's slices of the tensors that scripts keep (`session.server`), and the calls about them.
+"""A shard's slices of the tensors of `session.server`, and the calls about them.
 
-They have nothing to do with the model, its versions and its terms: what a worker pushes is applied when it
-comes, and they live as long as this process does. That a tensor is lost with the process is never hidden:
-each call names the `life` of the process and the `birth` of the tensor that it means. Both have changed when
-the values are not those that the caller knows of.
+They are independent of the model, its versions and its terms: a push is applied on arrival, and the tensors
+live as long as this process. The loss of a tensor is never hidden: each call names the `life` of the process
+and the `birth` of the tensor, which change when the values are not those that the caller knows.
 
-Which worker's values a tensor begins with is decided by its *home*, the shard of its first slice. See
+A tensor's *home*, the shard of its first slice, decides whose values it starts with. See
 docs/design/protocol.md.
 """
 
@@ -35,26 +34,26 @@ from elastic_ps.transport.buffers import Buffers
 from elastic_ps.transport.calls import answers
 
 WAIT = timedelta(seconds=10)
-"""For how long a slice waits for memory to be received in. Then the worker sends it again."""
+"""How long a slice waits for receive memory before the worker has to send it again."""
 
 LONGEST_INSTANCE = 100
 MOST_BIRTHS = 1 << 62
 MOST_DIMENSIONS = 64
 
 Sender: TypeAlias = tuple[int, str]
-"""A worker's process: the worker's index, and what names the process for all time."""
+"""A worker's process: the worker's index and the unique name of the process."""
 
 
 @dataclass
 class _Tensor:
-    """A tensor, or what of it is there.
+    """A tensor, perhaps incomplete.
 
     Attributes:
-        slices: those of this shard, by their first element.
-        values: of those that have arrived.
-        holder: who brings it, as the tensor's home knows.
-        until: time at which a tensor that is not complete is given up.
-        last: of each process that has pushed, the number of its last push and the slice that was part of it.
+        slices: the slices of this shard, by their first element.
+        values: the values of those that have arrived.
+        holder: the process that uploads it, which its home knows.
+        until: the time at which an incomplete tensor is given up.
+        last: for each process, the number of its last push and the slice of it.
     """
 
     kind: Kind
@@ -76,17 +75,17 @@ class _Tensor:
 
 
 class TensorStore:
-    """A shard's slices. Thread-safe; nothing but a body that comes in blocks for longer than an addition.
+    """A shard's slices. Thread-safe; only receiving a body blocks for longer than an addition.
 
-    A body is received before its tensor is touched. So one that is cut off changes nothing, and what is
-    received at a time is `buffers.RECEIVE_BUFFERS` slices.
+    A body is received before its tensor is touched, so one that is cut off changes nothing. At most
+    `buffers.RECEIVE_BUFFERS` slices are received at a time.
 
     Args:
-        shard, shards: which of how many this is.
-        bucket_bytes: of a slice, at most.
-        most_bytes: that all slices together may take.
-        clock: the time in seconds, which only grows.
-        life: names this process; a random number if it is not given.
+        shard, shards: the index of this shard, and the number of shards.
+        bucket_bytes: the largest slice, in bytes.
+        most_bytes: the limit of all slices together, in bytes.
+        clock: a monotonic time in seconds.
+        life: a unique name of this process; by default a random number.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class TensorStore:
 
     @property
     def nbytes(self) -> int:
-        """What the slices take, also those that are still to come."""
+        """The bytes of all slices, also of those that have not arrived yet."""
         with self._lock:
             return self._nbytes
 
@@ -131,11 +130,11 @@ class TensorStore:
 
     @answers(calls.DECLARE_TENSOR)
     def declare(self, request: pb.DeclareTensorRequest, _: Incoming) -> pb.DeclareTensorReply:
-        """A worker wants a tensor. The first one brings the values, as its home says.
+        """Declare a tensor that a worker needs. The first worker uploads the values; its home decides.
 
         Raises:
-            Refused: INVALID: there is one with another shape or dtype, there is no room, or no such tensor
-                can be.
+            Refused: INVALID: the tensor exists with another shape or dtype, there is no room, or it is not
+                supported.
         """
         who, kind, birth = _sender(request), _kind(request.tensor), request.tensor.birth
         if max(request.above, birth.number, request.lost.number) > MOST_BIRTHS:
@@ -148,11 +147,12 @@ class TensorStore:
 
     @answers(calls.PUT_TENSOR)
     def put(self, request: pb.PutTensorRequest, incoming: Incoming) -> pb.PutTensorReply:
-        """A worker brings a slice. The first copy of it counts.
+        """Receive a slice that a worker uploads. The first copy counts.
 
         Raises:
-            Refused: see `declare`; GONE: at the tensor's home another worker brings it now, or another tensor
-                has taken its place meanwhile.
+            Refused: see `declare`; GONE: another worker uploads the tensor now, or another tensor has
+            replaced
+                it meanwhile.
         """
         who, kind, birth = _sender(request), _kind(request.tensor), request.tensor.birth
         if birth.number > MOST_BIRTHS:
@@ -175,8 +175,8 @@ class TensorStore:
     def push(self, request: pb.PushTensorRequest, incoming: Incoming) -> pb.Done:
         """Change a slice, once for each number.
 
-        A process numbers its pushes, and sends the slices of each in the order of their elements; so what
-        does not come after the last one has come before.
+        A process numbers its pushes, and sends the slices of each in order, so a slice that does not come
+        after the last one is a repetition.
 
         Raises:
             Refused: GONE: the tensor was freed, or lost with this shard.
@@ -214,7 +214,7 @@ class TensorStore:
 
     @answers(calls.FREE_TENSOR)
     def free(self, request: pb.FreeTensorRequest, _: Incoming) -> pb.Done:
-        """Forget a tensor, unless another one has its name by now."""
+        """Free a tensor, unless another one has its name by now."""
         with self._lock:
             tensor = self._tensors.get(request.name)
             there = tensor is not None and tensor.birth == request.birth
@@ -243,7 +243,7 @@ class TensorStore:
     # --- the lock is held
 
     def _declare(self, who: Sender, kind: Kind, request: pb.DeclareTensorRequest) -> pb.DeclareTensorReply:
-        """What its home says of a tensor."""
+        """The home's answer about a tensor."""
         now = self._sweep()
         tensor = self._tensors.get(kind.name)
         if tensor is not None and tensor.birth != request.lost:
@@ -269,7 +269,7 @@ class TensorStore:
         return pb.DeclareTensorReply(birth=tensor.birth if tensor is not None else None, bring=not present)
 
     def _expected(self, who: Sender, kind: Kind, birth: pb.Birth, start: int) -> Slice | None:
-        """The slice that a worker is about to bring; None: it would replace a later tensor."""
+        """The slice that a worker is about to upload; None if it would replace a later tensor."""
         now = self._sweep()
         tensor = self._tensors.get(kind.name)
         if tensor is None or tensor.birth != birth:
@@ -285,7 +285,7 @@ class TensorStore:
         return self._slice(tensor, start)
 
     def _slices(self, kind: Kind) -> dict[int, Slice]:
-        """This shard's slices of such a tensor. Raises Refused (INVALID) if there can be none such."""
+        """This shard's slices of such a tensor. Raises Refused (INVALID) if it is not supported."""
         name, dtype = kind.name, kind.dtype
         if not is_name(name):
             problem = f"a tensor's name has 1 to {LONGEST_NAME} printable characters; given: {name[:300]!r}"
@@ -301,7 +301,7 @@ class TensorStore:
         raise Refused(RefusalCode.INVALID, problem)
 
     def _make(self, kind: Kind, birth: pb.Birth, now: float, *, holder: Sender | None) -> _Tensor:
-        """A tensor of which nothing is here yet; one of the same name is dropped."""
+        """Create a tensor without values; an earlier one of the same name is dropped."""
         name, slices = kind.name, self._slices(kind)
         if holder is not None and 0 not in slices:
             text = f"the tensor {name!r} is not at home on shard {self._shard}"
@@ -325,7 +325,7 @@ class TensorStore:
         )
 
     def _sweep(self) -> float:
-        """Drop what nobody brings to an end any more; returns the time."""
+        """Drop tensors whose upload has stopped; returns the time."""
         now = self._clock()
         for name, tensor in list(self._tensors.items()):
             if not tensor.complete and now > tensor.until:
