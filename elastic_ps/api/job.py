@@ -552,7 +552,8 @@ def load_job(path: Path) -> TrainingJob:
     except manifest.DuplicateKey as error:
         raise InvalidJob(f"{path}: {error}") from None
     except yaml.YAMLError as error:
-        raise InvalidJob(f"{path} is not valid YAML: {error}") from error
+        said = str(error).replace('"<unicode string>"', f'"{path}"')
+        raise InvalidJob(f"{path} is not valid YAML: {said}") from error
     return parse_job(document, source=str(path))
 
 
@@ -568,13 +569,18 @@ def _explain(model: type[BaseModel], item: Any) -> str:
     """The line of an error message for a pydantic error, with the names of the YAML file."""
     location = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        known = _field_names(model, item["loc"][:-1])
-        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
+        known, name = _field_names(model, item["loc"][:-1]), str(item["loc"][-1])
+        near = [field.path for field in rules.fields(model) if field.path.rpartition(".")[2] == name]
+        near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = (
+            f"did you mean {' or '.join(map(repr, near))}?"
+            if near
+            else f"known here: {', '.join(sorted(known))}"
+        )
         return f"unknown field {location!r}; {hint}"
     if item["type"] == "missing":
         return f"{location} is missing"
-    message = item["msg"].removeprefix("Value error, ")
+    message = item["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
     said = f"{location or 'job'}: {message[0].lower()}{message[1:]}"
     if item["type"] == "value_error" and isinstance(item["input"], Mapping):
         return said  # the sentence of a rule about several fields names the given values

@@ -25,6 +25,10 @@ _CARRIED = (
 )
 """The options that are copied from a DataLoader that the script passes."""
 
+_EMPTY = (
+    "the data set %s is empty; expected at least one record. Look at how the script selects its files or rows"
+)
+
 _LOOP = ("__iter__", "_get_iterator")
 """What a DataLoader does when a loop over it begins. A job does not call it."""
 
@@ -173,7 +177,7 @@ def _records_of(dataset: Any, records: int | None) -> int:
             "many records it has. To train a part of them, pass a torch.utils.data.Subset"
         )
     if len(dataset) < 1:
-        raise InvalidModel(f"the data set {name} is empty")
+        raise InvalidModel(_EMPTY % name)
     return len(dataset)
 
 
@@ -195,7 +199,7 @@ def _indexed(
     if records is not None and records < 1:
         raise UsageError(f"records is {records}; expected the number of items in an epoch, at least 1")
     if length == 0:
-        raise InvalidModel(f"the data set {name} is empty")
+        raise InvalidModel(_EMPTY % name)
     if records is not None and length is not None and records > length:
         raise UsageError(f"records is {records}, but {name} has {length} items, says its __len__")
     count = length if records is None else records

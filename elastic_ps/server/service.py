@@ -62,7 +62,7 @@ class Callers:
             return
         term = self._guarded.term if self._guarded is not None else self.node.term
         if caller.term != term:
-            text = f"message of term {caller.term}; this is term {term}"
+            text = f"the worker speaks to term {caller.term} of the parameter server; this is term {term}"
             raise Refused(RefusalCode.STALE_TERM if term else RefusalCode.NOT_READY, text)
         if not self.node.configured:
             self.require_member(caller)

@@ -211,7 +211,7 @@ class Session:
                 be sent while backward runs. It needs parameter servers without standbys.
             state: what `state_dict()` of such an optimizer has given, to begin with its state and its
                 hyperparameters, as for fine-tuning; of several optimizers, by their names. The limits above
-                stay. Of a worker that joins later it is ignored, like its model's values. The state moves to
+                stay. It is ignored for a worker that joins later, like its model's values. The state moves to
                 the parameter server: `optimizer` has none afterwards.
 
         Raises:
@@ -479,7 +479,7 @@ class Session:
 
         Between a batch and its `optimizer.step()` they are sent with the step. The job's value of a version
         is the mean over the steps that it is made of, weighted by samples, and `loss` becomes part of the
-        job's loss curve. At other times values are sent at once, and stand for themselves.
+        job's loss curve. At other times values are sent at once, and are not averaged.
 
         Raises:
             UsageError: a value is no number.
@@ -487,7 +487,7 @@ class Session:
         self._runtime.report(metrics)
 
     def metric(self, name: str, value: Any, *, reduce: Reduction = "mean") -> None:
-        """Report a value of this step. Out of those of all steps of a version the job makes one.
+        """Report a value of this step. The job reduces the values of all steps of a version to one.
 
         A step that is void counts for nothing, and one that is in the model exactly once, also if a round is
         started again. Of several values of one batch the last one counts; those of several batches of a step

@@ -107,7 +107,7 @@ def test_who_speaks_of_another_job_or_term_is_refused(worker: Worker, method: st
         worker.ask(request(caller=worker.caller(job="other")))
     assert code(refused) is RefusalCode.WRONG_JOB
     assert "'job'" not in str(refused.value), "a stranger is not told what to say"
-    with pytest.raises(Refused, match="message of term 7; this is term 1") as refused:
+    with pytest.raises(Refused, match="term 7 of the parameter server; this is term 1") as refused:
         worker.ask(request(caller=worker.caller(term=7)))
     assert code(refused) is RefusalCode.STALE_TERM
 
