@@ -61,7 +61,7 @@ def test_a_worker_whose_round_has_started_again_pushes_its_step_again() -> None:
         assert coordinator.await_version(0, first.incarnation, attempt=0, step=0) == pb.AwaitReply(attempt=1)
 
 
-def test_a_worker_that_takes_no_part_is_told_that_its_step_is_void() -> None:
+def test_a_worker_that_takes_no_part_is_told_that_its_step_is_dropped() -> None:
     with running([Notes()], limits=SOON, consistency=accumulating(1)) as coordinator:
         first, late = start(coordinator, 0), start(coordinator, 1)
         taken = {member.worker: take(coordinator, member, call=1) for member in (first, late)}
