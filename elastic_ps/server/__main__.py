@@ -1,4 +1,4 @@
-"""`python -m elastic_ps.server`: one shard or its standby, as told by the environment, until SIGTERM."""
+"""`python -m elastic_ps.server`: one shard or its standby, as the environment says, until SIGTERM."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ logger = logging.getLogger("elastic_ps.server")
 
 
 LOOK = 0.1
-"""Seconds between two looks whether this process has been replaced."""
+"""Seconds between two looks whether another process has replaced this one."""
 
 
 def main() -> int:
     """Serve until SIGTERM or SIGINT, or until another one has taken over.
 
-    HTTP is served until the process has ended: each probe that nobody answers becomes a Warning event.
+    HTTP is served until the process ends: each probe without an answer becomes a Warning event.
 
     Returns the exit status, see `elastic_ps.contract.exits`.
     """
@@ -41,7 +41,7 @@ def main() -> int:
     stop = lifecycle.Alarm()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is for whoever has started this process
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is meant for the process that started this one
     try:
         environment = env.read()
         lifecycle.begin(environment)
@@ -52,7 +52,7 @@ def main() -> int:
         own = credentials.of_process(environment)
         transport = ways.listen(environment.bind, credentials=own)
         patience = Patience(stop.is_set)
-        # Before anything that may have to wait, so that the waiting is seen.
+        # It begins before anything that may have to wait, so that the status shows the wait.
         http = StatusServer(
             environment.http, lambda: bare_status(environment, problem=patience.problem), list
         )
@@ -77,14 +77,14 @@ def main() -> int:
         return exits.INVALID
     what = "standby of shard" if environment.role == "standby" else "shard"
     where, everywhere = transport.address, "0.0.0.0"
-    if everywhere in environment.bind:  # as of a pod; the address is for its own host
+    if everywhere in environment.bind:  # as in a pod; the address is for its own host
         where = where.replace("127.0.0.1", everywhere)
     logger.info("%s %d of job %s serves on %s", what, environment.index, environment.job, where)
     while not (stop.wait(LOOK) or server.fenced):
         pass
     fenced = server.fenced
     logger.info("another parameter server has taken over" if fenced else "asked to stop")
-    _leave_last_words(server)  # also before, since closing may take longer than it is given
+    _leave_last_words(server)  # also before, since closing may take longer than the grace period
     server.close()
     _leave_last_words(server)
     lifecycle.end_soon()  # mutant: equal
@@ -92,7 +92,7 @@ def main() -> int:
 
 
 def _leave_last_words(server: ParameterServer) -> None:
-    """Hand over how far training is: nobody can ask when the process has ended."""
+    """Write the progress of training for the starter: after the end nobody can ask for it."""
     from elastic_ps.process import lifecycle
 
     if server.shard_zero is not None and not server.fenced:

@@ -1,8 +1,8 @@
 """Decides when a checkpoint is taken, and completes it when every shard has written its part.
 
-Most are ordered with a round (`commit`). The first version, which has to be on disk before training begins,
-and the last one, before it ends, wait for nobody's step: all shards are told to write the version that they
-have, and the thread that asks waits until it is on disk.
+Most are ordered with a round (`commit`). The first version has to be on disk before training begins, and the
+last one before it ends. They wait for no step: all shards are ordered to write their present version, and the
+thread waits until it is on disk.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from elastic_ps.server.record import to_checkpoint
 logger = logging.getLogger(__name__)
 
 POLL = 0.01
-"""Seconds between two checks whether a checkpoint is whole."""
+"""Seconds between two looks whether a checkpoint is whole."""
 
 OVERDUE = timedelta(seconds=60)
-"""If the newest checkpoint is older than three intervals and this, that is reported as a problem."""
+"""A problem is reported if the newest checkpoint is older than three intervals and this."""
 
 LAST = timedelta(minutes=10)
-"""For how long the end of the job waits for the last version to be on disk."""
+"""How long the end of the job waits for the last version to be on disk."""
 
 
 class Orders(Protocol):
-    """How the shards get orders; see `CommitCoordinator`."""
+    """Sends orders to the shards; see `CommitCoordinator`."""
 
     def turn(self) -> AbstractContextManager[Advance]:
         """Be the only thread that gives orders. Yields the order that describes the current state."""
@@ -63,16 +63,16 @@ class Checkpointer:
     """The checkpoints of a job, on shard 0. One is under way at a time. Thread-safe.
 
     Args:
-        store: the directory that all shards share; None: nothing is written, and nothing is waited for.
-        shards: how many parts make a checkpoint.
-        times: when they are taken, and how many stay on disk.
-        check: what a checkpoint must pass, besides being whole, so that the job can continue from it.
-        evaluation_queue: for which checkpoints are written and kept, too; None if the job has no evaluator.
-        known: a version of which it is known that a checkpoint was written; see `newest`.
+        store: the directory that all shards share; None: no checkpoints are written.
+        shards: the number of parts of a checkpoint.
+        times: when checkpoints are written, and how many stay on disk.
+        check: raises if the job cannot continue from a whole checkpoint.
+        evaluation_queue: needs checkpoints, too; None if the job has no evaluator.
+        known: a version of which a checkpoint is known to exist; see `newest`.
 
     Attributes:
         evaluation_queue: see above.
-        fenced: another parameter server has taken over; nothing will be written any more.
+        fenced: another parameter server has taken over, so nothing more is written.
         paused: how long steps waited for copies of what was not written yet; the mean over the shards.
     """
 
@@ -106,17 +106,21 @@ class Checkpointer:
         self._thread = threading.Thread(target=self._run, name="checkpointer", daemon=True)
         self._thread.start()
         self._writing = False  # a thread writes a version that must be kept
-        self._not_before = 0.0  # writing it has failed, and is not tried again before this time
-        self._ended: tuple[tuple[int, int, str], float] | None = None  # what of `JobState.end`, since when
+        self._not_before = 0.0  # the time of the next attempt, if writing it has failed
+        self._ended: tuple[tuple[int, int, str], float] | None = (
+            None  # (part of `JobState.end`, the time of the first look that found it)
+        )
         self._durable_end: tuple[int, int, int, str] | None = None  # see `JobState.end`
-        self._told: tuple[int, int, int] | None = None  # term, version, number: not all shards may know it
+        self._told: tuple[int, int, int] | None = (
+            None  # (term, version, number) of an order that some shards may lack
+        )
 
     def serve(self, job: Guarded, orders: Orders) -> None:
-        """What is to be written are versions of `job`; `orders` is the way to its shards."""
+        """Write versions of `job` from now on. `orders` reaches its shards."""
         self._job, self._orders = job, orders
 
     def tune(self, times: Times) -> None:
-        """From now on checkpoints are taken at these times, and so many stay on disk."""
+        """Use these times from now on."""
         with self._lock:
             self._times = times
 
@@ -144,14 +148,14 @@ class Checkpointer:
             return self._problem
 
     def failed(self, problem: str) -> None:
-        """Going back to a checkpoint has failed. `failure` and `problem` say so until it has worked."""
+        """Note that going back to a checkpoint has failed. `failure` and `problem` say so until it works."""
         with self._lock:
             if self._problem != problem:
                 logger.warning("%s", problem)
             self._problem = problem
 
     def problem(self, version: int, now: float) -> str:
-        """What is wrong with the checkpoints while the model is at `version`; "" if nothing is."""
+        """The problem with the checkpoints while the model is at `version`; "" if there is none."""
         with self._lock:
             problem = self._unsure or self._problem
             if problem or self._durable is None or self._durable[0] >= version:
@@ -187,7 +191,7 @@ class Checkpointer:
     def leads(self) -> bool:
         """Whether no other parameter server has taken over. Reads a small file.
 
-        False also if the file cannot be read at the moment, so that nobody can tell; `problem` says so.
+        Returns False, too, if the file cannot be read at the moment; `problem` says so.
         """
         if self._store is None:
             return True
@@ -199,32 +203,32 @@ class Checkpointer:
             self._store.require_term(term)
             leads = not self.fenced
         except Fenced as error:
-            if term == self.term:  # else this process has begun a new one itself
+            if term == self.term:  # otherwise this process has begun a new one itself
                 self.fence(error)
         except CheckpointError as error:
             unsure = (
                 f"training waits until it is known whether another parameter server has taken over: {error}"
             )
         with self._lock:
-            if look > self._last_look:  # else another thread has begun later, and found out before
+            if look > self._last_look:  # otherwise a later look of another thread has ended before
                 if unsure and not self._unsure:
                     logger.warning("%s", unsure)
                 self._last_look, self._unsure = look, unsure
         return leads
 
     def fence(self, reason: Exception) -> None:
-        """Another parameter server has taken over."""
+        """Note that another parameter server has taken over."""
         with self._lock:
             if not self.fenced:
                 logger.error("%s", reason)
                 self.fenced = True
 
     def begin_term(self, *, above: int = 0) -> None:
-        """Begin a new term, above `above`, to go back to a checkpoint. What is being written is given up.
+        """Begin a new term, above `above`, to go back to a checkpoint. Gives up the one under way.
 
         Raises:
             Fenced: another parameter server has begun a term.
-            NoCheckpoint: there can be none to go back to. The term has begun.
+            NoCheckpoint: the job has no checkpoints. The term has begun.
         """
         try:
             with self._lock:
@@ -242,8 +246,8 @@ class Checkpointer:
     def newest(self) -> Manifest:
         """The newest whole checkpoint; broken ones are set aside. Raises as `Store.newest`.
 
-        If a checkpoint has been written, but neither it nor a later one is there now, StorageUnavailable is
-        raised: the volume may only be away, and a job that started from scratch would lose what was trained.
+        If a checkpoint was written, but neither it nor a later one is there, StorageUnavailable is raised:
+        the volume may be away for a while, and a job that starts from scratch would lose its training.
         """
         assert self._store is not None
         known = self._known if (durable := self.durable_version) is None else durable
@@ -255,7 +259,7 @@ class Checkpointer:
         written = self._store.written(manifest.version)
         with self._lock:
             self._durable, self._durable_at = (manifest.version, written), time.monotonic()
-            self._last_version = manifest.version  # later ones are to be made, and kept, again
+            self._last_version = manifest.version  # later versions are made, and written, again
             self._problem = "; ".join(problems)
         if self.evaluation_queue is not None:
             self.evaluation_queue.go_back(manifest.version)
@@ -263,21 +267,21 @@ class Checkpointer:
 
     @property
     def term(self) -> int:
-        """The term that is written in."""
+        """The term in which checkpoints are written."""
         with self._lock:
             return self._term
 
     def number(self) -> int:
-        """A number for a checkpoint that the shards are about to be told to write."""
+        """The number of the next checkpoint that is ordered."""
         with self._lock:
             self._number += 1
             return self._number
 
     def begin(self, version: int, now: float, state: dict[str, Any], *, number: int) -> None:
-        """The shards have been told to write `version`, as checkpoint `number`.
+        """Note that the shards were ordered to write `version`, as checkpoint `number`.
 
         Args:
-            state: everything of the version that is not a tensor.
+            state: the state of the job at this version, without tensors.
         """
         tensors, optimizer, state = _beside_model(state)
         with self._lock:
@@ -293,12 +297,12 @@ class Checkpointer:
             )
 
     def amend(self, version: int, state: dict[str, Any]) -> None:
-        """The newest checkpoint, of `version`, gets another state. Blocks.
+        """Replace the state in the newest checkpoint, which is of `version`. Blocks.
 
         Training may end without another version: its last records are skipped, or a script stops it.
 
         Raises:
-            CheckpointError: it has the state that it had.
+            CheckpointError: the checkpoint is unchanged.
         """
         assert self._store is not None
         problem = ""
@@ -316,12 +320,12 @@ class Checkpointer:
     def await_whole(self, ask: Callable[[], None], *, closing: Callable[[], bool] = lambda: False) -> None:
         """Wait until the checkpoint under way is whole or given up. `ask` collects the shards' parts.
 
-        As long as the shards answer, they are writing, which takes its time where a part is large. The
-        checkpoint is given up after `ServerLimits.given_up`, or if a shard does not answer for
-        `ServerLimits.patience`. It cannot become whole later.
+        As long as the shards answer, they write, which takes long if a part is large. The checkpoint is given
+        up after `ServerLimits.given_up`, or if a shard does not answer for `ServerLimits.patience`. It cannot
+        become whole later.
 
         Args:
-            closing: whether the process is about to end; then it waits for `ServerLimits.patience` at most.
+            closing: whether the process is about to end. Then this waits for `ServerLimits.patience` at most.
 
         Raises:
             Refused: a shard has lost the model; the checkpoint is given up.
@@ -340,7 +344,7 @@ class Checkpointer:
                     raise
             now = time.monotonic()
             if closing():
-                deadline = min(deadline, now + patience)  # of the first look that finds it so
+                deadline = min(deadline, now + patience)  # counted from the first look that finds it so
             if now > deadline:
                 self._give_up(f"a shard has not written its part after {now - began:.0f} s")
             elif now - silent > patience:
@@ -355,7 +359,7 @@ class Checkpointer:
             return self._pending is not None and len(self._files) < self._shards
 
     def _give_up(self, why: str) -> bool:
-        """Give up the checkpoint under way. False if all its parts are there, so that it may become whole."""
+        """Give up the checkpoint under way. Returns False if all its parts are there: it may become whole."""
         with self._lock:
             if self._pending is None or len(self._files) == self._shards:
                 return False
@@ -365,7 +369,7 @@ class Checkpointer:
             return True
 
     def part(self, shard: int, written: Written | None) -> None:
-        """What a shard has written; it says so more than once."""
+        """Note the part that a shard has written. Shards report it more than once."""
         with self._lock:
             if written is None or self._pending is None or shard in self._files:
                 return
@@ -384,7 +388,7 @@ class Checkpointer:
                 self._queue.put(self._pending)
 
     def give_up_late(self, now: float) -> None:
-        """Give up a checkpoint that has been under way for too long, so that another one can be begun."""
+        """Give up a checkpoint that has been under way for too long, so another one can begin."""
         with self._lock:
             most = self._limits.given_up.total_seconds()
             late = self._pending is not None and now - self._last > most
@@ -409,7 +413,7 @@ class Checkpointer:
                 if manifest.term != self._term:
                     continue  # it was begun before a roll-back
                 self.fenced = self.fenced or fenced
-                if self._pending is manifest:  # else it was given up meanwhile
+                if self._pending is manifest:  # otherwise it was given up meanwhile
                     self._pending, self._problem = None, problem
                 if not problem and (self._durable is None or manifest.version >= self._durable[0]):
                     self._durable, self._durable_at = (manifest.version, time.time()), time.monotonic()
@@ -419,10 +423,10 @@ class Checkpointer:
     def may_finish(self) -> bool:
         """Whether workers may be told that the job is finished. The job's lock is held.
 
-        Not before the last version and the chief are on disk. If the parameter server was lost before that,
-        the other workers would continue from the checkpoint, without the workers that were told. A full disk
-        delays the end for `LAST` at most. Nor before the shards have the last values: a worker that has not
-        made them may be the chief.
+        The last version and the chief have to be on disk. If the parameter server was lost before that, the
+        other workers would continue from the checkpoint, without the workers that were told. A full disk
+        delays the end for `LAST` at most. The shards have to have the last values, too: a worker that lacks
+        them may be the chief.
         """
         state = self._job.state
         return state.end is not None and state.values_are_here and self.is_kept()
@@ -474,13 +478,13 @@ class Checkpointer:
                 job.changed.notify_all()
 
     def write(self, *, amend: bool = False) -> bool:
-        """Write a checkpoint of the current version, and its end. Blocks; returns whether both are on disk.
+        """Write a checkpoint of the current version, and its end. Blocks. Returns whether both are on disk.
 
-        A failed call is repeated for `ServerLimits.patience`. A checkpoint that is being written is finished
-        first: two at a time would delete each other's files.
+        A failed call is repeated for `ServerLimits.patience`. A checkpoint under way is finished first: two
+        at the same time would delete each other's files.
 
         Args:
-            amend: what is said of the version has changed: write that also if the version is on disk already.
+            amend: the state of the version has changed, so write it even if the version is on disk already.
         """
         if self._store is None:
             return True
@@ -496,7 +500,7 @@ class Checkpointer:
             return self._holds()
 
     def order(self) -> None:
-        """Order a checkpoint of the current version, if none is being written. Blocks for the copy in memory.
+        """Order a checkpoint of the current version, if none is being written. Blocks for the order.
 
         Raises:
             Refused: NOT_READY; a worker has to send the values first.
@@ -516,10 +520,10 @@ class Checkpointer:
                 raise Refused(RefusalCode.NOT_READY, text)
 
     def _order(self, current: Advance) -> tuple[int, int, int, str] | None:
-        """Have the shards write the current version; it is this thread's turn. Returns `JobState.end` then.
+        """Have the shards write the current version, in this thread's turn. Returns `JobState.end` then.
 
-        If that was ordered before, and a shard was not reached, the number is the same one. So a shard that
-        has the order already need not copy its values again.
+        If this was ordered before, and a shard was not reached, the number is the same. So a shard that has
+        the order already does not write twice.
         """
         if self._told is None or self._told[:2] != (current.term, current.version):
             self._told = (current.term, current.version, self.number())
@@ -558,12 +562,12 @@ class Checkpointer:
                 self._durable_end = end
 
     def close(self) -> None:
-        """Finish the checkpoint whose parts are all there, and end the thread. Blocks."""
+        """Finish a checkpoint whose parts are all there, and end the thread. Blocks."""
         self._queue.put(None)
         self._thread.join()
 
 
 def _beside_model(state: dict[str, Any]) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
-    """The model's tensors, its optimizer, and everything else of a state."""
+    """Split a state into the model's tensors, its optimizer, and everything else."""
     beside = {key: value for key, value in state.items() if key not in ("tensors", "optimizer")}
     return state["tensors"], state["optimizer"], beside

@@ -1,8 +1,8 @@
 """Gives the shards of a job their orders: one at a time, and before the workers can see the effect.
 
-An order says to apply a round, to start it again, who takes part, or to go back to a checkpoint. One thread
-at a time gives orders, in `drive`: the one whose call made the order necessary, or the ticker. The shards get
-an order before the workers can see its effect, so a worker never pushes for a round that a shard does not
+An order applies a round, restarts it, changes who takes part, or goes back to a checkpoint. One thread at a
+time gives orders, in `drive`: the thread of the call that made the order necessary, or the ticker. The shards
+get an order before the workers can see its effect, so a worker never pushes for a round that a shard does not
 know.
 """
 
@@ -58,27 +58,27 @@ from elastic_ps.server.state import JobState, Model
 logger = logging.getLogger(__name__)
 
 LONGEST = timedelta(seconds=1)
-"""After orders that failed one after the other, the time until the next attempt; it begins with `RETRY`."""
+"""The longest time between two attempts to send an order. The first one is `RETRY`."""
 
 GOODBYE = timedelta(seconds=2)
-"""For how long a parameter server that ends tries to tell the other shards."""
+"""How long a parameter server that ends tries to tell the other shards."""
 
 
 class CommitCoordinator:
     """Gives the orders. Thread-safe.
 
     Args:
-        job: its state.
-        shards: in order; the first is this process's own.
-        standbys: of each shard, in order; empty without `durability: standby`.
-        checkpoints: decides when they are written, and finishes them.
-        history: where commits are recorded.
+        job: the job's state.
+        shards: the shards in order; the first is this process's own.
+        standbys: the standby of each shard, in order; empty without `durability: standby`.
+        checkpoints: decides when checkpoints are written, and finishes them.
+        history: records the commits.
         crowded: see `core.sizing.bucket_bytes`.
 
     Attributes:
         job, shards, checkpoints, history: see above.
-        standings: how far each shard's standby is, as far as the shards have said.
-        queued: likewise, in deterministic mode: the workers that wait until it is their turn to push.
+        standings: the state of each shard's standby, as the shards have reported it.
+        queued: in deterministic mode, the workers that wait for their turn to push, as reported.
     """
 
     def __init__(
@@ -99,16 +99,16 @@ class CommitCoordinator:
         self.queued: frozenset[int] = frozenset()
         self._prepared: Advance | None = None  # the last order that every shard's standby can carry out
         self._ordered = 0  # the version that the shards were ordered to make last, when all had voted for it
-        self._norm = 0.0  # of its mean gradient, if that is to be clipped
-        self._over = False  # the shards are told nothing any more
-        self._pause = self._not_before = 0.0  # after an order that failed: how long, and until when
+        self._norm = 0.0  # the norm of its mean gradient, if that is clipped
+        self._over = False  # no more orders are sent
+        self._pause = self._not_before = 0.0  # after an order that failed: the pause, and its end
         self._fan_out = ThreadPoolExecutor(max(1, len(shards) - 1), thread_name_prefix="advance")
 
     @property
     def asks_shards(self) -> bool:
-        """Whether the shards are to be asked now and then.
+        """Whether the ticker asks the shards for reports.
 
-        If they know the model, or have written a part of a checkpoint, or whose pushes wait.
+        It asks whether they know the model, have written a part of a checkpoint, or have pushes that wait.
         """
         deterministic = self.job.spec.consistency.deterministic
         return len(self.shards) > 1 or self.checkpoints.writing or deterministic
@@ -131,7 +131,7 @@ class CommitCoordinator:
             patience.until_done(partial(self._restore, found, term))
 
     def close(self) -> None:
-        """Give no further orders, but tell the other shards that they may end. Blocks."""
+        """Stop giving orders, and tell the other shards that they may end. Blocks."""
         with self.job.lock:
             self.job.changed.wait_for(
                 lambda: not self.job.sending, timeout=self.job.limits.patience.total_seconds()
@@ -145,7 +145,7 @@ class CommitCoordinator:
         self._fan_out.shutdown(cancel_futures=True)
 
     def finish_round(self) -> bool:
-        """Commit what is decided: some shards may have applied it. Returns whether to keep the version."""
+        """Commit a decided round, which shards may have applied. Returns whether to write the version."""
         job = self.job
         deadline = job.clock() + job.limits.patience.total_seconds()
         while True:
@@ -179,16 +179,16 @@ class CommitCoordinator:
         settings: Settings,
         link: Link | None = None,
     ) -> None:
-        """Lay the first worker's model out over the shards. Raises Refused (INVALID), TransportError.
+        """Distribute the first worker's model over the shards. Raises Refused (INVALID), TransportError.
 
         Args:
-            state: of the job. If another one takes its place meanwhile, that has no model.
-            link: by which the size of buckets is chosen, if the job leaves that open.
+            state: the job's state. If it is replaced meanwhile, the new one gets no model.
+            link: the worker's network, to choose the bucket size if the job leaves that open.
         """
         job = self.job
         model: Model | None = None
         chosen = 0
-        self._ordered = 0  # versions are counted anew
+        self._ordered = 0  # the version is 0 again
         try:
             layout, chosen = self._laid_out(tensors, settings, link)
             told = Configuration(layout, optimizer, settings, state.term, None, mutable=job.mutable)
@@ -207,7 +207,7 @@ class CommitCoordinator:
     def _laid_out(
         self, tensors: Sequence[TensorSpec], settings: Settings, link: Link | None
     ) -> tuple[Layout, int]:
-        """The first layout, and the size of buckets that was chosen; 0 for none. Raises as `_cut`."""
+        """The first layout, and the chosen bucket size; 0 for none. Raises as `_cut`."""
         if link is None or not self.job.spec.chooses_buckets:
             return self._cut(tensors, settings, 0)
         size, why = bucket_bytes(link, sent=Plan(self.job.spec.compression).sent, crowded=self._crowded)
@@ -217,12 +217,12 @@ class CommitCoordinator:
         return layout, chosen
 
     def _cut(self, tensors: Sequence[TensorSpec], settings: Settings, chosen: int) -> tuple[Layout, int]:
-        """The layout with buckets of the size that was chosen, and that size; 0 if they have the usual one.
+        """The layout with buckets of the chosen size, and that size.
 
-        That is so if none was chosen, or the model cannot be cut so.
+        The size is 0 if none was chosen, or the model cannot be cut so. Then buckets have the usual size.
 
         Raises:
-            InvalidModel: rows whose norm is limited are cut, or there are not so many fragments.
+            InvalidModel: a row whose norm is limited would be cut, or the model has too few fragments.
         """
         size = self.job.spec.parameter_server.bucket_bytes or chosen or BUCKET_BYTES
         parts = self.job.spec.consistency.fragments or 1
@@ -245,26 +245,26 @@ class CommitCoordinator:
         return layout, chosen
 
     def _kept_size(self, found: Manifest) -> int:
-        """The size of buckets that a checkpoint says was chosen, if this job has it, too; else 0."""
+        """The chosen bucket size in a checkpoint, if this job leaves the size open, too; else 0."""
         spec, chosen = self.job.spec, int(found.state["bucket_bytes"])
         if spec.parameter_server.bucket_bytes:
             return 0
         if of_same_run(found, self.job.mutable):
-            return chosen  # the workers have cut their memory so
+            return chosen  # the workers have divided their memory so
         return chosen if spec.chooses_buckets and (chosen <= LARGEST or self._crowded) else 0
 
     def drive(self) -> None:
-        """Give the shards the orders that are due, unless another thread is doing it."""
+        """Give the shards the orders that are due, unless another thread does it."""
         while self._commit_or_tell():
             pass
 
     def _commit_or_tell(self, *, closing: bool = False) -> bool:
-        """Give the shards one order that is due, if there is one and no other thread is doing it.
+        """Give the shards one order, if one is due and no other thread does it.
 
         Args:
-            closing: the caller closes it; from then on no other thread gives orders.
+            closing: the caller closes the coordinator. From then on no other thread gives orders.
 
-        Returns whether the order was carried out, so that there may be more to do.
+        Returns whether the order was carried out, so another one may be due.
         """
         job = self.job
         with job.lock:
@@ -293,7 +293,7 @@ class CommitCoordinator:
                 job.changed.notify_all()
 
     def _back_off(self) -> None:
-        """An order has failed, and may fail again: not each call of a worker is to try it."""
+        """Pause after an order that failed, so that not every call of a worker repeats it."""
         self._pause = min(max(RETRY.total_seconds(), 2 * self._pause), LONGEST.total_seconds())
         self._not_before = time.monotonic() + self._pause
 
@@ -303,11 +303,11 @@ class CommitCoordinator:
         """Send an order to the shards and book the result. Returns False if it has to be sent again.
 
         Args:
-            model: that the order is about.
+            model: the model of the order.
         """
         job = self.job
         if contributions and not self.checkpoints.leads():
-            if not self.checkpoints.fenced:  # it cannot be told at the moment, and the ticker tries again
+            if not self.checkpoints.fenced:  # unknown at the moment; the ticker tries again
                 self._back_off()
                 with job.lock:
                     job.state.rounds.fail_commit()
@@ -318,7 +318,7 @@ class CommitCoordinator:
             if contributions and len(self.shards) > 1:
                 self._ordered = advance.version
             self.tell_all(advance)
-        except Exception as error:  # noqa: BLE001 (an order that failed for whatever reason is given again)
+        except Exception as error:  # noqa: BLE001 (an order that failed for any reason is repeated)
             self._failed(advance, error, model)
             return False
         with job.lock:
@@ -340,7 +340,7 @@ class CommitCoordinator:
         return Advance(rounds.version, rounds.attempt, job.state.expected, term=job.state.term)
 
     def _commit(self, contributions: Sequence[Contribution], decided: float) -> Advance:
-        """The order to apply a round, with the lock held."""
+        """The order to apply a round. The lock is held."""
         job = self.job
         state, rounds = job.state, job.state.rounds
         state.decide_settings(contributions)
@@ -364,11 +364,11 @@ class CommitCoordinator:
         return replace(order, state=json.dumps(foreseen(state, contributions, decided=decided)))
 
     def _failed(self, advance: Advance, problem: Exception, model: Model) -> None:
-        """A shard was not reached, or refused. If it was not reached, the ticker sends the order again.
+        """Handle a shard that was not reached, or refused. In the first case the ticker repeats the order.
 
-        The round starts again if a shard's sums are not those of the round and no shard can have applied it.
-        A shard that refuses a round it has agreed to has lost the model: all go back to a checkpoint. But not
-        if the worker that was bringing this model has been lost meanwhile.
+        If a shard has other sums than the round needs, and no shard can have applied the round, the round is
+        restarted. If a shard refuses a round that it has agreed to, it has lost the model: all shards go back
+        to a checkpoint, unless the worker that was bringing this model was lost meanwhile.
         """
         job = self.job
         expected = isinstance(problem, TransportError | Refused)
@@ -390,7 +390,7 @@ class CommitCoordinator:
                 job.turn(CourseEvent.ROLL_BACK)
 
     def _roll_back(self) -> bool:
-        """Take all shards back to the newest checkpoint, in a new term; see `Course.ROLLING_BACK`."""
+        """Set all shards back to the newest checkpoint, in a new term; see `Course.ROLLING_BACK`."""
         job = self.job
         try:
             self.checkpoints.begin_term()
@@ -415,7 +415,7 @@ class CommitCoordinator:
     def _restore(self, found: Manifest, term: int) -> None:
         """Configure all shards from a checkpoint and take its state over.
 
-        The term has the mutable fields that the checkpoint names, unless newer ones are known.
+        The term has the mutable fields of the checkpoint, unless newer ones are known.
 
         Raises:
             Fenced: a shard obeys a newer term.
@@ -447,8 +447,10 @@ class CommitCoordinator:
         )
         state.bucket_bytes = chosen
         clip = state.settings.max_grad_norm
-        if clip is not None and self._standbys:  # they may step without the others, who have the norm
-            logger.warning("max_grad_norm %g counts no more: it needs a job without standbys", clip)
+        if clip is not None and self._standbys:  # a shard may step without the others, which have the norm
+            logger.warning(
+                "max_grad_norm %g has no effect from now on: it needs a job without standbys", clip
+            )
             state.settings = state.settings.unclipped()
         said = mutable.consistency.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         self.history.record(
@@ -460,17 +462,17 @@ class CommitCoordinator:
         with job.lock:
             job.state = state
             job.tune(mutable)
-            self.standings = [None for _ in self._standbys]  # of this term nothing is known yet
+            self.standings = [None for _ in self._standbys]  # nothing is known yet of this term
             self.queued = frozenset()
             job.changed.notify_all()
         logger.info("term %d continues from version %d", term, found.version)
 
     def _prepare(self, advance: Advance) -> Advance:
-        """Let all shards vote on a round before any applies it. With standbys, all standbys receive it first.
+        """Let all shards vote on a round before any applies it. Standbys receive the round first.
 
-        A shard that is alone votes when it applies. Returns the order to apply it. Where the gradient is to
-        be clipped, that has the norm over all shards; a shard that has made the version has no sums any more,
-        so an order that is repeated has the norm of the first time.
+        A single shard votes when it applies. Returns the order to apply the round. If the gradient is
+        clipped, the order has the norm over all shards. A shard that has made the version has no sums any
+        more, so a repeated order has the norm of the first one.
         """
         if advance.apply is None:
             return advance
@@ -487,7 +489,7 @@ class CommitCoordinator:
     def tell_all(self, advance: Advance) -> list[Report]:
         """Send an order to all shards, and return their answers.
 
-        This process's shard is last, because that answers workers' pulls.
+        This process's shard is the last one, because it answers workers' pulls.
         """
         reports: list[Report] = []
         if len(self.shards) > 1:

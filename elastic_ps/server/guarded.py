@@ -29,31 +29,31 @@ T = TypeVar("T")
 
 
 class Look(Enum):
-    """What `Guarded.poll` does next, in place of an answer."""
+    """What `Guarded.poll` does next, if it has no answer."""
 
     AGAIN = auto()
-    """It looks again at once."""
+    """Call `decide` again at once."""
 
 
 class Guarded:
-    """A job's state, its lock, and what the threads that share it tell each other.
+    """A job's state, its lock, and the conditions of the threads that share it.
 
-    No I/O happens under the lock. Everything but `lock`, `changed`, `spec`, `clock` and the properties is
-    read and changed only by a thread that holds it.
+    No I/O happens under the lock. Only a thread that holds the lock reads or changes an attribute, except
+    `lock`, `changed`, `spec`, `clock` and the properties.
 
     Attributes:
-        spec: how to train the job, with `mutable`.
-        mutable: what of it may change, as it is in this term.
-        clock: the time in seconds, which only grows.
-        limits: how long it waits for what.
-        lock: entered as such where nobody waits, which takes a third of the time of a condition.
-        changed: the lock, and the threads that wait for a change.
-        ticking: the same lock, and the thread that looks after what takes time. No round wakes it up.
-        grace_until: by `clock`, when the open round ceases to wait for those who are late, when it was
-            looked at last; None: it does not wait for them so.
-        state: another one after the job has gone back to a checkpoint.
-        course: whether it makes versions and answers calls.
-        order: whether the shards know what they have to.
+        spec: the job's spec, with the mutable fields of this term.
+        mutable: the mutable fields of this term.
+        clock: the monotonic time in seconds.
+        limits: how long calls wait.
+        lock: the lock. Entering it takes a third of the time of entering a condition.
+        changed: a condition of the lock: the state has changed.
+        ticking: another condition of the lock, for the ticker. A round does not notify it.
+        grace_until: the time by `clock` until which the open round waits for late workers, as computed last;
+            None: it does not wait for a certain time.
+        state: replaced when the job goes back to a checkpoint.
+        course: whether the job makes versions and answers calls.
+        order: whether the shards know the state of the round.
     """
 
     def __init__(
@@ -76,17 +76,17 @@ class Guarded:
         self.course, self.order = Course.RUNNING, OrderState.SENT
 
     def turn(self, event: CourseEvent) -> None:
-        """Change the course, and tell waiting threads. The lock is held. Raises ImpossibleTransition."""
+        """Change the course, and notify waiting threads. The lock is held. Raises ImpossibleTransition."""
         self.course = COURSES.after(self.course, event)
         self.changed.notify_all()
 
     def note_order(self, event: OrderEvent) -> None:
-        """Change what the shards know. The lock is held. Raises ImpossibleTransition."""
+        """Note an event of the orders to the shards. The lock is held. Raises ImpossibleTransition."""
         self.order = ORDER_STATES.after(self.order, event)
 
     @property
     def closing(self) -> bool:
-        """Whether the parameter server ends, and answers no calls."""
+        """Whether the parameter server is ending, and answers no calls."""
         return self.course in (Course.CLOSING, Course.CLOSING_LOST)
 
     @property
@@ -96,31 +96,31 @@ class Guarded:
 
     @property
     def sending(self) -> bool:
-        """Whether a thread sends the shards an order."""
+        """Whether a thread is sending an order to the shards."""
         return self.order in (OrderState.SENDING, OrderState.OUTDATED)
 
     @property
     def unsent(self) -> bool:
-        """Whether something has changed that no order says."""
+        """Whether something has changed that no order has sent."""
         return self.order in (OrderState.UNSENT, OrderState.OUTDATED)
 
     @property
     def behind(self) -> bool:
-        """Whether the shards may not know the state as it is."""
+        """Whether the shards may not know the present state."""
         return self.order is not OrderState.SENT
 
     def blank(self, term: int) -> JobState:
-        """The state of a job that begins in this term."""
+        """The state of a job without a model, in this term."""
         spec, state_holders = self.spec, StateHolders() if self.spec.all_reduce else None
         state = JobState(
             term, self.lease, spec.consistency, spec.data, mutable=self.mutable, state_holders=state_holders
         )
-        # If all checkpoints were lost, there was such a term before; its workers are no members of this one.
+        # If all checkpoints were lost, the same term was begun before. Its workers must not pass for members.
         state.members.last_incarnation += secrets.randbits(31)
         return state
 
     def tune(self, mutable: MutableFields) -> None:
-        """`mutable` is in force. The lock is held."""
+        """Use these mutable fields from now on. The lock is held."""
         self.mutable = self.state.mutable = mutable
         self.spec = mutable.applied_to(self.spec)
 
@@ -166,18 +166,19 @@ class Guarded:
 
     @contextmanager
     def member(self, caller: pb.Caller) -> Iterator[tuple[JobState, Member]]:
-        """`settled`, for the member that calls. Raises Refused, too, if it is none (any more)."""
+        """`settled`, for the member that calls. Raises Refused, too, if the caller is no member."""
         with self.settled() as state:
             yield state, self.check(caller)
 
     def poll(self, decide: Callable[[JobState], T | Look | None], act: Callable[[], object]) -> T | None:
-        """Answer a call that waits for the state: what `decide` makes of that, when it is not None.
+        """Answer a call that waits for the state: call `decide` until it returns an answer.
 
-        Blocks for `limits.answer` at most. Then the answer is None: nothing has happened, ask again.
+        Blocks for `limits.answer` at most. Then it returns None: nothing has happened, and the caller repeats
+        the call.
 
         Args:
             decide: called while the state is `settled`.
-            act: called before each look, without the lock: what a look made necessary.
+            act: called before each `decide`, without the lock, to do what `decide` made necessary.
 
         Raises:
             Refused: as `settled`, or by `decide`.
@@ -197,7 +198,7 @@ class Guarded:
                 self.changed.wait(min(left, self.limits.tick.total_seconds()))  # mutant: equal
 
     def note_change(self) -> None:
-        """Note that something has changed for shards or waiting threads. The lock is held."""
+        """Note a change that shards or waiting threads have to know. The lock is held."""
         self.note_order(OrderEvent.CHANGE)
         self.changed.notify_all()
 
@@ -206,7 +207,7 @@ class Guarded:
         state, attempt = self.state, self.state.rounds.attempt
         if state.drop(worker, outcome, reason, self.clock()) is None:
             return
-        if state.model is None:  # there is nothing to go back from
+        if state.model is None:  # there is no need to go back to a checkpoint
             self.turn(CourseEvent.RESTORE)
         why = f": {reason}" if reason else ""
         logger.info("worker %d %s at version %d%s", worker, outcome, state.version, why)
@@ -216,7 +217,7 @@ class Guarded:
         self.note_change()
 
     def hasten(self) -> None:
-        """See `JobState.hasten`. To be called when the round may have got its quorum. The lock is held."""
+        """See `JobState.hasten`. Call it when the round may have its quorum. The lock is held."""
         now, before = self.clock(), self.grace_until
         left = self.state.hasten(now)
         self.grace_until = now + left if left else None
@@ -226,12 +227,12 @@ class Guarded:
             self.ticking.notify_all()
 
     def until_next_look(self, most: timedelta) -> float:
-        """Seconds until something has to be looked after, so many at most. The lock is held."""
+        """Seconds until the ticker has to look again, `most` at most. The lock is held."""
         left = math.inf if self.grace_until is None else max(0.0, self.grace_until - self.clock())
         return min(most.total_seconds(), left)
 
     def drop_silent_and_hung(self, queued: Set[int]) -> None:
-        """Declare members gone whose lease has ended or that keep the others waiting. The lock is held.
+        """Drop members whose lease has ended, or for which the others wait too long. The lock is held.
 
         Args:
             queued: see `JobState.hung`.

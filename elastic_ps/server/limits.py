@@ -1,7 +1,7 @@
-"""How long a parameter server waits, how much it keeps, and how it tries again.
+"""How long a parameter server waits, how much it keeps, and how it retries.
 
-A parameter server that starts needs the checkpoint directory before it can serve. If the disk is full, or its
-network fails, `Patience` waits instead of failing the job, tells in `problem` what it waits for, and still
+A parameter server needs the checkpoint directory before it can serve. If the disk is full, or its network
+fails, `Patience` waits instead of failing the job. `problem` says what it waits for, and the process still
 ends when it is asked to.
 """
 
@@ -25,50 +25,50 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """The limits of a parameter server. They are the same for every job; tests need not wait for so long."""
+    """The limits of a parameter server, the same for every job. Tests pass shorter ones."""
 
     answer: timedelta = timedelta(seconds=5)
-    """After this time a blocked call to shard 0 answers that nothing has happened; the caller asks again."""
+    """A blocked call to shard 0 answers after this time that nothing has happened. The caller repeats it."""
 
     shard_answer: timedelta = timedelta(seconds=10)
-    """Likewise for a blocked push or pull, on each shard."""
+    """The same for a blocked push or pull, on each shard."""
 
     tick: timedelta = timedelta(milliseconds=250)
-    """How often leases and checkpoints are looked after, and a blocked call looks again."""
+    """The time between two looks at leases and checkpoints, and of a blocked call at the state."""
 
     settled: timedelta = timedelta(seconds=5)
-    """For how long a call waits for a round to be committed, before the worker has to call again."""
+    """How long a call waits for the commit of a round, before the worker has to call again."""
 
     patience: timedelta = timedelta(seconds=60)
-    """How long a silent shard is asked for its part, and a closing server waits for its last checkpoint."""
+    """How long calls to a silent shard are repeated, and a closing server waits for its last checkpoint."""
 
     given_up: timedelta = timedelta(minutes=10)
     """A checkpoint is given up if a shard has not written its part after this time."""
 
     written: timedelta = timedelta(milliseconds=500)
-    """For how long steps wait for a part of a checkpoint to be written, before they copy what is left."""
+    """How long steps wait for the writing of a checkpoint's part, before they copy the rest."""
 
     keep_again: timedelta = timedelta(seconds=1)
-    """After a checkpoint that must be written has failed, the time until the next attempt."""
+    """The time between two attempts to write a checkpoint that must be written."""
 
     small_pull: int = 64 * 1024
-    """Bytes of a pulled bucket that are copied, if it is the last one: nothing has to be said after it."""
+    """The last bucket of a pull is copied if it has at most so many bytes: then no other answer follows."""
 
     smallest_bucket: int = SMALLEST_BUCKET_BYTES
-    """A model is cut into buckets that are not smaller, if it can be."""
+    """Bytes of a bucket, at least, if the model is large enough."""
 
     probe: timedelta = timedelta(milliseconds=500)
-    """Between two tries to reach a standby."""
+    """The time between two attempts to reach a standby."""
 
     slice: timedelta = timedelta(seconds=1)
-    """For how long a round is held up, at about the most, to send buckets to a standby that catches up."""
+    """How long a round is delayed, at most, to send buckets to a standby that is catching up."""
 
     tensors: TensorLimits = TENSORS
-    """Of those that scripts keep."""
+    """The limits of the tensors that scripts keep."""
 
     window: int = 200
-    """Steps that are measured for a decision of `core.objective`: two of them may be more stale than the 99th
-    percentile."""
+    """The number of steps that `core.objective` measures for a decision. Two of them may be more stale than
+    the 99th percentile."""
 
 
 USUAL = ServerLimits()
@@ -77,13 +77,13 @@ USUAL = ServerLimits()
 T = TypeVar("T")
 
 PAUSE = timedelta(milliseconds=500)
-"""Between two tries."""
+"""The time between two attempts."""
 
 LOOK = timedelta(milliseconds=50)
-"""Between two looks whether the process was asked to end."""
+"""The time between two looks whether the process was asked to end."""
 
 RETRY = timedelta(milliseconds=100)
-"""Between two calls to a process that does not answer."""
+"""The time between two calls to a process that does not answer."""
 
 
 def retry(
@@ -97,8 +97,8 @@ def retry(
     """Call `action` until it raises none of `on`. Blocks.
 
     Args:
-        patience: for how long after its first failure. A call that takes long is not silence.
-        over: whether there is no use in trying again.
+        patience: for how long it retries after the first failure. A slow call is no failure.
+        over: whether a retry has no use.
 
     Raises:
         Exception: the last of `on`, when `patience` has passed or it is `over`; at once, anything else.
@@ -115,14 +115,14 @@ def retry(
 
 
 class Patience:
-    """Tries again what the storage does not allow at the moment. One thread waits; any may read `problem`.
+    """Retries what the storage does not allow at the moment. One thread waits; any may read `problem`.
 
     Args:
-        asked_to_end: whether the process was asked to end, so that it must not wait any longer.
-        pause: between two tries.
+        asked_to_end: whether the process was asked to end. Then it stops waiting.
+        pause: the time between two attempts.
 
     Attributes:
-        problem: what is waited for, in words; "" while nothing is.
+        problem: the cause of the wait, in words; "" if it does not wait.
         asked_to_end: as given.
     """
 
@@ -131,7 +131,7 @@ class Patience:
         self.asked_to_end, self._pause = asked_to_end, pause
 
     def until_done(self, action: Callable[[], T], *, between: Callable[[], object] = lambda: None) -> T:
-        """Call `action` until the storage lets it through. Blocks without a limit.
+        """Call `action` until the storage allows it. Blocks without a limit.
 
         Args:
             between: called after each failure.

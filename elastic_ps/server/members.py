@@ -1,7 +1,7 @@
-"""What workers ask of shard 0 as members of the job, and what their scripts say: the handlers of these calls.
+"""Shard 0's handlers of the calls of members and of their scripts.
 
-The decisions are `core`'s, the state is `state.JobState`, and `CommitCoordinator` tells the shards. What a
-call means stands in messages.proto.
+`core` decides, `state.JobState` is the state, and `CommitCoordinator` sends orders to the shards.
+messages.proto describes the calls.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class MemberCalls:
     """Answers for a `Service`. All methods may be called from any thread and may block.
 
     Args:
-        shard: this process's; raises Refused (NOT_READY) before it knows the model.
+        shard: returns this process's shard. It raises Refused (NOT_READY) before the shard has a model.
     """
 
     def __init__(self, callers: Callers, shard_zero: ShardZero, shard: Callable[[], Shard]) -> None:
@@ -48,17 +48,17 @@ class MemberCalls:
         self._checkpoints, self._history, self._shard = shard_zero.checkpoints, shard_zero.history, shard
         self._turn = Turn()
         self._join_header = 0
-        self._waste = bytearray()  # what a Probe brings goes here, also of several at the same time
+        self._waste = bytearray()  # all Probes write their bodies here, also at the same time
 
     # --- members
 
     @answers(calls.JOIN)
     def join(self, request: pb.JoinRequest, incoming: Incoming) -> pb.JoinReply:
-        """Admit a worker. It has to wait while another one measures its network, or initialises the model.
+        """Admit a worker. It waits while another worker measures its network, or initialises the model.
 
         Raises:
-            Refused: MODEL_MISMATCH; SUPERSEDED; STALE_CALL; MODEL_LOST; INVALID: also if the worker cannot
-                speak to the others.
+            Refused: MODEL_MISMATCH; SUPERSEDED; STALE_CALL; MODEL_LOST; INVALID: the worker cannot reach the
+                others, for example.
         """
         link, tensors = _link(request), tensors_from_message(request.tensors)
         optimizer, settings = request.optimizer.name, settings_from_message(request.optimizer.groups)
@@ -68,7 +68,7 @@ class MemberCalls:
             if known := state.members.known(worker, request.instance, call):
                 return self._joined(state, known, incoming)
             if state.model is not None and state.initialised:
-                _require_same(state.model, tensors, optimizer)  # before it takes anybody's place
+                _require_same(state.model, tensors, optimizer)  # before it replaces another process
             _require_speakable(state, worker, _peer(request))
             job.drop(worker, "lost")
             may_join = job.changed.wait_for(
@@ -95,7 +95,7 @@ class MemberCalls:
             if known := state.members.known(worker, request.instance, call):
                 return self._joined(state, known, incoming)
             job.drop(worker, "lost")
-            if not self._may_join(worker):  # another one has begun to initialise the model since
+            if not self._may_join(worker):  # another worker has begun to initialise the model
                 return pb.JoinReply(pending=True)
             _require_same(state.model, tensors, optimizer)
             reply = self._joined(state, self._admit(state, request, incoming), incoming)
@@ -107,7 +107,7 @@ class MemberCalls:
         return reply
 
     def _admit(self, state: JobState, request: pb.JoinRequest, incoming: Incoming) -> Member:
-        """The worker is a member, and brings the model if there is none; the lock is held."""
+        """Make the worker a member, which brings the model if there is none. The lock is held."""
         member = state.members.join(
             request.caller.worker,
             pid=request.pid,
@@ -129,7 +129,7 @@ class MemberCalls:
 
     @property
     def _size_is_open(self) -> bool:
-        """Whether the next worker brings the model, and the size of buckets follows from its network."""
+        """Whether the next worker brings the model, and its network decides the bucket size."""
         return self._job.spec.chooses_buckets and self._job.state.model is None
 
     def _may_join(self, worker: int, *, has_to_measure: bool = False) -> bool:
@@ -138,7 +138,7 @@ class MemberCalls:
         return self._job.state.may_join
 
     def _joined(self, state: JobState, member: Member, incoming: Incoming) -> pb.JoinReply:
-        """What a member is told when it joins; the lock is held."""
+        """The answer to a member that joins. The lock is held."""
         assert state.model is not None
         initialise = state.initialiser == member.worker
         self._join_header = max(self._join_header, len(incoming.header))
@@ -158,7 +158,7 @@ class MemberCalls:
 
     @answers(calls.PROBE)
     def probe(self, _: pb.ProbeRequest, incoming: Incoming) -> None:
-        """Throw away what comes."""
+        """Receive the body and drop it."""
         if incoming.size > PROBE:
             raise Malformed(f"Probe: a body of {incoming.size} bytes; the limit is {PROBE}")
         if incoming.size:
@@ -167,16 +167,15 @@ class MemberCalls:
 
     @answers(calls.INIT_DONE)
     def init_done(self, request: pb.InitDoneRequest, _: Incoming) -> None:
-        """The first worker has sent its values; or, with a version, one that makes steps has sent those.
+        """Note that a worker has sent the first values, or, with a version, those of that version.
 
-        The first ones are kept, and the model can be trained. Blocks for a while, until version 0 is on disk,
-        so that there is something to go back to. The values stay what they are if the worker ends meanwhile:
-        they may be on disk already. Later ones are written to disk if that was wanted; blocks for the copy in
-        memory.
+        After the first values the model can be trained. Blocks for a while, until version 0 is on disk, so
+        the job can go back to it. If the worker ends meanwhile, its values stay: they may be on disk already.
+        Later values are written to disk if a checkpoint waits for them.
 
         Raises:
             Refused: NOT_READY; version 0 is not on disk yet. STALE_TERM; a shard has lost the values.
-                WRONG_VERSION; another version has been made meanwhile.
+                WRONG_VERSION; another version was made meanwhile.
         """
         if request.HasField("version"):
             self._shard().require_values(request.version)
@@ -226,7 +225,7 @@ class MemberCalls:
 
     @answers(calls.LEAVE)
     def leave(self, request: pb.LeaveRequest, _: Incoming) -> None:
-        """A worker says goodbye, between two steps; what it holds goes to others."""
+        """Remove a worker that leaves between two steps. Its records go to others."""
         with self._job.member(request.caller) as (state, member):
             state.calls.begin(member.incarnation, request.caller.call)
             state.stop_computing(member, abandoned=False)
@@ -235,7 +234,7 @@ class MemberCalls:
 
     @answers(calls.GONE)
     def gone(self, request: pb.GoneRequest, incoming: Incoming) -> None:
-        """A worker's process has ended; nothing happens if a newer one has taken its place."""
+        """Remove a worker whose process has ended, unless a newer process has replaced it."""
         require_permitted(refuse_to_end(incoming.peer, request.worker))
         with self._job.settled() as state:
             member = state.members.live.get(request.worker)
@@ -243,11 +242,11 @@ class MemberCalls:
                 self._job.drop(member.worker, "lost")
         self._commit.drive()
 
-    # --- what scripts say
+    # --- calls of scripts
 
     @answers(calls.CHIEF)
     def chief(self, request: pb.ChiefRequest, _: Incoming) -> pb.ChiefReply:
-        """Whether the worker is the one to evaluate and save in this epoch; see `Chiefs`."""
+        """Whether the worker evaluates and saves in this epoch; see `Chiefs`."""
         with self._job.member(request.caller) as (state, member):
             chiefs, epoch = state.chiefs, request.epoch
             if not request.passes or chiefs.now == member.worker:
@@ -258,13 +257,13 @@ class MemberCalls:
 
     @answers(calls.READ_STATE)
     def read_state(self, _: pb.ReadStateRequest, __: Incoming) -> pb.ReadStateReply:
-        """What scripts keep with the job; see `JobState.script_state`."""
+        """The scripts' state; see `JobState.script_state`."""
         with self._job.settled() as state:
             return pb.ReadStateReply(text=state.script_state)
 
     @answers(calls.WRITE_STATE)
     def write_state(self, request: pb.WriteStateRequest, _: Incoming) -> None:
-        """The chief's script changes it. Raises Refused (INVALID) if the worker is not the chief."""
+        """Change the scripts' state. Raises Refused (INVALID) if the worker is not the chief."""
         try:
             script_state.from_text(request.text)
         except ValueError as error:
@@ -276,7 +275,7 @@ class MemberCalls:
 
     @answers(calls.STOP)
     def stop(self, request: pb.StopRequest, _: Incoming) -> None:
-        """A script ends the training; see `JobState.stopped`. The first reason counts."""
+        """Stop the training for a script; see `JobState.stopped`. The first reason counts."""
         if not request.reason:
             raise Refused(RefusalCode.MALFORMED, "the reason for stopping the job must not be empty")
         with self._job.member(request.caller) as (state, member):
@@ -291,8 +290,8 @@ class MemberCalls:
     def report(self, request: pb.ReportRequest, incoming: Incoming) -> None:
         """Keep values that a script reports outside a step.
 
-        A loss that is not finite is what a worker reports of a step whose gradient was refused for that. A
-        worker that has not joined reports, too, with incarnation 0: its script uses `session.server` alone.
+        A worker reports a loss that is not finite if the gradient of its step was refused for that. A worker
+        that has not joined reports with incarnation 0: its script uses only `session.server`.
         """
         if request.caller.incarnation:
             self._callers.check(Sender.MEMBER, request, incoming)
@@ -308,7 +307,7 @@ def _peer(request: pb.JoinRequest) -> Peer:
 
 
 def _link(request: pb.JoinRequest) -> Link | None:
-    """What the worker has found of its network, if it has. Raises Malformed."""
+    """The worker's measurement of its network, if it has made one. Raises Malformed."""
     if not request.HasField("link"):
         return None
     link = Link(request.link.rate, request.link.seconds)
@@ -318,14 +317,14 @@ def _link(request: pb.JoinRequest) -> Link | None:
 
 
 def _require_speakable(state: JobState, worker: int, peer: Peer) -> None:
-    """Raise Refused (INVALID) if a worker cannot be of a group with the others; the lock is held."""
+    """Raise Refused (INVALID) if a worker cannot form a group with the others. The lock is held."""
     members = {member.worker: member.incarnation for member in state.members.live.values()}
     if state.state_holders is not None and (problem := state.state_holders.refuse(worker, peer, members)):
         raise Refused(RefusalCode.INVALID, problem)
 
 
 def _require_same(model: Model | None, tensors: tuple[TensorSpec, ...], optimizer: str) -> None:
-    """Raise Refused (MODEL_MISMATCH) if a worker's model is not the job's; NOT_READY if that is gone."""
+    """Raise Refused: MODEL_MISMATCH if a worker has another model than the job; NOT_READY if that is lost."""
     if model is None:
         raise Refused(RefusalCode.NOT_READY, "the worker that brought the model is gone; join again")
     different = difference(tensors, model.layout.tensors)

@@ -1,6 +1,6 @@
-"""What a parameter server process does as a shard: load, take part in rounds, write its part of checkpoints.
+"""The shard of a parameter server process: it loads, takes part in rounds and writes parts of checkpoints.
 
-A standby is a node, too: one that is told of the next order before it carries it out.
+A standby is a node, too. It gets each order one round before it carries the order out.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Node:
     """The shard of this process, once it is configured, and the thread that writes its checkpoints.
 
     Args:
-        consistency: of a term whose configuration does not say another.
-        history: where it is recorded which values the shard has got, made and kept; closed by the caller.
-        follower: the shard's standby; closed by `close`.
-        codecs: likewise; they say which values workers get. Without them, the shard's own.
-        optimizers: those that the job may have; torch's without it.
+        consistency: used in a term whose configuration names none.
+        history: records the values that the shard has loaded, made and written. The caller closes it.
+        follower: the shard's standby. `close` closes it.
+        codecs: used in a term whose configuration names none. They choose the values that workers get.
+        optimizers: the optimizers that the job may use; torch's if it is None.
         ahead_bytes: see `Shard`.
     """
 
@@ -83,11 +83,11 @@ class Node:
         self._orders: list[Advance] = []  # as a standby: the one carried out last, and the next
         self._log = OrderLog()
         self._wanted = threading.Condition(self._lock)
-        # What is to be written for the checkpoint that was ordered last, until it is begun.
+        # Of the checkpoint that was ordered last, until the writer begins it.
         self._snapshot: tuple[Written, Snapshot] | None = None
         self._closing = False
         self._begun = (0, 0)  # term and number of the checkpoint that was ordered last
-        self._written: Written | None = None  # what became of it
+        self._written: Written | None = None  # its outcome
         self._writer = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self._writer.start()
 
@@ -112,7 +112,7 @@ class Node:
             return self._shard
 
     def configure(self, configuration: Configuration, order: OrderId | None = None) -> None:
-        """See ShardControl. `order`: which one it is, where it came over the network.
+        """See ShardControl. `order`: its number, if it came over the network.
 
         Raises InvalidModel, CheckpointError, Refused (STALE_TERM), InvalidJob: a codec cannot be imported.
         """
@@ -137,7 +137,7 @@ class Node:
                 shard.load(stored, configuration.load_version)
         with self._lock:
             if not self._log.is_last(order):
-                return  # it has been repeated while this one was carried out
+                return  # the order was repeated meanwhile
             before, self._shard = self._shard, shard
             self._term, self._orders = configuration.term, []
             self._begun, self._written, self._snapshot = (0, 0), None, None
@@ -151,7 +151,7 @@ class Node:
             before.retire(RefusalCode.STALE_TERM)
 
     def _codecs_of(self, configuration: Configuration) -> Plan:
-        """The same object in each term that has the same compression."""
+        """The codecs of a term; the same object as long as the compression stays the same."""
         wanted = configuration.mutable.compression if configuration.mutable is not None else None
         if wanted is None:
             return self._codecs
@@ -160,12 +160,12 @@ class Node:
         return known if known.compression == wanted else Plan(wanted)
 
     def advance(self, advance: Advance, order: OrderId | None = None) -> Report:
-        """See ShardControl. `order`: which one it is, where it came over the network.
+        """See ShardControl. `order`: its number, if it came over the network.
 
         Raises:
             Refused: see `Shard.advance`; STALE_TERM: a newer term gives the orders now; NOT_READY: the model
-                is of another term, a checkpoint is to be written of a version that the shard has not got, or
-                a standby that is still catching up is asked to act for its shard.
+                is of another term, the shard lacks the version of which a checkpoint is ordered, or a standby
+                that is still catching up is ordered to act for its shard.
         """
         self._obey(advance.term)
         if self._log.is_old(order):
@@ -208,9 +208,9 @@ class Node:
         return self._report()
 
     def await_release(self, most: timedelta, *, quiet: timedelta) -> None:
-        """Block until shard 0 has nothing more to order, says nothing for `quiet`, or `most` has passed.
+        """Block until shard 0 has sent its last order, has sent none for `quiet`, or `most` has passed.
 
-        All shards are asked to end at once, and shard 0 needs their parts of the last checkpoint.
+        All shards are asked to end at the same time, and shard 0 needs their parts of the last checkpoint.
         """
         deadline = time.monotonic() + most.total_seconds()
         with self._heard:
@@ -238,10 +238,10 @@ class Node:
         return Report(written, standby, queued=frozenset() if shard is None else shard.queued)
 
     def _keep(self, shard: Shard, advance: Advance) -> None:
-        """Have the shard written in the background as it is now.
+        """Let the writer write the shard as it is now.
 
-        A snapshot that waits to be written is dropped: its checkpoint was given up, and nobody waits for it.
-        So there are two at the most, of which one is being written.
+        A snapshot that the writer has not begun is dropped, since its checkpoint was given up. So there are
+        two at most, of which one is being written.
 
         Raises:
             Refused: see `Shard.snapshot`.
@@ -249,22 +249,19 @@ class Node:
         label = (advance.term or self.term, advance.checkpoint)
         with self._lock:
             if label <= self._begun:
-                return  # told again
+                return  # ordered again
             self._snapshot = None
         snapshot = shard.snapshot(advance.version)
         self._record_values(shard)
         with self._wanted:
             if label <= self._begun:
-                return  # told again meanwhile; a part that is written twice may be in use the second time
+                return  # ordered again meanwhile; a part that is written twice may be in use by then
             self._begun, self._written = label, None
             self._snapshot = Written(*label, advance.version, None, "", timedelta(0)), snapshot
             self._wanted.notify_all()
 
     def _record_values(self, shard: Shard) -> None:
-        """For whoever compares histories: the checksum of each bucket, as workers get it.
-
-        The next round is not applied yet.
-        """
+        """Record the checksum of each bucket, as workers get it. The next round is not applied yet."""
         if self._history.enabled:
             version, layout = shard.version, shard.layout
             values = [
@@ -277,7 +274,7 @@ class Node:
     def take_state(self, term: int, part: Part, body: Incoming, order: OrderId | None = None) -> None:
         """As a standby: take one tensor of a bucket over. Blocks while it is received. Raises Refused."""
         self._obey(term)
-        # Before the look at the order: a `configure` replaces the shard, and older orders are not for it.
+        # Take the shard first: a `configure` may replace it, and older orders are not for the new one.
         shard = self.shard
         if not self._log.is_old(order):
             shard.take_state(part, body)
@@ -289,10 +286,10 @@ class Node:
         """As a standby: take a bucket's sum over. Blocks while it is received. Raises Refused."""
         self._obey(term)
         self.shard.take_sum(sum_key(term, bucket, version, attempt), present, body)
-        self._obey(term)  # else a newer term may have asked meanwhile, and been told that it is not here
+        self._obey(term)  # a newer term may have asked meanwhile, and was told that the sum is not here
 
     def held(self, term: int) -> list[Advance]:
-        """As a standby: the orders that it can carry out, oldest first. Older terms are refused hence.
+        """As a standby: the orders that it can carry out, oldest first. Older terms are refused from now on.
 
         Raises:
             Refused: STALE_TERM; a newer term has asked.
@@ -306,7 +303,7 @@ class Node:
         for order in orders:
             following = for_standby(order).apply
             assert following is not None
-            with suppress(Refused):  # it has carried the order out, or has all the sums for it
+            with suppress(Refused):  # nothing is raised if it has applied the order, or has all sums for it
                 shard.has_to_apply(order.version, following)
                 able.append(order)
         return able
@@ -330,19 +327,19 @@ class Node:
                     self._written = written
 
     def _await_snapshot(self) -> tuple[Written, Snapshot] | None:
-        """What to write next, which is taken out; None if there will be nothing else. Blocks."""
+        """Take out what to write next. Blocks until there is something; None at the end."""
         with self._wanted:
             self._wanted.wait_for(lambda: self._closing or self._snapshot is not None)
             snapshot, self._snapshot = self._snapshot, None
             return snapshot
 
     def retire(self) -> None:
-        """Let nobody wait any longer: the process is about to end."""
+        """Refuse all waiting calls: the process is about to end."""
         if self.configured:
             self.shard.retire(RefusalCode.NOT_READY)
 
     def close(self) -> None:
-        """Write what is still to be written and end the thread. Blocks."""
+        """Write what was ordered, and end the thread. Blocks."""
         with self._wanted:
             self._closing = True
             self._wanted.notify_all()

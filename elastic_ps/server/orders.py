@@ -1,6 +1,6 @@
-"""What shard 0 orders of the shards, and the same as messages.
+"""The orders of shard 0 to the shards, and their messages.
 
-Shard 0's coordinator drives its own shard directly and the others by calls; both are a `ShardControl`.
+Shard 0's coordinator calls its own shard directly and the others over the network. Both are a `ShardControl`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from elastic_ps.transport.convert import from_message, layout_from_message, layo
 
 @dataclass(frozen=True)
 class Application:
-    """Which contributions become the next version, and with which settings.
+    """The contributions that become the next version, and the settings of its step.
 
     `assigns`: the sums are the version's values, and the optimizer makes no step.
-    `elsewhere`: the workers make the step themselves, and the shard, which is alone, only counts it.
-    `norm`: of the mean gradient on all shards, where it is to be clipped; None if this shard has all of it.
+    `elsewhere`: the workers make the step, and the shard, which is the only one, counts it.
+    `norm`: the norm of the mean gradient on all shards, if it is clipped; None if there is one shard.
     """
 
     attempt: int
@@ -47,17 +47,17 @@ class Application:
 
     @property
     def clips(self) -> float | None:
-        """What the norm of the gradient is limited to, if it is."""
+        """The limit of the gradient's norm, if it has one."""
         return None if self.assigns else self.settings.max_grad_norm
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a shard needs to know to begin.
+    """The model and the settings with which a shard begins.
 
     Attributes:
-        follows: its state comes from the shard whose standby it is.
-        mutable: how the term makes versions; None: as the process was told when it started.
+        follows: the receiver is a standby, which gets its state from its shard.
+        mutable: the mutable fields of the term; None: those with which the process was started.
     """
 
     layout: Layout
@@ -71,13 +71,13 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Advance:
-    """The state of the round, and what to do to get there. See messages.proto.
+    """The state of the round, and how to reach it. See messages.proto.
 
     Attributes:
-        checkpoint: the number of the checkpoint to write of `version`; 0 for none.
-        prepare: only make sure that the order can be carried out.
-        last: shard 0 is about to end and has nothing more to order.
-        rescue: the model that it is for is of an earlier term; else it is of the order's own.
+        checkpoint: the number of the checkpoint to write of `version`; 0: write none.
+        prepare: only check that the order can be carried out.
+        last: shard 0 is about to end, and sends no other order.
+        rescue: the shard's model is of an earlier term than the order.
     """
 
     version: int
@@ -95,11 +95,11 @@ class Advance:
 
 @dataclass(frozen=True)
 class Written:
-    """The outcome of writing a shard's part of a checkpoint: `file`, or the reason in `error`.
+    """The outcome of writing a shard's part of a checkpoint: `file`, or the cause in `error`.
 
     Attributes:
-        term, number: of the order; together they name the checkpoint for all time.
-        version: of the model.
+        term, number: of the order. Together they identify the checkpoint.
+        version: the model's version.
         pause: how long steps waited for copies of what was not written yet.
     """
 
@@ -112,15 +112,15 @@ class Written:
 
 
 _STANDBYS: Sequence[StandbyState | None] = (None, *StandbyState)
-"""By their numbers in messages; None: the shard has none."""
+"""Indexed by their numbers in messages. None: the shard has no standby."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a shard answers to an order: its part of the last checkpoint, once written, and its standby.
+    """A shard's answer to an order: its part of the last checkpoint, if written, and its standby's state.
 
     Attributes:
-        norm: of its part of the mean gradient, if the order was to prepare a version that is to be clipped.
+        norm: the norm of its part of the mean gradient, if the order prepares a version that is clipped.
         queued: see `Shard.queued`.
     """
 
@@ -132,17 +132,17 @@ class Report:
 
 @dataclass(frozen=True)
 class OrderId:
-    """Which order it is: the `number`-th, from 1, of whoever is named by the random text `source`."""
+    """Identifies an order: the `number`-th, from 1, of the sender with the random name `source`."""
 
     source: str
     number: int
 
 
 class OrderLog:
-    """The last order of each source, so that one which arrives late or twice is known. Thread-safe.
+    """Remembers the last order of each source, to recognise orders that arrive late or twice. Thread-safe.
 
-    The network may keep a message, and deliver it when its sender has long repeated it and gone on. An order
-    of the process itself is None.
+    The network may deliver a message long after its sender has repeated it and gone on. An order of the
+    process itself is None.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class OrderLog:
         self._lock = threading.Lock()
 
     def is_old(self, order: OrderId | None) -> bool:
-        """Whether it, or a later one of the same source, has come before; else this is the last one now."""
+        """Whether this order, or a later one of its source, has come before. If not, remember it."""
         with self._lock:
             if order is None:
                 return False
@@ -159,21 +159,21 @@ class OrderLog:
             return order.number <= last
 
     def is_last(self, order: OrderId | None) -> bool:
-        """Whether no later one of the same source has come, nor a new term."""
+        """Whether no later order of the same source has come, and no new term."""
         with self._lock:
             return order is None or self._last.get(order.source) == order.number
 
     def clear(self) -> None:
-        """A new term: what older ones ordered is refused by that."""
+        """Forget all orders: a new term has begun, and orders of older terms are refused."""
         with self._lock:
             self._last.clear()
 
 
 class ShardControl(Protocol):
-    """A shard as the coordinator sees it. Both methods block and may be repeated."""
+    """The coordinator's interface to a shard. Both methods block and may be repeated."""
 
     def configure(self, configuration: Configuration) -> None:
-        """Take a model over, empty or from a checkpoint; whatever was there before is dropped."""
+        """Drop the present model, and take this one, empty or from a checkpoint."""
 
     def advance(self, advance: Advance) -> Report:
         """Bring the round to this state."""
@@ -192,7 +192,7 @@ def configuration_to_message(job: str, configuration: Configuration, order: Orde
 
 
 def configuration_from_message(message: pb.ConfigureRequest) -> Configuration:
-    """Raises Malformed for a layout, settings or tuning that cannot be."""
+    """Raises Malformed if the layout, the settings or the tuning are not valid."""
     return from_message(
         Configuration,
         message,
@@ -223,7 +223,7 @@ def advance_to_message(job: str, advance: Advance, order: OrderId | None = None)
 
 
 def advance_from_message(message: pb.AdvanceRequest) -> Advance:
-    """Raises Malformed for settings that cannot be."""
+    """Raises Malformed if the settings are not valid."""
     apply = message.apply
     return from_message(
         Advance,
@@ -255,9 +255,9 @@ def report_to_message(report: Report) -> pb.AdvanceReply:
 
 
 def report_from_message(message: pb.AdvanceReply) -> Report:
-    """Raises Malformed for a state of a standby that does not exist."""
+    """Raises Malformed if the standby's state is not a known one."""
     if message.standby >= len(_STANDBYS):
-        raise Malformed(f"{message.standby} is not how far a standby can be")
+        raise Malformed(f"{message.standby} is not a state of a standby")
     part, written = message.written, None
     if message.HasField("written"):
         file = None if part.error else from_message(ShardFile, part)
@@ -281,21 +281,21 @@ def settings_from_message(text: str) -> Settings:
 
 
 START_TIMEOUT = timedelta(seconds=120)
-"""How long shard 0 waits for another shard to come up."""
+"""How long shard 0 waits for another shard to start."""
 
 CALL_TIMEOUT = timedelta(seconds=60)
-"""Of an order, for which a shard may have to make a step and to copy all that it has."""
+"""The timeout of an order, for which a shard may have to make a step."""
 
 LOOK_TIMEOUT = timedelta(seconds=10)
-"""Of a call for which a standby computes nothing."""
+"""The timeout of a call for which a standby computes nothing."""
 
 
 class RemoteShard:
     """A `ShardControl` for a shard in another process. Thread-safe.
 
     Args:
-        start: how long `configure` waits for the process to come up.
-        timeout: of each call.
+        start: how long `configure` waits for the process to start.
+        timeout: the timeout of each order.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class RemoteShard:
         return OrderId(self._source, next(self._numbers))
 
     def configure(self, configuration: Configuration) -> None:
-        """See ShardControl. Waits until the shard is up; raises ConnectionLost if it does not come."""
+        """See ShardControl. Waits until the shard has started; raises ConnectionLost if it does not."""
 
         def ask() -> None:
             request = configuration_to_message(self._job, configuration, self._order())
@@ -330,7 +330,7 @@ class RemoteShard:
         return report_from_message(reply)
 
     def state(self, part: Part, data: memoryview, *, term: int) -> None:
-        """To a standby: one tensor of a bucket, as it is before the open round's step. Blocks."""
+        """Send a standby one tensor of a bucket, as it is before the open round's step. Blocks."""
         request = to_message(pb.StateRequest, part, job=self._job, term=term, **vars(self._order()))
         self._send(calls.STATE, request, data)
 
@@ -344,7 +344,7 @@ class RemoteShard:
         version: int,
         attempt: int,
     ) -> None:
-        """To a standby: the sum of a bucket, in the open round that it was told of. Blocks."""
+        """Send a standby the sum of a bucket in the open round. Blocks."""
         request = pb.SumRequest(
             job=self._job, term=term, bucket=bucket, version=version, attempt=attempt, present=present
         )
@@ -356,7 +356,7 @@ class RemoteShard:
             pass
 
     def held(self, term: int) -> list[Advance]:
-        """To a standby: the orders that it can carry out, oldest first. It refuses older terms from now on.
+        """The orders that a standby can carry out, oldest first. It refuses older terms from now on.
 
         Raises:
             Refused: STALE_TERM; a newer parameter server has asked.

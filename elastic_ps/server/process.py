@@ -1,4 +1,4 @@
-"""A parameter server process put together: node, the job on shard 0, transport, HTTP."""
+"""The parts of a parameter server process: node, the job on shard 0, transport."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ from elastic_ps.transport.base import Connection, Server
 from elastic_ps.transport.calls import At
 
 RELEASE = timedelta(seconds=25)
-"""For how long a shard that is asked to end waits for shard 0 to have its part of the last checkpoint."""
+"""How long a shard that is asked to end waits until shard 0 has its part of the last checkpoint."""
 
 QUIET = timedelta(seconds=15)
-"""A shard 0 that says nothing for this long, which is sixty times as long as usual, has gone."""
+"""Shard 0 has ended if it sends nothing for this long, which is sixty times as long as usual."""
 
 STANDBY_TIMEOUT = timedelta(seconds=10)
-"""Of a shard's call to its standby; one that does not answer in time is left behind."""
+"""The timeout of a shard's call to its standby. Training goes on without one that does not answer."""
 
 
 class ParameterServer:
     """A shard of a job, or its standby, serving on a transport until it is closed.
 
     Args:
-        environment: which shard of which job, and where its checkpoints are.
-        server: the transport to serve on; closed by `close`.
-        connect: how shard 0 reaches another shard, by its index.
-        connect_standby: how a shard reaches its standby, and shard 0 all of them; None if there are none.
-        patience: with which shard 0 waits for a checkpoint directory that cannot be used at the moment.
+        environment: the job, the shard's index and the directory of checkpoints.
+        server: the transport to serve on. `close` closes it.
+        connect: connects shard 0 with another shard, by its index.
+        connect_standby: connects a shard with its standby, and shard 0 with all; None if there are none.
+        patience: waits, on shard 0, for a checkpoint directory that cannot be used at the moment.
 
     Raises:
         InvalidJob: a codec or an optimizer of the job cannot be imported.
@@ -128,7 +128,7 @@ class ParameterServer:
     def _take_the_lead(
         self, connect: Callable[[int], Connection], connect_standby: Callable[[int], Connection] | None
     ) -> None:
-        """Shard 0: count this start, find the checkpoint, look after the members."""
+        """On shard 0: begin a term, find the checkpoint, and begin or continue the job."""
         environment = self._environment
         scales.check(environment.spec.consistency.staleness_scale)
         if self._store is not None:
@@ -159,7 +159,7 @@ class ParameterServer:
         self.shard_zero = shard_zero
 
     def _enter(self, store: Store) -> None:
-        """Make the checkpoint directory this job's, and count this start there. A refusal changes nothing."""
+        """Claim the checkpoint directory, and begin a term in it. A refusal changes nothing."""
         environment, wait = self._environment, self._patience.until_done
         resume, known = environment.resume, environment.durable
         if known is not None:  # before anything is written: the directory may be the mount point of a volume
@@ -174,11 +174,11 @@ class ParameterServer:
             )
         adopt = resume == "require" or not versions
         wait(lambda: store.claim(environment.job, environment.run, adopt=adopt, wait=resume == "auto"))
-        # What an interrupted write left behind may be what fills the disk.
+        # The files of an interrupted write may fill the disk.
         self.term = wait(store.next_term, between=store.discard_partial)
 
     def _checkpointer(self) -> tuple[Checkpointer, Manifest | None]:
-        """What writes the checkpoints, and the one to continue from."""
+        """The checkpointer, and the checkpoint to continue from."""
         environment, store = self._environment, self._store
         evaluator, evaluations = environment.spec.evaluator, None
         if store is not None:
@@ -205,9 +205,9 @@ class ParameterServer:
                 except NoCheckpoint:
                     if environment.resume == "require":
                         raise
-            if found is None and evaluations is not None:  # what an earlier run has left says nothing
+            if found is None and evaluations is not None:  # drop the results of an earlier run
                 self._patience.until_done(partial(evaluations.go_back, 0))
-            if found is not None and found.term >= self.term:  # it was written elsewhere, and copied
+            if found is not None and found.term >= self.term:  # it was copied from another directory
                 self._patience.until_done(partial(checkpoints.begin_term, above=found.term))
                 self.term = checkpoints.term
             return checkpoints, found
@@ -216,7 +216,7 @@ class ParameterServer:
             raise
 
     def status(self) -> ServerStatus:
-        """What GET /status says; only shard 0 knows of members and progress."""
+        """The answer to GET /status. Only shard 0 knows members and progress."""
         if self.shard_zero is not None:
             status = self.shard_zero.status()
         else:
@@ -226,7 +226,7 @@ class ParameterServer:
 
     @property
     def fenced(self) -> bool:
-        """Whether another process has taken this one's place, so that it has to end."""
+        """Whether another process has replaced this one, so that it has to end."""
         return self.shard_zero is not None and self.shard_zero.checkpoints.fenced
 
     def loss(self) -> list[tuple[int, float]]:
@@ -234,12 +234,12 @@ class ParameterServer:
         return self.shard_zero.loss() if self.shard_zero is not None else []
 
     def evaluations(self) -> list[Evaluation]:
-        """What the job's evaluator has found; empty on other shards than 0."""
+        """The results of the job's evaluator; empty on other shards than 0."""
         queue = self.shard_zero.evaluation_queue if self.shard_zero is not None else None
         return queue.results() if queue is not None else []
 
     def close(self, *, keep: bool = True) -> None:
-        """Stop serving and end all threads; with `keep`, write a last checkpoint before. Blocks."""
+        """Stop serving and end all threads. With `keep`, first write a last checkpoint. Blocks."""
         if self.shard_zero is not None:
             self.shard_zero.close(keep=keep)
         elif keep and self._leads and self.node.configured:
@@ -258,10 +258,10 @@ class ParameterServer:
 def service_of(
     job: str, node: Node, shard_zero: ShardZero | None, *beside: object, standby: bool = False
 ) -> Service:
-    """What answers the calls to a shard; to the job, on shard 0; or to a standby.
+    """The service of a shard, of a standby or, on shard 0, of the job.
 
     Args:
-        beside: what answers other calls.
+        beside: objects with the handlers of other calls.
     """
     callers = Callers(job, node, shard_zero.job if shard_zero is not None else None)
     steps = StepCalls(callers, shard_zero) if shard_zero is not None else None
@@ -278,7 +278,7 @@ def service_of(
 def bare_status(
     environment: ProcessEnvironment, *, term: int = 0, ready: bool = False, problem: str = ""
 ) -> ServerStatus:
-    """What GET /status says of one that does not lead the job, or cannot serve yet."""
+    """The answer to GET /status of a process that does not lead the job, or cannot serve yet."""
     shards = environment.spec.parameter_server.replicas
     return ServerStatus(
         job=environment.job, shard=environment.index, shards=shards, term=term, ready=ready, problem=problem

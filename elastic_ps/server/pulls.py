@@ -1,10 +1,10 @@
-"""Buckets are handed out, and drafts: the next versions of buckets, made before their round is decided.
+"""Pulls of buckets and of drafts: the next values of buckets, made before their round is decided.
 
-As soon as a bucket has the gradients of all who take part, its next values can be computed, and sent
-meanwhile. But the round may still start again: nobody knows yet whether all other buckets will be complete.
-So the step is made on a copy of the bucket. If the round is then made of just what the draft was made of, the
-copy takes the bucket's place, and those who have the draft's values need not get them again. Otherwise the
-draft is void, and the bucket is as if there had been none.
+As soon as a bucket has the gradients of all workers that take part, its next values can be computed and sent.
+But the round may still be restarted, because another bucket may not become complete. So the step is made on a
+copy of the bucket. If the round has the same contributions as the draft, the copy replaces the bucket, and
+workers that have the draft do not get the values again. Otherwise the draft is dropped, and the bucket is
+unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RestartedAs:
-    """The answer to a pull when the round was started again: push everything for this attempt."""
+    """The answer to a pull when the round was restarted: push all buckets again, for this attempt."""
 
     attempt: int
 
@@ -44,12 +44,12 @@ class Pulled:
     """A bucket that has reached the version asked for.
 
     Attributes:
-        unchanged: the caller has its values already.
+        unchanged: the caller has these values already.
         copied: `data` is a copy, which never changes.
-        stands: the values are those of the draft that the caller has.
-        draft: number of the draft that the bucket is; 0 for the version itself.
-        delta: what the caller has to add to the values that it has, instead of `data`.
-        last: all buckets are there, whatever becomes of the caller from now on.
+        stands: the version has the values of the draft that the caller has.
+        draft: the number of the draft, if the bucket is one; 0 for the version itself.
+        delta: the caller adds this to its values. `data` is empty then.
+        last: the caller has all buckets with this one, and need not take part until then.
     """
 
     bucket: int
@@ -65,13 +65,13 @@ class Pulled:
 
 @dataclass(frozen=True)
 class Basis:
-    """What a version of a bucket is made of.
+    """The inputs of a bucket's step.
 
     Attributes:
-        version: that is made.
-        attempt: of the round.
+        version: the version that the step makes.
+        attempt: the attempt of the round.
         contributors: (worker, incarnation, step) of all contributions.
-        samples: that they weigh together.
+        samples: the sum of their weights.
         groups: the optimizer's hyperparameters.
     """
 
@@ -82,16 +82,16 @@ class Basis:
     groups: Sequence[Mapping[str, Any]]
 
     def has_sums_of(self, other: Basis) -> bool:
-        """Whether the gradients are the same; the hyperparameters may be others."""
+        """Whether the gradients are the same. The hyperparameters may differ."""
         return replace(self, groups=other.groups) == other
 
 
 class Drafts:
-    """The drafts of a shard's buckets. Thread-safe, if no two threads are about the same bucket.
+    """The drafts of a shard's buckets. Thread-safe, if two threads never use the same bucket.
 
     Args:
-        make: gives new values with an optimizer for each bucket, by its index; it is called once.
-        fit: whether there is memory for a second copy of the buckets; it is called once, too.
+        make: gives new values with an optimizer for each bucket, by its index. It is called once.
+        fit: whether a second copy of the buckets is allowed. It is called once.
     """
 
     def __init__(self, make: Callable[[], dict[int, BucketValues]], fit: Callable[[], bool]) -> None:
@@ -107,10 +107,10 @@ class Drafts:
         return self._fit()
 
     def make(self, live: BucketValues, basis: Basis) -> BucketValues:
-        """The draft of a bucket, whose `draft` is its number. One that was made of these gradients is kept.
+        """The draft of a bucket; `draft` is its number. A draft of the same gradients is used again.
 
-        A number is never used twice. So a worker that has a draft of an older number never takes it for this
-        one, even if its memory was written over while it was sent. Blocks for the optimizer's step.
+        No number is used twice. So a worker never takes an older draft for this one, even if the memory was
+        overwritten while it was sent. Blocks for the optimizer's step.
         """
         index = live.bucket.index
         there = self._made.get(index)
@@ -128,7 +128,7 @@ class Drafts:
         return values
 
     def take(self, live: BucketValues, basis: Basis) -> BucketValues | None:
-        """What takes the place of `live`, which may be written over then; None if no draft is of `basis`."""
+        """The draft that replaces `live`, whose memory is reused; None if no draft has this `basis`."""
         index = live.bucket.index
         draft, made_of = self._made.pop(index, (None, None))
         if draft is None or made_of != basis:
@@ -142,19 +142,18 @@ class Pull:
     """What a worker asks for.
 
     Attributes:
-        buckets: their numbers. A caller that wants none waits for the version all the same: it pushes next.
-        version: that they are to have reached.
-        term: in which the caller joined.
-        attempt: of the open round; None not to be told when that is started again.
-        contributor: worker and incarnation of a caller that takes part in rounds. The values cannot change
-            before its next push, so they are not copied, but for a small bucket that is the last; unless
-            rounds may be made without it.
-        held: the caller has the values of this version, of this term, or newer ones: what has not changed
-            since need not be sent, and of what has, a delta may be enough.
-        drafts: for buckets of which the caller has drafts, their numbers. A draft that has become the version
-            need not be sent again.
-        groups: the hyperparameters that the round is expected to be made with, to get drafts of it; None:
-            none are wanted. Only for contributors, in modes whose rounds wait for all.
+        buckets: their numbers. A caller that wants none still waits for the version.
+        version: the version that the buckets must have reached.
+        term: the term in which the caller joined.
+        attempt: the attempt of the open round; None: do not say when the round is restarted.
+        contributor: worker and incarnation of a caller that takes part in rounds. If rounds wait for it,
+            values cannot change before its next push, so they are not copied. A small last bucket is copied.
+        held: the caller has the values of this version and term, or newer ones. Unchanged buckets are not
+            sent, and a delta may replace others.
+        drafts: the numbers of the caller's drafts, by bucket. A draft that has become the version is not sent
+            again.
+        groups: the expected hyperparameters of the round, to get drafts of it; None: no drafts are wanted.
+            Only for contributors, in modes whose rounds wait for all.
     """
 
     buckets: Sequence[int]
@@ -168,16 +167,16 @@ class Pull:
 
 
 class OpenRound:
-    """What a shard knows of the open round, under one lock, and the threads that wait for a change of it.
+    """A shard's record of the open round, under one lock, and the threads that wait for it to change.
 
     Attributes:
-        buckets: the shard's, by their numbers; another one takes a bucket's place when its draft stands.
-        stepping, adding: the locks of their values and of their sums; see `shard`.
-        lock: guards all else.
-        changed: a version is there, or another round is open.
-        added: that, too, or a push is over.
+        buckets: the shard's buckets, by their numbers. A draft that stands replaces its bucket.
+        stepping, adding: the locks of the buckets' values and sums; see `shard`.
+        lock: guards everything else.
+        changed: notified when a version is made or another round opens.
+        added: notified then, too, and when a push ends.
         log: what has been pushed.
-        torn: some buckets are stepped, others not: the values are of no version.
+        torn: some buckets are stepped and others are not, so the values belong to no version.
     """
 
     def __init__(self, log: PushLog, buckets: dict[int, BucketValues], limits: ServerLimits) -> None:
@@ -190,7 +189,7 @@ class OpenRound:
         self._retired: RefusalCode | None = None
 
     def wait(self, ready: Callable[[], bool], *, on: threading.Condition | None = None) -> bool:
-        """Wait, holding the lock, until `ready` or `shard_answer` is over; `ready` may raise."""
+        """Wait for `ready`, for `shard_answer` at most. The lock is held. `ready` may raise."""
 
         def look() -> bool:
             if self._retired is not None:
@@ -202,7 +201,7 @@ class OpenRound:
         )
 
     def wake(self) -> None:
-        """Have all that wait look again. The lock is held."""
+        """Wake all threads that wait. The lock is held."""
         self.changed.notify_all()
         self.added.notify_all()
 
@@ -213,7 +212,7 @@ class OpenRound:
             self.wake()
 
     def require_part(self, contributor: tuple[int, int] | None) -> None:
-        """Raise Refused (STALE_INCARNATION) if a contributor takes part no more. The lock is held."""
+        """Raise Refused (STALE_INCARNATION) if a contributor no longer takes part. The lock is held."""
         if contributor is not None and self.log.expected.get(contributor[0]) != contributor[1]:
             worker, incarnation = contributor
             text = f"worker {worker} with incarnation {incarnation} no longer takes part"
@@ -236,14 +235,14 @@ class Pulls:
         self._consistency, self._limits, self._trace = consistency, limits, trace
 
     def pull(self, asked: Pull) -> Iterator[Pulled | RestartedAs | None]:
-        """Yield drafts, if they are wanted and as they can be made; then each bucket at the version. Blocks.
+        """Yield drafts if they are wanted, as soon as they can be made. Then yield each bucket. Blocks.
 
-        Yields None after `ServerLimits.shard_answer` without one.
+        Yields None if nothing happens for `ServerLimits.shard_answer`.
 
         Raises:
-            Refused: STALE_TERM: the values are of another term. STALE_INCARNATION: a contributor whose values
-                are not copied, or that gets drafts, does not take part any more, so that they may be of
-                several versions. NOT_READY: the shard is about to end.
+            Refused: STALE_TERM: the values are of another term. STALE_INCARNATION: a contributor no longer
+                takes part, so its drafts, and values that were not copied, may belong to several versions.
+                NOT_READY: the shard is about to end.
         """
         have = dict(asked.drafts)
         stable = asked.contributor is not None and self._consistency.reads_one_version
@@ -264,9 +263,9 @@ class Pulls:
     def _await(
         self, asked: Pull, index: int | None, may_be_made: Callable[[int], bool] | None = None
     ) -> RestartedAs | bool | None:
-        """Wait for a bucket, or for the version: True, it is there; False, a draft of it may be made.
+        """Wait for a bucket, or for the version. True: it is there. False: a draft of it may be made.
 
-        None: nothing has happened for long.
+        None: nothing has happened for `ServerLimits.shard_answer`.
         """
         log = self._round.log
 
@@ -326,7 +325,7 @@ class Pulls:
     def _ahead(
         self, asked: Pull, groups: Sequence[Mapping[str, Any]], have: dict[int, int]
     ) -> Generator[Pulled | RestartedAs | None, None, bool]:
-        """Yield drafts, and note their numbers in `have`. Returns whether that was the answer."""
+        """Yield drafts, and note their numbers in `have`. Returns whether the pull is answered."""
 
         def may_be_made(index: int) -> bool:
             log = self._round.log

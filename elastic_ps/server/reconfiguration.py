@@ -1,13 +1,12 @@
-"""Changes of a running job: takes over what a person wants, or what an objective needs, at a version.
+"""Changes the mutable fields of a running job, as a person or an objective of the job wants them.
 
-What only says when checkpoints are written takes effect at once. A change of the consistency, or of the
-compression, takes effect in a new term: the version that the model has is written to disk, with the new
-tuning, and all shards and workers continue from it, as they do when a shard has lost the model
-(docs/design/protocol.md). So steps that are under way are in no version, and their records are handed out
-again; no message of the old way can be taken for one of the new; and a parameter server that is lost
-meanwhile comes back with the one or the other.
+New times of checkpoints take effect at once. A change of the consistency or the compression takes effect in a
+new term: the present version is written to disk, with the new fields, and all shards and workers continue
+from it, as they do when a shard has lost the model (docs/design/protocol.md). So steps under way are dropped,
+and their records are handed out again. No message of the old term is taken for one of the new term. A
+parameter server that is lost meanwhile continues with either the old fields or the new ones.
 
-What a person wants is what whoever started this process has last written to a file.
+The process that started this one writes the wanted fields to a file.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ from elastic_ps.server.state import JobState
 logger = logging.getLogger(__name__)
 
 PAUSE = timedelta(seconds=10)
-"""After a change that could not be written to disk, the time until the next try. Training waits for each."""
+"""The time between two attempts to write a change to disk. Training waits during each."""
 
 
 class Reconfiguration:
-    """Carries out what is wanted. `look` belongs to one thread.
+    """Carries out wanted changes. One thread calls `look`.
 
-    If nothing is written, nothing but the times of checkpoints can change.
+    Without checkpoints, only the times of checkpoints can change.
 
     Args:
-        commit: takes the shards to the new term.
-        desired: None if nobody can change the job.
+        commit: begins the new term on the shards.
+        desired: reads the wanted fields; None if nobody can change the job.
 
     Attributes:
         asked: the number of the newest change; 0 for none.
-        problem: why the newest change is not in force, in words; "" if it is, or is about to be.
+        problem: why the newest change has no effect, in words; "" if it has, or is about to have one.
     """
 
     def __init__(self, commit: CommitCoordinator, desired: DesiredConfiguration | None) -> None:
@@ -56,7 +55,7 @@ class Reconfiguration:
         self._not_before = 0.0
 
     def look(self) -> None:
-        """Take over what is wanted if there is such and it can be done now. Blocks while it is written."""
+        """Carry out a change if one is wanted and possible now. Blocks while it is written."""
         job = self._job
         newest, unusable = self._read()
         with job.lock:
@@ -90,7 +89,7 @@ class Reconfiguration:
         with job.lock:
             job.turn(CourseEvent.RESUME)
             if job.state is not state:
-                return  # it has gone back meanwhile, and may have made versions since
+                return  # the job has gone back meanwhile, and may have made versions since
             if kept:
                 job.turn(CourseEvent.ROLL_BACK)
             else:
@@ -104,7 +103,7 @@ class Reconfiguration:
             self._commit.drive()
 
     def _read(self) -> tuple[MutableFields | None, str]:
-        """What a person wants now, if that is news, and why it cannot be used. Imports what it names."""
+        """The newly wanted fields, if any, and why they cannot be used. Imports what they name."""
         newest = None
         try:
             newest = self._desired.newest() if self._desired is not None else None
@@ -116,7 +115,7 @@ class Reconfiguration:
         return newest, ""
 
     def _moved(self, state: JobState, before: MutableFields) -> MutableFields | None:
-        """How the job's objective is kept from now on, if that is another way; the lock is held."""
+        """The fields that the job's objective needs, if they differ from the present. The lock is held."""
         most = before.consistency.max_staleness_p99
         if most is None or state.results.recent.count < self._job.limits.window:
             return None
@@ -133,13 +132,13 @@ class Reconfiguration:
         return before.moved_to(known[at + step])
 
     def _may_begin(self, state: JobState) -> bool:
-        """Whether a new term can begin from the version that the model has. The lock is held."""
+        """Whether a new term can begin from the present version. The lock is held."""
         job, rounds = self._job, state.rounds
         busy = job.closing or job.rolling_back or rounds.committing or rounds.decided
         return state.initialised and not busy and job.clock() >= self._not_before
 
     def _unreachable(self, wanted: MutableFields, state: JobState) -> str:
-        """Why no version could be made as is wanted, as far as is known; the lock is held."""
+        """Why no version could be made with the wanted fields; "" if no cause is known. The lock is held."""
         what = " and ".join(wanted.news(self._job.mutable))
         if not self._checkpoints.writes and what:
             return f"{what} cannot change in a job that writes no checkpoints"
@@ -173,15 +172,15 @@ class Reconfiguration:
 
 
 LIMIT = 1 << 20
-"""Most bytes of the file."""
+"""Bytes of the file, at most."""
 
 
 class DesiredConfiguration:
-    """Reads the file when it has been replaced. Not thread-safe.
+    """Reads the file of wanted fields when it was replaced. Not thread-safe.
 
     Args:
-        path: of the file; see `env.ProcessEnvironment.tuning`.
-        run: of this run of the job.
+        path: the file; see `env.ProcessEnvironment.tuning`.
+        run: the present run of the job.
     """
 
     def __init__(self, path: Path, run: str) -> None:
@@ -189,10 +188,10 @@ class DesiredConfiguration:
         self._text = ""
 
     def newest(self) -> MutableFields | None:
-        """What is wanted; None if that is what the last call has said, or there is no file.
+        """The wanted fields; None if they are those of the last call, or there is no file.
 
         Raises:
-            InvalidJob: the file cannot be read, or says nothing that can be understood. It is said once.
+            InvalidJob: the file cannot be read, or is not valid. It is raised once for the same content.
         """
         try:
             with self._path.open(encoding="utf-8") as file:

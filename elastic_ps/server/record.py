@@ -1,7 +1,7 @@
-"""What of the job's state a checkpoint keeps: the state that a new term begins with, if it is usable.
+"""The job's record in a checkpoint: the state with which a new term begins, and the check of it.
 
-A checkpoint comes from a directory that others can write to. Mistakes in it have to be found before anything
-is built from it, where the checkpoint before it can be used instead. Found later, they would crash each
+Others can write to the directory of checkpoints. So a record is checked before anything is built from it,
+while the previous checkpoint can still be used instead. A mistake that is found later would crash each
 parameter server that starts.
 """
 
@@ -48,7 +48,7 @@ from elastic_ps.server.state import INCARNATIONS_PER_TERM, JobState, Model
 
 
 class JobRecord(BaseModel):
-    """Everything of a version that is neither a tensor nor told by the model; see `JobState`."""
+    """The state of a job at a version, without the model; see `JobState`."""
 
     model_config = ConfigDict(strict=True)
     settings: str
@@ -93,7 +93,7 @@ class JobRecord(BaseModel):
 
     @classmethod
     def read(cls, saved: dict[str, Any]) -> Self:
-        """Raises ValidationError: it is none."""
+        """Raises ValidationError if `saved` is no record."""
         return cls.model_validate_json(json.dumps(saved))
 
     def continued(
@@ -108,14 +108,14 @@ class JobRecord(BaseModel):
         change: str = "",
         all_reduce: bool = False,
     ) -> JobState:
-        """The state of `version` as a new term begins with it: members are gone, the rest is as before.
+        """The state of `version` for a new term: the members are gone, and the rest is unchanged.
 
         Args:
             change: why the term begins, if nothing was lost.
-            all_reduce: the workers make the steps; the values of `version` are here.
+            all_reduce: the workers make the steps. The shards have the values of `version`.
 
         Raises:
-            InvalidJob: `data` has another order of records, in which other ones would have been trained.
+            InvalidJob: `data` has another order of records, so other ones would have been trained.
         """
         for key, before in self.order.items():
             if getattr(data, key) != before:
@@ -152,14 +152,14 @@ class JobRecord(BaseModel):
 
 
 def to_checkpoint(state: JobState) -> dict[str, Any]:
-    """Everything of a version that is not a tensor, as plain data: the model, and its `JobRecord`."""
+    """The state of a version without tensors, as plain data: the model's description and its `JobRecord`."""
     assert state.model is not None
     said = JobRecord.of(state).model_dump()
     return {"tensors": state.model.tensors, "optimizer": state.model.optimizer, **said}
 
 
 def foreseen(state: JobState, contributions: Sequence[Contribution], *, decided: float) -> dict[str, Any]:
-    """What `to_checkpoint` gives when the round has been booked; nothing changes."""
+    """The result of `to_checkpoint` after the round is booked. `state` does not change."""
     after = copy.copy(state)
     after.members = state.members.copy()
     after.rounds = state.rounds.copy()
@@ -185,10 +185,10 @@ def _restored(saved: dict[str, Any], data: Data, size: int | None) -> Ledger | F
 
 
 def mutable_of(found: Manifest, ours: MutableFields) -> MutableFields:
-    """How a term makes versions that continues from a checkpoint: as that says, unless ours is newer.
+    """The mutable fields of a term that continues from a checkpoint: those in it, unless ours are newer.
 
-    A parameter server begins with the word of its environment, which has no number. The one before it may
-    have had a newer one.
+    A parameter server begins with the fields of its environment, which have no number. The previous parameter
+    server may have had newer ones.
     """
     recorded = _recorded(found, ours)
     if not ours.replaces(recorded) and recorded.run == ours.run:
@@ -197,12 +197,12 @@ def mutable_of(found: Manifest, ours: MutableFields) -> MutableFields:
 
 
 def of_same_run(found: Manifest, ours: MutableFields) -> bool:
-    """Whether a checkpoint was written by the run of the job that continues from it."""
+    """Whether the present run of the job has written the checkpoint."""
     return _recorded(found, ours).run == ours.run
 
 
 def _recorded(found: Manifest, ours: MutableFields) -> MutableFields:
-    """The mutable fields that a checkpoint names; ours if it names none."""
+    """The mutable fields in a checkpoint; ours if it has none."""
     said = found.state["tuning"]
     return read_mutable(said, source="the checkpoint's tuning") if said else ours
 
@@ -212,8 +212,8 @@ def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
 
     Raises:
         CheckpointUnreadable: a field of the job's record is missing or of another type.
-        InvalidJob: the checkpoint may be whole, but optimizers of the user's own that it was made with are
-            not named in the spec, cannot be imported, or do not go on from it.
+        InvalidJob: the checkpoint may be whole, but the spec does not name an optimizer of the user's own
+            that it was made with, or that optimizer cannot be imported or cannot continue from it.
     """
     version, name = reader.manifest.version, reader.manifest.optimizer
     optimizers = Optimizers(spec.parameter_server.optimizers)
@@ -231,7 +231,7 @@ def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
             f"no job can continue from the checkpoint of version {version}, whose record of the job has "
             f"fields that this version of elastic-ps does not read: {wrong}"
         ) from error
-    changed = ""  # what may be wrong instead of the checkpoint
+    changed = ""  # optimizers that may be the cause instead of the checkpoint
     try:
         settings, kinds = _try(reader.manifest, saved, spec, optimizers)
         changed = " or ".join(sorted({*own}))
@@ -257,7 +257,7 @@ def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
 def _try(
     manifest: Manifest, saved: JobRecord, spec: TrainingJobSpec, optimizers: Optimizers
 ) -> tuple[Settings, Sequence[Kind]]:
-    """The settings, and the class of each parameter group."""
+    """The settings, and the optimizer's class of each parameter group."""
     settings = Settings.from_json(saved.settings)
     kinds = optimizers.classes_of(manifest.optimizer, len(settings.groups))
     for member in saved.members:
@@ -270,7 +270,7 @@ def _try(
         raise ValueError(f"buckets of {saved.bucket_bytes} bytes are never chosen")
     size = spec.parameter_server.bucket_bytes or saved.bucket_bytes or BUCKET_BYTES
     layout = partition(manifest.specs, bucket_bytes=size, shards=1)  # mutant: equal
-    # What the job says otherwise of records is a person's mistake, and not the checkpoint's.
+    # If the job has another size of batches, that is a person's mistake, not one of the checkpoint.
     consistency = spec.consistency.model_copy(update={"global_batch_size": None})
     saved.continued(
         term=manifest.term,
@@ -287,7 +287,7 @@ def _try(
 
 
 def _try_optimizer(reader: Reader, settings: Settings, kinds: Sequence[Kind]) -> None:
-    """The settings make the optimizers, and the state is such that they can step with it."""
+    """Raise ValueError unless optimizers with these settings can step with the state."""
     manifest = reader.manifest
     for index, group in enumerate(settings.groups):
         check_constraints(group, index)
@@ -313,7 +313,7 @@ def _try_optimizer(reader: Reader, settings: Settings, kinds: Sequence[Kind]) ->
         if found.pop(PULLED, (tensor.dtype, False)) != (tensor.dtype, False):
             raise ValueError(f"{tensor.name}: what workers have pulled is not of dtype {tensor.dtype}")
         different = {key for key in expected.keys() & found.keys() if expected[key] != found[key]}
-        # SGD makes its buffer when it finds none.
+        # SGD makes its buffer if there is none.
         lazy = kinds[tensor.group] is torch.optim.SGD
         missing = expected.keys() - found.keys() if found and not lazy else set()
         if different or missing:

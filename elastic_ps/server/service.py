@@ -1,7 +1,7 @@
-"""From a call's bytes to the handler of its request; what `transport.calls` says is checked on the way.
+"""Parses the bytes of a call, checks it against `transport.calls`, and calls its handler.
 
-Who may call what is decided by the identity that the caller's certificate gives it. A caller without an
-identity may do everything: `transport.base.Incoming.peer` says when there is none.
+The identity in a caller's certificate decides which calls it may make. A caller without an identity may make
+all: see `transport.base.Incoming.peer`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from elastic_ps.transport.base import Frame, Incoming
 from elastic_ps.transport.calls import CALLS, Answer, At, By, Call, Sender, answers
 
 HEADER = 2 * 1024 * 1024
-"""Bytes of a header at most, unless it describes a model. Parsed, it takes up to forty times that."""
+"""Bytes of a header, at most, unless it describes a model. When parsed, it takes up to 40 times as many."""
 
 
 def require_permitted(problem: str | None) -> None:
@@ -34,7 +34,7 @@ def require_permitted(problem: str | None) -> None:
 
 
 class Callers:
-    """Checks what requests say of whoever has sent them.
+    """Checks what requests say of their callers.
 
     Args:
         job: the job's name.
@@ -43,7 +43,7 @@ class Callers:
 
     Attributes:
         job, node: see above.
-        model_header: the longest header of a Join so far; None as long as any model may still come.
+        model_header: the length of the longest header of a Join so far; None while any model may join.
     """
 
     def __init__(self, job: str, node: Node, guarded: Guarded | None) -> None:
@@ -51,11 +51,11 @@ class Callers:
         self.model_header: int | None = None
 
     def check(self, sender: Sender, request: Any, incoming: Incoming) -> None:
-        """Raises Refused, see `Sender`; a member before there is a model, too, if it is known to be none."""
+        """Raises Refused, see `Sender`; before there is a model, for a caller that is no member, too."""
         caller = request if sender is Sender.JOB else request.caller
         if sender is not Sender.JOB:
             require_permitted(refuse_to_speak_for(incoming.peer, caller.worker))
-        if caller.job != self.job:  # who does not know the job's name is not told it
+        if caller.job != self.job:  # a caller that does not know the job's name must not learn it
             text = f"this is the parameter server of another job than {caller.job!r}"
             raise Refused(RefusalCode.WRONG_JOB, text)
         if sender is not Sender.MEMBER:
@@ -70,8 +70,8 @@ class Callers:
     def require_member(self, caller: pb.Caller) -> None:
         """Raise Refused if shard 0 knows that the caller is no member.
 
-        To be asked also where a message is too early. Terms are counted anew if the checkpoints are lost, so
-        an earlier worker may name this one, and versions that are far away.
+        Check messages that are too early, too. If the checkpoints are lost, terms begin with 1 again, so an
+        earlier worker may name the present term, and much later versions.
         """
         if self._guarded is not None:
             with self._guarded.lock:
@@ -82,8 +82,8 @@ def refuse(peer: Identity | None, method: str, *, shard: int, standby: bool) -> 
     """Why this caller may not make this call at all; None if it may.
 
     Args:
-        shard: the index of the shard that is called, or whose standby is.
-        standby: whether it is the standby.
+        shard: the index of the called shard, or of the shard of the called standby.
+        standby: whether a standby is called.
     """
     if peer is None or (method in CALLS and CALLS[method].by & _parts(peer, shard=shard, standby=standby)):
         return None
@@ -91,7 +91,7 @@ def refuse(peer: Identity | None, method: str, *, shard: int, standby: bool) -> 
 
 
 def _parts(peer: Identity, *, shard: int, standby: bool) -> By:
-    """What the caller is to the process that it calls."""
+    """The roles of the caller towards the called process."""
     if peer.role == "server":
         allowed = By.SHARD_ZERO if peer.index == 0 else By(0)
         return allowed | By.LEADER if standby and peer.index == shard else allowed
@@ -114,11 +114,11 @@ class Service:
     """A `transport.base.Handler` for one parameter server.
 
     Args:
-        parts: what answers the calls; see `transport.calls.answers`.
-        at: which of the calls it answers.
+        parts: objects with the handlers; see `transport.calls.answers`.
+        at: chooses the calls that it answers.
 
     Attributes:
-        methods: for the names of calls, these, and what answers them.
+        methods: the calls and their handlers, by the names of the calls.
     """
 
     def __init__(self, callers: Callers, parts: Iterable[object], at: At) -> None:
@@ -150,7 +150,7 @@ class Service:
             yield from said
 
     def _check_header(self, call: Call[Any, Any], size: int) -> None:
-        """Raise Malformed for one that is longer than any of ours, before it is parsed."""
+        """Raise Malformed if a header is longer than any valid one, before it is parsed."""
         known = self._callers.model_header
         if call.describes and known is None:
             return

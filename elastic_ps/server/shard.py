@@ -1,12 +1,12 @@
-"""One shard: the buckets that it owns, the sums of the open round, and the calls that wait for them.
+"""One shard: its buckets, the sums of the open round, and the calls that wait for them.
 
-A shard decides nothing about rounds. It adds what `core.sequence` admits, and does what the coordinator
-tells it with `advance`. All methods may be called from any thread.
+A shard decides nothing about rounds. It adds what `core.sequence` admits, and obeys the coordinator's orders
+(`advance`). All methods may be called from any thread.
 
-One lock guards what is known of the open round (`pulls.OpenRound`), and is held for as long as it takes to
-look at it. What goes over the memory of a bucket holds a lock of that bucket instead: `_adding` for its sum,
-`_stepping` for its values. So two buckets are added to at the same time, and a bucket is handed out while the
-next one is stepped. Whoever needs both locks takes the bucket's first.
+One lock guards the record of the open round (`pulls.OpenRound`). A thread holds it only to read or change the
+record. Each bucket has two locks for its memory: `_adding` for its sum, `_stepping` for its values. So two
+threads add to two buckets at the same time, and a bucket is sent while the next one is stepped. A thread that
+needs the lock of a bucket and that of the round takes the bucket's first.
 """
 
 from __future__ import annotations
@@ -51,16 +51,17 @@ class Shard:
 
     Args:
         index: of this shard.
-        model: with the first settings. Of one that `follows`, as a standby, the state comes bucket by bucket
-            with `take_state`. Until all are there, it steps those that it has.
-        consistency: the job's. With `deterministic` contributions are added in the order of worker index.
-        codecs: the job's; they say of which buckets deltas are sent.
-        optimizers: those that the job may have; torch's without it.
-        ahead_bytes: of a second copy for drafts, at most; there are no drafts if it would take more.
+        model: the layout, the optimizer and the first settings. If it `follows`, the shard is a standby: it
+            gets its state bucket by bucket with `take_state`, and steps the buckets that it has.
+        consistency: the job's. With `deterministic`, contributions are added in the order of worker index.
+        codecs: the job's. They choose the buckets of which deltas are sent.
+        optimizers: the optimizers that the job may use; torch's if it is None.
+        ahead_bytes: the size of a second copy for drafts, at most. If the copy would be larger, no drafts are
+            made.
 
     Attributes:
         codecs: see above.
-        encoder: of the values that workers pull.
+        encoder: encodes the values that workers pull.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Shard:
         self._copied = Catching(set(self._buckets) if model.follows else set(), anywhere=model.follows)
         largest = max((bucket.nbytes for bucket in layout.of_shard(index)), default=0)
         self._buffers = Buffers(largest)
-        self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()  # that somebody may still read
+        self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()  # those that a thread may still read
 
     def _make_buckets(self) -> dict[int, BucketValues]:
         groups = self._model.settings.groups
@@ -133,7 +134,7 @@ class Shard:
 
     @property
     def whole(self) -> bool:
-        """Whether all of its buckets are there; always, but for a standby that is catching up."""
+        """Whether the shard has all its buckets. Only a standby that is catching up has not."""
         with self._lock:
             return self._copied.whole
 
@@ -155,7 +156,8 @@ class Shard:
         """Take a bucket's first values from a worker. Blocks while they are received.
 
         Args:
-            version: they are not the first ones but those of the current version, which workers have made.
+            version: the current version, if workers have made it and send its values; None: the values are
+                the first ones.
 
         Raises:
             Refused: see `PushLog.check_initialiser` and `check_version`; MALFORMED; NOT_FINITE. Nothing
@@ -180,7 +182,7 @@ class Shard:
             self._log.check_version(version)
 
     def require_values(self, version: int) -> None:
-        """Raise Refused (INVALID) unless a worker has sent all values of the current version, this one."""
+        """Raise Refused (INVALID) unless workers have sent all values of `version`, the current one."""
         with self._lock:
             self._log.check_version(version)
             missing = [b.index for b in self._stepped if self._buckets[b.index].version != version]
@@ -202,7 +204,7 @@ class Shard:
 
         Args:
             version: see `initialise`.
-            entries: what the body holds, see `read_state`; all that the optimizer keeps, but for SGD.
+            entries: the content of the body, see `read_state`. All entries of the optimizer, except with SGD.
 
         Raises:
             Refused: as `initialise`. Nothing changes.
@@ -226,16 +228,16 @@ class Shard:
     ) -> bool:
         """Add a worker's bucket to the open round. Returns False if it had been added before.
 
-        A bucket that has no gradient at all need not have a body.
+        A push of a bucket without any gradient may have no body.
 
         Blocks while the values are received, and in deterministic mode until it is the worker's turn.
 
         Args:
-            sent: how they are encoded, as the worker says; None: not at all.
+            sent: the encoding that the worker names; None: the values are not encoded.
 
         Raises:
             Refused: see `PushLog.decide` and `Decoder.open`; MALFORMED; NOT_FINITE; NOT_READY, NOT_YOUR_TURN:
-                push it again. The sums are as before.
+                push again. The sums are unchanged.
         """
         bucket = self.bucket(key.bucket)
         absent = bucket.rule is Rule.GRADIENT and bool(present) and not any(present)
@@ -291,7 +293,7 @@ class Shard:
         return self._add_by(key, samples, add)
 
     def _add_by(self, key: PushKey, samples: int, add: Callable[[BucketValues, bool], None]) -> bool:
-        """Have `add` change the sum of a bucket, which it is told whether to begin. See `push`."""
+        """Call `add` with the bucket and whether it begins a new sum. See `push`."""
         with self._adding[key.bucket]:
             with self._lock:
                 if self._log.decide(key) is Verdict.DUPLICATE:  # raises if the round has started again
@@ -300,8 +302,8 @@ class Shard:
                 self._log.begin(key)
             add(values, first)
             with self._lock:
-                # A round that has started again meanwhile has no sum yet: the next push begins one. A worker
-                # that has been dropped from the same attempt is in the sum, and the log has to tell that.
+                # A round that was restarted meanwhile has no sum yet: the next push begins one. A worker that
+                # was dropped from the same attempt is in the sum, and the log has to record that.
                 self._log.require_open(key)
                 self._log.add(key, samples=samples)
         return True
@@ -312,12 +314,12 @@ class Shard:
 
     @property
     def queued(self) -> frozenset[int]:
-        """In deterministic mode, the workers that have pushed, and wait for those before them."""
+        """In deterministic mode, the workers whose pushes wait for workers of lower index."""
         with self._lock:
             return self._log.queued
 
     def retire(self, code: RefusalCode) -> None:
-        """Refuse all waiting calls: STALE_TERM if another state replaces this one, NOT_READY at the end."""
+        """Refuse all waiting calls: STALE_TERM if another shard replaces this one, NOT_READY at the end."""
         self._round.retire(code)
 
     def pull(self, asked: Pull) -> Iterator[Pulled | RestartedAs | None]:
@@ -329,14 +331,14 @@ class Shard:
     def advance(
         self, version: int, attempt: int, expected: Mapping[int, int], apply: Application | None
     ) -> None:
-        """Open a round (or change who takes part in it), after making a version from the last one.
+        """Apply the last round if `apply` is given, then open a round or change who takes part in it.
 
-        Idempotent: what has been applied is not applied again, and an order that was overtaken by a later
-        one changes nothing. Blocks for the optimizer's step.
+        Idempotent: a round is applied once, and an order that is older than the last one changes nothing.
+        Blocks for the optimizer's step.
 
         Raises:
-            Refused: INVALID; the sums are not made of exactly these contributions. NOT_READY; the shard has
-                not got the version to continue from. Nothing was applied.
+            Refused: INVALID; the sums do not consist of exactly these contributions. NOT_READY; the shard
+                lacks the version to continue from. Nothing was applied.
             Exception: the optimizer failed. The shard has lost the model: NOT_READY from then on.
         """
         with self._advancing:
@@ -384,16 +386,14 @@ class Shard:
                     values.apply(apply.settings.groups, version, divisor=divisor)
                 with self._lock:
                     if bucket is stepped[-1]:
-                        # Whoever has pulled the last bucket may push for the next round at once.
+                        # A worker that has pulled the last bucket may push for the next round at once.
                         self._log.open(version=version, attempt=attempt, expected=expected)
                         self._round.torn = False
                     self._round.wake()
         self._trace.complete("apply", started, time.monotonic_ns(), version=version)
 
     def has_to_apply(self, version: int, apply: Application) -> bool:
-        """Whether `version` is still to be made; then the sums are those that it is to be made of.
-
-        Blocks while a version is being made: an order may be repeated meanwhile.
+        """Whether the shard lacks `version` and has the sums for it. Blocks while a version is being made.
 
         Raises:
             Refused: INVALID; the sums are others. NOT_READY; the shard lacks the version to continue from.
@@ -405,7 +405,7 @@ class Shard:
             return True
 
     def norm(self, version: int, apply: Application) -> float:
-        """The 2-norm of this shard's part of the mean gradient of which `version` is made; 0 once it is.
+        """The 2-norm of this shard's part of the mean gradient for `version`; 0 if the version is made.
 
         Blocks and raises as `has_to_apply`.
         """
@@ -420,12 +420,12 @@ class Shard:
         return [bucket for bucket in self._stepped if bucket.index not in self._copied.missing]
 
     def _require_complete(self, version: int, apply: Application) -> None:
-        """Raise Refused unless the sums are those that `version` is to be made of; see `has_to_apply`."""
+        """Raise Refused unless the sums are those for `version`; see `has_to_apply`."""
         with self._lock:
             if self._round.torn or self._log.version < version - 1:
                 raise Refused(
                     RefusalCode.NOT_READY,
-                    f"shard {self.index} does not have version {version - 1}, so it cannot make the next one",
+                    f"shard {self.index} lacks version {version - 1}, so it cannot make the next one",
                 )
             if self._log.version != version - 1 or self._log.attempt != apply.attempt:
                 raise Refused(
@@ -450,11 +450,11 @@ class Shard:
     # --- standby
 
     def sums(self) -> Iterator[BucketValues]:
-        """The buckets that have sums of the open round, live: nothing may be added to them meanwhile."""
+        """The live buckets with sums of the open round. Nothing may be added to the sums meanwhile."""
         return (self._buckets[bucket.index] for bucket in self._stepped)
 
     def take_sum(self, key: PushKey, present: Sequence[bool], incoming: Incoming) -> None:
-        """Take the sum of a bucket over from the shard that this one follows. Blocks while it is received.
+        """As a standby: take the sum of a bucket over from the shard. Blocks while it is received.
 
         Raises:
             Refused: STALE_TERM, WRONG_VERSION; MALFORMED; NOT_READY: the same sum is being received already.
@@ -486,13 +486,13 @@ class Shard:
                 self._receiving.discard(slot)
 
     def stored(self, bucket: int) -> Iterator[Stored]:
-        """The state of a bucket, live: nothing may be applied meanwhile."""
+        """The live tensors of a bucket. Nothing may be applied meanwhile."""
         return self._buckets[bucket].stored()
 
     def take_state(self, part: Part, incoming: Incoming) -> None:
-        """As a standby: take one tensor of a bucket over, as it is at the version of the open round.
+        """As a standby: take one tensor of a bucket over, at the version of the open round.
 
-        Blocks while it is received. To be called by one thread at a time.
+        Blocks while it is received. One thread at a time may call it.
 
         Raises:
             Refused: MALFORMED; NOT_READY: the shard does not wait for that bucket.
@@ -508,7 +508,7 @@ class Shard:
                 self._copied.end(bucket)
 
     def load(self, stored: Source, version: int) -> None:
-        """Take values and optimizer state over from a checkpoint of `version`, and read no more."""
+        """Take values and optimizer state over from a checkpoint of `version`. Reads nothing else of it."""
         with self._lock:
             for values in self._buckets.values():
                 values.load(stored, version)
@@ -544,21 +544,21 @@ class Shard:
         return snapshot
 
     def _keep(self, bucket: int) -> None:
-        """Have snapshots copy a bucket that is about to change; its lock of `_stepping` is held."""
+        """Let snapshots copy a bucket that is about to change. The caller holds its lock of `_stepping`."""
         with self._lock:
             snapshots = list(self._snapshots)
         for snapshot in snapshots:
             snapshot.keep(bucket)
 
     def state(self) -> Iterator[Stored]:
-        """Copies of the optimizer's state, of one version. Blocks while a version is being made."""
+        """Copies of the optimizer's state at one version. Blocks while a version is being made."""
         with self._advancing:
             snapshot = self._snapshot(BucketValues.state)
         for entry in snapshot.read(Scratch()):
             yield replace(entry, value=entry.value.clone())
 
     def values(self) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """The values, live: copy them before the next round is applied."""
+        """The live values. Copy them before the next round is applied."""
         for values in self._buckets.values():
             if values.bucket.index not in self._copied.missing:
                 yield values.bucket, values.values

@@ -1,4 +1,4 @@
-"""What a shard answers to workers and to shard 0, and its standby to both: to `Node`, and back."""
+"""The handlers of a shard for calls of workers and of shard 0, and of its standby: they call `Node`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ShardService:
     """Answers for a `Service`.
 
     Args:
-        steps: of shard 0, which knows the members, and ends a step with its last push.
+        steps: on shard 0, to end a step with its last push; None on other shards.
     """
 
     def __init__(self, callers: Callers, node: Node, steps: StepCalls | None) -> None:
@@ -75,7 +75,7 @@ class ShardService:
             )
             if not lost:
                 raise
-            added = False  # its answer was lost; the version is there
+            added = False  # its answer was lost, and the version is made
         else:
             if steps is not None:
                 added = steps.finished(request.finish, incoming) or added
@@ -84,9 +84,9 @@ class ShardService:
         return pb.Done(duplicate=not added)
 
     def _added(self, key: PushKey, request: pb.PushRequest, incoming: Incoming) -> bool:
-        """Whether the gradient was not in the round's sum before."""
+        """Add a gradient. Returns False if the round's sum has it already."""
         shard = self._node.shard
-        if shard.term != key.term:  # a new term may have begun, in which gradients look different
+        if shard.term != key.term:  # a new term may have begun, with other encodings
             raise Refused(RefusalCode.STALE_TERM, f"push of term {key.term}; this is term {shard.term}")
         runs = [run_from_message(run) for run in request.runs]
         sent = from_message(Payload, request, body=EMPTY, runs=runs)
@@ -98,7 +98,7 @@ class ShardService:
 
     def _pulled(self, request: pb.PullRequest, caller: pb.Caller) -> Iterator[Frame]:
         told = request.contributor and self._steps is not None
-        if told:  # who was declared gone would wait in vain, and could not join again meanwhile
+        if told:  # a dropped worker would wait in vain, and could not join again
             self._callers.require_member(caller)
         version, shard = request.version, self._node.shard
         ahead = request.ahead and request.contributor
@@ -132,10 +132,10 @@ class ShardService:
         yield _frame(end)
 
     def _end_pull(self, reply: pb.PullReply, request: pb.PullRequest, caller: pb.Caller) -> None:
-        """What shard 0 says of the job with the last answer to a pull.
+        """Add the state of the job to the last answer of a pull, on shard 0.
 
         Raises:
-            Refused: the caller was declared gone while it waited, so its step may not be in the version.
+            Refused: the caller was dropped while it waited, so the version may lack its step.
         """
         if self._steps is None:
             return
@@ -145,7 +145,7 @@ class ShardService:
             state, worker = self._steps.job.state, caller.worker
             reply.settings, reply.stopped = state.settings.to_json(), state.stopped
             reply.steps = state.steps(worker)
-            if not request.HasField("held"):  # else its step is in the version
+            if not request.HasField("held"):  # otherwise its step is in the version
                 reply.standing.version, reply.standing.steps = state.standing(worker, reply.version)
 
     @answers(calls.OPTIMIZER_STATE)
@@ -163,7 +163,7 @@ class ShardService:
             self._node.configure(configuration_from_message(request), from_message(OrderId, request))
         except InvalidJob as error:
             raise Refused(RefusalCode.INVALID, str(error)) from error
-        except CheckpointError as error:  # shard 0 has verified it, so what is wrong here may pass
+        except CheckpointError as error:  # shard 0 has verified the checkpoint, so the problem may pass
             raise Refused(RefusalCode.NOT_READY, str(error)) from error
 
     @answers(calls.ADVANCE)
@@ -188,7 +188,7 @@ class ShardService:
 
 
 def answer_of(shard: Shard, pulled: Pulled) -> tuple[pb.PullReply, memoryview]:
-    """The answer with a bucket that `shard` has handed out, and its body."""
+    """The answer for a pulled bucket of `shard`, and its body."""
     packed = pulled.delta.packed._replace(codec=shard.codecs.deltas) if pulled.delta is not None else None
     if not (packed or pulled.unchanged or pulled.stands):
         version = pulled.version, pulled.draft

@@ -1,4 +1,4 @@
-"""What makes a parameter server shard 0: it leads the job. The pieces put together, and their thread."""
+"""Shard 0, which leads the job: its parts, and the ticker thread."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class ShardZero:
     """Shard 0's part of a job, from `start` to `close`.
 
     Args:
-        name: the job's.
+        name: the job's name.
         commit: gives the shards their orders.
-        desired: what a person wants of the running job; None if nobody can change it.
+        desired: reads the wanted mutable fields; None if nobody can change the job.
 
     Attributes:
-        job: its state.
+        job: the job's state.
         commit: see above.
-        checkpoints: decides when they are written, and finishes them. Closed by `close`.
+        checkpoints: decides when checkpoints are written, and finishes them. `close` closes it.
         evaluation_queue: None if the job has no evaluator.
-        history: where commits, joins and skipped records are recorded.
+        history: records commits, joins and skipped records.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ShardZero:
         self._ticker.start()
 
     def close(self, *, keep: bool) -> None:
-        """Stop committing and end the threads; with `keep`, first write a last checkpoint. Blocks."""
+        """Stop committing and end the threads. With `keep`, first write a last checkpoint. Blocks."""
         with self.job.lock:
             self.job.turn(CourseEvent.CLOSE)
             self.job.ticking.notify_all()
@@ -66,10 +66,10 @@ class ShardZero:
         self.checkpoints.close()
 
     def _tick(self) -> None:
-        """Every tick: declare silent members gone, collect checkpoint parts, repeat what failed.
+        """At each tick, and at the end of a grace period: drop silent members, and repeat failed orders.
 
-        Also when a grace period is over, which may be sooner.
-        Also check the fence: workers that wait for records must not keep waiting here.
+        It also asks for parts of checkpoints, and looks whether another parameter server has taken over: a
+        worker must not wait for records here then.
         """
         job = self.job
         while True:
@@ -92,7 +92,7 @@ class ShardZero:
             self._reconfiguration.look()
 
     def status(self) -> ServerStatus:
-        """Progress and members, at this moment."""
+        """The present progress and members."""
         job, checkpoints = self.job, self.checkpoints
         with job.lock:
             state, now = job.state, job.clock()
@@ -126,7 +126,7 @@ class ShardZero:
             )
 
     def last_version(self) -> int | None:
-        """The newest version on disk, if training is over and none will follow; else None."""
+        """The newest version on disk if training is over and no other version follows; else None."""
         with self.job.lock:
             over = self.job.state.finished and self.checkpoints.is_kept()
             return self.checkpoints.durable_version if over else None

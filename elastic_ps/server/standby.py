@@ -1,19 +1,18 @@
-"""A second process that has every round of a shard before the shard applies it.
+"""A standby: a second process that gets every round of a shard before the shard applies it.
 
-The standby holds a shard of its own, one round behind: the sums of the round that is about to be applied
-are sent to it, with the order to apply them, and it carries the order out when the next one comes. So it can
-give back the version before and the version after, whichever the other shards have, and steps with the same
-code on the same sums: its values are the same to the bit. It never takes over by itself. A parameter server
-that comes back has it write a checkpoint, and continues from that as from any other
-(docs/design/protocol.md).
+The standby has its own shard, one round behind. Before a round is applied, the standby gets its sums and the
+order to apply them, and it carries that order out when the next one comes. So it can restore the version
+before the round or the one after it, whichever the other shards have. It steps with the same code on the same
+sums, so its values are the same to the bit. It never takes over by itself. A parameter server that is started
+again orders it to write a checkpoint, and continues from that (docs/design/protocol.md).
 
-This is primary-backup replication (Alsberg and Day 1976): what workers may see, the backup has.
+This is primary-backup replication (Alsberg and Day 1976): the backup has everything that workers may see.
 
-A standby that has just come gets the shard's buckets, some with each round, before that is applied; from then
-on it gets their sums. So neither side keeps anything of past rounds, however far behind it was.
+A new standby gets some of the shard's buckets with each round, before the round is applied, and the sums of
+the buckets that it has. So neither side keeps past rounds, however far the standby was behind.
 
-When a shard has lost rounds that are on no disk, `Rescue` saves them from the other shards and the standbys:
-the version becomes a checkpoint like any other, and the job continues from it.
+If a shard has lost rounds that are in no checkpoint, `Rescue` saves them from the other shards and the
+standbys: it makes a checkpoint of the version, and the job continues from that.
 """
 
 from __future__ import annotations
@@ -41,33 +40,33 @@ from elastic_ps.server.shard import Shard
 logger = logging.getLogger(__name__)
 
 COST = 0.1
-"""A standby that fails again and again may hold training up for about this share of the time."""
+"""A standby that fails repeatedly delays training for about this share of the time at most."""
 
 LEADER = (0, 0, 0)
-"""(worker, incarnation, step) of what a standby adds up: its shard's sum, and nothing else."""
+"""(worker, incarnation, step) of the only contribution to a standby's sums: the sum of its shard."""
 
 
 def sum_key(term: int, bucket: int, version: int, attempt: int) -> PushKey:
-    """A bucket's sum on a standby, in the place of a worker's push."""
+    """The key of a bucket's sum on a standby, which replaces a worker's push."""
     leader = dict(zip(("worker", "incarnation", "step"), LEADER, strict=True))
     return PushKey(term=term, bucket=bucket, version=version, attempt=attempt, **leader)
 
 
 def for_standby(order: Advance) -> Advance:
-    """An order as a standby can carry it out: its sums come from the shard that it follows."""
+    """The order for a standby, whose sums come from its shard instead of the workers."""
     if order.apply is None:
         return order
     return replace(order, apply=replace(order.apply, contributors=[LEADER]), expected={})
 
 
 class _Copy:
-    """What a standby has got of the model that `base` describes.
+    """The part of a model that a standby has; `base` describes the model.
 
     Attributes:
-        state: how far it is.
-        buckets: those that it has.
-        staged: the order that was given last.
-        before: the round that the standby is to apply next.
+        state: how far the standby is.
+        buckets: the buckets that it has.
+        staged: the last order that the shard has got.
+        before: the round that the standby has to apply next.
     """
 
     def __init__(self, base: Configuration) -> None:
@@ -82,10 +81,10 @@ class _Copy:
 
 
 class Follower:
-    """A shard's standby, as the shard sees it, and the thread that looks for it. Thread-safe.
+    """A shard's view of its standby, and the thread that tries to reach it. Thread-safe.
 
     Args:
-        standby: the way to it; closed by `close`.
+        standby: the connection to it. `close` closes it.
     """
 
     def __init__(self, standby: RemoteShard, limits: ServerLimits = USUAL) -> None:
@@ -105,22 +104,22 @@ class Follower:
             return StandbyState.AWAY if self._copy is None else self._copy.state
 
     def reset(self, base: Configuration) -> None:
-        """The shard has a new state. Its standby has nothing of it yet."""
+        """The shard has a new model. Its standby has none of it yet."""
         with self._changed:
             self._copy = _Copy(replace(base, load_version=None, follows=True))
             self._changed.notify_all()
 
     def stage(self, shard: Shard, order: Advance) -> None:
-        """Give the standby what `order` is about to apply. Blocks until it has it, if it follows.
+        """Send the standby the round that `order` applies. Blocks until the standby has it, if it follows.
 
-        A standby that is catching up gets some of the shard's buckets as well. If the standby fails,
-        training continues without it.
+        A standby that is catching up gets some of the shard's buckets, too. If the standby fails, training
+        continues without it.
 
         Raises:
             Refused: STALE_TERM; a newer parameter server has asked for the standby's rounds.
         """
         assert order.apply is not None
-        # An order may be repeated while it is carried out; what is being sent must not change meanwhile.
+        # An order may be repeated while it is carried out. The sums must not change while they are sent.
         with self._turn:
             with self._changed:
                 copy = self._copy
@@ -142,7 +141,7 @@ class Follower:
                     raise
 
     def close(self) -> None:
-        """End the thread. Blocks for the call that is under way."""
+        """End the thread. Blocks for the present call."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -150,7 +149,7 @@ class Follower:
         self._thread.join()
 
     def _leave_behind(self, copy: _Copy, why: object, seconds: float) -> None:
-        """`seconds`: for how long training has waited for it."""
+        """`seconds`: the time that training has waited for it."""
         with self._changed:
             self._not_before = time.monotonic() + self._limits.probe.total_seconds() + seconds / COST
             if self._copy is copy and not self._closing:
@@ -160,7 +159,7 @@ class Follower:
             self._changed.notify_all()
 
     def _give(self, shard: Shard, order: Advance, copy: _Copy) -> None:
-        """Have the standby apply the round before, and send it this one. Nothing is applied meanwhile."""
+        """Have the standby apply the previous round, and send this one. Nothing is applied meanwhile."""
         assert order.apply is not None
         version, attempt = order.version - 1, order.apply.attempt
         behind = None if copy.state is StandbyState.READY else copy.before
@@ -176,7 +175,7 @@ class Follower:
             copy.note(StandbyEvent.COMPLETE)
 
     def _send_buckets(self, shard: Shard, copy: _Copy) -> None:
-        """Send buckets that the standby lacks: one at least, and none after `ServerLimits.slice`."""
+        """Send buckets that the standby lacks, for `ServerLimits.slice`, but one at least."""
         end = time.monotonic() + self._limits.slice.total_seconds()
         for bucket in sorted(shard.buckets - copy.buckets):
             tensors = list(shard.stored(bucket))
@@ -190,7 +189,7 @@ class Follower:
                 return
 
     def _run(self) -> None:
-        """Tell a standby of the model, as soon as there is one to be told."""
+        """Send the standby the configuration as soon as it answers."""
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -206,13 +205,13 @@ class Follower:
             with (
                 self._turn,
                 self._changed,
-            ):  # what is given of an earlier model comes before, and may change this
+            ):  # an earlier order comes first, and may change the state
                 if self._closing or self._copy is not copy or time.monotonic() < self._not_before:
                     continue
             try:
                 self._standby.configure(copy.base)
             except (TransportError, Refused) as error:
-                logger.debug("no standby is there: %s", error)
+                logger.debug("the standby does not answer: %s", error)
                 with self._changed:
                     self._not_before = time.monotonic() + self._limits.probe.total_seconds()
             else:
@@ -221,18 +220,18 @@ class Follower:
 
 
 GONE = timedelta(seconds=30)
-"""A standby is given up, with what it alone has, this long after the first call that it has not answered."""
+"""A standby that does not answer for this long is given up, with the rounds that it alone has."""
 
 
 @dataclass(frozen=True)
 class Rescue:
-    """Saves versions that are on no disk.
+    """Makes checkpoints of versions that are in none.
 
     Attributes:
         shards, standbys: in the same order.
-        closing: whether the process was asked to end. Then no silent standby is waited for; see also
+        closing: whether the process was asked to end. Then a silent standby is not waited for; see also
             `Checkpointer.await_whole`.
-        gone: for how long a standby that does not answer is asked again.
+        gone: for how long calls to a standby that does not answer are repeated.
     """
 
     checkpoints: Checkpointer
@@ -242,13 +241,13 @@ class Rescue:
     gone: timedelta = GONE
 
     def held(self) -> list[Advance]:
-        """The orders that shard 0's standby can carry out, oldest first; none if it does not answer.
+        """The orders that shard 0's standby can carry out, oldest first; [] if it does not answer.
 
-        Blocks until it answers, for `gone` at most.
+        Blocks for its answer, for `gone` at most.
 
         Raises:
             Fenced: another parameter server has begun a newer term.
-            AskedToEnd: the process was asked to end meanwhile. The standby keeps what it has.
+            AskedToEnd: the process was asked to end meanwhile. The standby keeps its rounds.
         """
         ask = partial(self.standbys[0].held, self.checkpoints.term)
         try:
@@ -262,7 +261,7 @@ class Rescue:
             return []
 
     def save(self, orders: Sequence[Advance]) -> bool:
-        """Make a checkpoint of the newest of `orders` that the shards, or their standbys, can all carry out.
+        """Make a checkpoint of the newest of `orders` that each shard or its standby can carry out.
 
         Blocks until it is on disk. May be called again.
 
@@ -270,11 +269,11 @@ class Rescue:
             orders: of one shard 0, oldest first, each with the state of its version.
 
         Returns:
-            Whether there is a newer checkpoint now. If not, the job continues from the one before.
+            Whether there is a new checkpoint. If not, the job continues from the previous one.
 
         Raises:
-            StorageUnavailable: the version is there, but could not be written, or the process is about to
-                end. It is not lost: try again.
+            StorageUnavailable: the version exists, but could not be written, or the process is about to end.
+                The version is not lost: try again.
             Fenced: another parameter server has begun a newer term.
         """
         for order in reversed(orders):
@@ -283,7 +282,7 @@ class Rescue:
                 return False
             try:
                 self._save(order)
-            except TransportError as error:  # it will not answer to an older order either
+            except TransportError as error:  # the standby would not answer to an older order either
                 text = "version %d is given up with a standby that has gone: %s"
                 logger.warning(text, order.version, error)
                 return False
@@ -308,7 +307,7 @@ class Rescue:
             for index, writer in enumerate(writers):
                 checkpoints.part(index, writer.advance(probe).written)
 
-        with suppress(Refused):  # whoever writes it has lost it; `failure` says so, another one may have it
+        with suppress(Refused):  # a writer has lost the version; `failure` says so
             checkpoints.await_whole(ask, closing=self.closing)
         if checkpoints.fenced:
             raise Fenced(checkpoints.failure)
@@ -316,7 +315,7 @@ class Rescue:
             raise StorageUnavailable(f"version {order.version} cannot be saved yet: {checkpoints.failure}")
 
     def _writer(self, shard: ShardControl, standby: RemoteShard, order: Advance) -> ShardControl:
-        """Have a shard carry `order` out, or its standby if the shard has lost the model. Returns who has."""
+        """Have a shard carry `order` out, or its standby if the shard has lost the model; return it."""
 
         def first_that_can() -> ShardControl:
             problems: list[Refused | TransportError] = []

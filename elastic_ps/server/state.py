@@ -1,6 +1,6 @@
-"""What shard 0 knows of a job: members, records, the open round, settings and what scripts reported.
+"""The state of a job on shard 0: members, records, the open round, settings and what scripts reported.
 
-Plain state and what changes it, without threads, clocks or I/O: `guarded` guards it, `commit` gives orders.
+It has no threads, clocks or I/O: `guarded` guards it, `commit` gives orders.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import layout_to_message
 
 INCARNATIONS_PER_TERM = 1 << 32
-"""Incarnations start at a multiple of this in each term, so that none is given twice after a roll-back."""
+"""Each term's incarnations start at a multiple of this, so none is used twice after a roll-back."""
 
 GRACE = 0.25
-"""With `grace: auto`, the share of a worker's mean time between two exchanges that a round waits for more."""
+"""With `grace: auto`, a round waits for this share of a worker's mean time between two exchanges."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """The model that is being trained: its tensors' layout and the class of its optimizer."""
+    """The model of the job: the layout of its tensors and the class of its optimizer."""
 
     layout: Layout
     optimizer: str
@@ -66,29 +66,30 @@ class JobState:
     """A job at a version.
 
     Attributes:
-        term: of the parameter server.
+        term: the parameter server's term.
         lease: how long a member may be silent.
-        consistency: which decides what rounds are made of.
-        data: in which order the records are handed out, and how many at a time.
-        model: None before the first worker has come.
-        stage: of the model.
-        initialiser: the worker that sends its first values; None but while it is loaded.
-        ledger: None before a worker has named its data set.
-        fingerprint: what identifies the records, as the first worker has said that has something which does.
-        stopped: why a script has ended the training, so that no more records are handed out; "" if none has.
-        bucket_bytes: the size of buckets that was chosen for this job; 0 for none.
-        assigned: the last version that was made of values that a script assigned; 0 for none.
-        chiefs: who evaluates and saves at the end of each epoch.
-        script_state: what scripts keep with the job, JSON; see `core.script_state`.
-        results: what its steps have reported.
-        batch: how many records a worker has in a batch, as the last one to ask has said; 0 before.
-        late_records: records whose steps came too late.
-        starved: workers that have asked for records when there were none to hand out.
-        mutable: what a checkpoint of the present version says of how the next are made; None for nothing.
-        opened_with: the settings of the version, while the open round is decided, and `settings` are those of
-            the version that it makes; else None.
-        last_round: what the histories record of the version's commit; {} if it has not been made here.
-        custody: who has the values, with `strategy: all-reduce`; None where the parameter server has them.
+        consistency: the mode of the rounds, and its options.
+        data: the order of the records, and how many are handed out together.
+        model: None before the first worker has joined.
+        stage: the stage of the model.
+        initialiser: the worker that sends the first values; None if no worker does.
+        ledger: None before a worker has described its data set.
+        fingerprint: identifies the records. The first worker that has one names it.
+        stopped: why a script has stopped the training, so that no records are handed out; "" if none has.
+        bucket_bytes: the bucket size that was chosen for this job; 0 for none.
+        assigned: the last version of values that a script assigned; 0 for none.
+        chiefs: the workers that evaluate and save at the end of the epochs.
+        script_state: the state that scripts keep with the job, as JSON; see `core.script_state`.
+        results: the results that steps have reported.
+        batch: the records of a batch, as the last worker has said that took some; 0 before.
+        late_records: records whose steps were late.
+        starved: workers that have asked for records when none were left.
+        mutable: the mutable fields that a checkpoint of this version has; None for none.
+        opened_with: while the open round is decided, the settings of this version; `settings` are then those
+            of the next version. Otherwise None.
+        last_round: the record of the version's commit for the histories; {} if this process did not make it.
+        state_holders: the workers that have the values, with `strategy: all-reduce`; None if the parameter
+            server has them.
     """
 
     term: int
@@ -135,7 +136,7 @@ class JobState:
     def finished(self) -> bool:
         """Whether training is over: every record of every epoch is in the model, or it was stopped.
 
-        With fragments, when those that take part have exchanged all of them.
+        With fragments, the workers that take part must have exchanged all fragments, too.
         """
         if self.ledger is None:
             return False
@@ -145,7 +146,7 @@ class JobState:
 
     @property
     def required(self) -> frozenset[int]:
-        """Workers without whom no round is complete: with a fixed schedule, all that have records left."""
+        """Workers that each round needs: with a fixed schedule, all that have records left."""
         if self.stopped or not isinstance(self.ledger, FixedSchedule):
             return frozenset()
         return self.ledger.open_shares
@@ -157,12 +158,12 @@ class JobState:
         return complete and self.required <= self.rounds.done.keys()
 
     def begin_commit(self) -> Sequence[Contribution]:
-        """Decide the open round, which is `ready`. Returns the steps that it is made of."""
+        """Decide the open round, which is `ready`. Returns its steps."""
         return self.rounds.begin_commit(last=not self.rounds.can_commit() and self._all_in_hand)
 
     @property
     def _all_in_hand(self) -> bool:
-        """Whether there are no records to compute on but those of the open round's steps."""
+        """Whether all records that are left belong to the open round's steps."""
         if self.ledger is None:
             return False
         held = sum(r.records for c in self.rounds.contributions for r in c.ranges)
@@ -172,9 +173,9 @@ class JobState:
 
     @property
     def expected(self) -> dict[int, int]:
-        """Whose contributions the open round is made of, as far as is known; see `PushLog.expected`.
+        """The workers whose contributions the open round has or waits for; see `PushLog.expected`.
 
-        Before there is a model, who brings it.
+        Before there is a model: the worker that brings it.
         """
         if not self.initialised:
             return {} if self.initialiser is None else self._incarnations({self.initialiser})
@@ -183,7 +184,7 @@ class JobState:
 
     @property
     def following(self) -> dict[int, int]:
-        """What `expected` is once the open round is committed."""
+        """The value of `expected` after the commit of the open round."""
         return self._incarnations(self.rounds.following | self.required)
 
     def _incarnations(self, workers: Iterable[int]) -> dict[int, int]:
@@ -192,7 +193,7 @@ class JobState:
 
     @property
     def values_are_here(self) -> bool:
-        """Whether the shards have the values of the version; always, unless the workers make the steps."""
+        """Whether the shards have the values of the version. They may lack them only with all-reduce."""
         return self.state_holders is None or self.state_holders.version == self.version
 
     @property
@@ -206,14 +207,14 @@ class JobState:
 
     @property
     def all_reduce(self) -> tuple[AllReduceRounds, StateHolders]:
-        """The rounds, where the workers make the steps. Raises Refused (INVALID) in another job."""
+        """The rounds of a job with all-reduce. Raises Refused (INVALID) in another job."""
         if self.state_holders is None or not isinstance(self.rounds, AllReduceRounds):
             raise Refused(RefusalCode.INVALID, "workers meet only in a job with strategy all-reduce")
         return self.rounds, self.state_holders
 
     @property
     def may_join(self) -> bool:
-        """Whether there is a model to join with, or none at all: not while its first values arrive."""
+        """Whether a worker may join: there is a model, or none at all. Not while its first values arrive."""
         return self.initialised or self.stage in (Stage.EMPTY, Stage.LAID_OUT)
 
     @property
@@ -223,15 +224,15 @@ class JobState:
 
     @property
     def resumed(self) -> bool:
-        """Whether the job continues from a checkpoint, and nobody has taken records since."""
+        """Whether the job continues from a checkpoint, and no worker has taken records since."""
         return self.stage is Stage.RESUMED
 
     def note(self, event: StageEvent, *, initialiser: int | None = None) -> None:
-        """Something has happened to the model. `initialiser`: see there. Raises ImpossibleTransition."""
+        """Note an event of the model, and set `initialiser`. Raises ImpossibleTransition."""
         self.stage, self.initialiser = STAGES.after(self.stage, event), initialiser
 
     def begin(self, member: Member, *, version: int, step: int) -> Entry:
-        """A worker is about to push a step; LATE: its records go to others. See `SyncRounds.begin`.
+        """Let a worker push a step. If it is LATE, its records go to others. See `SyncRounds.begin`.
 
         Raises:
             Refused: STALE_CALL; the worker has begun a later step.
@@ -262,10 +263,10 @@ class JobState:
         return entry
 
     def after_step(self, member: Member, *, attempt: int, step: int, now: float) -> After | None:
-        """What a worker does that has pushed a step, in mode `accumulate`; None: it waits.
+        """What a worker does after it has pushed a step in mode `accumulate`; None: it waits.
 
         Args:
-            attempt: that the step was pushed for.
+            attempt: the attempt for which the step was pushed.
             step: the worker's own count of its steps.
 
         Raises:
@@ -280,7 +281,7 @@ class JobState:
         return after
 
     def _has_more(self, member: Member) -> bool:
-        """Whether the member has more records of the open version, where these are cut into portions."""
+        """Whether the member has more records of the open version, if these are cut into portions."""
         if not isinstance(self.ledger, PortionedLedger):
             return False
         mine = self.ledger.portion(member.worker, self._weights, least=self._least)
@@ -288,28 +289,28 @@ class JobState:
 
     @property
     def _least(self) -> int:
-        """Records of a portion: batch norm, say, can do nothing with one. Batches of one are wished for."""
+        """The least records of a portion. Batch norm cannot use one record, but the script may want one."""
         return LEAST if self.batch >= LEAST else 1
 
     @property
     def _weights(self) -> dict[int, float]:
-        """Who gets a portion of the open version: who computes, or waits for records."""
+        """The weights of the workers that get portions: those that compute, or wait for records."""
         workers = self.rounds.expected | self.rounds.waiting | self.starved
         live = self.members.live
         return {worker: self.balance.weight(live[worker].incarnation) for worker in workers & live.keys()}
 
     def steps(self, worker: int) -> int:
-        """In mode `local`, how many steps a worker makes by itself until its next exchange; else 0."""
+        """The number of local steps until a worker's next exchange, in mode `local`; else 0."""
         most, member = self.consistency.steps, self.members.live.get(worker)
         if most is None or member is None:
             return most or 0
         return max(self.consistency.fragments or 1, round(most * self.balance.weight(member.incarnation)))
 
     def standing(self, worker: int, version: int) -> tuple[int, int]:
-        """A version, and how far a member's process has come in it; see `messages.Standing`.
+        """A version, and the number of its steps that a member's process has made; see `messages.Standing`.
 
         Args:
-            version: that the member has pulled. It may be the one that is being committed.
+            version: the version that the member has pulled. It may be the one that is being committed.
         """
         member, rounds = self.members.live.get(worker), self.rounds
         last = -1 if member is None else self.members.last_step(member)
@@ -320,7 +321,7 @@ class JobState:
         return version, max(last, *steps, -1) + 1
 
     def open_ledger(self, records: int, epochs: int, *, shares: int) -> None:
-        """The first worker names its data set; with `shares`, the schedule is fixed for that many workers."""
+        """Open the ledger for a data set. With `shares`, the schedule is fixed for so many workers."""
         if self.ledger is not None:
             return
         shard_records, size = self.data.shard_records, self.consistency.global_batch_size
@@ -332,10 +333,10 @@ class JobState:
             self.ledger = Ledger(records, epochs, shard_records)
 
     def match_ledger(self, records: int, epochs: int, batch: int, data: str = "") -> str:
-        """Compare a worker's data set with the job's; what is wrong with it in words, "" if nothing.
+        """Compare a worker's data set with the job's. Returns the difference in words; "" if there is none.
 
-        A job that continues from a checkpoint may train more epochs than it was to train when the checkpoint
-        was written. The first worker to take records decides.
+        A job that continues from a checkpoint may have more epochs than before. The first worker that takes
+        records decides.
         """
         assert self.ledger is not None
         self.batch = batch
@@ -352,7 +353,7 @@ class JobState:
         return dataset.too_small(self.ledger, batch, self.consistency, begins=not self.version)
 
     def take(self, worker: int, incarnation: int, batch: int) -> list[Range]:
-        """Hand records to a worker; none when the training was stopped."""
+        """Hand records to a worker; none if the training was stopped."""
         if self.stopped:
             return []
         if isinstance(self.ledger, FixedSchedule):
@@ -363,24 +364,24 @@ class JobState:
             if worker not in weights or self.rounds.is_behind(worker):
                 return []  # it has to get the open round's version first
             return self.ledger.take_portion(incarnation, worker=worker, weights=weights, least=self._least)
-        # Who was too late to compute on some records would be handed the same ones again.
+        # A worker that was late with some records would get the same ones again.
         fresh = worker in self.rounds.late_workers
         return self.ledger.take(incarnation, batch=batch, workers=len(self.members.live), fresh=fresh)
 
     def admit(self, worker: int, now: float) -> None:
-        """A worker has records to compute on. With a fixed schedule the open round waits for it."""
+        """Note that a worker has records to compute on. With a fixed schedule the open round waits for it."""
         self.rounds.admit(worker, at_once=isinstance(self.ledger, FixedSchedule))
         self._begins(self.members.live[worker].incarnation, now)
 
     def _begins(self, incarnation: int, now: float) -> None:
-        """A worker begins a step within the open round. It is measured if that says how fast it computes."""
+        """Note that a worker begins a step of the open round, to measure how fast it computes."""
         if self.consistency.global_batch_size is not None:
             self.pace.begins(incarnation, now)
         else:
             self.pace.idled(incarnation, now)
 
     def assign(self, member: Member) -> None:
-        """A worker's values are to become the next version: the steps of others go to whoever takes them."""
+        """Let a worker's values become the next version. Other workers' steps are dropped."""
         others = [who for worker, who in self.members.live.items() if worker in self.rounds.expected]
         self._give_back_steps(self.rounds.assign(member.worker))
         for other in others:
@@ -395,7 +396,7 @@ class JobState:
 
     @property
     def end(self) -> tuple[int, int, int, str] | None:
-        """Term and version that training has ended with, the chief, and what scripts keep with the job.
+        """The last term and version of training, the chief, and the scripts' state.
 
         None before there is a chief.
         """
@@ -409,13 +410,13 @@ class JobState:
         return self.chiefs.choose(member, epoch, live=live, ledger=self.ledger, stopped=stopped)
 
     def hung(self, now: float, limit: timedelta, *, queued: Set[int] = frozenset()) -> dict[int, float]:
-        """The workers that have kept others waiting for longer than `limit`, and for how many seconds.
+        """The workers for which others have waited longer than `limit`, and the seconds.
 
-        The open round lacks their steps, and another one's is finished, or a newcomer waits for the next
-        round; or somebody waits for the records that they hold.
+        The open round lacks their step while another worker's is finished or a new worker waits for the next
+        round, or a worker waits for the records that they hold.
 
         Args:
-            queued: in deterministic mode, the workers that wait until it is their turn to push.
+            queued: in deterministic mode, the workers that wait for their turn to push.
         """
         rounds, live = self.rounds, self.members.live
         missing: set[int] = set()
@@ -429,9 +430,9 @@ class JobState:
 
     @property
     def grace(self) -> timedelta | None:
-        """How long the open round waits for others when it has its quorum; None: as long as they take.
+        """How long the open round waits for other workers when it has its quorum; None: without a limit.
 
-        By itself it is a share of the time that workers need between two exchanges. In the first rounds of a
+        With `grace: auto` it is a share of the workers' time between two exchanges. In the first rounds of a
         term that is the time until the quorum's first exchanges.
         """
         if isinstance(self.consistency.grace, timedelta):
@@ -439,9 +440,9 @@ class JobState:
         return None if self.pace.about is None else timedelta(seconds=GRACE * self.pace.about)
 
     def hasten(self, now: float) -> float | None:
-        """If the open round has waited for as long as `grace` allows, it waits no longer.
+        """Stop the open round's wait for late workers if `grace` is over.
 
-        Returns for how many seconds it may still wait so; 0: it has just ceased to. None: it does not.
+        Returns the seconds that are left; 0: the wait has just ended; None: the round does not wait so.
         """
         lagging = self.rounds.lagging
         if not lagging or (grace := self.grace) is None:
@@ -454,10 +455,10 @@ class JobState:
         return 0.0
 
     def stop_computing(self, member: Member, *, abandoned: bool) -> None:
-        """A worker takes part in no round for now; what it holds goes to others.
+        """Take a worker out of the rounds for now, and give its records to others.
 
         Args:
-            abandoned: some of a step that it will not finish may be in the sums.
+            abandoned: the sums may have a part of a step that it will not finish.
         """
         if abandoned:
             self._give_back_steps(self.rounds.lose(member.worker))
@@ -466,9 +467,9 @@ class JobState:
         self.give_back(member.incarnation)
 
     def withdraw(self, worker: int) -> None:
-        """A worker, which is between two steps, takes part in no round for now.
+        """Take a worker that is between two steps out of the rounds for now.
 
-        With `strategy: all-reduce` the others make the round as another group, if it was of theirs.
+        With `strategy: all-reduce`, if the worker was in the group of the round, the others form a new one.
         """
         if self.state_holders is not None:
             self._give_back_steps(self.rounds.lose(worker))
@@ -476,7 +477,7 @@ class JobState:
             self.rounds.withdraw(worker)
 
     def drop(self, worker: int, outcome: str, reason: str = "", now: float | None = None) -> Member | None:
-        """Remove a member; what it holds goes to others, except records of a step that it has finished."""
+        """Remove a member. Its records go to others, except those of a finished step."""
         member = self.members.remove(worker, outcome=outcome, version=self.version, reason=reason, now=now)
         if member is None:
             return None
@@ -491,20 +492,20 @@ class JobState:
         return member
 
     def give_back(self, incarnation: int) -> None:
-        """Records that a worker holds go to others, except those of the steps that it has finished."""
+        """Give a worker's records to others, except those of its finished steps."""
         if self.ledger is not None:
             self.ledger.give_back(incarnation, keep=self._finished_by(incarnation))
 
     def to_compute_on(self, incarnation: int) -> list[Range]:
-        """The records that a worker holds, except those of the steps that it has finished."""
+        """The records that a worker holds, except those of its finished steps."""
         assert self.ledger is not None
         return self.ledger.held(incarnation, besides=self._finished_by(incarnation))
 
     def check_records(self, step: Contribution) -> None:
         """Raise LedgerError unless a worker holds its step's records, each once, for this step alone.
 
-        And if the step weighs more than these: it would dominate the mean. A fragment has been trained on the
-        records of earlier exchanges, too.
+        Raise it, too, if the step weighs more than its records: it would dominate the mean. A fragment may
+        weigh more, since it was trained on the records of earlier exchanges.
         """
         records = sum(r.records for r in step.records)
         if step.samples > max(1, records) and not self.consistency.fragments:
@@ -514,7 +515,7 @@ class JobState:
             )
         if self.ledger is None:
             return
-        before = self.rounds.done.get(step.worker)  # the same step, if its round has started again since
+        before = self.rounds.done.get(step.worker)  # the same step, if its round was restarted
         others = [c for c in self._finished(step.incarnation) if c != step and c is not before]
         self.ledger.check(step.incarnation, [r for c in (step, *others) for r in c.ranges])
 
@@ -525,17 +526,17 @@ class JobState:
         return [r for c in self._finished(incarnation) for r in c.ranges]
 
     def _give_back_steps(self, void: Iterable[Contribution]) -> None:
-        """The records of these steps, which are in no version, go to others."""
+        """Give the records of these steps, which are in no version, to others."""
         for c in void:
             if self.ledger is not None:
                 self.ledger.give_back_some(c.incarnation, c.ranges)
 
     def begin_again(self) -> None:
-        """The open round starts again. It must not be decided."""
+        """Restart the open round, which must not be decided."""
         self._give_back_steps(self.rounds.restart())
 
     def restart_round(self) -> None:
-        """A shard's sums are not those of the round that was decided: it starts again."""
+        """Restart the round, decided or not: a shard has other sums than the round needs."""
         self.settings, self.opened_with = self.settings_of_version, None
         again = self.rounds.undecide if self.rounds.decided else self.rounds.restart
         self._give_back_steps(again())
@@ -546,10 +547,10 @@ class JobState:
         return self.settings if self.opened_with is None else self.opened_with
 
     def decide_settings(self, contributions: Sequence[Contribution]) -> None:
-        """The settings of the version that the round makes are in force; see `schedules.after`.
+        """Set the settings of the version that the round makes; see `schedules.after`.
 
         Workers may pull that version before it is booked. The settings are decided once for a round, however
-        often the shards are ordered to make it: they count the version as a step.
+        often the order is repeated, since they count the version as a step.
         """
         if self.opened_with is None:
             self.opened_with, stale = self.settings, self.consistency.may_be_stale
@@ -558,13 +559,13 @@ class JobState:
             )
 
     def settings_to_step_with(self, contributions: Sequence[Contribution]) -> Settings:
-        """The settings in force, as these steps are made with them; see `schedules.to_step_with`."""
+        """The settings for the optimizer's step with these contributions; see `schedules.to_step_with`."""
         stalest = max(self.rounds.staleness[c.worker] for c in contributions)
         version = self.settings_of_version.position.version
         return schedules.to_step_with(self.settings, self.consistency, stalest=stalest, version=version)
 
     def book(self, contributions: Sequence[Contribution], now: float, *, decided: float) -> None:
-        """The shards have applied the round, decided at `decided`: count it, and open the next one."""
+        """Book the round, which was decided at `decided` and applied by the shards, and open the next."""
         staleness, sent = self.rounds.staleness, {c.incarnation for c in contributions}
         for c in contributions:
             if self.ledger is not None:

@@ -1,7 +1,7 @@
-"""What is reported: of the job's state, and by HTTP for people, probes and the operator.
+"""The status of a job, and the HTTP server that reports it to people, probes and the operator.
 
 GET /status, /loss, /evaluations, /healthz, /readyz, /metrics. Read only.
-It has a thread of its own and one for each request.
+The server has a thread, and one for each request.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from elastic_ps.server.state import JobState
 
 
 class StatusServer:
-    """Serves what `status` and `loss` return.
+    """Serves the results of `status` and `loss`.
 
     Args:
         bind: `host:port`; see `listening.listen_address`.
-        status: the parameter server's status now.
-        loss: the loss curve.
+        status: returns the parameter server's status.
+        loss: returns the loss curve.
 
     Raises:
         CannotListen: the port is taken.
@@ -85,7 +85,7 @@ class StatusServer:
         loss: Callable[[], list[tuple[int, float]]],
         evaluations: Callable[[], list[Evaluation]] = list,
     ) -> None:
-        """Serve what these return from now on."""
+        """Serve the results of these functions from now on."""
         self._status, self._loss, self._evaluations = status, loss, evaluations
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ def _number(value: float) -> str:
 
 
 def progress(state: JobState, now: float, durable: tuple[int, float] | None) -> Progress:
-    """How far the job is. `durable`: the newest checkpoint's version and Unix time."""
+    """The progress of the job. `durable`: the newest checkpoint's version and Unix time."""
     version, written = durable if durable is not None else (None, None)
     progress = Progress(
         version=state.version,
@@ -203,7 +203,7 @@ def progress(state: JobState, now: float, durable: tuple[int, float] | None) -> 
 
 
 def divergence(state: JobState, compression: Compression) -> Divergence | None:
-    """Why the job learns nothing, and what to change; None if it learns, or if that cannot be said."""
+    """Why the loss diverges, and what to change; None if it does not, or if that is unknown."""
     if (found := state.results.trend.found) is None:
         return None
     text = f"{found.text}. {advice(found, state.consistency, compression)}"
@@ -220,7 +220,7 @@ def _staleness(state: JobState) -> Staleness | None:
 
 
 def member_status(state: JobState, member: Member, now: float) -> MemberStatus:
-    """An incarnation as it is reported."""
+    """The report of an incarnation."""
     computing = member.worker in state.rounds.expected or member.worker in state.rounds.waiting
     here = "joining" if state.initialiser == member.worker else "training" if computing else "idle"
     record = state.pace.of_a_record.get(member.incarnation)

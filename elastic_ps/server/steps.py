@@ -1,7 +1,8 @@
-"""Records and steps: how shard 0 answers the workers that take part in rounds.
+"""Shard 0's handlers of the calls for records and steps.
 
-The decisions are `core`'s, the state is `state.JobState`, and `CommitCoordinator` tells the shards. What a
-call means stands in messages.proto. A handler that returns None has nothing to say: the worker asks again.
+`core` decides, `state.JobState` is the state, and `CommitCoordinator` sends orders to the shards.
+messages.proto describes the calls. If a handler returns None, nothing has happened, and the worker repeats
+the call.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class StepCalls:
     """Answers for a `Service`. All methods may be called from any thread and may block.
 
     Attributes:
-        job: its state.
+        job: the job's state.
     """
 
     def __init__(self, callers: Callers, shard_zero: ShardZero) -> None:
@@ -51,10 +52,10 @@ class StepCalls:
 
     @answers(calls.TAKE)
     def take(self, request: pb.TakeRequest, _: Incoming) -> pb.TakeReply:
-        """Hand out records. With `wait` the worker has none, and no round waits for it until it gets some.
+        """Hand out records. With `wait`, the worker has none, and no round waits for it until it has some.
 
         Raises:
-            Refused: STALE_INCARNATION; INVALID: the data set is not the one of the other workers.
+            Refused: STALE_INCARNATION; INVALID: the other workers have another data set.
         """
         if not (request.records and request.epochs and request.batch):
             raise Refused(RefusalCode.MALFORMED, "records, epochs and batch must be at least 1")
@@ -86,7 +87,7 @@ class StepCalls:
             else:
                 state.chiefs.early.discard(worker)
             if not held and state.finished and state.choose_chief(member, state.last_epoch):
-                return Look.AGAIN  # it is kept with the last version
+                return Look.AGAIN  # the chief is written with the last version
             if (
                 not held
                 and self._checkpoints.may_finish()
@@ -98,10 +99,10 @@ class StepCalls:
             if held and state.rounds.takes_part(worker) and not self.job.behind:
                 state.rounds.hand_out(worker)
                 if request.early and not request.HasField("epoch"):
-                    # Its script asks for epochs, and begins with this one.
+                    # Its script loops over epochs, and begins with this one.
                     state.chiefs.loops[worker] = held[0].epoch
                 return self._taken(state, incarnation, held, version=state.version)
-            # What is new here is told to the shards at once, not by the ticker.
+            # Send changes to the shards at once: the ticker would be later.
             return Look.AGAIN if self.job.unsent and not unsent else None
 
         answer = self.job.poll(decide, self._drive_and_keep)
@@ -110,7 +111,7 @@ class StepCalls:
     def _taken(
         self, state: JobState, incarnation: int, ranges: Sequence[Range] = (), **said: Any
     ) -> pb.TakeReply:
-        """The answer to the member's last call, also when it is repeated; the lock is held."""
+        """The answer to the member's last call, and to its repetitions. The lock is held."""
         reply = pb.TakeReply(ranges=ranges_to_message(ranges), stopped=state.stopped, **said)
         return state.calls.answered(incarnation, reply)
 
@@ -122,9 +123,9 @@ class StepCalls:
             raise Refused(RefusalCode.INVALID, wrong)
 
     def _skip(self, state: JobState, member: Member, skipped: Sequence[Range]) -> None:
-        """A script has left records out, and makes no step to tell so with; the lock is held."""
+        """Skip records that a script has left out without a step. The lock is held."""
         if not skipped or not state.rounds.knows(member.worker):
-            return  # its step came late: what it held has gone to others, who train it
+            return  # its step was late, and other workers train its records
         assert state.ledger is not None
         try:
             state.ledger.check(member.incarnation, skipped)
@@ -136,16 +137,16 @@ class StepCalls:
         )
 
     def _withdraw(self, state: JobState, member: Member, abandoned: bool) -> None:
-        """A worker computes nothing for now; the lock is held."""
+        """Note that a worker computes nothing for now. The lock is held."""
         if abandoned or state.rounds.takes_part(member.worker) or member.worker in state.rounds.waiting:
             state.stop_computing(member, abandoned=abandoned)
-        else:  # it may be late, and has to stay known as that
+        else:  # it may be late, and has to stay known as late
             state.give_back(member.incarnation)
         state.starved.add(member.worker)
         self.job.note_change()
 
     def _hold(self, state: JobState, member: Member, batch: int) -> list[Range]:
-        """The records of a worker that waits for some; with them it is admitted. The lock is held."""
+        """Give records to a worker that waits for some, and admit it. The lock is held."""
         worker, incarnation = member.worker, member.incarnation
         if state.stopped:
             state.give_back(incarnation)
@@ -159,17 +160,17 @@ class StepCalls:
             state.starved.discard(worker)
         else:
             state.starved.add(worker)
-            if worker in state.rounds.late_workers:  # it is not coming back to the open round
+            if worker in state.rounds.late_workers:  # it does not return to the open round
                 state.withdraw(worker)
                 self.job.note_change()
-        if held and not state.rounds.knows(worker):  # else two that wait would wake each other
+        if held and not state.rounds.knows(worker):  # otherwise two that wait would wake each other
             state.admit(worker, self.job.clock())
             self.job.note_change()
         return held
 
     @answers(calls.RELEASE)
     def release(self, request: pb.ReleaseRequest, _: Incoming) -> None:
-        """A worker gives back its records; rounds no longer wait for it. It stays a member."""
+        """Take back a worker's records. Rounds no longer wait for it, but it stays a member."""
         with self.job.member(request.caller) as (state, member):
             if not state.calls.begin(member.incarnation, request.caller.call):
                 return
@@ -185,10 +186,10 @@ class StepCalls:
 
     @answers(calls.BEGIN)
     def begin(self, request: pb.BeginRequest, _: Incoming) -> pb.BeginReply | None:
-        """The round that a step is let in to.
+        """The round in which a worker may push its step.
 
         Raises:
-            Refused: LATE: enough others have begun theirs. The step is void, and its records go to others.
+            Refused: LATE: the round has enough other steps. The step is dropped; its records go to others.
         """
         worker, version = request.caller.worker, request.version
         round_: int | None = None
@@ -208,19 +209,19 @@ class StepCalls:
                 if entry is not Entry.IN:
                     return None
                 round_ = state.version
-            if state.version != round_:  # it has asked again, been answered, and finished
+            if state.version != round_:  # a repeated call was answered, and the worker has finished
                 return pb.BeginReply(pending=True)
             return None if self.job.behind else pb.BeginReply(version=round_, attempt=state.rounds.attempt)
 
         try:
             return self.job.poll(decide, self._commit.drive)
         except Refused:
-            self._commit.drive()  # one that is late takes no part any more
+            self._commit.drive()  # a late worker no longer takes part
             raise
 
     @answers(calls.AWAIT)
     def await_version(self, request: pb.AwaitRequest, _: Incoming) -> pb.AwaitReply | None:
-        """In mode `accumulate`, after a step: what the worker is to do. Raises Refused; see `after_step`."""
+        """Say what a worker does after a step in mode `accumulate`. Raises Refused; see `after_step`."""
 
         def decide(state: JobState) -> pb.AwaitReply | None:
             member, now = self.job.check(request.caller), self.job.clock()
@@ -237,13 +238,13 @@ class StepCalls:
 
     @answers(calls.ASSIGN)
     def assign(self, request: pb.AssignRequest, _: Incoming) -> pb.AssignReply | None:
-        """A worker's values are to become the next version.
+        """Let a worker's values become the next version.
 
-        The worker asks again until the answer is `done`, and pushes its values whenever it is told to. Of the
-        workers that assign values without knowing of each other's, the first one's count.
+        The worker repeats the call until the answer is `done`, and pushes its values when the answer says so.
+        If several workers assign values to the same version, those of the first count.
 
         Raises:
-            Refused: INVALID; consistency is one in which no values can be assigned.
+            Refused: INVALID; the mode does not allow it.
         """
         if not self.job.spec.consistency.may_assign:
             raise Refused(RefusalCode.INVALID, "values can be assigned with consistency.mode sync alone")
@@ -271,10 +272,10 @@ class StepCalls:
         return pb.Done(duplicate=not self.finished(request, incoming))
 
     def finished(self, request: pb.FinishRequest, incoming: Incoming) -> bool:
-        """A worker's step is complete on all shards, also if it is said in another call.
+        """Note that a worker's step is complete on all shards. A Push may carry this call.
 
-        The call that completes a round commits it and returns when the shards have applied it. Returns False
-        if the step was known.
+        The call that completes a round commits it, and returns when the shards have applied it. Returns False
+        if the step is known already.
 
         Raises:
             Refused: see `SyncRounds.finish`; INVALID: records that the worker does not hold, or settings that
@@ -294,8 +295,10 @@ class StepCalls:
             if contribution.step <= member.last_step:
                 return False
             if not state.rounds.takes_part(member.worker):
-                text = f"step {contribution.step} of worker {member.worker} is void: it takes no part"
-                raise Refused(RefusalCode.LATE, text)
+                text = (
+                    f"step {contribution.step} of worker {member.worker} is dropped: the worker takes no part"
+                )
+                raise Refused(RefusalCode.LATE, f"{text} in the round")
             try:
                 state.check_records(contribution)
                 if settings is not None:
@@ -313,18 +316,18 @@ class StepCalls:
         return new
 
     def is_applied(self, request: pb.PushRequest) -> bool:
-        """Whether the step of this push is in the model. Raises Refused: the caller is no member."""
+        """Whether the model has the step of this push. Raises Refused: the caller is no member."""
         with self.job.member(request.caller) as (_, member):
             return request.step <= member.last_step
 
-    # --- where the workers make the steps themselves
+    # --- with strategy all-reduce
 
     @answers(calls.MEET)
     def meet(self, request: pb.MeetRequest, incoming: Incoming) -> pb.MeetReply | None:
-        """Come to a barrier of the open round, and wait for the others; or learn that another round is open.
+        """Let a worker wait at a barrier of the open round, or tell it that another round is open.
 
-        Gradients and values do not come here, but for a version that is to be written to disk, which one
-        worker sends.
+        Gradients and values are not sent here, except the values of a version that is written to disk, which
+        one worker sends.
 
         Raises:
             Refused: STALE_INCARNATION; LATE: the worker does not make the open round.
@@ -336,7 +339,7 @@ class StepCalls:
             try:
                 self.finished(request.finish, incoming)
             except Refused as refusal:
-                if refusal.code is not RefusalCode.STALE_ATTEMPT:  # the answer says which is open
+                if refusal.code is not RefusalCode.STALE_ATTEMPT:  # the answer names the open round
                     raise
         try:
             barrier = Barrier(request.barrier) if request.HasField("barrier") else None
@@ -368,15 +371,15 @@ class StepCalls:
                 return None
             if barrier is Barrier.GRADIENTS or rounds.source is not None or state.values_are_here:
                 return _met(state, worker, barrier)
-            self.job.turn(CourseEvent.ROLL_BACK)  # nobody of the group has the version
+            self.job.turn(CourseEvent.ROLL_BACK)  # no worker of the group has the version
             return Look.AGAIN
 
         return self.job.poll(decide, self._commit.drive)
 
     def _part(self, request: pb.MeetRequest) -> pb.MeetReply:
-        """A worker that has the values of the version stops making rounds: is it to send them first?
+        """Whether a worker that leaves the rounds has to send the values of the version first.
 
-        If no other worker of the open round has them, they would be lost with this one.
+        If no other worker of the open round has the values, they would be lost with this worker.
         """
         with self.job.member(request.caller) as (state, member):
             rounds, _ = state.all_reduce
@@ -385,7 +388,7 @@ class StepCalls:
 
 
 def _met(state: JobState, worker: int, barrier: Barrier | None = None) -> pb.MeetReply:
-    """The open round. `barrier`: where all of the group are together. The lock is held."""
+    """The reply with the open round. `barrier`: all of the group have reached it. The lock is held."""
     rounds, state_holders = state.all_reduce
     live = state.members.live
     group = [live[other] for other in rounds.group if other in live]
@@ -413,7 +416,7 @@ def _met(state: JobState, worker: int, barrier: Barrier | None = None) -> pb.Mee
 
 
 def _traffic(request: pb.FinishRequest) -> dict[str, Any]:
-    """What a worker has sent and received since it joined; see `Member.traffic`."""
+    """Keep the bytes that a worker has sent and received since it joined; see `Member.traffic`."""
     told = request.traffic.ListFields()
     traffic = {field.name: value for field, value in told if isinstance(value, str) or math.isfinite(value)}
     if traffic.get("codec", "") not in CANDIDATES:

@@ -1,4 +1,4 @@
-"""Tensors of a bucket: flat memory, the optimizer over it, and the state that a checkpoint holds."""
+"""The tensors of a bucket: flat memory, the optimizer that steps it, and the state for a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ class BucketValues:
     """One bucket: its values, the sum of the open round, and its optimizer. Not thread-safe.
 
     Args:
-        bucket: what it is.
-        stale: contributions may have been computed on an older version, so that a maximum must not go back.
+        bucket: its place in the layout.
+        stale: contributions may have been computed on an older version, so a maximum must not decrease.
         allocate: gives the memory of the values.
-        deltas: encodes what workers get of a new version; None: they get all of its values. For float32.
+        deltas: encodes the change to a new version; None: workers get all values. Only for float32.
 
     Attributes:
-        bucket: what it is.
-        values: flat, of the bucket's dtype; what workers pull.
+        bucket: its place in the layout.
+        values: the values that workers pull, flat, of the bucket's dtype.
         memory: the bytes of `values`.
-        master: what the optimizer steps; `values` itself unless they are of half precision, or `deltas` has
-            not told the workers all of it yet.
-        version: number of steps taken.
-        changed: the first version that has the values of now.
-        delta: what makes these values of the ones before; None: nothing does.
-        draft: the number under which the values were sent before their round was decided; 0: they were not.
-        weight: samples of all contributions to the open round's sum.
-        present: for each piece, whether one of them had a gradient for it. Another one takes its place.
+        master: the values that the optimizer steps. This is `values`, unless these have half precision, or
+            `deltas` is given.
+        version: the number of steps taken.
+        changed: the first version with the present values.
+        delta: the change from the previous values to these; None: it is not known.
+        draft: the number with which the values were sent before their round was decided; 0: they were not.
+        weight: the samples of all contributions to the open round's sum.
+        present: for each piece, whether a contribution has a gradient for it. The list is never changed.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class BucketValues:
         self._sum: torch.Tensor | None = None
         self._sums: list[torch.Tensor] = []  # of each piece
         self._bound = 0.0  # no element of the open round's sum has a larger magnitude
-        self._blank = False  # nothing has been added to the open round's sum, whose memory holds anything
+        self._blank = False  # nothing was added to the open round's sum, whose memory is not set
         self._lowest = 0
         self.present: Sequence[bool] = []
         self._bounds = [0]
@@ -95,7 +95,7 @@ class BucketValues:
         return flat[self._bounds[index] : self._bounds[index + 1]]
 
     def initialise(self, values: torch.Tensor, *, version: int | None = None) -> None:
-        """Take the first values from a worker, or those of a version that the workers have made."""
+        """Take the first values from a worker, or the values of a version that the workers have made."""
         self.values.copy_(values)
         self.master.copy_(values)
         if version is not None:
@@ -106,7 +106,7 @@ class BucketValues:
 
         Args:
             kinds, groups: the class and the hyperparameters of each parameter group.
-            tensors: all of the model's.
+            tensors: all tensors of the model.
 
         Raises:
             InvalidModel: it cannot be made.
@@ -119,15 +119,15 @@ class BucketValues:
 
     @property
     def lags(self) -> bool:
-        """Whether deltas lose something, so that workers may have other values than the optimizer steps."""
+        """Whether deltas are lossy, so that workers may have other values than `master`."""
         return self._deltas is not None and not self._deltas.lossless
 
     @property
     def sum(self) -> torch.Tensor:
-        """What the open round's contributions make so far: flat, of the dtype that sums are kept in.
+        """The sum of the open round's contributions so far: flat, of the dtype of sums.
 
-        Of gradients it is the mean, weighted by samples: that is one pass over memory for each contribution,
-        as a sum would be, and the step has nothing to divide.
+        For gradients it is the mean, weighted by samples. The mean takes one pass over memory for each
+        contribution, as a sum does, and the step need not divide.
         """
         total = self._memory()
         if self._blank:
@@ -143,7 +143,7 @@ class BucketValues:
         return self._sum
 
     def add_nothing(self, samples: int, *, first: bool) -> None:
-        """Add a worker's step that has no gradient for any piece; `first` begins a new sum."""
+        """Add a worker's step without any gradient. `first` begins a new sum."""
         self.weight = samples if first else self.weight + samples
         if first:
             self._blank, self._bound = True, 0.0
@@ -161,11 +161,11 @@ class BucketValues:
         worker: int = 0,
         largest: float = math.inf,
     ) -> None:
-        """Add a worker's values to the round's sum; `first` begins a new sum. Sparse ones are gradients.
+        """Add a worker's values to the round's sum. `first` begins a new sum. Sparse values are gradients.
 
         Args:
-            worker: index of the worker; the lowest one's values count for a BROADCAST.
-            largest: no value's magnitude is above it, as far as is known.
+            worker: index of the worker. For a BROADCAST the values of the lowest index count.
+            largest: a bound of the values' magnitudes.
         """
         if not present:
             present = [True] * len(self.bucket.pieces)
@@ -198,10 +198,10 @@ class BucketValues:
     def _add_gradient(
         self, gradient: torch.Tensor | Sparse, share: float, rest: float, largest: float, *, first: bool
     ) -> None:
-        """Move the mean towards a gradient that has this share of its weight. Nothing overflows by that.
+        """Update the mean with a gradient that has this share of the weight. This does not overflow.
 
         Args:
-            rest: the share of all others; it is not 1 - `share` to the bit if it is small.
+            rest: the share of all others. If it is small, 1 - `share` differs from it by rounding.
         """
         total = self._memory()
         self._bound = largest if first else max(self._bound, largest)
@@ -226,11 +226,11 @@ class BucketValues:
         return float(torch.linalg.vector_norm(self.sum, dtype=torch.float64))
 
     def apply(self, groups: Groups, version: int, *, divisor: float = 1.0) -> None:
-        """Make `version` out of the round's sum, which is nothing any more after that.
+        """Make `version` from the round's sum. The sum is not valid after that.
 
         Args:
             groups: the optimizer's hyperparameters.
-            divisor: what the mean gradient is divided by.
+            divisor: the mean gradient is divided by it.
         """
         self.draft = 0
         if self.bucket.rule is Rule.MAXIMUM:
@@ -252,14 +252,14 @@ class BucketValues:
         return any(groups[number].get(key) for number in self._stepper.groups for key in LIMITS)
 
     def assign(self, version: int) -> None:
-        """Make the round's sum, which is of one worker's values, `version`; the optimizer's state stays."""
+        """Make `version` of one worker's values, which are the sum. The optimizer's state stays."""
         self.master.copy_(self.sum)
         self.values.copy_(self.sum)
         self.draft, self.delta = 0, None
         self.version = self.changed = version
 
     def mirror(self, other: BucketValues) -> None:
-        """Become a copy of `other`, which is of the same bucket, with its optimizer's state and its sum."""
+        """Copy the values, the optimizer's state and the sum of `other`, which is of the same bucket."""
         self.values.copy_(other.values)
         if self.master is not self.values:
             self.master.copy_(other.master)
@@ -273,7 +273,7 @@ class BucketValues:
 
     @property
     def states(self) -> list[Mapping[str, Any]]:
-        """The optimizer's state of each piece; {} for one that was never stepped. The tensors are live."""
+        """The optimizer's state of each piece, live; {} for a piece that was never stepped."""
         if self._stepper is None:
             return []
         return [self._stepper.state_of(index) for index in range(len(self._parameters))]
@@ -296,7 +296,7 @@ class BucketValues:
             values.masked_fill_(mask, 0)
 
     def _publish(self, version: int) -> None:
-        """Give the values that workers pull what the optimizer has stepped, as far as the codec does."""
+        """Update the values that workers pull from those that the optimizer has stepped."""
         if self._deltas is not None:
             index, since = self.bucket.index, self.changed
             self.delta = make_delta(
@@ -306,7 +306,7 @@ class BucketValues:
             self.values.copy_(self.master)
 
     def delta_for(self, held: int | None) -> Delta | None:
-        """What a worker can add to the values that it has, of version `held`; None: it needs all of them."""
+        """The change since version `held`, for a worker that has that; None: it needs all values."""
         return None if held is None or self.delta is None or held < self.delta.since else self.delta
 
     def _limit(self) -> None:
@@ -323,7 +323,7 @@ class BucketValues:
                     parameter.data.view(-1, rows[id(parameter)]).renorm_(2, 0, group[MAX_NORM])
 
     def state(self) -> Iterator[Stored]:
-        """The optimizer's state. The tensors are live: copy them before the next `apply`."""
+        """The optimizer's state. The tensors are live: the next `apply` changes them."""
         if self._stepper is None:
             return
         for piece, state in zip(self.bucket.pieces, self.states, strict=True):
@@ -352,13 +352,13 @@ class BucketValues:
         self._stepper.take(index, state)
 
     def usual_state(self, index: int) -> dict[str, tuple[str, bool]]:
-        """What the optimizer keeps for a piece: key -> (dtype, whether it is one number for all of it)."""
+        """The entries of the optimizer's state of a piece: key -> (dtype, whether it is one number)."""
         if self._stepper is None or index >= len(self._parameters):
             return {}
         return self._stepper.usual_state(index)
 
     def load(self, stored: Source, version: int) -> None:
-        """Take values and optimizer state of `version` over; nothing else is read of what is stored."""
+        """Take values and optimizer state of `version` over. Reads nothing else."""
         for index, piece in enumerate(self.bucket.pieces):
             where = (piece.tensor, piece.start, piece.length)
             values, state = stored.value(*where), stored.state(*where)
@@ -375,7 +375,7 @@ class BucketValues:
 def bytes_of(
     buckets: Iterable[BucketValues], kinds: Sequence[Kind], groups: Groups, tensors: Sequence[TensorSpec]
 ) -> int:
-    """How many bytes these buckets take with sums and optimizer's state, when they have been stepped.
+    """The bytes that these buckets take with sums and optimizer's state, once they were stepped.
 
     The other arguments are those of `BucketValues.build_optimizer`. Raises what `usual_state` raises.
     """
@@ -398,9 +398,9 @@ def bytes_of(
 
 
 def _move_mean(mean: torch.Tensor, value: torch.Tensor, share: float) -> None:
-    """Make `mean` the mean of itself and `value`, which has `share` of the weight.
+    """Update `mean` with `value`, which has `share` of the weight.
 
-    The mean of equal values is that value to the bit, so that a constant does not drift by rounding; nothing
+    The mean of equal values is that value to the bit, so a constant does not drift by rounding. Nothing
     overflows, since weights are below 1.
     """
     mixed = mean * (1 - share) + value * share
@@ -408,18 +408,18 @@ def _move_mean(mean: torch.Tensor, value: torch.Tensor, share: float) -> None:
 
 
 Groups = Sequence[Mapping[str, Any]]
-"""For each parameter group of the model, its hyperparameters."""
+"""The hyperparameters of each parameter group of the model."""
 
 
 class Stepper:
     """Steps the pieces of a bucket. Not thread-safe.
 
-    One optimizer of torch does it, or several where the parameter groups are of different classes.
+    It has one optimizer of torch, or several if the parameter groups have different classes.
 
     Args:
         kinds, groups: the class and the hyperparameters of each parameter group of the model.
         pieces: the parameters to step, flat.
-        group_of: for each of them, the index of its parameter group.
+        group_of: the index of the parameter group of each.
 
     Raises:
         InvalidModel: an optimizer cannot be made.
@@ -434,7 +434,7 @@ class Stepper:
     ) -> None:
         self._pieces, self._group_of = pieces, group_of
         self.groups = sorted(set(group_of))
-        """The parameter groups that have a piece here."""
+        """The parameter groups of the pieces."""
         alike: dict[tuple[object, ...], list[int]] = {}
         for group in self.groups:
             constructed = [groups[group].get(key) for key in sorted(CONSTRUCTED)]
@@ -444,7 +444,7 @@ class Stepper:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of torch's optimizers, with their parameters."""
+        """The groups of torch's optimizers, with their parameters."""
         return [group for one in self._each for group in one.optimizer.param_groups]
 
     def step(self, present: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
@@ -457,23 +457,23 @@ class Stepper:
                 one.make_step(one.optimizer)
 
     def prepare(self, groups: Groups) -> None:
-        """These hyperparameters are in force."""
+        """Use these hyperparameters from now on."""
         for one in self._each:
             for own, number in zip(one.optimizer.param_groups, one.groups, strict=True):
                 own.update(groups[number])
 
     def state_of(self, index: int) -> Mapping[str, Any]:
-        """What is kept of a piece; {} if it was never stepped. The tensors are live."""
+        """The state of a piece, live; {} if it was never stepped."""
         state: Mapping[str, Any] = self._one(index).optimizer.state.get(self._pieces[index], {})
         return state
 
     def take(self, index: int, state: Mapping[str, Any]) -> None:
-        """Go on with this state of a piece, which was saved; see `usual_state`."""
+        """Continue from a saved state of a piece; see `usual_state`."""
         one = self._one(index)
         one.optimizer.state[self._pieces[index]] = with_numbers(state, one.numbers)
 
     def mirror(self, index: int, state: Mapping[str, Any]) -> None:
-        """Have a copy of this state of a piece, in the memory that there is as far as it fits."""
+        """Copy this state of a piece, into existing memory if the keys are the same."""
         kept = self._one(index).optimizer.state
         own = kept.get(self._pieces[index], {})
         if own.keys() != state.keys():
@@ -485,7 +485,7 @@ class Stepper:
                 own[key] = value.clone() if isinstance(value, torch.Tensor) else value
 
     def usual_state(self, index: int) -> dict[str, tuple[str, bool]]:
-        """What is kept of a piece after a step: key -> (dtype, whether it is one number for all of it)."""
+        """The state of a piece after a step: key -> (dtype, whether it is one number for all of it)."""
         one, piece = self._one(index), self._pieces[index]
         own = one.optimizer.param_groups[one.groups.index(self._group_of[index])]
         values = {key: value for key, value in own.items() if key != "params"}
@@ -521,7 +521,7 @@ class _One:
         self.numbers = usual_numbers(kind, first)
 
     def parts(self, present: Sequence[int]) -> list[frozenset[int]]:
-        """The pieces to step, in parts: torch's fused SGD fails if some have a momentum and some not."""
+        """Divide the pieces to step: torch's fused SGD fails if only some have a momentum buffer."""
         state = self.optimizer.state
         if len(state) == len(self.pieces) and all(state.values()):
             return [frozenset(present)] if present else []

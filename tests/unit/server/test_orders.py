@@ -80,7 +80,7 @@ def test_an_answer_arrives_as_it_was_given(report: Report) -> None:
 
 
 def test_what_nobody_can_have_said_is_refused() -> None:
-    with pytest.raises(Malformed, match="9 is not how far a standby can be"):
+    with pytest.raises(Malformed, match="9 is not a state of a standby"):
         report_from_message(pb.AdvanceReply(standby=9))
     for text in ("", "{", "[]", "{}"):
         with pytest.raises(Malformed, match="not the settings of an optimizer"):
