@@ -57,11 +57,11 @@ def serve(variables: Mapping[str, str], fate: Fate | None) -> None:
         die()
 
     def write_shard(
-        store: Store, term: int, at: int, shard: int, shards: int, tensors: Iterator[Any], *, number: int
+        store: Store, term: int, at: int, shard: int, shards: int, tensors: Iterator[Any], **named: Any
     ) -> Any:
         within = moment == "within a file" and at >= version
         given = until_dead(tensors) if within else tensors
-        return write(store, term, at, shard, shards, given, number=number)
+        return write(store, term, at, shard, shards, given, **named)
 
     def committed(store: Store, manifest: Any, **options: Any) -> None:
         if moment == "before the manifest" and manifest.version >= version:
