@@ -14,7 +14,6 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BufferedRandom
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -131,11 +130,11 @@ def _text_of(path: Path, limit: int) -> str:
         raise CheckpointCorrupt(f"{path} is not text: {error}") from error
 
 
-def create(path: Path) -> BufferedRandom:
-    """Open a new file to write and read. An existing one is deleted, never written to. Raises OSError."""
+def create(path: Path) -> BinaryIO:
+    """Open a new file to write. An existing one is deleted, never written to. Raises OSError."""
     path.unlink(missing_ok=True)
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return open(path, "w+b", opener=lambda name, _: os.open(name, flags, 0o666))
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(path, "wb", opener=lambda name, _: os.open(name, flags, 0o666))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -55,10 +55,7 @@ _NAME = re.compile(r"(\d{1,9})/(\d{1,15})/(\w{1,100})/(elements|scalar)", re.ASC
 
 
 def write(path: Path, described: Sequence[Stored], tensors: Iterable[Stored]) -> ShardFile:
-    """Write and flush a new file. Raises OSError.
-
-    The digest takes several times as long as writing to the system's cache. So it is computed from the file
-    after all tensors are in it, and they may change again early.
+    """Write and flush a new file. The digest is that of what was to be written. Raises OSError.
 
     Args:
         described: `tensors`, of which only names, dtypes and shapes are used.
@@ -72,14 +69,15 @@ def write(path: Path, described: Sequence[Stored], tensors: Iterable[Stored]) ->
         header[stored.name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    size = 8 + len(text) + end
+    digest, size = hashlib.sha256(), 0
     with files.create(path) as file:
-        written = sum(file.write(part) for part in _parts(text, tensors))
-        assert written == size, "the tensors are other ones than those described"
-        file.seek(0)
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        for part in _parts(text, tensors):
+            file.write(part)
+            digest.update(part)
+            size += len(part)
+    assert size == 8 + len(text) + end, "the tensors are not those that were described"
     files.flush(path)
-    return ShardFile(path.name, digest, size)
+    return ShardFile(path.name, digest.hexdigest(), size)
 
 
 def _parts(header: bytes, tensors: Iterable[Stored]) -> Iterator[bytes | memoryview]:
