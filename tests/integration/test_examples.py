@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -147,12 +149,33 @@ def test_the_autoscaler_fits_the_job_that_it_names() -> None:
     assert container["resources"]["requests"]["cpu"], "the autoscaler divides by it"
 
 
+def program(directory: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    """Run Python with these words in the directory, to its end, which is a success."""
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=directory,
+        env=os.environ | {"XDG_STATE_HOME": str(directory / "state"), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 @pytest.mark.nightly
 def test_a_sweep_prints_a_row_for_each_rate(tmp_path: Path) -> None:
-    words = [sys.executable, str(EXAMPLES / "sweep" / "sweep.py"), "0.0001", "0.05", "--epochs", "3"]
-    environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state"), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = program(tmp_path, EXAMPLES / "sweep" / "sweep.py", "0.0001", "0.05", "--epochs", "3")
     rows = [line.split() for line in done.stdout.splitlines()]
     assert [row[0] for row in rows] == ["lr", "0.0001", "0.05"]
     assert float(rows[1][1]) > float(rows[2][1]), "with so small a rate nothing is learnt"
+
+
+@pytest.mark.nightly
+def test_the_notebook_runs_a_job_and_plots_its_loss(tmp_path: Path) -> None:
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
+    file = tmp_path / "examples" / "notebook" / "digits.ipynb"
+    program(file.parent, ROOT / "tests" / "testing" / "scripts" / "execute_notebook.py", file.name)
+    outputs = [output for cell in json.loads(file.read_text())["cells"] for output in cell.get("outputs", [])]
+    assert any("Succeeded: 7,185 records" in "".join(output.get("text", "")) for output in outputs)
+    assert "image/png" in outputs[-1]["data"]
