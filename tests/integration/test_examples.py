@@ -23,6 +23,7 @@ from elastic_operator import builders, crd
 from elastic_ps import load_checkpoint
 from elastic_ps.api.job import KIND, TrainingJob, load_job, parse_job
 from elastic_ps.cli.parser import build_parser
+from elastic_ps.contrib.models import LeNet
 from elastic_ps.drill.faults import Fault, schedule
 from elastic_ps.drill.runner import Drill, run
 from elastic_ps.local import Options
@@ -96,6 +97,19 @@ def test_two_networks_learn_in_turn(tmp_path: Path) -> None:
     both = networks()
     load_checkpoint(tmp_path / "checkpoints", both)
     assert max(float(p.detach().abs().max()) for p in both["critic"].parameters()) < 0.1001
+
+
+@pytest.mark.nightly
+def test_an_evaluator_keeps_the_best_checkpoint(tmp_path: Path) -> None:
+    job = load_job(EXAMPLES / "digits" / "evaluated.yaml")
+    job.spec.arguments["epochs"] = 6
+    job.spec.parameter_server.checkpoint.path = str(tmp_path / "checkpoints")
+    progress = proven(job, tmp_path).result.progress
+    assert progress is not None
+    assert progress.evaluation is not None
+    best = progress.evaluation.best_version
+    assert best is not None
+    assert load_checkpoint(tmp_path / "checkpoints", LeNet(size=8), version=best) == best
 
 
 @pytest.mark.nightly
