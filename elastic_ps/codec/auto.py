@@ -1,4 +1,4 @@
-"""The codec `auto`: one of several, as the worker says, that loses no more than the job allows."""
+"""The codec `auto`: the worker chooses one of several that loses no more than the job allows."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ CANDIDATES: Mapping[str, type[Codec]] = {
     "signsgd": SignSGD,
     "topk": TopK,
 }
-"""Those that it may be, with their usual options; the later ones lose more."""
+"""The candidates, with their default options. Later ones lose more."""
 
 
 class Auto(Codec):
-    """Encodes with the candidate that is in use, and says which it was.
+    """Encodes with the chosen candidate, and records which one.
 
-    The relative error of what it makes of a tensor t, the gradient and what was left over before, is
-    |t - decoded| / |t|, in the Euclidean norm. Where a candidate would lose more than `max_error`, the
-    nearest one that loses less takes its place. So no tensor is sent with a larger error.
+    The relative error of a tensor t, the gradient plus earlier remainders, is |t - decoded| / |t| in the
+    Euclidean norm. If a candidate would lose more than `max_error`, the next one that loses less is used. So
+    no tensor is sent with a larger error.
 
-    Thread-safe, but for `begin`.
+    Thread-safe, except `begin`.
 
     Attributes:
-        choice: of the candidate, for whoever measures how long steps take.
+        choice: chooses the candidate by the measured times of steps.
     """
 
     feedback = True
@@ -50,13 +50,13 @@ class Auto(Codec):
         self.begin(self._names[0])
 
     def begin(self, candidate: str) -> None:
-        """From now on use this one."""
+        """Use this candidate from now on."""
         self._first = self._names.index(candidate)
-        self._squares = [0.0, 0.0]  # of what was lost, and of everything
+        self._squares = [0.0, 0.0]  # sums of squares: of the losses, and of all elements
 
     @property
     def error(self) -> float:
-        """The relative error that the candidate has had since `begin`, of all tensors together."""
+        """The relative error of the candidate since `begin`, over all tensors."""
         with self._lock:
             lost, whole = self._squares
         return math.sqrt(lost / whole) if whole else 0.0
@@ -82,7 +82,7 @@ class Auto(Codec):
         codec.decode(encoded, out)
 
     def within(self, encoded: Encoded, elements: int) -> tuple[Codec, Encoded]:  # noqa: ARG002
-        """See `Codec.within`: the one that was used."""
+        """See `Codec.within`: the candidate that was used."""
         name = encoded.values.get(NAME)
         if name not in self._codecs:
             raise ValueError(f"it is encoded as {name!r}; expected one of {', '.join(self._names)}")

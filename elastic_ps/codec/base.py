@@ -1,12 +1,12 @@
-"""The interface of a codec: what a gradient looks like on the wire.
+"""The interface of a codec, which encodes gradients for the network.
 
-`encode` makes named tensors and plain values of a gradient, `decode` makes a gradient of them. A codec that
-is biased is used with error feedback by the worker: what a step has lost is added to the next one's gradient
-(Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Karimireddy et al. 2019, "Error Feedback Fixes
-SignSGD and other Gradient Compression Schemes").
+`encode` turns a gradient into named tensors and plain values, `decode` turns them into a gradient. The worker
+uses a biased codec with error feedback: the loss of a step is added to the next one's gradient (Seide et al.
+2014, "1-Bit Stochastic Gradient Descent"; Karimireddy et al. 2019, "Error Feedback Fixes SignSGD
+and other Gradient Compression Schemes").
 
-A codec of your own is a subclass, named as `module:Class`. It is imported by the workers and by the
-parameter server, so it has to be in the images of both.
+A user's own codec is a subclass, named as `module:Class`. Workers and parameter servers import it, so the
+images of both need it.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from elastic_ps.errors import Malformed
 
 @dataclass(frozen=True)
 class Encoded:
-    """What `encode` makes: tensors of any shape on the CPU, and values as JSON can carry them."""
+    """The result of `encode`: tensors of any shape on the CPU, and JSON values."""
 
     tensors: Mapping[str, torch.Tensor]
     values: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Sparse(NamedTuple):
-    """A flat gradient of which few elements are not zero.
+    """A flat gradient with few elements other than zero.
 
     Attributes:
-        places: int64; where those elements are.
-        values: the elements, in the same order. If a place is there twice, their sum is meant.
+        places: the indexes of those elements, int64.
+        values: the elements, in the same order. Elements of the same place are summed.
     """
 
     places: torch.Tensor
     values: torch.Tensor
 
     def at_once(self) -> torch.Tensor:
-        """The values, with one for each place: what is there twice is added up."""
+        """A copy with one value for each place: values of the same place are summed."""
         places, where = self.places.unique(return_inverse=True)
         if len(places) == len(where):
             return self.values
@@ -54,7 +54,7 @@ class Sparse(NamedTuple):
         )
 
     def without(self, absent: Sequence[slice]) -> Sparse:
-        """But for the elements in these slices."""
+        """A copy without the elements in these slices."""
         found = self
         for piece in absent:
             kept = (found.places < piece.start) | (found.places >= piece.stop)
@@ -62,7 +62,7 @@ class Sparse(NamedTuple):
         return found
 
     def within(self, elements: int) -> Sparse:
-        """The same. Raises ValueError unless each place is one of so many elements, and has a value."""
+        """Return self. Raises ValueError unless each place is below `elements`, and has a value."""
         places = self.places
         if places.dtype is not torch.int64 or places.dim() != 1 or places.shape != self.values.shape:
             said = f"{tuple(places.shape)} places of {places.dtype} for {tuple(self.values.shape)} values"
@@ -77,31 +77,31 @@ class Sparse(NamedTuple):
 
 
 def random_of(what: str) -> torch.Generator:
-    """The random numbers for what has this name: the same whenever and wherever it is encoded."""
+    """The random numbers for this name, the same at each time and place."""
     digest = hashlib.blake2b(what.encode(), digest_size=8).digest()
     return torch.Generator("cpu").manual_seed(int.from_bytes(digest, "little"))
 
 
 FEW = 8
-"""Elements are added one by one if at most one in so many of a tensor is not zero."""
+"""Elements are added one by one if at most one in this many is not zero."""
 
 MOMENTUM = "momentum"
-"""Where the worker keeps the momentum in the state of a codec that has one: flat, float32, never changed."""
+"""The key of the momentum in a codec's state: flat, float32, never changed in place."""
 
 
 class Codec(abc.ABC):
     """Encodes gradients, and decodes them. One object serves all threads.
 
     Attributes:
-        lossless: `decode` gives back exactly what was encoded.
-        feedback: what is lost is added to the next step's gradient; for codecs that are biased.
-        momentum: with `feedback`, from 0 to below 1. Above 0 the worker makes momentum of its gradients
-            before they are encoded, and sets it to zero where something is sent (Lin et al. 2018, "Deep
-            Gradient Compression"). It keeps it in the codec's state, as `MOMENTUM`.
-        bits: what it encodes is which bits differ, not by how much: of two versions of the model's values, as
-            `codec.changes` has it. Gradients have no codec that does that.
-        by_piece: each parameter is encoded by itself, as a matrix; see `for_matrix`.
-        version: of what it sends. A worker that has another one than the parameter server ends when it joins.
+        lossless: whether `decode` returns exactly what was encoded.
+        feedback: whether the loss is added to the next step's gradient; for biased codecs.
+        momentum: with `feedback`, from 0 to below 1. Above 0 the worker applies momentum to its gradients
+            before they are encoded, and sets it to zero where elements are sent (Lin et al. 2018, "Deep
+            Gradient Compression"). The codec's state keeps it, as `MOMENTUM`.
+        bits: whether it encodes which bits of two versions of the model's values differ, instead of their
+            difference; see `codec.changes`. Codecs of gradients do not.
+        by_piece: whether each parameter is encoded by itself, as a matrix; see `for_matrix`.
+        version: the version of its format. A worker with another one than the parameter server cannot join.
     """
 
     version = ""
@@ -112,10 +112,10 @@ class Codec(abc.ABC):
     by_piece = False
 
     def for_matrix(self, rows: int, columns: int) -> Codec | None:  # noqa: ARG002
-        """With `by_piece`: what encodes a matrix of this shape, whose rows lie one after the other.
+        """With `by_piece`: the codec of a row-major matrix of this shape; None: it is sent unchanged.
 
-        None: it is sent as it is. A row is what one index of the parameter's first dimension selects. Of a
-        parameter that is larger than a bucket, each part is a matrix.
+        A row is selected by one index of the parameter's first dimension. If a parameter is larger than a
+        bucket, each part is a matrix.
         """
         return self
 
@@ -124,39 +124,39 @@ class Codec(abc.ABC):
         """Encode a gradient.
 
         Args:
-            tensor: flat, float32, on the CPU, finite. Not to be changed.
+            tensor: flat, float32, on the CPU, finite. Do not change it.
             state: `version` is the version that the step is computed on, or that a change of the values leads
-                to. The codec may put in here what it needs for the same part of the model in the next step.
-                It is kept when this step is in the model, and is as before if it never is; so what is in it
-                must be replaced, not changed in place. It is lost with the worker.
-            random: for all random numbers, so that the same step gives the same bytes.
+                to. The codec may store data for the same part of the model in the next step. It is kept if
+                this step gets into the model, and otherwise reset; so replace data instead of changing it in
+                place. It is lost with the worker.
+            random: the source of all random numbers, so that the same step gives the same bytes.
         """
 
     @abc.abstractmethod
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
         """Write the gradient into `out`: flat, float32, as long as what was encoded.
 
-        All of `out` has to be written: it holds anything before. What `encoded` holds comes from the
-        network. Whatever is raised refuses the push.
+        Write all of `out`, which is uninitialised. `encoded` comes from the network. Any exception refuses
+        the push.
         """
 
     def sparse(self, encoded: Encoded, elements: int) -> Sparse | None:  # noqa: ARG002
-        """What `decode` would write into a tensor of so many elements, if most of that would be zeros.
+        """The result of `decode` as a sparse gradient, if most elements are zero; otherwise None.
 
-        Then the parameter server adds these few elements to its sum, and decodes nothing. None: it decodes.
-        Whatever is raised refuses the push. Places need not be checked here.
+        The parameter server then adds only these elements to its sum. Any exception refuses the push. Places
+        need not be checked here.
         """
         return None
 
     def within(self, encoded: Encoded, elements: int) -> tuple[Codec, Encoded]:  # noqa: ARG002
-        """Of a codec around another one: that one, and what it has made of so many elements."""
+        """For a codec around another one: the inner codec, and its output for so many elements."""
         return self, encoded
 
 
 def few(codec: Codec, encoded: Encoded, elements: int) -> Sparse | None:
-    """What a codec has made of so many elements, if few of them are not zero. Its places are in the tensor.
+    """A codec's output as a sparse gradient with valid places; None if it is dense.
 
-    Raises whatever the codec does, and ValueError: the places are not.
+    Raises any exception of the codec, and ValueError if a place is invalid.
     """
     codec, encoded = codec.within(encoded, elements)
     found = codec.sparse(encoded, elements)
@@ -172,7 +172,7 @@ class Part(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Bytes of an element."""
+        """The size of an element, in bytes."""
         return dtype_of(self.dtype).itemsize
 
     @property
@@ -181,7 +181,7 @@ class Part(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """An encoded tensor on its way: its parts, its values as JSON, and its bytes.
+    """An encoded tensor to send: its parts, its values as JSON, and its bytes.
 
     `codec` is the name that the other side expects.
     """
@@ -206,14 +206,14 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Payload:
-    """What is sent of a bucket's gradient.
+    """The message for a bucket's gradient.
 
     Attributes:
         body: the bytes.
-        codec: the name of the job's codec; `none` if the bucket is sent as it is.
+        codec: the name of the job's codec; `none` if the bucket is sent unchanged.
         runs: how it is encoded, without the bytes.
-        present: for each piece, whether it has a gradient; empty: all have.
-        plain: it is sent as it is, also if the job has a codec for the bucket.
+        present: whether each piece has a gradient; empty: all have.
+        plain: whether it is sent unchanged, although the job may have a codec for the bucket.
     """
 
     body: memoryview
@@ -224,7 +224,7 @@ class Payload:
 
 
 def pack(encoded: Encoded, codec: str = "") -> Packed:
-    """Raises TypeError if the values are not plain ones."""
+    """Pack an encoded tensor. Raises TypeError if JSON cannot encode the values."""
     flat = {name: tensor.detach().cpu().contiguous().view(-1) for name, tensor in encoded.tensors.items()}
     parts = tuple(Part(name, name_of(tensor.dtype), tensor.numel()) for name, tensor in flat.items())
     values = json.dumps(dict(encoded.values), sort_keys=True) if encoded.values else ""
@@ -234,11 +234,11 @@ def pack(encoded: Encoded, codec: str = "") -> Packed:
 DTYPES = (
     "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"
 )  # fmt: skip
-"""Of the parts of an encoded gradient."""
+"""The dtypes of the parts of an encoded gradient."""
 
 
 def unpack(runs: Iterable[Packed], body: memoryview) -> list[Encoded]:
-    """What was packed, one after the other. The tensors are views of `body`, if they are aligned.
+    """Unpack a sequence of encoded tensors. They are views of `body` if they are aligned.
 
     Raises:
         Malformed: the bytes do not fit the parts.
@@ -269,7 +269,7 @@ def unpack(runs: Iterable[Packed], body: memoryview) -> list[Encoded]:
 
 
 def require(name: str, tensor: torch.Tensor, dtype: torch.dtype, elements: int) -> torch.Tensor:
-    """The same. Raises ValueError unless it has so many elements of this dtype."""
+    """Return `tensor`. Raises ValueError unless it has so many elements of this dtype."""
     if tensor.dtype is not dtype or tensor.numel() != elements:
         raise ValueError(
             f"{name!r} has {tensor.numel()} elements of {tensor.dtype}; expected {elements} of {dtype}"

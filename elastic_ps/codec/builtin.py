@@ -14,7 +14,7 @@ from elastic_ps.codec.base import Codec, Encoded, Sparse, require
 from elastic_ps.codec.places import LOW, of_large, packed, unpacked
 
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-"""What codecs compute in, whatever defaults a script has set for its model."""
+"""The dtype in which codecs compute, whatever default a script has set."""
 
 
 class Bf16(Codec):
@@ -34,8 +34,8 @@ _SMALLEST = -126
 class Fp16(Codec):
     """float16, rounded to nearest: half the bytes, a relative error of at most 2^-10.
 
-    All values are divided by a power of two before, so that the largest one is close to the end of float16's
-    range. What is below 2^-29 of the largest one becomes coarse, and below 2^-41 zero.
+    All values are first divided by a power of two, so that the largest one is close to the end of float16's
+    range. Values below 2^-29 of the largest one lose precision, and below 2^-41 they become zero.
     """
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:  # noqa: ARG002
@@ -58,30 +58,30 @@ class Fp16(Codec):
 
 
 _NOISE = 1 << 16
-"""How many different random numbers are used, and how many elements are rounded at a time."""
+"""The number of different random numbers, and of elements that are rounded at a time."""
 
 _SAMPLE = 1 << 12
-"""Elements that are looked at to find out what is large, in a tensor of many more."""
+"""The size of the sample by which large elements of a much larger tensor are found."""
 
 
 class _Integers(Codec):
     """Small integers and a scale for each block, rounded at random (Alistarh et al. 2017, "QSGD").
 
-    Each block's largest magnitude becomes the largest integer. A value between two integers becomes one of
-    them by chance, so that it is right on average.
+    Each block's largest magnitude becomes the largest integer. A value between two integers is rounded to one
+    of them at random, so that it is unbiased.
     """
 
     _most: int
 
     def __init__(self, block: int = 256) -> None:
-        """`block`: how many elements share a scale."""
+        """`block`: the number of elements that share a scale."""
         if not 2 <= block <= _NOISE or block % 2:
             raise ValueError(f"block is {block}; expected an even number from 2 to {_NOISE}")
         self._block = block
         random = torch.Generator()
         random.manual_seed(0)
-        # Each number between 0 and 1 once, so that their mean is exact, in an order without a pattern; twice,
-        # so that there is a piece of any length that begins anywhere.
+        # Each number between 0 and 1 once, in random order, so that their mean is exact. The sequence is
+        # repeated, so that a piece of any length can begin anywhere.
         places = torch.randperm(_NOISE, generator=random, device="cpu")
         noise = (places.to(torch.float32) + 0.5) / _NOISE
         self._noise = torch.cat((noise, noise))
@@ -89,10 +89,10 @@ class _Integers(Codec):
     def _round(
         self, tensor: torch.Tensor, random: torch.Generator, dtype: torch.dtype, *, above: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The integers, in whole blocks, each with `above` added to it; and the blocks' scales.
+        """The integers, in whole blocks, each plus `above`, and the blocks' scales.
 
-        A few blocks at a time, which stay in the processor's cache. Random numbers take longer than all the
-        rest, so a piece of a fixed sequence of them is taken, which begins anywhere.
+        A few blocks at a time stay in the CPU's cache. Random numbers take longer than everything else, so a
+        piece of a fixed sequence is used, from a random position on.
         """
         blocks = _padded(tensor, self._block).view(-1, self._block)
         integers = torch.empty(blocks.shape, dtype=dtype, device="cpu")
@@ -108,7 +108,7 @@ class _Integers(Codec):
             torch.amax(torch.abs(values, out=now), 1, out=scale)
             # A little less than the largest integer, so that rounding never gives the next one.
             factor = (self._most * (1 - 2.0**-20)) / scale
-            factor[torch.isinf(factor)] = 0.0  # the block is zero, or so small that it is as good as that
+            factor[torch.isinf(factor)] = 0.0  # the block is zero, or negligibly small
             torch.mul(values, factor.unsqueeze(1), out=now)
             now += self._noise[start : start + now.numel()].view(now.shape)
             now.floor_()
@@ -118,7 +118,7 @@ class _Integers(Codec):
         return integers, scales
 
     def _restore(self, integers: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-        """Write whole blocks of integers, times their scales, into `out`, which may end before them."""
+        """Write whole blocks of integers, times their scales, to `out`, which may be shorter."""
         scale = require("scale", scale, torch.float32, -(-out.numel() // self._block))
         values = integers.view(-1, self._block) * (scale / self._most).unsqueeze(1)
         out.copy_(values.view(-1)[: out.numel()])
@@ -157,24 +157,24 @@ class Int4(_Integers):
 
 
 _VALUES: Mapping[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-"""What `topk` may send elements as."""
+"""The dtypes in which `topk` may send elements."""
 
 _AT_FIRST = 0.25
-"""The share of the elements that `topk` sends of version 0, if it warms up."""
+"""The share of the elements that `topk` sends for version 0, if it warms up."""
 
 
 class TopK(Codec):
-    """The elements of largest magnitude, and their places; the others wait in the worker.
+    """The elements of largest magnitude, with their places; the others wait in the worker.
 
-    Stich et al. 2018, "Sparsified SGD with Memory". In a large tensor it is estimated what is large, and
-    somewhat fewer elements may be sent.
+    Stich et al. 2018, "Sparsified SGD with Memory". In a large tensor the threshold is estimated, so slightly
+    fewer elements may be sent.
 
-    The model changes most at first, when what waits is soon out of date. So with `warmup` more is sent at
-    first, as in Lin et al. 2018, "Deep Gradient Compression". There the share falls by a factor of 4 after
-    each epoch, from a quarter on. Here it falls likewise, but a little with each version. `momentum` is
-    that of the same paper.
+    The model changes most at first, when waiting elements are soon out of date. So `warmup` sends more at
+    first, as in Lin et al. 2018, "Deep Gradient Compression", where the share falls by a factor of 4 after
+    each epoch, from a quarter on. Here it falls a little with each version. `momentum` is that of the same
+    paper.
 
-    An element takes two bytes, and its place two more. What rounding it has lost waits, too.
+    An element takes two bytes, and its place two more. Rounding errors wait, too.
     """
 
     feedback = True
@@ -183,13 +183,14 @@ class TopK(Codec):
     def __init__(
         self, ratio: float = 0.01, warmup: int = 0, momentum: float = 0.0, dtype: str = "bfloat16"
     ) -> None:
-        """Raises ValueError: one of them is out of range.
+        """Raises ValueError if an argument is out of range.
 
         Args:
-            ratio: the largest share of the elements that is sent; one element is sent in any case.
-            warmup: from this version on. Of version 0 it is a quarter, and it falls exponentially.
-            momentum: see `Codec`; for an optimizer that has none itself.
-            dtype: elements are sent as `bfloat16` or `float32`.
+            ratio: the share of the elements to send; at least one element is sent.
+            warmup: the version from which on `ratio` applies. Before, the share falls exponentially from a
+                quarter.
+            momentum: see `Codec`; for an optimizer without momentum.
+            dtype: `bfloat16` or `float32`, in which elements are sent.
         """
         if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
             raise ValueError(f"ratio is {ratio!r}; expected a number above 0, at most 1")
@@ -208,7 +209,7 @@ class TopK(Codec):
         self._dtype = _VALUES[dtype]
 
     def share(self, version: int) -> float:
-        """The largest share of the elements that is sent in a step on this version."""
+        """The share of the elements to send in a step on this version."""
         if version >= self._warmup:
             return self._ratio
         return float(_AT_FIRST * (self._ratio / _AT_FIRST) ** (version / self._warmup))
@@ -218,14 +219,16 @@ class TopK(Codec):
         count = math.ceil(ratio * tensor.numel())
         if tensor.numel() < 16 * _SAMPLE or ratio * _SAMPLE < 16:
             places = _largest(tensor, count)
-        else:  # Lin et al. 2018, "Deep Gradient Compression": the limit is that of a sample
+        else:  # Lin et al. 2018, "Deep Gradient Compression": the threshold comes from a sample
             sample = tensor[torch.randint(tensor.numel(), (_SAMPLE,), generator=random, device="cpu")].abs()
             limit = float(sample.topk(math.ceil(ratio * _SAMPLE)).values[-1])
             places = of_large(tensor, limit)
             if len(places) > count:
                 places = places[_largest(tensor[places], count)]
         values, limit = tensor[places], torch.finfo(self._dtype).max
-        values = values.clamp_(-limit, limit).to(self._dtype)  # what is close to float32's end is rounded up
+        values = values.clamp_(-limit, limit).to(
+            self._dtype
+        )  # values close to float32's end would be rounded to infinity
         return Encoded({"values": values, **packed(places, tensor.numel())})
 
     def decode(self, encoded: Encoded, out: torch.Tensor) -> None:
@@ -246,25 +249,25 @@ class TopK(Codec):
 
 
 def _largest(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """The places of the so many elements of largest magnitude, in order."""
+    """The places of the `count` elements of largest magnitude, in order."""
     return tensor.abs().topk(count, sorted=False).indices.sort().values
 
 
 class SignSGD(Codec):
     """One bit for each element, and the mean magnitude of each block (Karimireddy et al. 2019, EF-SGD).
 
-    Elements of very different size share a magnitude badly: what is left over of the large ones waits for as
-    many steps as there are in a block, and the small ones become noise. So it is not the elements whose signs
-    are sent, but as many sums and differences of all of a block, which are of about the same size: a random
-    Hadamard transform, as in Vargaftik et al. 2021, "DRIVE: One-bit Distributed Mean Estimation". Whatever a
-    gradient is like, about 0.6 of it is left over, and soon made up for.
+    Elements of very different size fit a common magnitude badly: the remainders of the large ones wait for as
+    many steps as there are elements in a block, and the small ones become noise. So the signs are not those
+    of the elements but of a random Hadamard transform of a block, whose values have about the same size, as
+    in Vargaftik et al. 2021, "DRIVE: One-bit Distributed Mean Estimation". About 0.6 of any gradient is left
+    over, and is soon made up for.
     """
 
     feedback = True
     version = "2"
 
     def __init__(self, block: int = 64) -> None:
-        """`block`: how many elements share a magnitude."""
+        """`block`: the number of elements that share a magnitude."""
         if not 8 <= block <= 1 << 24 or block % 8:
             raise ValueError(f"block is {block}; expected a multiple of 8 from 8 to {1 << 24}")
         self._block = block
@@ -284,22 +287,22 @@ class SignSGD(Codec):
         signs = require("signs", encoded.tensors["signs"], torch.uint8, _whole(elements, len(mixing)) // 8)
         scale = require("scale", encoded.tensors["scale"], torch.float32, -(-elements // self._block))
         bits = torch.from_numpy(np.unpackbits(signs.numpy())).to(torch.float32).mul_(2).sub_(1)
-        # Sums of ones are exact, in whatever order they are added: all get the same values, bit for bit.
+        # Sums of ones are exact in any order, so all processes get the same values, bit for bit.
         counts = (bits.view(-1, len(mixing)) @ mixing.T).view(-1)[:elements]
         torch.mul(counts, (scale / len(mixing)).repeat_interleave(self._block)[:elements], out=out)
 
     def _mixing(self, elements: int) -> torch.Tensor:
-        """The mixing matrix for so many elements: it divides a block, and is little larger than they are."""
+        """The mixing matrix for so many elements: its size divides a block, and is only a little larger."""
         return _mixing(min(self._block & -self._block, _MIXED, max(8, 1 << elements.bit_length() - 1)))
 
 
 _MIXED = 256
-"""The most elements that `signsgd` takes sums and differences of."""
+"""The size of the largest transform of `signsgd`."""
 
 
 @cache
 def _mixing(size: int) -> torch.Tensor:
-    """Hadamard's matrix with the signs of its rows drawn once for all; it times its transpose is `size`."""
+    """Hadamard's matrix with fixed random signs of its rows. The product with its transpose is `size`."""
     matrix = torch.ones(1, 1, **FLOATS)
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
@@ -308,11 +311,11 @@ def _mixing(size: int) -> torch.Tensor:
 
 
 def _whole(elements: int, block: int) -> int:
-    """How many elements as many whole blocks have as these need."""
+    """The number of elements, rounded up to whole blocks."""
     return -(-elements // block) * block
 
 
 def _padded(flat: torch.Tensor, block: int) -> torch.Tensor:
-    """With zeros at its end, so that there are whole blocks."""
+    """The tensor, padded with zeros to whole blocks."""
     missing = _whole(flat.numel(), block) - flat.numel()
     return torch.nn.functional.pad(flat, (0, missing)) if missing else flat

@@ -1,9 +1,9 @@
-"""What makes a version's values of those before: numbers that are added to them, or the bits that differ.
+"""Deltas between the values of versions: numbers to add, or the bits that differ.
 
-A shard knows what all workers have, and encodes how its own values differ from that. So what a delta has lost
-is in the next one's difference: error feedback, on the way down (Tang et al. 2019, "DoubleSqueeze";
-Richtárik et al. 2021, "EF21"). Nothing of it depends on who pulls, or when: the same sums give the same
-deltas, also on a standby, and when a round is made again from a checkpoint.
+A shard knows the values that all workers have, and encodes the difference to its own. So the loss of a delta
+is in the next difference: error feedback in the direction of the workers (Tang et al. 2019, "DoubleSqueeze";
+Richtárik et al. 2021, "EF21"). Deltas do not depend on who pulls, or when: the same sums give the same
+deltas, also on a standby, and when a round is repeated from a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from elastic_ps.codec.places import LOW, of_nonzero, packed, unpacked
 
 
 def difference(codec: Codec, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """What `codec` encodes of a change. `before` and `after` are flat, float32, of the same length."""
+    """The input of `codec` for a change. `before` and `after` are flat, float32, of the same length."""
     if codec.bits:
         return torch.bitwise_xor(_bits(before), _bits(after)).view(torch.float32)
     return after - before
 
 
 def follow(codec: Codec, before: torch.Tensor, change: torch.Tensor, out: torch.Tensor) -> None:
-    """Write into `out` what the values before become with the change, as `codec` has decoded it."""
+    """Write to `out` the values before plus the change that `codec` has decoded."""
     if codec.bits:
         torch.bitwise_xor(_bits(before), _bits(change), out=_bits(out))
     else:
@@ -34,11 +34,11 @@ def follow(codec: Codec, before: torch.Tensor, change: torch.Tensor, out: torch.
 
 
 class FewChanges(NamedTuple):
-    """What a version changes in few elements. All others stay as they are, to the bit.
+    """A version's change of few elements. All others stay the same, bit for bit.
 
     Attributes:
-        codec: which has made it.
-        elements: what it has made.
+        codec: the codec that has encoded it.
+        elements: the decoded elements.
     """
 
     codec: Codec
@@ -56,12 +56,12 @@ class FewChanges(NamedTuple):
 
 @dataclass(frozen=True)
 class Delta:
-    """What changes the values of a bucket.
+    """A change of a bucket's values.
 
     Attributes:
-        since: the first version that has the values it changes; all up to `version` have them.
-        version: the one that it makes.
-        packed: what it is made of, and its bytes, in one piece. They never change.
+        since: the first version with the values before. All versions below `version` have them.
+        version: the version with the values after.
+        packed: the encoded change, contiguous. It never changes.
     """
 
     since: int
@@ -72,21 +72,21 @@ class Delta:
 def make_delta(
     codec: Codec, held: torch.Tensor, exact: torch.Tensor, *, bucket: int, since: int, version: int
 ) -> Delta | None:
-    """Change `held`, what workers have, to what they have with the delta. Returns that.
+    """Make a delta, and apply it to `held`, the values that workers have.
 
-    None: `held` is `exact` now, and workers need all of it. So it is if the difference is not finite, unless
-    the codec encodes its bits, or if the codec would save nothing.
+    Returns None if `held` is `exact` now, and workers need all of it: if the difference is not finite, unless
+    the codec encodes bits, or if the codec would save nothing.
 
     Args:
         held, exact: flat, float32, of the same length.
-        bucket, since, version: see `Delta`. With `bucket` and `version` come the same random numbers.
+        bucket, since, version: see `Delta`. `bucket` and `version` determine the random numbers.
     """
     change = difference(codec, held, exact)
     if change.numel() and (codec.bits or is_finite(change)):
         encoded = codec.encode(change, {"version": version}, random_of(f"{bucket}/{version}"))
         made = pack(encoded).copied()
         if made.nbytes < exact.nbytes:
-            if codec.bits:  # nothing is lost, so that need not be decoded
+            if codec.bits:  # nothing is lost, so decoding is not needed
                 held.copy_(exact)
             elif (sent := few(codec, encoded, change.numel())) is not None:
                 FewChanges(codec, sent).make(held)
@@ -99,10 +99,10 @@ def make_delta(
 
 
 class Changed(Codec):
-    """Of two versions' values, those that differ, and their places. Nothing is lost.
+    """The values of two versions that differ, with their places. Lossless.
 
-    It saves bytes where an optimizer steps few elements: those that `topk` has sent, if it is SGD without
-    momentum or weight decay, or the rows of an embedding that a batch has used.
+    It saves bytes if an optimizer steps few elements: those that `topk` has sent, with SGD without momentum
+    or weight decay, or the rows of an embedding that a batch has used.
     """
 
     lossless = bits = True
@@ -113,7 +113,7 @@ class Changed(Codec):
         places = of_nonzero(bits)
         if places is None:
             return Encoded({"bits": bits})
-        if not len(places):  # one is sent in any case: no bytes would mean something else
+        if not len(places):  # at least one is sent: no bytes would mean something else
             places = torch.zeros(1, dtype=torch.int64, device="cpu")
         return Encoded({"bits": bits[places], **packed(places, tensor.numel())})
 

@@ -1,4 +1,4 @@
-"""Unpacks pushed gradients, so that a shard gets them as if they had been sent as they are."""
+"""Decodes pushed gradients for a shard."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from elastic_ps.core.partition import Bucket, Layout
 from elastic_ps.errors import Malformed, RefusalCode, Refused
 
 AT_A_TIME = 4
-"""Gradients that are decoded at the same time; the others wait, so memory does not grow with the workers."""
+"""The number of gradients that are decoded at the same time. Others wait, so memory stays bounded."""
 
 PATIENCE = timedelta(seconds=10)
-"""How long one waits for its turn before the worker is asked to push again."""
+"""How long a push waits for its turn before the worker has to push again."""
 
 
 class Decoder:
-    """Decodes the buckets of a layout as `spec.compression` says. Thread-safe."""
+    """Decodes the buckets of a layout by `spec.compression`. Thread-safe."""
 
     def __init__(self, plan: Plan, layout: Layout) -> None:
         self._name = plan.name
@@ -38,23 +38,21 @@ class Decoder:
     def open(
         self, bucket: Bucket, sent: Payload, incoming: Body, *, worker: int
     ) -> AbstractContextManager[torch.Tensor | Sparse] | None:
-        """What gives the elements that come in: flat, of the bucket's dtype; or few, if all others are zero.
+        """A context manager that gives the received elements: flat, of the bucket's dtype, or sparse.
 
-        None: they are sent as they are. So are values that a script assigns, whatever the job's codec is, and
-        a gradient that is not finite. A push that does not say so comes from a worker that has no codec where
-        the job has one.
+        None: they are sent unchanged, like values that a script assigns and gradients that are not finite. A
+        push without a codec that does not say so comes from a worker whose codec differs from the job's.
 
-        Entering it blocks until all has arrived, and takes one of the places till its end. So a push that
-        waits for its turn keeps none from others. Of a piece without a gradient nothing is left, whatever a
-        codec makes of its zeros: `signsgd` gives each element a sign, and a magnitude that others of its
-        block have, too.
+        Entering it blocks until everything has arrived, then takes one of the places until its end. So a push
+        that waits for its turn takes no place from others. Pieces without a gradient are removed: `signsgd`
+        turns their zeros into the magnitude of their block.
 
         Args:
-            sent: what the worker says of it; without a body.
+            sent: the worker's description of the push, without a body.
 
         Raises (here or when it is entered):
-            Refused: MALFORMED: another codec than the job's, or what was sent does not fit it. NOT_READY: all
-                places are taken.
+            Refused: MALFORMED: the codec is not the job's, or the data does not fit it. NOT_READY: all places
+                are taken.
         """
         who, runs = f"push of worker {worker} for bucket {bucket.index}", self._runs.get(bucket.index, [])
         as_it_is = sent.plain or not runs or not incoming.size
@@ -97,7 +95,7 @@ class Decoder:
 
 
 class _Arrived(NamedTuple):
-    """A run of a gradient, and the innermost codec that has made it; None: it is sent as it is."""
+    """A run of a gradient, and its innermost codec; None: it is sent unchanged."""
 
     run: Run
     codec: Codec | None
@@ -126,7 +124,7 @@ def _unpacked(runs: list[Run], sent: Payload, body: memoryview) -> list[_Arrived
 
 
 def _few(bucket: Bucket, arrived: list[_Arrived], absent: list[slice]) -> Sparse | None:
-    """The elements that are not zero; None if there are many. Raises whatever codecs do."""
+    """The elements that are not zero; None if there are many. Raises any exception of the codecs."""
     parts: list[Sparse] = []
     left, dtype = bucket.elements // FEW, dtype_of(bucket.dtype)
     for each in arrived:

@@ -1,4 +1,4 @@
-"""The outer optimizer of asynchronous local steps, which torch does not have."""
+"""The outer optimizer of asynchronous local steps, which torch lacks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,18 @@ import torch
 
 
 class DelayedNesterov(torch.optim.Optimizer):
-    """Nesterov's momentum whose momentum is made, and used, once in `every` steps.
+    """SGD with Nesterov's momentum that is updated and used once in `every` steps.
 
     It is that of Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", with c = 0 there.
-    If workers that began with about the same values made one step after the other, each with the whole
-    momentum, the model would overshoot. So each gradient is a step with an `every`-th of the learning rate,
-    and the mean of `every` of them enters the momentum. With 1 it is `torch.optim.SGD` with Nesterov's
-    momentum.
+    If workers that began with about the same values each made a step with the whole momentum, the model would
+    overshoot. So each gradient makes a step with 1/`every` of the learning rate, and the mean of `every`
+    gradients enters the momentum. With 1 it is `torch.optim.SGD` with Nesterov's momentum.
 
     Args:
-        params: as of torch's optimizers.
-        lr: the learning rate for the gradients of `every` steps together.
-        momentum: how much of the momentum stays.
-        every: at least 1; as many as there are workers.
+        params: as for torch's optimizers.
+        lr: the learning rate of `every` gradients together.
+        momentum: the factor of the momentum.
+        every: the number of workers; at least 1.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.7, momentum: float = 0.9, every: int = 1) -> None:

@@ -1,18 +1,18 @@
-"""Encodes a worker's gradients, and keeps what a step has not sent.
+"""Encodes a worker's gradients, and keeps the remainders of its steps.
 
-A step's gradient is encoded once: if the round starts again, the same bytes are pushed again. What was not
-sent of it belongs to the worker's next step as soon as this one is in the model, or in the sums that the
-next version is made of. If the step is void, because it came too late, the worker had to join again, or the
-round has started again without it, its records go to others, and it leaves nothing over; see `feedback`. What
-is left over when the worker ends is lost.
+A step's gradient is encoded once: if the round starts again, the same bytes are pushed again. Its remainder
+is added to the worker's next step once this one is in the model, or in the sums of the next version. A step
+may be dropped, because it was late, the worker had to join again, or the round has started again without it.
+Then its records go to others, and its remainder is dropped, too; see `feedback`. When the worker ends, its
+remainder is lost.
 
-It does not matter which codec has left something over: it is added to the next gradient, whatever the codec
-is then. So another `spec.compression` may come with another term.
+A remainder is added to the next gradient whatever codecs are used, so a new term may have another
+`spec.compression`.
 
-Where a codec has momentum, the sum of that is what waits: this is algorithm 1 of Lin et al. 2018, "Deep
-Gradient Compression", with momentum factor masking. The momentum is in the codec's state. So a step that is
-void leaves nothing of it, either. There is one exception: if the worker has made several steps for a version
-and its round starts again, only the last one counts. Its bytes have the momentum of those before in them.
+If a codec has momentum, the remainder is the sum of that: this is algorithm 1 of Lin et al. 2018, "Deep
+Gradient Compression", with momentum factor masking. The momentum is in the codec's state, so a dropped step
+does not change it. There is one exception: if a worker has made several steps for a version, and the round
+starts again, only the last one counts, and its bytes have the momentum of the earlier ones in them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Meter(Protocol):
-    """Counts what is sent; see `worker.measuring.Traffic`."""
+    """Counts the traffic; see `worker.measuring.Traffic`."""
 
     def pushed(self, nbytes: int, *, plain: int, seconds: float = 0.0) -> None: ...
 
@@ -49,15 +49,15 @@ class Meter(Protocol):
 
 
 class Encoder:
-    """Encodes the buckets of one step after the other. Thread-safe, but for the same bucket of a step.
+    """Encodes the buckets of steps in sequence. Thread-safe, except for the same bucket of a step.
 
     Args:
-        worker, seed: with the bucket, the version, and how many steps the worker has made on that, they give
-            the random numbers.
-        traffic: counts what is sent.
+        worker, seed: determine the random numbers, with the bucket, the version, and the number of steps that
+            the worker has made on it.
+        traffic: counts the traffic.
 
     Attributes:
-        selection: chooses the codec, if the job leaves that to the workers. Who pushes a bucket tells it.
+        selection: chooses the codec, if the job leaves that to the workers, by the times of pushes.
     """
 
     def __init__(
@@ -78,17 +78,17 @@ class Encoder:
         self._lock = threading.Lock()
         self._encoding = {bucket.index: threading.Lock() for bucket in layout.pushed}
         self._step = -1
-        self._version: int | None = None  # that the step is computed on, once something of it is encoded
+        self._version: int | None = None  # the version of the step, once a bucket is encoded
         self._term = 0
-        self._counted = (-1, 0)  # a version, and how many steps that count this worker has made on it
-        self._made: dict[int, Payload] = {}  # of this step's buckets
+        self._counted = (-1, 0)  # a version, and the number of valid steps of this worker on it
+        self._made: dict[int, Payload] = {}  # the encoded buckets of this step
         self._bodies = {bucket.index: Scratch() for bucket in layout.pushed}
         self.adopt(plan)
 
     def adopt(self, plan: Plan) -> None:
-        """Gradients are encoded as `plan` says from now on; there is no step under way.
+        """Encode gradients by `plan` from now on. No step may be under way.
 
-        What is left over stays, what codecs keep does not: it is of another codec.
+        Remainders stay. The state of the previous codecs is dropped.
         """
         with self._lock:
             self._plan = plan
@@ -98,14 +98,14 @@ class Encoder:
 
     @property
     def left_over(self) -> Mapping[int, torch.Tensor]:
-        """What waits for the next gradient: of each bucket of which anything does, flat, float32."""
+        """The remainders for the next gradient, by bucket; flat, float32."""
         with self._lock:
             return self._feedback.rests
 
     def begin(self, step: int, term: int = 0) -> None:
-        """The step with this number begins. The one before is in the model by now, or never will be.
+        """Begin the step with this number. It is settled whether the previous one is in the model.
 
-        A new term may make versions once more: then the steps draw the same numbers as before.
+        If a new term repeats versions, the steps use the same random numbers again.
         """
         with self._lock:
             if term != self._term:
@@ -116,9 +116,9 @@ class Encoder:
         self.selection.begin()
 
     def applied(self, *, in_sums: bool = False) -> None:
-        """The step is in the model; with `in_sums`, in the sums that the next version is made of.
+        """Note that the step is in the model, or with `in_sums` in the sums of the next version.
 
-        Then it is void if the round starts again.
+        In that case it is dropped if the round starts again.
         """
         with self._lock:
             self._feedback.applied(in_sums=in_sums)
@@ -127,12 +127,12 @@ class Encoder:
         self.selection.end()
 
     def settle(self, *, made: int, term: int, version: int) -> None:
-        """The job is at a version of a term; see `Feedback.settle`."""
+        """Note the job's version and term; see `Feedback.settle`."""
         with self._lock:
             self._feedback.settle(made=made, term=term, version=version)
 
     def _before(self, version: int) -> int:
-        """How many steps that count this worker has made on the version."""
+        """The number of valid steps of this worker on the version."""
         known, steps = self._counted
         return steps if known == version else 0
 
@@ -146,17 +146,17 @@ class Encoder:
         version: int,
         into: tuple[int, int] | None = None,
     ) -> Payload:
-        """What to send of a bucket's gradient. The second call in a step returns what the first one did.
+        """The message for a bucket's gradient. A second call in a step returns the same.
 
-        A gradient with NaN or Inf is sent as it is, and the parameter server refuses it: a codec might hide
-        it, or keep it for later steps. So is one that float32 cannot hold.
+        A gradient with NaN or Inf, or beyond float32, is sent unchanged, and the parameter server refuses it:
+        a codec might hide it, or keep it for later steps.
 
         Args:
-            gradient: flat, of the bucket's dtype. It is not copied if it is sent as it is.
-            present: for each piece, whether it has a gradient; empty: all have.
-            step: its number; what comes of an earlier one than the present is not kept.
-            version: that the step is computed on.
-            into: the round that it is pushed for: its version, and the attempt. None: the version's first.
+            gradient: flat, of the bucket's dtype. It is not copied if it is sent unchanged.
+            present: whether each piece has a gradient; empty: all have.
+            step: the number of the step. Results of an earlier step than the present one are not kept.
+            version: the version that the step is computed on.
+            into: the round that it is pushed for: its version and attempt. None: the first of `version`.
         """
         with self._lock:
             if step == self._step:
@@ -233,13 +233,13 @@ def _is_encodable(gradient: torch.Tensor) -> bool:
 
 
 class CodecSelection:
-    """Measures how long steps are encoded and pushed, so that `auto` can choose a codec by it.
+    """Measures how long steps are encoded and pushed, by which `auto` chooses a codec.
 
-    Thread-safe, but for `begin` and `end`, which belong to the main thread.
+    Thread-safe, except `begin` and `end`, which belong to the main thread.
 
     Args:
-        auto: the codec that is told what is chosen; None: nothing is chosen.
-        traffic: is told what is measured and chosen.
+        auto: the codec that gets the choice; None: nothing is chosen.
+        traffic: gets the measurements and the choice.
     """
 
     def __init__(self, auto: Auto | None, traffic: Meter) -> None:
@@ -249,11 +249,11 @@ class CodecSelection:
 
     @property
     def active(self) -> bool:
-        """Whether it chooses."""
+        """Whether it chooses a codec."""
         return self._auto is not None
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         if self._auto is not None:
             with self._lock:
                 self._seconds, self._since = 0.0, time.monotonic()
@@ -277,7 +277,7 @@ class CodecSelection:
                     self._traffic.busy(seconds)
 
     def end(self) -> None:
-        """The step that has begun is in the model."""
+        """Note that the step is in the model."""
         if self._auto is None or not self._seconds:
             return
         choice, before = self._auto.choice, self._auto.choice.present

@@ -1,12 +1,11 @@
-"""What codecs have not sent of a worker's steps yet, and which of these steps count.
+"""Keeps the remainders of a worker's steps, and which of the steps count.
 
-Each step leaves over what its gradient is more than what was sent. The sum of that, over all steps that are
-in the model, is what waits for the next gradient (error feedback). A step that may still be void, as it is
-only in the sums of a round that is not committed, counts at first. If it turns out to be void, what it has
-left over is taken out again.
+The remainder of a step is its gradient minus the data that was sent. The sum of remainders, over all steps in
+the model, is added to the next gradient (error feedback). A step that is only in the sums of an uncommitted
+round may still be dropped. It counts at first; if it is dropped, its remainder is removed again.
 
-So two sums are kept at most: with such steps, and without them. All of them are in the same attempt of the
-same round, and so all of them get into the model, or none does.
+So at most two sums are kept: with such steps, and without them. All of them are in the same attempt of the
+same round, so all of them get into the model, or none does.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ _BELOW_FLOAT16 = 65280.0
 """The largest number of bfloat16 in the range of float16, whose own largest one bfloat16 rounds up."""
 
 State = dict[str, Any]
-"""What a codec keeps for a part of the model."""
+"""The state of a codec for a part of the model."""
 
 Round = tuple[int, int, int]
 """A term, the version that the round continues from, and its attempt."""
 
 
 class Update(NamedTuple):
-    """What a step makes of a bucket's buffer: flat, float32; None for nothing. They never change.
+    """The remainders of a bucket: flat, float32; None if there are none. They never change.
 
     Attributes:
-        before: what was left over when the step was encoded; its bytes have that in them.
-        after: what is left over with the step.
+        before: the remainder before the step, which its bytes include.
+        after: the remainder after the step.
     """
 
     before: torch.Tensor | None
     after: torch.Tensor | None
 
     def of(self, now: torch.Tensor | None) -> torch.Tensor | None:
-        """What is left over with the step if `now` was left over without it, and not `before`.
+        """The remainder after the step if the one before it was `now` instead of `before`.
 
-        The step has sent some of what was left over before. Where that is void, this is below zero: the next
+        The step has sent a part of `before`. If that is dropped, the result has the opposite sign: the next
         gradient makes up for what was sent too much.
         """
         if now is self.before:
@@ -58,14 +57,14 @@ class Update(NamedTuple):
 
 
 class _Sum(NamedTuple):
-    """What is left over of each bucket, and what codecs keep for each run of one."""
+    """The remainder of each bucket, and the codecs' state for each run."""
 
     rests: Mapping[int, torch.Tensor]
     states: Mapping[tuple[int, int], State]
 
 
 class _Undecided(NamedTuple):
-    """Steps that are in the sums of a round; `without` is what is left over if they are void."""
+    """Steps in the sums of a round. `without`: the remainders if they are dropped."""
 
     round: Round
     newest: int
@@ -73,27 +72,27 @@ class _Undecided(NamedTuple):
 
 
 class Feedback:
-    """The error-feedback buffers of one worker, over all its steps. Not thread-safe."""
+    """The error-feedback buffers of a worker. Not thread-safe."""
 
     def __init__(self) -> None:
         self._sum = _Sum({}, {})
         self._undecided: _Undecided | None = None
         self._step = -1
-        self._round: Round | None = None  # that the step is pushed for, once something of it is
-        self._updates: dict[int, Update] = {}  # of the step's buckets
+        self._round: Round | None = None  # the round of the step, once a bucket is pushed
+        self._updates: dict[int, Update] = {}  # the remainders of the step's buckets
         self._states: dict[tuple[int, int], State] = {}
 
     @property
     def rests(self) -> Mapping[int, torch.Tensor]:
-        """What is left over, by the buckets' indexes: some are missing. Not to be changed."""
+        """The remainders, by bucket index, if there are any. Do not change them."""
         return self._sum.rests
 
     def state(self, bucket: int, run: int) -> State:
-        """Copy the state of a run's codec. A step that is void then changes no state."""
+        """A copy of the state of a run's codec, so that a dropped step changes nothing."""
         return dict(self._sum.states.get((bucket, run), {}))
 
     def forget_states(self) -> None:
-        """There are other codecs, and no step is under way."""
+        """Reset the codecs' state for other codecs. No step may be under way."""
         self._sum = self._sum._replace(states={})
         if self._undecided is not None:
             without = self._undecided.without._replace(states={})
@@ -101,25 +100,25 @@ class Feedback:
         self._states.clear()
 
     def begin(self, step: int) -> None:
-        """The step with this number begins. Of the one before nothing is to be known any more."""
+        """Begin the step with this number. The previous one is settled."""
         self._step, self._round = step, None
         self._updates.clear()
         self._states.clear()
 
     def pushed(self, round_: Round) -> None:
-        """The step is pushed for this round. Steps of an earlier attempt of it are void."""
+        """Note the round of the step. Steps of an earlier attempt of it are dropped."""
         self._round = round_ if self._round is None else max(self._round, round_)
         undecided = self._undecided
         if undecided is not None and undecided.round[:2] == round_[:2] and undecided.round < round_:
             self._take_back(undecided)
 
     def note(self, bucket: int, update: Update, states: Mapping[int, State]) -> None:
-        """The step has encoded a bucket, and its codecs have put this into the states of the runs."""
+        """Store the result of an encoded bucket: the new remainders and codecs' states."""
         self._updates[bucket] = update
         self._states |= {(bucket, run): state for run, state in states.items()}
 
     def applied(self, *, in_sums: bool) -> None:
-        """The step that has begun is in the model, or in the sums of its round; with it those before it."""
+        """Note that the step, with those before it, is in the model, or in the sums of its round."""
         before = self._sum
         rests = dict(before.rests)
         for bucket, update in self._updates.items():
@@ -135,12 +134,12 @@ class Feedback:
         self.begin(self._step)
 
     def settle(self, *, made: int, term: int, version: int) -> None:
-        """The job is at `version` of `term`; nothing is known of the step under way, if there is one.
+        """Note that the job is at `version` of `term`. A step under way is unknown.
 
         The sums of the open round stay undecided.
 
         Args:
-            made: the worker's steps below this number are in the model, as far as they are not void.
+            made: the worker's steps below this number are in the model, unless they were dropped.
         """
         undecided = self._undecided
         if undecided is not None and undecided.round[:2] != (term, version):
@@ -162,12 +161,12 @@ class Feedback:
 
 
 class BucketFeedback:
-    """What is made of a bucket's gradient in a step, and what that leaves over.
+    """Encodes the gradient of a bucket in a step, and computes the remainder.
 
     Args:
-        waiting: what was left over before; None: nothing.
+        waiting: the remainder before; None if there is none.
         gradient: flat, of the bucket's dtype.
-        absent: where there are pieces without a gradient. What waits there goes on waiting.
+        absent: the slices of pieces without a gradient. Their remainders go on waiting.
     """
 
     def __init__(self, waiting: torch.Tensor | None, gradient: torch.Tensor, absent: Sequence[slice]) -> None:
@@ -186,7 +185,7 @@ class BucketFeedback:
         return self._rest
 
     def encode(self, run: Run, state: State, random: torch.Generator) -> Packed:
-        """A run as it travels. Puts into `state` what the codec keeps, and its momentum."""
+        """Encode a run. Stores the codec's data and momentum in `state`."""
         if (codec := run.codec) is None:
             own = self.plain(run.elements)
             return Packed((Part("", name_of(own.dtype), run.length),), "", [as_bytes(own)], run.name)
@@ -201,11 +200,11 @@ class BucketFeedback:
         absent, dtype = self._absent_in(run.elements), self._gradient.dtype
         sent = few(codec, encoded, run.length)
         if sent is not None:
-            packed, values = packed.copied(), sent.values.clone()  # a codec may send the memory that it gets
+            packed, values = packed.copied(), sent.values.clone()  # a codec may send its input's memory
             if momentum is not None:
                 stopped, values_there = sent._replace(values=values).without(absent)
                 state[MOMENTUM] = momentum.index_fill_(0, stopped[values_there != 0], 0.0)
-            if state.keys() - {"version", MOMENTUM}:  # it may also keep that memory
+            if state.keys() - {"version", MOMENTUM}:  # or keep it
                 total = total.clone()
             # The parameter server has it in the model's dtype.
             values = values.to(dtype).to(torch.float32)
@@ -216,15 +215,15 @@ class BucketFeedback:
         self._leave(run.elements, (total - decoded.to(dtype)).to(torch.float32))
         if momentum is not None:
             for piece in absent:
-                decoded[piece] = 0.0  # a codec that sends all makes something of what is absent, too
+                decoded[piece] = 0.0  # a dense codec also changes absent pieces
             state[MOMENTUM] = momentum.masked_fill_(decoded != 0, 0.0)
         return packed
 
     def _in_range(self, total: torch.Tensor, *, rounds: bool) -> torch.Tensor:
-        """What of a total the model's dtype can hold. Gradients add up to more than one of them is.
+        """A total, clamped to the range of the model's dtype, which a sum of gradients may exceed.
 
         Args:
-            rounds: what is sent is rounded.
+            rounds: whether the codec rounds.
         """
         dtype = self._gradient.dtype
         if dtype.itemsize >= total.dtype.itemsize:
@@ -237,9 +236,9 @@ class BucketFeedback:
     def _momentum(
         self, elements: slice, factor: float, state: State, total: torch.Tensor
     ) -> torch.Tensor | None:
-        """Momentum with this step's gradient; None: the codec has none. `total` becomes what that adds up to.
+        """The momentum with this step's gradient, which is added to `total`; None if the codec has none.
 
-        That of pieces without a gradient stays as it is, and does not enter the total.
+        The momentum of pieces without a gradient stays the same, and is not added.
         """
         if not factor:
             return None
@@ -256,7 +255,7 @@ class BucketFeedback:
         return momentum
 
     def plain(self, elements: slice) -> torch.Tensor:
-        """These elements as they are sent without a codec: only what their dtype cannot hold is left over."""
+        """Send these elements without a codec. Only what their dtype cannot hold remains."""
         if self._waiting is None:
             return self._gradient[elements]
         dtype = self._gradient.dtype
@@ -266,7 +265,7 @@ class BucketFeedback:
         return sendable.to(dtype)
 
     def _total(self, elements: slice, dtype: torch.dtype) -> torch.Tensor:
-        """The gradient and what waits, but for pieces without a gradient."""
+        """The gradient plus the remainder, without pieces that have no gradient."""
         gradient = self._gradient[elements]
         if self._waiting is None:
             total = gradient.to(dtype, copy=True)
@@ -286,7 +285,7 @@ class BucketFeedback:
         ]
 
     def _leave_cut(self, elements: slice, total: torch.Tensor, sendable: torch.Tensor) -> None:
-        """What is out of the model's range goes on waiting."""
+        """Keep values beyond the model's range in the remainder."""
         if sendable is not total and bool((sendable != total).any()):
             self._leave(elements, total - sendable)
 

@@ -1,4 +1,4 @@
-"""Whether there is NaN or Inf in what a worker has computed, which would spoil the model for all."""
+"""Looks for NaN and Inf in a worker's contribution, which would spoil the model for all."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from elastic_ps.codec.base import Sparse
 from elastic_ps.errors import RefusalCode, Refused
 
 ALONE = 32 * 1024
-"""Elements that one thread looks at, in less time than others take to wake up. Up to so many torch asks no
-other thread, but the library behind `torch.dot` does from 10,000 on, or even before."""
+"""The number of elements that one thread checks faster than others wake up. Up to here torch uses one thread,
+but the library behind `torch.dot` uses several from 10,000 elements on, or fewer."""
 
 
 WHAT_TO_DO = (
     "If the loss has grown before, the training diverges: lower the learning rate, or limit the norm of the "
     "gradient. If not, look for the record or the operation that yields NaN or Inf"
 )
-"""About a step whose gradients are not finite."""
+"""Advice for a step whose gradients are not finite."""
 
 
 def require_finite(
@@ -29,7 +29,7 @@ def require_finite(
     Args:
         advice: what to do then, in a sentence.
 
-    Returns a bound on the values' magnitudes; Inf if there is none at hand.
+    Returns a bound on the values' magnitudes; Inf if none is known.
     """
     if isinstance(contribution, Sparse):
         largest = float(contribution.values.abs().sum(dtype=torch.float64))
@@ -59,9 +59,9 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _bound(tensor: torch.Tensor) -> float:
-    """No element has a larger magnitude; not finite if one is not, and perhaps if some are very large.
+    """A bound on the magnitudes; not finite if an element is not, and perhaps if some are very large.
 
-    One pass, while `torch.isfinite` takes several. What overflows is to be looked at closely.
+    It takes one pass, while `torch.isfinite` takes several. After an overflow a closer check is needed.
     """
     if tensor.dtype is torch.float16:  # the squares of ordinary values would overflow
         return torch.finfo(torch.float16).max if math.isfinite(float(tensor.sum())) else math.inf

@@ -1,4 +1,4 @@
-"""Codecs that follow another one: fewer bytes, and nothing is lost by it."""
+"""Lossless codecs, which compress the output of another codec."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from elastic_ps.codec.memory import as_bytes, as_tensor
 from elastic_ps.errors import InvalidJob
 
 LEVEL = 1
-"""Zstandard's fastest of the usual ones. Higher levels find next to nothing more in a gradient."""
+"""The fastest standard level of Zstandard. Higher ones hardly compress a gradient further."""
 
 MORE = 4096
-"""An encoded tensor has at most this many bytes more than twice its elements have in float32 or wider."""
+"""An encoded tensor has at most twice the bytes of its elements, in float32 or wider, plus this many."""
 
 HEADER = 16
-"""Bytes of the header of what Blosc has made."""
+"""The size of a Blosc header, in bytes."""
 
 
 class Plain(Codec):
-    """The elements as they are."""
+    """Leaves elements unchanged."""
 
     lossless = True
 
@@ -36,21 +36,21 @@ class Plain(Codec):
 
 
 class Compressed(Codec):
-    """What another codec makes, compressed by a library.
+    """Compresses the output of another codec with a library.
 
-    The bytes of each tensor are sorted by their place in the elements before, as Blosc does (Alted 2010, "Why
-    modern CPUs are starving"): signs and exponents are much alike, and the rest is noise.
+    The bytes of each tensor are first sorted by their position in the elements, as Blosc does (Alted 2010,
+    "Why modern CPUs are starving"): signs and exponents are similar, and the rest is noise.
 
     Attributes:
-        name: in `spec.compression.lossless`, and of the extra that installs the package.
-        package: which Python imports.
+        name: its name in `spec.compression.lossless`, and the extra that installs the package.
+        package: the package to import.
     """
 
     name: ClassVar[str]
     package: ClassVar[str]
 
     def __init__(self, inner: Codec) -> None:
-        """Raises InvalidJob: the package is not installed."""
+        """Raises InvalidJob if the package is not installed."""
         self._inner = inner
         try:
             self._library: Any = importlib.import_module(self.package)
@@ -68,7 +68,7 @@ class Compressed(Codec):
 
     @abc.abstractmethod
     def _decompress(self, data: memoryview, parts: Sequence[Part]) -> memoryview:
-        """What was compressed. Raises before memory is taken for what is not as long as `parts`."""
+        """Decompress. Raises, before memory is allocated, if the size is not that of `parts`."""
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
         packed = pack(self._inner.encode(tensor, state, random))
@@ -81,7 +81,7 @@ class Compressed(Codec):
         codec.decode(inner, out)
 
     def within(self, encoded: Encoded, elements: int) -> tuple[Codec, Encoded]:
-        """See `Codec.within`: decompressed."""
+        """See `Codec.within`: the decompressed data."""
         parts = [Part(str(name), str(dtype), int(count)) for name, dtype, count in encoded.values["parts"]]
         _require_sensible(parts, most=8 * elements + MORE)
         body = self._decompress(as_bytes(encoded.tensors[self.name]), parts)
@@ -111,7 +111,7 @@ class Zstd(Compressed):
 
 
 class Blosc(Compressed):
-    """With Blosc's own sorting of bytes and LZ4: much faster than Zstandard, and finds less."""
+    """With Blosc's own sorting of bytes and LZ4: much faster than Zstandard, but compresses less."""
 
     name, package = "blosc", "blosc"
 
@@ -143,11 +143,11 @@ class Blosc(Compressed):
 
 
 LOSSLESS: Mapping[str, type[Compressed]] = {"zstd": Zstd, "blosc": Blosc}
-"""By the names that `spec.compression.lossless` knows, besides `none`."""
+"""The lossless codecs by their names in `spec.compression.lossless`, except `none`."""
 
 
 def _require_sensible(parts: Sequence[Part], *, most: int) -> None:
-    """Raise ValueError before memory is taken for what does not fit."""
+    """Raise ValueError, before memory is allocated, for sizes that do not fit."""
     if unknown := {part.dtype for part in parts} - set(DTYPES):
         raise ValueError(f"parts of {', '.join(unknown)}; known: {', '.join(DTYPES)}")
     size = sum(part.nbytes for part in parts)

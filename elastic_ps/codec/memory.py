@@ -1,4 +1,4 @@
-"""The memory of tensors as bytes, and back; and bytes that come in."""
+"""Conversions between tensors and bytes, and reusable memory."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ class Body(Protocol):
 
 
 class Scratch:
-    """Memory that is used again and again: what has been written to is had faster than new one."""
+    """Memory that is reused, which is faster than new memory."""
 
     def __init__(self) -> None:
         self._memory = bytearray()
 
     def bytes(self, nbytes: int) -> memoryview:
-        """That many bytes."""
+        """Memory of that many bytes."""
         if len(self._memory) < nbytes:
             self._memory = bytearray(nbytes)
         return memoryview(self._memory)[:nbytes]
 
     def tensor(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """That many elements, flat."""
+        """Memory of that many elements, flat."""
         return as_tensor(self.bytes(elements * dtype.itemsize), dtype)
 
 
@@ -55,12 +55,12 @@ with warnings.catch_warnings():  # torch says once that it does not know of read
 
 
 def checksum(data: memoryview) -> int:
-    """A number that differs if the bytes do, but for one case in four thousand million (CRC-32)."""
+    """A CRC-32 checksum of the bytes."""
     return zlib.crc32(data)
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """torch's dtype with this name; the name is one of `core.partition.ITEM_SIZE`."""
+    """torch's dtype with this name, one of `core.partition.ITEM_SIZE`."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype

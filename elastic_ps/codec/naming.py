@@ -1,7 +1,7 @@
-"""By what names the parameter server, and a checkpoint, know a model's tensors.
+"""The names of a model's tensors on the parameter server and in checkpoints.
 
-A tensor that several modules share has the first one's name; the others are its aliases. What `torch.compile`
-adds to a name is left out.
+A tensor that several modules share has its first name; the others are its aliases. Additions of
+`torch.compile` to a name are left out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from elastic_ps.core.partition import uncompiled
 
 
 def saved(model: torch.nn.Module) -> dict[str, Any]:
-    """The model's tensors under each of their names, and what else its `state_dict` has."""
+    """The model's tensors under each of their names, and the other entries of its `state_dict`."""
     return {uncompiled(name): value for name, value in model.state_dict(keep_vars=True).items()}
 
 

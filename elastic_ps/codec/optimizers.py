@@ -1,6 +1,6 @@
-"""Which optimizers may run on the parameter server, what they keep, and what they are made with.
+"""The optimizers of the parameter server: which may run, their state, and their arguments.
 
-Those of torch and our own treat every element by itself. A class of the user's is tried out before it is
+The permitted ones of torch and our own treat every element separately. A user's class is tried before it is
 used, see `try_out`.
 """
 
@@ -22,16 +22,16 @@ from elastic_ps.errors import InvalidJob, InvalidModel
 from elastic_ps.process.lifecycle import import_own
 
 WIDE = {"float16": torch.float32, "bfloat16": torch.float32}
-"""Half precision is too coarse to add small numbers up in. Sums of gradients are kept in single precision,
-and so is what the optimizer steps, the *master* (Micikevicius et al. 2018, "Mixed Precision Training").
+"""Half precision is too coarse for sums of small numbers. Sums of gradients are in single precision, and so
+are the values that the optimizer steps, the *master* (Micikevicius et al. 2018, "Mixed Precision Training").
 """
 
 
 def second_momentum(groups: Iterable[Mapping[str, Any]], sent: float) -> str:
-    """Why an optimizer cannot have these groups where gradients have momentum already; "" if it can.
+    """Why an optimizer cannot have these groups if gradients already have momentum; "" if it can.
 
     Args:
-        sent: the momentum that workers make of their gradients; 0 for none.
+        sent: the momentum that workers apply to their gradients; 0 for none.
     """
     if not sent:
         return ""
@@ -51,18 +51,18 @@ class Optimizers:
     """The classes of optimizers that a job's parameter servers run.
 
     Args:
-        own: those of the user's, as `module:Class`. No other class is imported, whatever a worker or a
-            checkpoint says.
+        own: the user's classes, as `module:Class`. No other class is imported, whatever a worker or a
+            checkpoint asks for.
 
     Raises:
-        InvalidJob: one cannot be imported, or is no optimizer.
+        InvalidJob: one cannot be imported, or is not an optimizer.
     """
 
     def __init__(self, own: Sequence[str] = ()) -> None:
         self._own = {name: _imported(name) for name in own}
 
     def class_of(self, name: str) -> Kind:
-        """The class with this name. Raises InvalidModel: no such class may run on the parameter server."""
+        """The class with this name. Raises InvalidModel if no such class may run on the parameter server."""
         if ":" in name:
             if name not in self._own:
                 raise InvalidModel(
@@ -78,7 +78,7 @@ class Optimizers:
         """The class of each parameter group of an optimizer, or of several, with this name.
 
         Raises:
-            InvalidModel: as `class_of`, or the name is not of so many groups.
+            InvalidModel: see `class_of`; or the name has another number of groups.
         """
         names = name.split(SEPARATOR)
         if len(names) == 1:
@@ -90,7 +90,7 @@ class Optimizers:
         return [self.class_of(each) for each in names]
 
     def name_of(self, optimizer: torch.optim.Optimizer) -> str:
-        """The name of an optimizer's class; of several, those of each parameter group.
+        """The name of an optimizer's class, or for several optimizers those of each parameter group.
 
         Raises:
             InvalidModel: the parameter server does not run it; the message says what to do.
@@ -116,7 +116,7 @@ class Optimizers:
 
 
 def _computes_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is none of torch's, and needs more than a gradient: as SAM and Lookahead."""
+    """Whether it is not torch's, and needs more than a gradient, like SAM and Lookahead."""
     kind = type(optimizer)
     closure = inspect.signature(kind.step).parameters.get("closure")
     needs = closure is not None and closure.default is closure.empty
@@ -160,7 +160,7 @@ def is_of_torch(kind: Kind) -> bool:
 def constructor_arguments(kind: Kind, group: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a group that the optimizer's constructor takes.
 
-    It checks them, and some it does not look up in the groups: Adagrad's first state is made by it.
+    The constructor checks them, and some only count there: Adagrad's creates the first state.
     """
     known = inspect.signature(kind).parameters
     return {key: value for key, value in group.items() if key in known}
@@ -170,19 +170,19 @@ def make(kind: Kind, group: Mapping[str, Any], parameters: Sequence[torch.Tensor
     """An optimizer of these parameters with the hyperparameters of a group.
 
     Raises:
-        TypeError, ValueError: it does not take them.
+        TypeError, ValueError: the optimizer does not take them.
     """
     arguments: Any = constructor_arguments(kind, group)
     return kind([{**group, "params": list(parameters)}], **arguments)
 
 
 def step_unseen(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()` without what torch wraps around it, for hooks and profilers."""
+    """`optimizer.step()` without torch's wrappers for hooks and profilers."""
     unseen_step(type(optimizer))(optimizer)
 
 
 def unseen_step(kind: Kind) -> Callable[[torch.optim.Optimizer], object]:
-    """What `step_unseen` does with an optimizer of this class, found once for many steps."""
+    """The step of an optimizer class for `step_unseen`, looked up once for many steps."""
     step: Callable[..., object] = kind.step
     if not is_of_torch(kind):
         found: Callable[..., object] = getattr(step, "__wrapped__", step)
@@ -199,14 +199,15 @@ def unseen_step(kind: Kind) -> Callable[[torch.optim.Optimizer], object]:
 def usual_state(kind: Kind, group: Mapping[str, Any], dtype: torch.dtype) -> dict[str, tuple[str, bool]]:
     """The state that an optimizer keeps for a parameter after one step: key -> (dtype, whether a scalar).
 
-    The parameter is flat, as the parameter server steps all of them: one without dimensions has one element.
+    The parameter is flat, like all of them on the parameter server: one without dimensions has one element.
 
     Args:
         group: the hyperparameters of the parameter's group.
-        dtype: of the parameter.
+        dtype: the dtype of the parameter.
 
     Raises:
-        TypeError, ValueError, RuntimeError: it does not take these hyperparameters, or cannot step.
+        TypeError, ValueError, RuntimeError: the optimizer does not take these hyperparameters, or cannot
+        step.
     """
     state = _first_state(kind, group, torch.zeros(2, dtype=dtype, device="cpu"))
     return {
@@ -224,7 +225,7 @@ def usual_numbers(kind: Kind, group: Mapping[str, Any]) -> dict[str, type]:
 
 
 def _first_state(kind: Kind, group: Mapping[str, Any], values: torch.Tensor) -> Mapping[str, Any]:
-    """What an optimizer keeps for a parameter with these values after one step."""
+    """The state that an optimizer keeps for a parameter with these values after one step."""
     with torch.device("cpu"):  # whatever a script has set as its default
         parameter = torch.nn.Parameter(values)
         optimizer = make(kind, group, [parameter])
@@ -235,31 +236,31 @@ def _first_state(kind: Kind, group: Mapping[str, Any], values: torch.Tensor) -> 
 
 
 def with_numbers(state: Mapping[str, Any], numbers: Mapping[str, type]) -> dict[str, Any]:
-    """A state that was saved, where all are tensors, with the numbers that the optimizer keeps as such."""
+    """Restore the Python numbers of a saved state, in which all entries are tensors."""
     return {key: numbers[key](value.item()) if key in numbers else value for key, value in state.items()}
 
 
 VALUE = "value"
-"""The key of a tensor's own elements; other keys are of the optimizer's state, but for the next two."""
+"""The key of a tensor's own elements. Except for the next two, other keys are of the optimizer's state."""
 
 MASTER = "master"
-"""The key of what the optimizer steps, in single precision, where `VALUE` is rounded from it."""
+"""The key of the values in single precision that the optimizer steps, if `VALUE` is rounded from them."""
 
 PULLED = "pulled"
-"""The key of what workers have, where that follows `VALUE` in encoded deltas."""
+"""The key of the values that workers have, if these follow `VALUE` by encoded deltas."""
 
 RESERVED = (VALUE, MASTER, PULLED)
 
 
 def try_out(name: str, kind: Kind, group: Mapping[str, Any]) -> None:
-    """Make a few steps with a class of the user's, on a matrix, and on the same elements in two pieces.
+    """Make a few steps with a user's class on a matrix, and on the same elements in two pieces.
 
     Args:
         group: the hyperparameters of a parameter group.
 
     Raises:
-        InvalidModel: it fails; or elements do not come to the same values, so that the model cannot be cut
-            into buckets; or its state cannot be saved.
+        InvalidModel: it fails; or the results differ, so that the model cannot be cut into buckets; or its
+            state cannot be saved.
     """
     try:
         with torch.device("cpu"):  # whatever a script has set as its default
@@ -305,11 +306,11 @@ def _stepped(
     """All elements after these steps, beside a parameter that has no gradient.
 
     Args:
-        gradients: for each step, those of all parameters.
-        saved_after: after this step another optimizer goes on, with the state of the first one.
+        gradients: for each step, the gradients of all parameters.
+        saved_after: after this step another optimizer continues with the state of the first one.
 
     Raises:
-        InvalidModel: there is something in the state that cannot be saved.
+        InvalidModel: the state cannot be saved.
     """
     parameters = [torch.nn.Parameter(each.clone()) for each in values]
     still = torch.nn.Parameter(torch.ones(1))
@@ -328,7 +329,7 @@ def _stepped(
 
 
 def _saved(state: Mapping[Any, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """A copy of a parameter's state, as a checkpoint has it. Raises InvalidModel: it cannot have it."""
+    """A copy of a parameter's state for a checkpoint. Raises InvalidModel if it cannot be saved."""
     copies: dict[str, Any] = {}
     for key, value in state.items():
         if not isinstance(key, str) or not re.fullmatch(r"\w{1,100}", key, re.ASCII) or key in RESERVED:

@@ -1,7 +1,7 @@
-"""Where few elements of a tensor are that are large, or not zero; and how their places are sent.
+"""Finds the places of few large or nonzero elements of a tensor, and encodes them.
 
-numpy compares with vector instructions, and finds what is true in a small fraction of the time that
-`torch.Tensor.nonzero` takes, by which torch reads an array element by element.
+numpy uses vector instructions, and takes a small fraction of the time of `torch.Tensor.nonzero`, which reads
+an array element by element.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 _BLOCK = 1 << 16
-"""Elements of a block, in which two bytes tell a place."""
+"""The elements of a block, in which two bytes encode a place."""
 
 LOW, COUNTS = "low", "counts"
-"""How places are sent: int16, where each is in its block; and int32, how many each block has."""
+"""The names of the encoded places: positions in blocks, int16, and counts of each block, int32."""
 
 
 def of_large(tensor: torch.Tensor, limit: float) -> torch.Tensor:
@@ -30,7 +30,7 @@ def of_large(tensor: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def of_nonzero(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The places, in order, of the elements that are not zero; None if they are half of all, or more."""
+    """The places, in order, of the elements that are not zero; None if they are at least half of all."""
     there = tensor.numpy() != 0
     if 2 * np.count_nonzero(there) >= there.size:
         return None
@@ -38,7 +38,7 @@ def of_nonzero(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def packed(places: torch.Tensor, elements: int) -> dict[str, torch.Tensor]:
-    """Places in a tensor of so many elements, as they are sent: `LOW`, and with several blocks `COUNTS`.
+    """Encode places in a tensor of so many elements: `LOW`, and with several blocks `COUNTS`.
 
     They take two bytes each, and four for each block of the tensor.
 
@@ -54,9 +54,9 @@ def packed(places: torch.Tensor, elements: int) -> dict[str, torch.Tensor]:
 
 
 def unpacked(parts: Mapping[str, torch.Tensor], elements: int) -> torch.Tensor:
-    """The places, int64, of which some may be after the end of the tensor; see `packed`.
+    """Decode places, int64, some of which may be beyond the end of the tensor; see `packed`.
 
-    Raises ValueError if they cannot be those of a tensor of so many elements.
+    Raises ValueError if they do not fit a tensor of so many elements.
     """
     low = parts[LOW]
     if low.dtype is not torch.int16:

@@ -1,4 +1,4 @@
-"""Which codec each part of a model has, for gradients and values; the same for workers and servers."""
+"""Chooses the codec of each part of a model, for gradients and values; the same on workers and servers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ BUILT_IN: Mapping[str, type[Codec]] = {
     "signsgd": SignSGD,
     "powersgd": PowerSGD,
 }
-"""By the names that `spec.compression` knows, besides `none`."""
+"""The codecs by their names in `spec.compression`, except `none`."""
 
 VALUES: Mapping[str, type[Codec]] = {"bf16": Bf16}
-"""Those of values. The same values always give the same bytes: nothing is drawn, and nothing is kept."""
+"""The codecs of values. They have no random numbers and no state: equal values give equal bytes."""
 
 DELTAS: Mapping[str, type[Codec]] = {
     "changed": Changed,
@@ -44,19 +44,19 @@ DELTAS: Mapping[str, type[Codec]] = {
     "topk": TopK,
     "signsgd": SignSGD,
 }
-"""Those of what a version changes in the values. None of them keeps anything for the next one."""
+"""The codecs of changes of values. They keep no state."""
 
 _SIDE = 256
-"""Rows and columns of the matrix of random numbers that codecs are tried on; see `Plan.sent`."""
+"""The rows and columns of the random matrix that codecs are tried on; see `Plan.sent`."""
 
 
 class Run(NamedTuple):
-    """Pieces of a bucket, one after the other, that are encoded together.
+    """Consecutive pieces of a bucket that are encoded together.
 
     Attributes:
-        name: of the codec.
-        codec: None: the elements are sent as they are.
-        elements: where they are in the bucket.
+        name: the name of the codec.
+        codec: the codec; None: the elements are sent unchanged.
+        elements: their slice of the bucket.
     """
 
     name: str
@@ -69,18 +69,18 @@ class Run(NamedTuple):
 
 
 class Plan:
-    """Chooses codecs as `spec.compression` says.
+    """Chooses codecs by `spec.compression`.
 
     Attributes:
-        compression: what it does.
-        name: of the codec of gradients that no rule replaces.
-        auto: that codec, if it is one that the worker has to choose; else None.
-        values, deltas: the names of the codec of values, and of that of what a version changes in them.
+        compression: the compression.
+        name: the name of the default codec of gradients.
+        auto: the default codec if the worker has to choose it; else None.
+        values, deltas: the names of the codecs of values, and of their changes.
     """
 
     def __init__(self, compression: Compression) -> None:
-        """Raises InvalidJob: a codec does not exist, cannot be imported, or does not take its options; or the
-        package of the lossless one is not installed.
+        """Raises InvalidJob if a codec does not exist, cannot be imported or does not take its options, or if
+        the package of the lossless one is missing.
         """
         self.compression = compression
         self._lossless = compression.lossless
@@ -119,13 +119,13 @@ class Plan:
 
     @property
     def names(self) -> list[str]:
-        """Of all codecs, sorted, with their versions if they have some. `none` if there are no others."""
+        """The names of all codecs, sorted, with versions if they have any; `none` if there are no others."""
         names = {self.name, self.values, self.deltas, *(name for _, name, _ in self._rules[:-1])}
         return sorted(names - {NONE}) or [NONE]
 
     @cached_property
     def momentum(self) -> float:
-        """What workers make of their gradients, of the first codec that has any; 0 if none has."""
+        """The momentum that workers apply to gradients, from the first codec that has any; 0 if none has."""
         codecs = (codec for _, _, codec in [self._rules[-1], *self._rules])
         return next((codec.momentum for codec in codecs if codec is not None and codec.momentum), 0.0)
 
@@ -136,10 +136,11 @@ class Plan:
 
     @property
     def sent(self) -> float:
-        """About the share of a model's bytes that is sent: the mean of gradients and values, above 0.
+        """An estimate of the share of a model's bytes that is sent: the mean of gradients and values, above
+        0.
 
-        It is that of random numbers, with the codec that no rule replaces. What workers choose, and what a
-        codec of the user's own makes, is not known: 1. With `changed`, as many values are sent as gradients.
+        It is measured with random numbers and the default codec. It is 1 for codecs of the user, and if
+        workers choose. With `changed`, as many values are sent as gradients.
         """
         _, name, codec = self._rules[-1]
         known = codec is None or type(codec) in BUILT_IN.values()
@@ -151,28 +152,28 @@ class Plan:
         return (gradients + _share(self._deltas or self._values)) / 2
 
     def of(self, tensor: str) -> tuple[str, Codec | None]:
-        """The codec of a tensor with this name: the one of the first rule that matches."""
+        """The codec of a tensor with this name, by the first rule that matches."""
         return next((name, codec) for match, name, codec in self._rules if fnmatchcase(tensor, match))
 
     @property
     def encodes_values(self) -> bool:
-        """Whether values do not always travel as they are: workers have what they decode, all alike."""
+        """Whether values are encoded, so that all workers have the same decoded ones."""
         return self._values is not None or self._deltas is not None
 
     def of_values(self, layout: Layout, bucket: Bucket) -> Codec | None:
-        """The codec of a bucket's values; None: they are sent as they are.
+        """The codec of a bucket's values; None: they are sent unchanged.
 
-        So are those that no optimizer steps, or that are frozen when the job begins: nothing is saved by
-        rounding what is sent once. Half precision is not made coarser, and `float64` has its reasons.
+        That holds for values that no optimizer steps or that are frozen when the job begins, since they are
+        sent once, and for half precision and `float64`.
         """
         return self._values if _changes(layout, bucket) else None
 
     def of_deltas(self, layout: Layout, bucket: Bucket) -> Codec | None:
-        """The codec of what a version changes in a bucket's values; None: all of them are sent again."""
+        """The codec of changes of a bucket's values; None: all values are sent again."""
         return self._deltas if _changes(layout, bucket) else None
 
     def as_pulled(self, layout: Layout, bucket: Bucket, values: torch.Tensor) -> torch.Tensor:
-        """What a worker has when it has pulled these values; `values` itself if they are sent as they are."""
+        """These values as a worker decodes them; `values` itself if they are sent unchanged."""
         codec = self.of_values(layout, bucket)
         if codec is None:
             return values
@@ -181,7 +182,7 @@ class Plan:
         return decoded
 
     def runs(self, layout: Layout, bucket: Bucket) -> list[Run]:
-        """The runs of a bucket; none if all of it is sent as it is. Only gradients are encoded."""
+        """The runs of a bucket; empty if it is sent unchanged. Only gradients are encoded."""
         if (
             not self.encodes
             or bucket.rule is not Rule.GRADIENT
@@ -217,7 +218,7 @@ class Plan:
 
 
 def _share(codec: Codec | None) -> float:
-    """What it leaves of the bytes of random numbers, when it has warmed up."""
+    """The share of random numbers' bytes that a codec sends, after its warm-up."""
     if codec is None:
         return 1.0
     random = torch.Generator("cpu").manual_seed(0)
@@ -232,7 +233,7 @@ def _changes(layout: Layout, bucket: Bucket) -> bool:
 
 
 def _named(name: str, codec: Codec | None) -> tuple[str, Codec | None]:
-    """A codec and its name, which says its version if it has one."""
+    """A codec and its name, with its version if it has one."""
     return (f"{name} version {codec.version}" if codec is not None and codec.version else name), codec
 
 
@@ -255,7 +256,7 @@ def make(name: str, options: Mapping[str, Any]) -> Codec | None:
 
 
 def _build(name: str, kind: type[Codec], options: Mapping[str, Any]) -> Codec:
-    """Raises InvalidJob: it does not take these options."""
+    """Create a codec. Raises InvalidJob if it does not take these options."""
     try:
         inspect.signature(kind).bind(**options)
         codec = kind(**options)
@@ -270,7 +271,7 @@ def _build(name: str, kind: type[Codec], options: Mapping[str, Any]) -> Codec:
 
 
 def _check_momentum(name: str, codec: Codec) -> None:
-    """Raise InvalidJob if a codec has a momentum that no worker can make."""
+    """Raise InvalidJob if a codec has a momentum that workers cannot apply."""
     momentum: object = codec.momentum
     if not isinstance(momentum, int | float) or not 0 <= momentum < 1:
         raise InvalidJob(f"the codec {name} has momentum {momentum!r}; expected a number from 0 to below 1")

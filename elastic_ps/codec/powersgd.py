@@ -15,27 +15,27 @@ FACTORS = ("p", "q")
 class PowerSGD(Codec):
     """A matrix of low rank, found with one step of the power iteration (Vogels et al. 2019, "PowerSGD").
 
-    `p` are orthogonal columns, `q` what the gradient has along them; their product is sent instead of it.
-    Each step begins with the `q` of the one before (*warm start*).
+    `p` has orthogonal columns, and `q` the gradient's components along them; their product replaces the
+    gradient. Each step begins with the `q` of the previous one (*warm start*).
 
-    It differs from the paper in one thing. There the workers average `p` before they make its columns
-    orthogonal, so that all have the same ones. That takes two rounds of messages, and sums that are no
-    gradients. Here each worker finds its own, and the parameter server adds up the products, so the sum may
-    have a higher rank. What a worker's product lacks is left over in that worker.
+    It differs from the paper in one point. There the workers average `p` before they orthogonalise its
+    columns, so that all have the same ones, which takes two rounds of messages. Here each worker finds its
+    own columns, and the parameter server adds the products, so the sum may have a higher rank. The difference
+    to a worker's product is that worker's remainder.
     """
 
     feedback = True
     by_piece = True
 
     def __init__(self, rank: int = 4) -> None:
-        """`rank`: the number of columns. A matrix of m by n elements becomes rank * (m + n) of them."""
+        """`rank`: the number of columns. A matrix of m by n elements becomes rank * (m + n) elements."""
         if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= 1024:
             raise ValueError(f"rank is {rank!r}; expected a whole number from 1 to 1024")
         self._rank = rank
         self._rows = self._columns = 0
 
     def for_matrix(self, rows: int, columns: int) -> Codec | None:
-        """See `Codec.for_matrix`. None for what would not become smaller: biases, and small matrices."""
+        """See `Codec.for_matrix`. None for biases and small matrices, which would not become smaller."""
         if self._rank * (rows + columns) >= rows * columns:
             return None
         own = PowerSGD(self._rank)
@@ -45,13 +45,13 @@ class PowerSGD(Codec):
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
         matrix = tensor.view(self._rows, self._columns)
         scale = float(tensor.abs().max())
-        if not scale:  # what was found before stays
+        if not scale:  # keep the previous result
             lengths = (self._rows * self._rank, self._columns * self._rank)
             return Encoded({n: torch.zeros(each, **FLOATS) for n, each in zip(FACTORS, lengths, strict=True)})
-        matrix = matrix / scale  # so that no product of large or small numbers leaves float32's range
+        matrix = matrix / scale  # products of large or small numbers must stay in float32's range
         start = torch.randn(self._columns, self._rank, generator=random, **FLOATS)
         if (before := state.get("q")) is not None:
-            start = torch.where(before.any(0), before, start)  # else a column of zeros would stay so
+            start = torch.where(before.any(0), before, start)  # otherwise a column of zeros would stay zero
         p, _ = torch.linalg.qr(matrix @ start)
         q = matrix.T @ p
         state["q"] = q

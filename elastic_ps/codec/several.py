@@ -1,7 +1,7 @@
-"""Several optimizers, each of parameters of its own, as one: those of the networks of a GAN.
+"""Several optimizers as one, each with its own parameters, such as those of a GAN's networks.
 
-Each parameter group keeps the class that steps it. So for everything that looks at groups, such as the
-layout, hyperparameters, schedulers and checkpoints, several optimizers are one with more groups.
+Each parameter group keeps the class that steps it. So for the layout, hyperparameters, schedulers and
+checkpoints, which use groups, several optimizers are one with more groups.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 SEPARATOR = "+"
-"""Between the names of classes, one for each parameter group, where several optimizers train a model."""
+"""Separates the classes' names, one for each parameter group, of several optimizers."""
 
 Kind = type[torch.optim.Optimizer]
 
 
 class Several(torch.optim.Optimizer):
-    """Steps several optimizers. Its parameter groups are theirs, one optimizer's after the other's.
+    """Steps several optimizers. Its parameter groups are theirs, in order.
 
     Args:
-        parts: the optimizers, by names, in order. Their parameter groups stay the same objects for good.
+        parts: the optimizers, by name, in order. Their parameter groups stay the same objects.
 
     Raises:
         ValueError: a parameter is in two of them.
@@ -44,11 +44,11 @@ class Several(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """In torch's format, as of one optimizer with all parameter groups."""
+        """The state in torch's format, like that of one optimizer with all parameter groups."""
         return self.join({name: part.state_dict() for name, part in self.parts.items()})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gives. Raises as torch's optimizers do."""
+        """Load a result of `state_dict`. Raises like torch's optimizers."""
         for name, state in self.split(state_dict).items():
             part = self.parts[name]
             groups = part.param_groups
@@ -58,7 +58,7 @@ class Several(torch.optim.Optimizer):
             part.param_groups = groups
 
     def split(self, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """What `state_dict` gives, as the `state_dict` of each optimizer, by its name."""
+        """Split a result of `state_dict` into those of the optimizers, by name."""
         found: dict[str, dict[str, Any]] = {}
         rest, first = list(state["param_groups"]), 0
         for name, part in self.parts.items():
@@ -72,7 +72,7 @@ class Several(torch.optim.Optimizer):
         return found
 
     def join(self, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """The opposite of `split`. Raises ValueError: other optimizers than these have a state."""
+        """The inverse of `split`. Raises ValueError if the states are of other optimizers."""
         if states.keys() != self.parts.keys():
             raise ValueError(
                 f"the state is of {', '.join(map(str, states))}; expected {', '.join(self.parts)}"
@@ -91,15 +91,15 @@ class Several(torch.optim.Optimizer):
 
 
 def parameters_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What torch's constructor takes for groups that it is not to change: the parameters alone.
+    """Groups with only the parameters, for torch's constructor, which must not change the originals.
 
-    It refuses groups of which only some have names of their parameters (`param_names`).
+    It refuses groups of which only some have parameter names (`param_names`).
     """
     return [{"params": group["params"]} for group in groups]
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizers that it is made of: itself, unless it is `Several`."""
+    """The parts of an optimizer: itself, unless it is `Several`."""
     return list(optimizer.parts.values()) if isinstance(optimizer, Several) else [optimizer]
 
 

@@ -1,4 +1,4 @@
-"""A model's state on its way, tensor by tensor: between workers, shards, standbys and checkpoints."""
+"""Transfers a model's state, tensor by tensor, between workers, shards, standbys and checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elastic_ps.core.settings import CONSTRAINTS, plain_group
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 
 ALIGNMENT = 64
-"""Bytes from the start of a tensor's copy to the next one's are a multiple of this."""
+"""The alignment of tensors' copies, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Stored:
 
 
 class Source(Protocol):
-    """Where a shard takes the state of its buckets from."""
+    """A source of the state of a shard's buckets."""
 
     def value(self, tensor: int, start: int, length: int) -> torch.Tensor:
-        """`length` elements from `start` on of a flattened tensor of the model; memory of their own."""
+        """A copy of `length` elements from `start` on of a flattened tensor of the model."""
 
     def state(self, tensor: int, start: int, length: int) -> dict[str, torch.Tensor]:
-        """The optimizer's state of that piece, its `MASTER` and `PULLED`, by key; {} if there is none."""
+        """The optimizer's state of a piece, its `MASTER` and `PULLED`, by key; {} if there is none."""
 
 
 class Snapshot:
@@ -111,7 +111,7 @@ class Snapshot:
         """Yield each tensor once, in memory that may be the next one's, too. Blocks for copies.
 
         Args:
-            scratch: gets what has not been copied.
+            scratch: memory for tensors that were not copied.
         """
         for bucket, unread in list(self._unread.items()):
             while True:
@@ -137,10 +137,10 @@ def _bytes(tensors: Iterable[Stored]) -> int:
 
 
 class OptimizerState:
-    """The state that an optimizer has, in the form that the parameter server takes."""
+    """The state of an optimizer, in the form for the parameter server."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._entries: dict[int, list[tuple[str, torch.Tensor, bool]]] = {}  # by the parameters' ids
+        self._entries: dict[int, list[tuple[str, torch.Tensor, bool]]] = {}  # by parameter id
         states = [part.state for part in parts_of(optimizer) for _ in part.param_groups]
         kinds = kinds_of(optimizer)
         for number, group in enumerate(optimizer.param_groups):
@@ -152,7 +152,7 @@ class OptimizerState:
                     self._entries[id(parameter)] = list(entries)
 
     def pieces(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, list[Stored]]]:
-        """For each piece of a bucket that has a state: its index, and what there is.
+        """The index and state of each piece of a bucket that has a state.
 
         Args:
             tensors: the model's, by the numbers of the bucket's layout.
@@ -168,15 +168,15 @@ class OptimizerState:
 
 
 class ImportedState(OptimizerState):
-    """The state of an optimizer, which is empty afterwards: its state is on the parameter server then.
+    """Take the state of an optimizer, which is empty afterwards, for the parameter server.
 
     Args:
-        optimizer: of torch.optim, or several; gets the hyperparameters of `state`, too. The constraints of
-            its parameter groups stay: torch knows none of them.
-        state: what `state_dict()` of such an optimizer has given; of several, by their names.
+        optimizer: one of torch.optim, or several. It gets the hyperparameters of `state`. The constraints of
+            its parameter groups stay, since torch has none.
+        state: the `state_dict()` of such an optimizer, or of several by name.
 
     Raises:
-        InvalidModel: the state is not that of such an optimizer with such parameters.
+        InvalidModel: the state does not fit the optimizer and its parameters.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
@@ -196,7 +196,7 @@ class ImportedState(OptimizerState):
 
 
 def _not_of(optimizer: torch.optim.Optimizer, error: Exception) -> str:
-    """Why a state cannot be loaded into this optimizer, in words."""
+    """Why a state cannot be loaded into this optimizer."""
     if isinstance(optimizer, Several):
         return (
             f"state is not what these optimizers give: {error}. Pass the state_dict() of each of them by its "
@@ -215,12 +215,12 @@ def state_dict_of(
     tensors: Sequence[torch.Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> dict[str, Any]:
-    """What a parameter server keeps of an optimizer, as `state_dict()` of torch's gives it.
+    """The state on the parameter server as a `state_dict()` of torch.
 
     Args:
-        entries: as it sends them.
+        entries: the entries that the parameter server sends.
         tensors: the model's, by the numbers of the layout.
-        optimizer: whose it is, with the parameter groups of now.
+        optimizer: the optimizer, with its present parameter groups.
     """
     groups = optimizer.param_groups
     numbers = {id(p): i for i, p in enumerate(p for g in groups for p in g["params"])}
@@ -249,7 +249,7 @@ def state_dict_of(
 def _entries(
     kind: Kind, group: Mapping[str, Any], parameter: torch.nn.Parameter, found: Mapping[str, Any], what: str
 ) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """A parameter's state, flat, on the CPU, and in the dtypes of the parameter server; is it one number?"""
+    """The entries of a parameter's state: key, flat tensor in the server's dtype, and whether a scalar."""
     usual = usual_state(kind, group, WIDE.get(name_of(parameter.dtype), parameter.dtype))
     for key, (dtype, scalar) in usual.items():
         value = found.get(key)
@@ -275,11 +275,11 @@ def read_state(
     """Read the optimizer's state of a piece of a bucket. Blocks.
 
     Args:
-        entries: what the body holds, one after the other: key, dtype, and whether it is one number.
-        usual: what the optimizer keeps; dtype and whether it is one number, by key.
+        entries: the entries of the body, in order: key, dtype, and whether it is a scalar.
+        usual: the entries that the optimizer keeps: dtype and whether it is a scalar, by key.
 
     Raises:
-        Refused: MALFORMED: it is not all of that. NOT_FINITE.
+        Refused: MALFORMED: the entries differ from `usual`. NOT_FINITE.
     """
     length = bucket.pieces[piece].length if usual else 0
     sizes = [(1 if scalar else length) * ITEM_SIZE.get(dtype, 0) for _, dtype, scalar in entries]
@@ -302,7 +302,7 @@ def read_state(
 
 @dataclass(frozen=True)
 class Part:
-    """Which of a bucket's tensors a call to a standby carries; see `Stored`. `last`: there are no more."""
+    """The tensor of a bucket that a call to a standby carries; see `Stored`. `last`: no more follow."""
 
     bucket: int
     tensor: int
@@ -322,10 +322,10 @@ class Arriving:
         self._tensors: dict[tuple[int, int, str], torch.Tensor] = {}
 
     def receive(self, part: Part, incoming: Body) -> None:
-        """Take one tensor. Blocks while it is received.
+        """Receive one tensor. Blocks meanwhile.
 
         Raises:
-            Refused: MALFORMED; the bucket has no such piece, or the size is not the piece's.
+            Refused: MALFORMED: the bucket has no such piece, or the size is wrong.
         """
         length = self._lengths.get((part.tensor, part.start), 0)
         elements = 1 if part.scalar else length
@@ -344,7 +344,7 @@ class Arriving:
         self._tensors[part.tensor, part.start, part.key] = tensor.reshape(()) if part.scalar else tensor
 
     def require_whole(self) -> None:
-        """Raise Refused (MALFORMED) unless the values of all pieces have come."""
+        """Raise Refused (MALFORMED) unless the values of all pieces have arrived."""
         if lacking := [place for place in self._lengths if (*place, VALUE) not in self._tensors]:
             raise Refused(
                 RefusalCode.MALFORMED,
@@ -368,11 +368,11 @@ class Arriving:
 
 
 class Catching:
-    """How far a standby has come with taking its buckets over. Not thread-safe.
+    """Tracks which buckets a standby has. Not thread-safe.
 
     Attributes:
-        missing: the numbers of the buckets that have not come.
-        anywhere: it has nothing yet, so it may begin with any version.
+        missing: the numbers of the buckets that have not arrived.
+        anywhere: whether it has nothing yet, so that it may begin with any version.
     """
 
     def __init__(self, missing: set[int], *, anywhere: bool) -> None:
@@ -382,11 +382,11 @@ class Catching:
 
     @property
     def whole(self) -> bool:
-        """Return True if all buckets are there."""
+        """Whether all buckets have arrived."""
         return not (self.missing or self.anywhere)
 
     def begin(self, bucket: Bucket) -> Arriving:
-        """The tensors of a bucket that have come. Raises Refused (NOT_READY) if it is not waited for."""
+        """The arrived tensors of a bucket. Raises Refused (NOT_READY) if the bucket is not expected."""
         if self.anywhere or bucket.index not in self.missing:
             raise Refused(
                 RefusalCode.NOT_READY, f"the standby does not wait for the state of bucket {bucket.index}"
@@ -396,6 +396,6 @@ class Catching:
         return self._arriving
 
     def end(self, bucket: Bucket) -> None:
-        """The bucket has been taken over."""
+        """Note that the bucket is complete."""
         self.missing.discard(bucket.index)
         self._arriving = None  # mutant: equal

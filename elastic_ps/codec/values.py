@@ -1,4 +1,4 @@
-"""Packs the values that workers pull: once, for all of them."""
+"""Encodes the values that workers pull, once for all of them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from elastic_ps.core.partition import Bucket, Layout
 
 
 class ValueEncoder:
-    """Encodes the values of a layout, each bucket once for a version, as the job says. Thread-safe.
+    """Encodes the values of a layout by the job's codecs, each bucket once for a version. Thread-safe.
 
-    It holds what it has made of each bucket until a newer version is pulled. Nothing of it is ever written
-    to, so a worker that is slow to read gets what it was promised.
+    It keeps the result of each bucket until a newer version is pulled. Results are never written to, so a
+    slow reader gets consistent data.
     """
 
     def __init__(self, plan: Plan, layout: Layout) -> None:
@@ -28,13 +28,13 @@ class ValueEncoder:
     def encode(
         self, bucket: Bucket, values: memoryview, version: tuple[int, int], *, copied: bool
     ) -> Packed | None:
-        """The values as they travel, in one piece; None: as they are.
+        """The encoded values, contiguous; None: they are sent unchanged.
 
         Args:
-            version: that they are of, and the draft's number.
-            copied: they are a copy, which is of one version. What is no copy may change while a worker reads
-                that has lost its part in the round; it learns that at the end, but nobody else may get what
-                was made of it meanwhile.
+            version: their version, and the number of the draft.
+            copied: whether they are a copy of one version. Otherwise they may change while a worker reads
+            that
+                has lost its part in the round. It learns that at the end, but nobody else may get the result.
         """
         codec = self._codecs[bucket.index]
         if codec is None:
