@@ -7,7 +7,7 @@
         launcher.wait()
         print(launcher.outcome().verdict)
 
-`plan` decides, `supervisor` does, `state` is what other terminals see. It loads neither torch nor the
+`plan` decides, `supervisor` acts, and other terminals read `state`. The package loads neither torch nor the
 programs that it starts.
 """
 

@@ -1,4 +1,4 @@
-"""The launcher's side of `elastic_ps.forkserver`: processes that have torch imported when they begin."""
+"""The launcher's side of `elastic_ps.forkserver`, which starts processes with torch imported."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ END = timedelta(seconds=10)
 
 
 class ForkServer:
-    """A process that imports torch once, and then starts processes of a job in no time. Thread-safe.
+    """A process that imports torch once, and then starts processes of a job at once. Thread-safe.
 
-    Where it cannot do what is asked, because the program is another one or it was killed, the caller starts
-    the program by itself. What it has started ends with it, as if killed.
+    If it cannot start a program, because that is another one or it was killed, the caller starts the program
+    itself. Processes that it has started are killed when it ends.
 
     Args:
-        variables: its environment, which decides how many threads some libraries have.
+        variables: its environment, which sets the number of threads of some libraries.
     """
 
     def __init__(self, variables: Mapping[str, str]) -> None:
@@ -52,7 +52,7 @@ class ForkServer:
         self._statuses: dict[int, int | None] = {}
 
     def ready(self, within: timedelta) -> bool:
-        """Whether `start` does not have to wait. Blocks for at most `within`."""
+        """Whether `start` need not wait. Blocks for at most `within`."""
         with self._lock:
             if self._alive and self._programs is None:
                 self._read(within)
@@ -66,12 +66,12 @@ class ForkServer:
         descriptors: Mapping[int, Sequence[int]],
         name: str,
     ) -> int | None:
-        """Start a program, as `subprocess.Popen` does, in a session of its own. Blocks until it has begun.
+        """Start a program in a session of its own, like `subprocess.Popen`. Blocks until it has begun.
 
         Args:
             argv: `[python, "-m", module, *arguments]`.
-            descriptors: of this process, and which they are in the new one.
-            name: what `ps` calls the process; at most 15 bytes of it.
+            descriptors: descriptors of this process, with their numbers in the new one.
+            name: the name of the process in `ps`; at most 15 bytes of it.
 
         Returns:
             Its pid; None if nothing was started.
@@ -107,9 +107,9 @@ class ForkServer:
             return begun.pop()
 
     def status(self, pid: int) -> int | None:
-        """The exit status of a process that was started here, told once; None while it runs.
+        """The exit status of a process that was started here; None while it runs. Returned only once.
 
-        Negative: the signal that has ended it.
+        A negative status is the signal that has ended it.
         """
         with self._lock:
             while self._alive and self._read(timedelta(0)):
@@ -119,13 +119,13 @@ class ForkServer:
             return self._statuses.pop(pid)  # another process may get its pid
 
     def signal(self, pid: int, number: int, *, group: bool) -> None:
-        """Send it a signal if it runs, or to all that it has started, too. Does not block."""
+        """Send a process a signal if it runs, or also to all that it has started. Does not block."""
         with self._lock, contextlib.suppress(OSError):
             if self._alive:
                 self._packets.send({"signal": number, "pid": pid, "group": group})
 
     def _read(self, within: timedelta) -> bool:
-        """Take note of one message; whether there was one. The lock is held."""
+        """Handle a message; returns whether there was one. The lock is held."""
         if not select.select([self._packets.sock], [], [], within.total_seconds())[0]:
             return False
         try:
@@ -147,7 +147,7 @@ class ForkServer:
             self._statuses[message["ended"]] = message["status"]
 
     def _lost(self) -> None:
-        """The fork server has gone, so nobody learns how its processes end."""
+        """Handle the end of the fork server: the ends of its processes are unknown."""
         self._alive = False
         for pid, status in self._statuses.items():
             if status is None:
@@ -156,7 +156,7 @@ class ForkServer:
                 self._statuses[pid] = -signal.SIGKILL
 
     def release(self) -> None:
-        """Forget it here: a fork of this process goes on with it. `close` does nothing then."""
+        """Leave it to a fork of this process. `close` does nothing then."""
         self._released = True
         self._let_go()
 
@@ -166,13 +166,13 @@ class ForkServer:
             self._packets.close()
 
     def close(self) -> None:
-        """End it, and what it has started."""
+        """End it, with all that it has started."""
         if self._released:
             return
         with self._lock:
             self._packets.hang_up()
             self._let_go()
-        if self._programs is None:  # it imports, and has started nothing
+        if self._programs is None:  # it still imports, and has started nothing
             self._popen.kill()
         try:
             self._popen.wait(END.total_seconds())
@@ -182,7 +182,7 @@ class ForkServer:
 
 
 class Fork:
-    """A process of a job that the fork server has started; see `Started`. To be used by one thread."""
+    """A process of a job that the fork server has started; see `Started`. For one thread only."""
 
     def __init__(self, server: ForkServer, pid: int, log: Path, offset: int) -> None:
         self.pid = pid
@@ -200,7 +200,7 @@ class Fork:
         lifeline: Lifeline,
         name: str,
     ) -> Fork | None:
-        """Start a program as `Child.start` does; None if the fork server cannot."""
+        """Start a program like `Child.start`; None if the fork server cannot."""
         with opened(log) as output:
             offset = output.tell()
             descriptors = {output.fileno(): (1, 2), lifeline.fd: (lifeline.fd,)}

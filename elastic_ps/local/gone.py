@@ -1,4 +1,4 @@
-"""Telling the parameter server that a worker's process has ended, so that it need not wait for the lease."""
+"""Tells the parameter server that a worker's process has ended, so that it need not wait for the lease."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT = timedelta(seconds=5)
 def tell_parameter_server(
     job: str, addresses: tuple[str, ...], worker: int, instance: str, tls: Path | None = None
 ) -> None:
-    """Tell shard 0 of `job`. Blocks for `TIMEOUT` at most; if it cannot be told, the worker's lease ends.
+    """Tell shard 0 of `job`. Blocks for at most `TIMEOUT`. If that fails, the worker's lease expires.
 
     Args:
         tls: directory of the launcher's certificate; None without TLS.
@@ -34,5 +34,5 @@ def tell_parameter_server(
             calls.ask(connection, calls.GONE, request, timeout=TIMEOUT)
     except ElasticPSError as error:
         logger.debug(text, worker, error)
-    except Exception as error:  # nobody looks at what comes of it, and each such worker costs a lease
+    except Exception as error:  # nobody sees the result, and each such worker costs a lease
         logger.exception(text, worker, error)

@@ -1,6 +1,6 @@
-"""The hosts that ranks of `mpirun` run on: from Slurm's environment, or from a list as for ssh.
+"""The hosts for the ranks of `mpirun`: from Slurm's environment, or from a list as for ssh.
 
-Nothing is asked of Slurm's own programs, which a container or a login host may lack.
+It does not use Slurm's programs, which a container or a login host may lack.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from elastic_ps.errors import UserError
 Style: TypeAlias = Literal["open-mpi", "mpich"]
 
 MOST = 65_536
-"""Hosts that a list may have. A range with a digit too much would fill the memory."""
+"""The most hosts in a list. A range with a digit too many would fill the memory."""
 
 _NAME = r"(?P<name>[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)"
 _LINE = re.compile(_NAME + r"((:|\s+slots\s*=\s*)(?P<slots>[1-9]\d*))?")
@@ -24,7 +24,7 @@ _PART = re.compile(r"([^][,]+)|\[([^][]*)\]")
 
 
 class Host(NamedTuple):
-    """A host, and how many ranks it has room for."""
+    """A host, with its number of slots for ranks."""
 
     name: str
     slots: int
@@ -38,7 +38,7 @@ def from_slurm(variables: Mapping[str, str]) -> list[Host]:
             salloc(1).
 
     Raises:
-        UserError: this is no allocation, or the variables cannot be read.
+        UserError: this is not an allocation, or the variables cannot be parsed.
     """
     nodes = variables.get("SLURM_JOB_NODELIST") or variables.get("SLURM_NODELIST")
     if not nodes:
@@ -57,7 +57,7 @@ def from_slurm(variables: Mapping[str, str]) -> list[Host]:
 
 
 def expand(nodelist: str) -> list[str]:
-    """The hosts of a list as Slurm writes it: `gpu[01-03,07],login` has five. Raises UserError."""
+    """The hosts of a list in Slurm's format: `gpu[01-03,07],login` has five. Raises UserError."""
     names: list[str] = []
     for word in re.findall(r"(?:[^][,]|\[[^][]*\])+|,|.", nodelist):
         if word == ",":
@@ -92,7 +92,7 @@ def _unreadable(nodelist: str, part: str) -> UserError:
 
 
 def _tasks(text: str) -> list[int]:
-    """For each host, how many: `4(x2),1` is 4, 4 and 1. Raises UserError."""
+    """The number of tasks of each host: `4(x2),1` is 4, 4 and 1. Raises UserError."""
     found: list[int] = []
     for word in text.split(","):
         match = _COUNT.fullmatch(word)
@@ -103,13 +103,13 @@ def _tasks(text: str) -> list[int]:
 
 
 def from_lines(lines: Iterable[str], *, slots: int) -> list[Host]:
-    """Hosts as people write them: `host1`, `host1:4` or `host1 slots=4`; what follows a # is left out.
+    """Hosts in the formats `host1`, `host1:4` and `host1 slots=4`, with comments after a #.
 
     Args:
-        slots: of a host that does not say.
+        slots: the slots of a host without a number.
 
     Raises:
-        UserError: a line cannot be read, or names a host that was named before.
+        UserError: a line cannot be parsed, or names a host again.
     """
     hosts: dict[str, Host] = {}
     for line in lines:
@@ -126,7 +126,7 @@ def from_lines(lines: Iterable[str], *, slots: int) -> list[Host]:
 
 
 def write(hosts: Sequence[Host], style: Style) -> str:
-    """A hostfile for `mpirun`, whose first line says how to call it.
+    """A hostfile for `mpirun`. Its first line has the command.
 
     Raises:
         UserError: there is no rank for a worker.

@@ -1,7 +1,7 @@
 """The certificates of one run on this machine: an authority in memory, and a directory for each process.
 
-The authority is as old as the run, and its key is never written. So a certificate of an earlier run, or of
-another job, is worth nothing here.
+The authority is created for the run, and its key is never written. So certificates of earlier runs or other
+jobs are invalid.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from elastic_ps.contract.env import IDENTITIES, Role
 from elastic_ps.contract.identity import CA_FILE, CERTIFICATE_FILE, KEY_FILE, Identity
 
 LIFETIME = timedelta(days=3650)
-"""Longer than any run: the directory goes with the run, and nobody renews it."""
+"""Longer than any run, since nobody renews certificates, and they are deleted with the run."""
 
 
 class Issuer:
-    """Issues certificates for the processes of one run. Belongs to one thread.
+    """Issues certificates for the processes of one run. For one thread only.
 
     Args:
-        run: names the run for all time, see `Identity.job`.
-        directory: for the processes' directories; made when it is needed, for this user alone.
+        run: a unique name of the run, see `Identity.job`.
+        directory: the parent of the processes' directories, created on demand for this user only.
     """
 
     def __init__(self, run: str, directory: Path) -> None:
@@ -33,11 +33,11 @@ class Issuer:
         self.authority = make_authority(run, now=datetime.now(UTC), lifetime=LIFETIME)
 
     def own(self) -> Path:
-        """The directory of the launcher's own certificate. Raises OSError: it cannot be written."""
+        """The directory of the launcher's own certificate. Raises OSError if it cannot be written."""
         return self._written(Identity(self._run, "operator"))
 
     def of(self, role: Role, index: int) -> Path:
-        """The directory of a process's certificate. Raises OSError: it cannot be written."""
+        """The directory of a process's certificate. Raises OSError if it cannot be written."""
         return self._written(Identity(self._run, IDENTITIES[role], index))
 
     def _written(self, identity: Identity) -> Path:
@@ -56,14 +56,14 @@ class Issuer:
 
 
 def read(directory: Path) -> dict[str, bytes]:
-    """The files of a process, to be written for it elsewhere."""
+    """The files of a process, to write on another host."""
     return {name: (directory / name).read_bytes() for name in (CA_FILE, CERTIFICATE_FILE, KEY_FILE)}
 
 
 def write(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write files that only this user can read, the last one last. Raises OSError.
+    """Write files that only this user can read, in order. Raises OSError.
 
-    Files that are there already are left alone: two hosts may share the directory.
+    Existing files stay: two hosts may share the directory.
     """
     if all((directory / name).is_file() and (directory / name).read_bytes() == files[name] for name in files):
         return

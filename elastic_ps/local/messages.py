@@ -1,8 +1,8 @@
-"""Messages of MPI that never block: what `relay` moves its bytes with.
+"""Non-blocking MPI messages, for `relay`.
 
-A message goes out from the buffer in which it lies, and comes in to one of its size, which a probe tells
-before it is received. Several may be on their way from one rank; they are handed on in the order in which
-they were sent. MPI is called under the world's lock, so MPI_THREAD_SERIALIZED is enough.
+A message is sent from its own buffer, and received into one of its size, which a probe tells beforehand.
+Several messages from one rank may be in transit; they are delivered in order. MPI is called under the world's
+lock, so MPI_THREAD_SERIALIZED is enough.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from elastic_ps.local.relay import Arrived, Buffers
 
 MOST = 16
-"""Messages that are begun to be received in one step, so that sockets have their turn."""
+"""The most messages to start receiving in one step, so that sockets get their turn."""
 
 
 class _Receiving(NamedTuple):
@@ -25,7 +25,7 @@ class _Receiving(NamedTuple):
 
 
 class Messages:
-    """A `relay.Post` over a communicator, with a tag of its own. Belongs to one thread at a time.
+    """A `relay.Post` over a communicator, with a tag of its own. For one thread at a time.
 
     Args:
         comm: an mpi4py communicator.
@@ -84,9 +84,10 @@ class Messages:
             self._receiving.setdefault(source, deque()).append(_Receiving(request, buffer, size))
 
     def _probe(self) -> Any:
-        """The next message that has come. Open MPI looks at its network only after it has found none.
+        """The next message that has arrived.
 
-        So what has come while this rank slept is found by the second call.
+        Open MPI polls its network only after it has found none, so a message that arrived while this rank
+        slept is found by the second call.
         """
         return self._comm.Improbe(source=self._mpi.ANY_SOURCE, tag=self._tag, status=self._status)
 

@@ -1,15 +1,14 @@
 """A job under `mpirun`: rank 0 is the launcher, the other ranks start the workers' processes.
 
-`mpirun -n 5 elastic-ps run job.yaml` runs the command five times. Rank 0 does what it does on one machine;
-where it would start a worker, it asks another rank to. MPI carries these orders, with the process's
-certificate, and what becomes of the processes. Gradients and values travel as they always do
-(`transport.ways`), or through MPI, too (`relays`): then the ranks relay the connections of the workers
-(`local.relay`). Workers may join, leave and be started again on a rank, and whatever ends `mpirun` ends all
-of them.
+`mpirun -n 5 elastic-ps run job.yaml` runs the command five times. Rank 0 works as on one machine, but asks
+other ranks to start workers. MPI carries these orders, the certificates, and the ends of processes. Gradients
+and values use the usual transports (`transport.ways`), or MPI as well (`relays`): then the ranks relay the
+workers' connections (`local.relay`). Workers may join, leave and be restarted on a rank, and they all end
+with `mpirun`.
 
-A rank looks for orders every `LOOK`, since a receive that waits would keep a core busy. On rank 0, one thread
-gives orders and another one relays, and a lock lets one of them call MPI at a time. mpi4py is imported only
-when it is used.
+A rank polls for orders every `LOOK`, since a blocking receive would keep a core busy. On rank 0, one thread
+gives orders and another one relays; a lock lets only one of them call MPI at a time. mpi4py is imported on
+demand.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ ANSWER = timedelta(seconds=30)
 """How long a rank may take to start a process."""
 
 UNTIL_ALL_LISTEN = timedelta(seconds=1)
-"""How long a rank that `srun` has started is silent at first.
+"""How long a rank that `srun` has started sends nothing at first.
 
-Open MPI 5 ends with a segmentation fault when a message comes to a rank that is still in MPI_Init
-(open-mpi/ompi, issue 11438), and with Slurm's PMIx the ranks do not leave that at once: so ended 2 of 40
-starts on a busy machine, and none of 70 with this pause.
+Open MPI 5 crashes when a message reaches a rank that is still in MPI_Init (open-mpi/ompi, issue 11438), and
+with Slurm's PMIx the ranks do not leave that at once: 2 of 40 starts crashed on a busy machine, and none of
+70 with this pause.
 """
 
 _ORDERS, _RELAYED = 1, 2
-"""Tags of messages."""
+"""The tags of messages."""
 
 
 @dataclass(frozen=True)
@@ -98,11 +97,11 @@ class _Ended:
 
 @dataclass(frozen=True)
 class _Finish:
-    """An order: the job is over. The answer is the same, and the last message of a rank."""
+    """An order: the job is over. Also the answer, which is the last message of a rank."""
 
 
 class World:
-    """All ranks of an `mpirun`. Orders belong to one thread at a time.
+    """All ranks of an `mpirun`. Only one thread at a time may give orders.
 
     Attributes:
         lock: held by the thread that calls MPI.
@@ -141,7 +140,7 @@ class World:
             return "127.0.0.1"
         try:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-                sock.connect((others[0], 9))  # sends nothing, but chooses an address of this host
+                sock.connect((others[0], 9))  # sends nothing, but selects an address of this host
                 address: str = sock.getsockname()[0]
         except OSError as error:
             text = f"rank {self.rank} does not know an address of {others[0]}, where another rank is: {error}"
@@ -153,7 +152,7 @@ class World:
         self.comm.Abort(1)
 
     def post(self, message: object, rank: int) -> Callable[[], bool]:
-        """Begin to send a message. Does not block; what is returned tells whether it is sent."""
+        """Begin to send a message. Does not block. The result tells whether it is sent."""
         with self.lock:
             request = self.comm.isend(message, dest=rank, tag=_ORDERS)
 
@@ -175,7 +174,7 @@ class World:
             return source, self.comm.recv(source=source, tag=_ORDERS)
 
     def relay(self) -> Relay:
-        """What relays the workers' connections through MPI, in this rank. Rank 0 has the servers."""
+        """The relay of the workers' connections through MPI in this rank. Rank 0 has the servers."""
         from elastic_ps.local.messages import Messages
         from elastic_ps.local.relay import Relay
         from elastic_ps.transport.mpi import name_of
@@ -188,7 +187,7 @@ class _Relaying:
     """The thread of rank 0 that relays. If it fails, it ends all ranks."""
 
     def __init__(self, world: World) -> None:
-        take_descriptors()  # one for each connection of each worker
+        take_descriptors()  # a descriptor for each connection of each worker
         self._world, self._relay = world, world.relay()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
@@ -216,7 +215,7 @@ class _Relaying:
 
 @dataclass
 class _Remote:
-    """A process on another rank, as rank 0 knows it."""
+    """A process on another rank, for rank 0."""
 
     slots: Slots
     rank: int
@@ -245,28 +244,28 @@ class _Remote:
             self.slots.send(_Signal(self.number, kill), self.rank)
 
     def output(self) -> str:
-        """The last lines that it wrote."""
+        """The last lines of its output."""
         return self.last
 
 
 class Slots:
-    """The other ranks, on which rank 0 starts workers. Belongs to one thread at a time.
+    """The other ranks, on which rank 0 starts workers. For one thread at a time.
 
     Args:
-        relays: the ranks relay the workers' connections through MPI. Each rank has to be told (`serve`).
+        relays: whether the ranks relay the workers' connections through MPI. Each rank must agree (`serve`).
     """
 
     def __init__(self, world: World, *, relays: bool = False) -> None:
         self.world, self.relays = world, relays
         self._processes: dict[int, _Remote] = {}
         self._numbers = itertools.count()
-        self._refused = Counter[int]()  # how often a rank has started nothing since it has last done so
+        self._refused = Counter[int]()  # failed starts of each rank since its last successful one
         self._finished: set[int] = set()
         self._relaying = _Relaying(world) if relays else None
 
     @property
     def count(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.world.size - 1
 
     def start(
@@ -281,13 +280,13 @@ class Slots:
         """Start worker `index` on the rank that has the fewest processes. Blocks until it runs.
 
         Args:
-            variables: the contract's; all others are those of the rank.
-            log: where the process writes, on that rank's machine.
-            certificate: the files of the process's certificate, which the rank writes where `variables` says,
-                on that rank's machine.
+            variables: the contract's variables; the others are those of the rank.
+            log: the process's log, on that rank's machine.
+            certificate: the files of the process's certificate, which the rank writes to the directory that
+                `variables` name, on that rank's machine.
 
         Raises:
-            OSError: that rank's system refuses it.
+            OSError: that rank's system refuses to start it.
             ElasticPSError: that rank cannot start it, or does not answer.
         """
         running = [remote.rank for remote in self._processes.values() if remote.status is None]
@@ -312,15 +311,15 @@ class Slots:
         return remote
 
     def send(self, order: object, rank: int) -> None:
-        """Give a rank an order. Listens meanwhile: the rank may be about to tell something, and has to be
-        rid of that before it receives an order."""
+        """Give a rank an order. Receives meanwhile, since the rank may have to send a message before it
+        receives the order."""
         sent = self.world.post(order, rank)
         while not sent():
             self.listen()
             time.sleep(0.001)
 
     def listen(self) -> None:
-        """Note what the ranks have told. Does not block."""
+        """Handle messages of the ranks. Does not block."""
         while (found := self.world.receive()) is not None:
             rank, message = found
             if isinstance(message, _Finish):
@@ -332,12 +331,12 @@ class Slots:
             elif message.problem:
                 remote.status, remote.problem, remote.errno = 1, message.problem, message.errno
             else:
-                # Two hosts may use the same number for a process; the launcher tells processes apart by it.
+                # Two hosts may use the same pid, and the launcher needs unique numbers.
                 here = self.world.hosts[rank] == self.world.hosts[0]
                 remote.pid = message.pid if here else rank * PIDS + message.pid
 
     def close(self) -> None:
-        """Let the other ranks end; what still runs there is killed. Blocks until they have told all."""
+        """End the other ranks, killing what still runs there. Blocks until they have reported all ends."""
         if self._relaying is not None:
             self._relaying.close()
         for rank in range(1, self.world.size):
@@ -348,9 +347,9 @@ class Slots:
 
 
 def serve(world: World, *, relays: bool = False) -> None:
-    """What a rank but 0 does: start processes and say what becomes of them, until the job is over. Blocks.
+    """Run a rank other than 0: start processes and report their ends until the job is over. Blocks.
 
-    If that fails, it ends all ranks: rank 0 would wait for ever to be told.
+    After an error, end all ranks: otherwise rank 0 would wait for ever.
 
     Args:
         relays: see `Slots`.
@@ -365,13 +364,13 @@ def serve(world: World, *, relays: bool = False) -> None:
 
 
 class _Rank:
-    """A rank but 0, with the processes that it has started."""
+    """A rank other than 0, with its processes."""
 
     def __init__(self, world: World, *, relays: bool) -> None:
         self._world, self._children = world, dict[int, Child]()
         self._beside = sum(host == world.hosts[world.rank] for host in world.hosts)
         self._relay = world.relay() if relays else None
-        self._name = f"rank{world.rank}-{uuid.uuid4().hex}"  # on this host are ranks of other jobs, too
+        self._name = f"rank{world.rank}-{uuid.uuid4().hex}"  # this host may have ranks of other jobs, too
 
     def serve(self) -> None:
         """See `serve`."""
@@ -407,7 +406,7 @@ class _Rank:
             self._relay.close([0])
 
     def _tell(self, message: object) -> None:
-        """Tell rank 0. Blocks until it receives that, and until what was relayed to it is sent, too."""
+        """Send rank 0 a message. Blocks until it is received, and relayed data is sent."""
         sent = self._world.post(message, 0)
         while not sent() or (isinstance(message, _Finish) and self._relay and not self._relay.idle):
             self._wait(timedelta(milliseconds=1))
@@ -433,7 +432,7 @@ class _Rank:
         return _Started(order.number, child.pid)
 
     def _listen(self, addresses: Sequence[str], relay: Relay) -> list[str]:
-        """Where a worker on this host reaches the servers at `addresses`, through this rank."""
+        """The addresses by which workers on this host reach the servers at `addresses`, through this rank."""
         places = [f"{self._name}:{address.rpartition(':')[2]}" for address in addresses]
         for place in places:
             relay.listen(place)

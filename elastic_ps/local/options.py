@@ -1,4 +1,4 @@
-"""What a launcher is given, and what it gives back."""
+"""The options and the outcome of a launcher."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ WorkerGone = Callable[[str, tuple[str, ...], int, str, Path | None], None]
 when a worker process has died."""
 
 Route = Callable[[int, tuple[str, ...]], tuple[str, ...]]
-"""Called with (worker index, addresses of the shards); returns where that worker is to reach them."""
+"""Called with (worker index, addresses of the shards); returns the addresses for that worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a job is run.
+    """The options of a run.
 
     Attributes:
-        schedule: numbers of workers to scale to, at given versions.
+        schedule: numbers of workers to scale to at given versions.
         trace: the file for a Chrome trace of all processes; None records none.
         resume: a directory of checkpoints to continue from; None to start from scratch.
         history: directory for the histories that tests check.
-        root: where jobs keep their state; None is `env.state_directory()`.
+        root: the directory of jobs' state; None is `env.state_directory()`.
         programs: the command lines of the processes.
-        transport: how the processes talk to each other; None is the fastest way that works.
-        tls: each process has a certificate, and shows it where it does not talk within the host; see
-            docs/guides/security.md. False: whoever reaches a port of the job rules it.
-        slots: where workers are started; None is this host.
-        bind: each worker that is started on this host has cores of its own.
-        forks: starts the processes on this host, and is closed by its owner; None: the launcher has its own.
+        transport: the transport between the processes; None is the fastest one that works.
+        tls: whether each process has a certificate, for connections between hosts; see
+            docs/guides/security.md. Without it, anyone who can reach a port of the job controls it.
+        slots: the ranks to start workers on; None is this host.
+        bind: whether each worker on this host has cores of its own.
+        forks: starts the processes on this host; its owner closes it. None: the launcher has its own.
         host: an address of this host, at which workers reach the parameter servers.
-        route: what stands between workers and parameter servers; None for nothing.
-        on_worker_gone: told about worker processes that died; may block, is called on its own thread.
-        ports: those that the parameter servers may listen on.
+        route: changes the addresses for workers, as for a relay in between; None for none.
+        on_worker_gone: called for worker processes that died; may block, since it has its own thread.
+        ports: the ports that the parameter servers may listen on.
     """
 
     schedule: tuple[ScaleAt, ...] = ()
@@ -66,7 +66,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended. `unreached`: changes of the schedule whose version never came."""
+    """How a job ended. `unreached`: changes of the schedule whose version was not reached."""
 
     verdict: Verdict
     record: Record

@@ -1,8 +1,8 @@
-"""What to do next for a job that runs on this machine: pure decisions, each with its reason.
+"""Decides what to do next for a job on this machine. Pure; each decision has its reason.
 
-`plan` looks at what is wanted and at every process so far, and says which processes to start and to stop
-and whether the job is over. It keeps nothing between two calls: counts of failures and delays follow from
-the processes that have ended. Times are seconds of one monotonic clock. Doing it is in `supervisor`.
+`plan` compares the wanted state with all processes so far, and returns which processes to start and to stop,
+and whether the job is over. It keeps no state: counts of failures and delays follow from the processes that
+have ended. Times are seconds of one monotonic clock. `supervisor` carries the decisions out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Ending: TypeAlias = Literal["done", "left", "killed", "failed", "invalid"]
 
 
 def name_of(role: Role, index: int) -> str:
-    """What a process is called in messages."""
+    """The name of a process in messages."""
     if role == "evaluator":
         return "the evaluator"
     return f"parameter server {index}" if role == "ps" else f"{role} {index}"
@@ -30,7 +30,7 @@ def name_of(role: Role, index: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """One process of the job, from its start on.
+    """A process of the job, from its start on.
 
     Attributes:
         role: `ps`, `standby`, `worker` or `evaluator`.
@@ -43,12 +43,12 @@ class Process:
         killed: whether it was killed because it did not end when asked.
         ended: when it was seen to have ended.
         exit: its exit status; negative: the signal that killed it. None while it is alive.
-        output: the last lines it wrote, of a process that failed.
-        useful: whether it has done anything for the job: a step that is in the model, or an answer.
+        output: the last lines of its output, if it failed.
+        useful: whether it has done anything for the job: a step in the model, or an answer.
         joined: whether it is or was a member of the job (workers only).
-        stuck: why it has to be killed, of a worker that the parameter server has given up and that lives on.
-        overstays: why it has to be killed, of a worker that keeps a job open whose training is done.
-        stopped: since when a signal (SIGSTOP) has kept it from running, of a job whose training is done.
+        stuck: why to kill a worker that the parameter server has given up; "" for others.
+        overstays: why to kill a worker that keeps a finished job open; "" for others.
+        stopped: since when a signal (SIGSTOP) has stopped it, in a job whose training is done.
     """
 
     role: Role
@@ -77,11 +77,11 @@ class Process:
 
     @property
     def ending(self) -> Ending | None:
-        """What its end means for the job; None while it is alive.
+        """The meaning of its end for the job; None while it is alive.
 
-        `done`: ended well by itself. `left`: ended because it was asked to, by the launcher or by someone
-        else (then `asked` is None). `killed`: from outside.
-        `failed`: its program failed. `invalid`: the job cannot work as it stands.
+        `done`: it finished. `left`: it ended because it was asked to, by the launcher or by someone else
+        (then `asked` is None). `killed`: from outside. `failed`: its program failed. `invalid`: the job
+        cannot work as specified.
         """
         if self.exit is None:
             return None
@@ -99,7 +99,7 @@ class Process:
 
     @property
     def death(self) -> Death | None:
-        """How it died; None if it is alive or ended as it should."""
+        """Its death; None if it is alive or ended as expected."""
         if self.exit is None or self.ending not in ("failed", "killed"):
             return None
         kind: Kind = "failed" if self.ending == "failed" else kind_of(self.exit)
@@ -108,17 +108,17 @@ class Process:
 
 @dataclass(frozen=True, order=True)
 class ScaleAt:
-    """Once the model has reached `version`, there shall be `workers` workers."""
+    """Scale to `workers` workers once the model has reached `version`."""
 
     version: int
     workers: int
 
 
 def cores_of(worker: int, *, workers: int, cores: Iterable[int]) -> tuple[int, ...]:
-    """The cores of one of `workers` that share these cores: neighbours, each core in one share.
+    """The cores of one of `workers` that divide these cores: adjacent ones, each core in one share.
 
-    If there are fewer cores than workers, some of these have the same core. A worker above the number shares
-    with one of the others.
+    If there are fewer cores than workers, some workers have the same core. A worker with a higher index
+    shares the cores of another one.
     """
     every = sorted(cores)
     worker %= workers
@@ -129,15 +129,15 @@ def cores_of(worker: int, *, workers: int, cores: Iterable[int]) -> tuple[int, .
 
 @dataclass(frozen=True, kw_only=True)
 class Desired:
-    """What is wanted.
+    """The wanted state.
 
     Attributes:
-        shards: parameter servers.
+        shards: the number of parameter servers.
         standbys: whether each of them has a standby.
-        workers: workers.
-        backoff_limit: failures of workers that the job survives.
+        workers: the number of workers.
+        backoff_limit: the number of failures that the job survives.
         deadline: the job fails after this time; None never.
-        stop_diverged: the job fails when it learns nothing.
+        stop_diverged: whether the job fails when it does not learn.
         schedule: changes of the number of workers that have not been made yet.
         start_limit: time for the parameter servers to answer.
         leave_grace: time for a worker to leave while the job goes on.
@@ -175,7 +175,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class StopRequest:
-    """Someone wants the job to end. `at_once`: kill instead of asking."""
+    """A request to end the job. `at_once`: kill instead of asking."""
 
     why: str
     at_once: bool = False
@@ -183,15 +183,15 @@ class StopRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """What there is.
+    """The observed state.
 
     Attributes:
         started: when the job was started.
         processes: every process so far, in the order of their start.
-        progress: as the parameter server last told it.
-        problem: of the parameter server, as it told it then; "" if there is none.
-        asked_at: when that answer was asked for; None before the first one.
-        was_finished: the job continues from a checkpoint of a finished one, and has trained nothing since.
+        progress: the progress in the parameter server's last answer.
+        problem: the problem in that answer; "" if there is none.
+        asked_at: when that answer was requested; None before the first one.
+        was_finished: whether the job continues from a finished one, and has trained nothing since.
         stop: a request to stop.
         verdict: how the job ends, once that has been concluded.
     """
@@ -221,7 +221,7 @@ WAS_FINISHED = (
 
 @dataclass(frozen=True)
 class Start:
-    """Start a process. `replaces`: the pid of the one that it takes the place of."""
+    """Start a process. `replaces`: the pid of the process that it replaces."""
 
     role: Role
     index: int
@@ -235,7 +235,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Terminate:
-    """Ask a process to end (SIGTERM). `warns`: a person has to be told why."""
+    """Ask a process to end (SIGTERM). `warns`: whether to warn the user."""
 
     pid: int
     reason: str
@@ -244,7 +244,7 @@ class Terminate:
 
 @dataclass(frozen=True)
 class Kill:
-    """Kill a process and all that it has started (SIGKILL)."""
+    """Kill a process with all that it has started (SIGKILL)."""
 
     pid: int
     reason: str
@@ -252,7 +252,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Scale:
-    """Change the number of workers, as the schedule says."""
+    """Change the number of workers by the schedule."""
 
     at: ScaleAt
     reason: str
@@ -260,7 +260,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Conclude:
-    """The job is over; what still runs is to be closed."""
+    """Conclude that the job is over, and close the processes that still run."""
 
     verdict: Verdict
 
@@ -269,7 +269,7 @@ Action: TypeAlias = Start | Terminate | Kill | Scale | Conclude
 
 
 def plan(desired: Desired, observed: Observed, now: float) -> list[Action]:
-    """The actions that bring what there is closer to what is wanted; none when there is nothing to do."""
+    """The actions that bring the observed state closer to the wanted one; empty if there are none."""
     if observed.verdict is not None:
         return list(_close(desired, observed, observed.verdict, now))
     verdict = _verdict(desired, observed, now)
@@ -287,11 +287,11 @@ def plan(desired: Desired, observed: Observed, now: float) -> list[Action]:
 
 
 def restart_delay(attempts: Iterable[Process]) -> timedelta:
-    """How long to wait before a process is replaced, given all processes so far with its index.
+    """How long to wait before a process is replaced, given all earlier ones with its index.
 
-    The first replacement comes at once; each further one that follows a process which lived for less than
-    a minute waits twice as long, up to 30 s. But not if the process was killed from outside after it had done
-    something for the job: that says nothing about the next one.
+    The first replacement comes at once. After each process that lived for less than a minute, the delay
+    doubles, up to 30 s. A process that was killed from outside after it had done something for the job does
+    not count: it says nothing about the next one.
     """
 
     def died_soon(process: Process) -> bool:
@@ -304,9 +304,9 @@ def restart_delay(attempts: Iterable[Process]) -> timedelta:
 
 
 def failures(observed: Observed) -> list[Process]:
-    """The processes whose ends count against `backoffLimit` (see `contract.deaths`), first ends first.
+    """The processes whose ends count against `backoffLimit` (see `contract.deaths`), by time of end.
 
-    Those of the evaluator never do.
+    The evaluator never counts.
     """
     trains = [process for process in observed.processes if process.role != "evaluator"]
     ended = sorted(trains, key=lambda process: process.ended or 0.0)
@@ -438,7 +438,7 @@ def _may_replace(observed: Observed, before: Process, now: float) -> bool:
 
 
 def _servers_alive(desired: Desired, observed: Observed) -> bool:
-    """Workers need not wait until these answer: both have to import torch first, which takes seconds."""
+    """Whether all parameter servers run. Workers start before these answer: both first import torch."""
     latest = observed.latest("ps")
     return all(shard in latest and latest[shard].alive for shard in range(desired.shards))
 
@@ -447,13 +447,13 @@ def _workers(desired: Desired, observed: Observed, now: float) -> Iterator[Actio
     """Actions for the workers of a job that goes on."""
     latest, finished = observed.latest("worker"), observed.progress.finished
     if observed.was_finished and not latest:
-        finished = False  # whether the script trains more epochs than before, only a worker can tell
+        finished = False  # only a worker can tell whether the script trains more epochs than before
     for index in range(desired.workers):
         before = latest.get(index)
         if before is None or before.ending == "left":
             if not finished:
                 reason = f"the job asks for {desired.workers} workers"
-                elsewhere = before is not None and before.asked is None  # by whom, nobody here knows
+                elsewhere = before is not None and before.asked is None  # somebody else asked
                 yield Start("worker", index, reason, before.pid if before and elsewhere else None)
         elif before.ending in ("killed", "failed") and _may_replace(observed, before, now):
             reason = f"pid {before.pid} {describe_exit(before.exit or 0)}"
@@ -469,9 +469,9 @@ def _workers(desired: Desired, observed: Observed, now: float) -> Iterator[Actio
 
 
 def _stays_out(process: Process, observed: Observed, now: float) -> bool:
-    """Whether a worker computes something else, and has not joined the job since the first one was done.
+    """Whether a worker has not joined the job for a while after the first one was done.
 
-    One in the place of a process that had joined may have to save what that could not.
+    A worker that replaces a member may have to save the results of that.
     """
     workers = observed.of("worker")
     done = [each.ended or now for each in workers if each.ending == "done"]
@@ -485,17 +485,17 @@ def _grace(desired: Desired) -> timedelta:
 
 
 def _evaluates(desired: Desired, observed: Observed) -> bool:
-    """Whether the evaluator has not come to its end yet, and may still come to it."""
+    """Whether the evaluator may still evaluate a checkpoint."""
     latest = observed.latest("evaluator").get(0)
     over = latest is not None and latest.ending in ("done", "invalid")
     return desired.evaluator_grace is not None and not over
 
 
 def _evaluator(desired: Desired, observed: Observed, now: float) -> Iterator[Start]:
-    """Start the evaluator of a job that goes on.
+    """Start the evaluator of a job that goes on, once the parameter server has answered.
 
-    Not before the parameter server has answered. And if that continues from a finished job, not before a
-    worker has found out whether there is anything left to train: the evaluator would end at once.
+    If the job continues from a finished one, a worker first has to find out whether anything is left to
+    train: otherwise the evaluator would end at once.
     """
     if desired.evaluator_grace is None or observed.asked_at is None:
         return
@@ -508,7 +508,7 @@ def _evaluator(desired: Desired, observed: Observed, now: float) -> Iterator[Sta
 
 
 def _close(desired: Desired, observed: Observed, verdict: Verdict, now: float) -> Iterator[Action]:
-    """End what still runs: the workers and the evaluator first, then the parameter servers."""
+    """End the running processes: workers and evaluator first, then the parameter servers."""
     alive = [process for process in observed.processes if process.alive]
     if observed.stop is not None and observed.stop.at_once:
         yield from (Kill(process.pid, observed.stop.why) for process in alive if not process.killed)

@@ -1,4 +1,4 @@
-"""Asking the parameter servers how training is, on a thread of its own, so that nothing waits for them."""
+"""Asks the parameter servers for their status in a thread, so that nothing waits for them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Polled:
     Attributes:
         ready: the shards that have answered since they were started.
         status: shard 0's last answer.
-        asked_at: when that one was asked for (monotonic seconds).
+        asked_at: when that answer was requested (monotonic seconds).
     """
 
     ready: frozenset[int] = frozenset()
@@ -33,7 +33,7 @@ class Polled:
 
 
 class Poller:
-    """Polls the parameter servers until closed, in a thread; what ends that is raised by `polled`."""
+    """Polls the parameter servers in a thread until closed. `polled` raises the thread's error."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = addresses
@@ -45,7 +45,7 @@ class Poller:
         self._thread.start()
 
     def polled(self) -> Polled:
-        """Raises RuntimeError if the thread has failed: nothing would ever be heard of the job any more."""
+        """The newest answers. Raises RuntimeError if the thread has failed."""
         with self._lock:
             if self._error is not None:
                 name, error = self._thread.name, self._error
@@ -55,12 +55,12 @@ class Poller:
             return self._polled
 
     def restarted(self, shard: int) -> None:
-        """Forget that the shard has answered; a new process takes its place."""
+        """Forget that the shard has answered, since a new process replaces it."""
         with self._lock:
             self._polled = replace(self._polled, ready=self._polled.ready - {shard})
 
     def ask(self) -> Polled:
-        """Ask shard 0 now, in the caller's thread; what was known before if it does not answer."""
+        """Ask shard 0 now, in the caller's thread; returns earlier answers if it does not answer."""
         asked_at = time.monotonic()
         status = fetch_status(self._addresses[0], waiting=True)
         if status is not None:
@@ -98,10 +98,10 @@ def _waiting(before: ServerStatus | None, now: ServerStatus) -> ServerStatus:
 
 
 def fetch_status(address: str, *, waiting: bool = False) -> ServerStatus | None:
-    """A parameter server's status, or None if it does not tell.
+    """A parameter server's status; None if it does not answer.
 
     Args:
-        waiting: also of one that still waits for its storage, and tells of nothing but that.
+        waiting: also accept the answer of a server that still waits for its storage.
     """
     body = fetch(address, "/status")
     try:
@@ -112,7 +112,7 @@ def fetch_status(address: str, *, waiting: bool = False) -> ServerStatus | None:
 
 
 def fetch_loss(address: str) -> list[tuple[int, float]]:
-    """The loss by version that a parameter server has recorded, where it is finite; empty if none is told."""
+    """The finite losses by version that a parameter server has recorded; empty if it does not answer."""
     body = fetch(address, "/loss")
     try:
         points = [(int(version), float(loss)) for version, loss in json.loads(body or b"[]")]
@@ -122,7 +122,7 @@ def fetch_loss(address: str) -> list[tuple[int, float]]:
 
 
 def fetch_evaluations(address: str) -> list[tuple[int, dict[str, float]]]:
-    """What a job's evaluator has found, by version; empty if the parameter server does not tell."""
+    """The results of a job's evaluator, by version; empty if the parameter server does not answer."""
     body = fetch(address, "/evaluations")
     try:
         return [

@@ -1,4 +1,4 @@
-"""What is checked before anything is started or written, so that bad input costs nothing."""
+"""Checks before anything is started or written, so that bad input costs nothing."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from elastic_ps.local.state import newest_checkpoint
 CHECK_TIMEOUT = timedelta(minutes=2)
 
 LOOK = 0.01
-"""Seconds between two looks whether the check has ended."""
+"""The seconds between two looks for the end of the check."""
 
 
 def check_workers(job: TrainingJob, schedule: Sequence[ScaleAt]) -> None:
-    """Raise UserError where a number of workers is out of the job's bounds."""
+    """Raise UserError if a number of workers is out of the job's bounds."""
     for what, workers in [
         ("--workers", job.spec.worker.replicas),
         *((f"--scale {at.version}:{at.workers}", at.workers) for at in schedule),
@@ -48,10 +48,10 @@ def check_workers(job: TrainingJob, schedule: Sequence[ScaleAt]) -> None:
 
 
 def check_transport(job: TrainingJob, transport: Scheme | None, *, ranks: bool) -> None:
-    """Raise UserError where the processes cannot talk to each other in the way that is asked for.
+    """Raise UserError if the processes cannot use the requested transport.
 
     Args:
-        ranks: other ranks of an `mpirun` start the workers.
+        ranks: whether other ranks of an `mpirun` start the workers.
     """
     if transport != "mpi":
         return
@@ -68,7 +68,7 @@ def check_transport(job: TrainingJob, transport: Scheme | None, *, ranks: bool) 
 
 
 def check_checkpoints(job: TrainingJob, resume: Path | None) -> None:
-    """Raise UserError where the directory of checkpoints does not fit what is asked for."""
+    """Raise UserError if the directory of checkpoints does not fit the request."""
     if resume is not None:
         if not resume.exists():
             raise UserError(f"--resume {resume}: there is no such directory")
@@ -94,7 +94,7 @@ def check_checkpoints(job: TrainingJob, resume: Path | None) -> None:
 
 
 def _refuse_running(path: Path, *, option: str) -> None:
-    """Raise UserError where the checkpoints of another job are being written."""
+    """Raise UserError if another job writes its checkpoints there."""
     try:
         owner = running(path)
     except StorageUnavailable as error:
@@ -106,13 +106,13 @@ def _refuse_running(path: Path, *, option: str) -> None:
 
 
 def check_report(report: Path | None) -> None:
-    """Raise UserError where the report's picture cannot be drawn."""
+    """Raise UserError if the report's picture cannot be drawn."""
     if report is not None and importlib.util.find_spec("matplotlib") is None:
         raise UserError("--report needs matplotlib, which is not installed: pip install 'elastic-ps[report]'")
 
 
 def prepare_directory(path: Path, *, option: str) -> None:
-    """Create a directory and try to write into it.
+    """Create a directory, and try to write to it.
 
     Raises:
         UserError: it cannot be created or written.
@@ -127,7 +127,7 @@ def prepare_directory(path: Path, *, option: str) -> None:
 
 
 def prepare_file(path: Path, *, option: str) -> None:
-    """Like `prepare_directory`, for a file; one that is there is not touched yet."""
+    """Like `prepare_directory`, for a file. An existing one is not changed."""
     if path.is_dir():
         raise UserError(f"{option}: {path} is a directory; give the name of a file")
     prepare_directory(path.parent, option=option)
@@ -139,10 +139,10 @@ def check_entrypoint(job: TrainingJob, programs: Programs, forks: ForkServer | N
     """Import the entrypoint and the codecs in a process like a worker's. Blocks for as long as that takes.
 
     Args:
-        forks: starts that process, if it can.
+        forks: starts that process if possible.
 
     Raises:
-        UserError: one cannot be imported, with the script's own traceback, or does not take its arguments.
+        UserError: one cannot be imported (with the script's traceback), or does not take its arguments.
     """
     entrypoint = job.spec.entrypoint
     argv = programs.check(job.spec)
@@ -170,7 +170,7 @@ def check_entrypoint(job: TrainingJob, programs: Programs, forks: ForkServer | N
 
 
 def _run_forked(argv: Sequence[str], forks: ForkServer) -> subprocess.CompletedProcess[str] | None:
-    """As `subprocess.run` does it; None if the fork server cannot start this. Raises TimeoutExpired."""
+    """Like `subprocess.run`; None if the fork server cannot start the process. Raises TimeoutExpired."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         descriptors = {out.fileno(): (1,), err.fileno(): (2,)}
         pid = forks.start(argv, variables=inherited(), descriptors=descriptors, name="check")

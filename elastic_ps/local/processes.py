@@ -1,8 +1,8 @@
-"""Starting and ending the processes of a job, and knowing when they have ended.
+"""Starts and ends the processes of a job, and notices their ends.
 
-Each is the leader of its own session, so a Ctrl-C in the terminal reaches only the launcher, and whatever
-it starts itself can be ended with it. It inherits the read end of the launcher's lifeline, a pipe that
-nobody writes to: when the launcher dies, however it dies, the pipe closes and the process ends itself.
+Each process is the leader of its own session, so that a Ctrl-C in the terminal reaches only the launcher, and
+all that the process starts can be ended with it. It inherits the read end of the launcher's lifeline, a pipe
+without a writer: when the launcher dies for any reason, the pipe closes and the process ends itself.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from elastic_ps.process.lifecycle import usable_cores
 OUTPUT_LINES = 30
 
 PORTS = range(10_000, 20_000, 2)
-"""What a job's processes listen on. Operating systems take the ports of outgoing connections from higher
-ones, so that no connection takes the port of a process that is about to be started, or started again. The
-odd ones are left for data ports; see `transport.tcp`."""
+"""The ports of a job's processes. Operating systems use higher ports for outgoing connections, so that none
+takes the port of a process that is about to be started or restarted. Odd ports are left for data ports; see
+`transport.tcp`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Programs:
-    """The command lines of a job's processes; tests put small programs of their own here."""
+    """The command lines of a job's processes. Tests use small programs of their own."""
 
     server: Sequence[str] = (sys.executable, "-m", "elastic_ps.server")
     worker: Sequence[str] = (sys.executable, "-m", "elastic_ps.worker")
@@ -44,7 +44,7 @@ class Programs:
 
     @property
     def forkable(self) -> bool:
-        """Whether some of them are what a fork server has imported."""
+        """Whether a fork server can start any of them."""
         return self.server == Programs.server or self.worker == Programs.worker
 
     def check(self, spec: TrainingJobSpec) -> list[str]:
@@ -64,27 +64,27 @@ class Lifeline:
 
 
 PIDS = 1 << 22
-"""More than any pid. A process on rank r of an mpirun, on another host, has its pid and r times this."""
+"""More than any pid. A process on rank r of an mpirun, on another host, has its pid plus r times this."""
 
 
 class Started(Protocol):
-    """A process that was started here, or on another rank of an mpirun. To be used by one thread."""
+    """A process that was started here, or on another rank of an mpirun. For one thread only."""
 
     @property
     def pid(self) -> int:
-        """A number that no other process of the job has: its pid, and more if it is on another host."""
+        """A number that is unique in the job: its pid, plus a multiple of `PIDS` on another host."""
 
     def poll(self) -> int | None:
-        """Its exit status once it has ended (negative: the signal), and with it everything it started."""
+        """Its exit status (negative: the signal) once it has ended with everything that it started."""
 
     def terminate(self) -> None:
-        """Ask it to end; what it has started is its own to end."""
+        """Ask it to end. It ends the processes that it has started itself."""
 
     def kill(self) -> None:
         """Kill it and everything it has started."""
 
     def output(self) -> str:
-        """The last lines that it wrote."""
+        """The last lines of its output."""
 
 
 _MAY_PASS = {
@@ -98,12 +98,12 @@ _MAY_PASS = {
 
 
 def may_pass(error: OSError) -> bool:
-    """Whether the system may have a moment later what it lacks: a process, memory, descriptors, room."""
+    """Whether an error may pass: a lack of processes, memory, descriptors or disk space."""
     return error.errno in _MAY_PASS
 
 
 def opened(log: Path) -> BinaryIO:
-    """The log of a process, to add to it. Its directory is made again if somebody has deleted that."""
+    """Open the log of a process for appending. A deleted directory is recreated."""
     log.parent.mkdir(parents=True, exist_ok=True)
     return open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600))
 
@@ -121,7 +121,7 @@ def last_lines(log: Path, offset: int) -> str:
 
 
 class Child:
-    """A process that was started here. To be used by one thread."""
+    """A process that was started here. For one thread only."""
 
     def __init__(
         self, argv: Sequence[str], *, variables: Mapping[str, str], log: Path, lifeline: Lifeline
@@ -145,7 +145,7 @@ class Child:
         if self._popen.returncode is None:
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
-            self._signal_group()  # before its pid is free for others
+            self._signal_group()  # before its pid may be reused
             self._popen.wait()
         return self._popen.returncode
 
@@ -168,7 +168,7 @@ class Child:
 
 
 def free_ports(count: int, among: range = PORTS) -> list[int]:
-    """That many different ports on which nobody listens, at no address of this host nor within it.
+    """That many different ports on which nobody listens on this host, by TCP or by Unix socket.
 
     Raises:
         CannotListen: there are fewer.
@@ -199,7 +199,7 @@ def free_addresses(count: int, among: range = PORTS) -> list[str]:
 
 @contextlib.contextmanager
 def bound_to(cores: Collection[int]) -> Iterator[None]:
-    """What the calling thread starts within runs on these cores only. Other threads do not notice."""
+    """Processes that the calling thread starts in the block run only on these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -209,16 +209,16 @@ def bound_to(cores: Collection[int]) -> Iterator[None]:
 
 
 def processes_of(spec: TrainingJobSpec) -> int:
-    """How many processes a job has, as it is now."""
+    """The number of processes of a job."""
     server = spec.parameter_server
     standbys = server.replicas if server.durability == "standby" else 0
     return server.replicas + standbys + spec.worker.replicas + (spec.evaluator is not None)
 
 
 def with_threads(variables: Mapping[str, str], *, processes: int) -> dict[str, str]:
-    """The variables, with the calling thread's cores shared out over the processes unless they say otherwise.
+    """The variables, with numbers of threads that divide the calling thread's cores among the processes.
 
-    Without it, each process computes with as many threads as there are cores, and they slow one another.
+    By default each process would use as many threads as there are cores, and they would slow each other down.
     """
     threads = str(max(1, usable_cores() // max(1, processes)))
     if "OMP_NUM_THREADS" in variables:

@@ -1,4 +1,4 @@
-"""What happened in a run: events in words and the curves, from the parameter server's answers."""
+"""The record of a run: events and curves, from the parameter server's answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_POINTS = 4000
 
 @dataclass(frozen=True)
 class Event:
-    """Something worth telling.
+    """An event for the user.
 
     `kind`: joined, left, lost, hung, died (a process), scale, changed, process, checkpoint, evaluated or
     warning.
@@ -35,7 +35,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Point:
-    """Training at one moment."""
+    """The state of training at a moment."""
 
     elapsed: float
     version: int
@@ -47,16 +47,18 @@ class Point:
 
 @dataclass
 class Record:
-    """The course of a run so far. One thread adds to it; others may read what was there."""
+    """The record of a run so far. One thread adds to it; others may read it."""
 
     events: list[Event] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
     loss: list[tuple[int, float]] = field(default_factory=list)
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     metrics: dict[str, Curve] = field(default_factory=dict)
-    checkpoints: list[tuple[float, int]] = field(default_factory=list)  # (elapsed, version) of each on disk
+    checkpoints: list[tuple[float, int]] = field(
+        default_factory=list
+    )  # (elapsed, version) of each checkpoint on disk
     last: ServerStatus | None = None
-    durable: int | None = None  # the newest version of which it was said that it is on disk
+    durable: int | None = None  # the newest version that was reported as on disk
     _stride: int = 1
     _skipped: int = 0
 
@@ -65,7 +67,7 @@ class Record:
         self.events.append(Event(elapsed, version, kind, text))
 
     def add(self, status: ServerStatus, elapsed: float) -> None:
-        """Take in an answer; those that bring nothing new are cheap."""
+        """Add an answer. Answers without news are cheap."""
         before = self.last.members if self.last else []
         for kind, version, text in member_changes(before, status.members):
             self.events.append(Event(elapsed, version, kind, text))
@@ -107,14 +109,14 @@ class Record:
 
     @property
     def training_seconds(self) -> float:
-        """Time from the first answer with a model to the last one that saw it grow."""
+        """The time from the first answer with a model to the last one with a newer version."""
         return self.points[-1].elapsed - self.points[0].elapsed if self.points else 0.0
 
     @property
     def samples_per_second(self) -> float | None:
-        """Records applied per second of training, or None if it was too short to say.
+        """Records applied per second of training; None if it was too short to tell.
 
-        Or if the model went back to where it was at first, or before: then that is no speed.
+        Also None if the model went back to its first version or before, which gives no speed.
         """
         if self.training_seconds <= 0:
             return None
@@ -122,13 +124,13 @@ class Record:
         return records / self.training_seconds if records > 0 else None
 
     def loss_curve(self) -> list[tuple[int, float]]:
-        """Loss by version, as fine as it is known."""
+        """The loss by version, as precisely as it is known."""
         return self.loss or [(point.version, point.loss) for point in self.points if point.loss is not None]
 
     def metric_curves(self) -> dict[str, list[tuple[int, float]]]:
-        """(version, value) by name, wherever a value was seen to change, and what it is in the end.
+        """(version, value) by name, for each observed change, and the final value.
 
-        Answers come a few times a second: of several changes between two of them, the last one counts.
+        Answers come a few times a second: of several changes between two answers, only the last one is known.
         """
         progress = self.last.progress if self.last else Progress()
         curves: dict[str, list[tuple[int, float]]] = {}
@@ -144,7 +146,7 @@ GONE = {"left": "left", "lost": "was lost", "hung": "was declared hung"}
 def member_changes(
     before: Sequence[MemberStatus], after: Sequence[MemberStatus]
 ) -> Iterator[tuple[str, int, str]]:
-    """(kind, version, text) of every worker that has joined or gone between two answers."""
+    """(kind, version, text) of each worker that has joined or gone between two answers."""
     known = {(member.worker, member.incarnation): member for member in before}
     for member in after:
         old = known.get((member.worker, member.incarnation))
@@ -162,7 +164,7 @@ def member_changes(
 def evaluation_changes(
     before: EvaluationStatus | None, after: EvaluationStatus | None
 ) -> Iterator[tuple[str, int, str]]:
-    """(kind, version, text) of what an evaluator has found and has missed between two answers."""
+    """(kind, version, text) of evaluations and missed checkpoints between two answers."""
     old, new = before or EvaluationStatus(), after or EvaluationStatus()
     if new.version is not None and new.evaluated > old.evaluated:
         yield "evaluated", new.version, str(new)
@@ -177,7 +179,7 @@ def evaluation_changes(
 def problem_changes(before: str, after: ServerStatus) -> Iterator[tuple[str, int, str]]:
     """(kind, version, text) of a problem that the parameter server did not have `before`.
 
-    One that differs in numbers only, as the age of a checkpoint, is the same.
+    A problem that differs only in numbers, such as the age of a checkpoint, is the same.
     """
     if after.problem and _but_for_numbers(after.problem) != _but_for_numbers(before):
         yield "warning", after.progress.version, f"the parameter server has a problem: {after.problem}"
@@ -188,14 +190,14 @@ def _but_for_numbers(text: str) -> str:
 
 
 def divergence_changes(before: Divergence | None, after: Progress) -> Iterator[tuple[str, int, str]]:
-    """(kind, version, text) of why a job learns nothing, if that was not said `before`, or not so."""
+    """(kind, version, text) of why a job does not learn, unless that was reported `before`."""
     found = after.diverged
     if found is not None and (before is None or before.reason != found.reason):
         yield "warning", after.version, f"the training has diverged: {found.message}"
 
 
 def tuning_changes(before: TuningStatus, after: TuningStatus) -> Iterator[tuple[str, int, str]]:
-    """(kind, version, text) of how the job was changed between two answers, or was not."""
+    """(kind, version, text) of changes of the job, or their refusal, between two answers."""
     for what, then, now in (
         ("consistency", before.consistency, after.consistency),
         ("compression", before.compression, after.compression),
@@ -208,7 +210,7 @@ def tuning_changes(before: TuningStatus, after: TuningStatus) -> Iterator[tuple[
 
 
 def live_members(status: ServerStatus) -> list[MemberStatus]:
-    """The members that are in the job now."""
+    """The present members of the job."""
     return [member for member in status.members if member.present]
 
 

@@ -1,13 +1,13 @@
-"""Connections of workers to parameter servers, relayed between the ranks of an `mpirun`.
+"""Relays the connections of workers to parameter servers between the ranks of an `mpirun`.
 
-A rank listens on Unix sockets beside its workers (`transport.mpi`). What arrives on a connection goes to
-rank 0 as messages, and rank 0 writes it to a connection of its own to the server; and back. Only bytes are
-moved, in order; nobody looks into the frames. When one end of a connection closes, so does the other, after
-what was on the way: a worker's death is to the server what it would be over TCP, and the other way round.
+A rank listens on Unix sockets for its workers (`transport.mpi`). Data of a connection goes to rank 0 in
+messages, and rank 0 writes it to its own connection to the server; and vice versa. Bytes are moved in order,
+without a look at the frames. When one end of a connection closes, so does the other, after the data in
+transit: the death of a worker looks to the server as over TCP, and vice versa.
 
-Nothing blocks, so one slow end never holds up another. At most `WINDOW` bytes of a connection are on the way
-in each direction: the receiver tells what its socket has taken, and the sender reads no further before. That
-bounds the memory, too. `Relay` belongs to one thread; `local.messages` carries the messages.
+Nothing blocks, so a slow end never delays another. At most `WINDOW` bytes of a connection are in transit in
+each direction: the receiver reports what its socket has taken, and the sender reads no further before. This
+also bounds the memory. `Relay` is for one thread only; `local.messages` carries the messages.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from typing import NamedTuple, Protocol
 from elastic_ps.transport import local, mpi
 
 HEAD = struct.Struct("<B7xQQ")
-"""Kind of a message, number of its connection, and an amount."""
+"""The kind of a message, the number of its connection, and an amount."""
 
 CHUNK = mpi.BUFFER
-"""Bytes of a message at most, without its head."""
+"""The largest message, in bytes, without its head."""
 
 WINDOW = 4 * CHUNK
-"""Bytes of a connection that may be on the way in one direction."""
+"""The bytes of a connection that may be in transit in one direction."""
 
 LEAST = 1024
-"""Bytes that a message counts at least, since each needs memory of its own."""
+"""The least bytes that a message counts, since each needs memory of its own."""
 
 SHARE = 16
 """A relay that has been idle for a time sleeps for one of so many parts of it: what comes is late by that."""
@@ -51,13 +51,13 @@ SMALL = CHUNK // 4
 """Bytes of a message that gets memory of its own: it may wait long, and shall not hold a buffer meanwhile."""
 
 KEPT = 32
-"""Buffers that are kept to be used again."""
+"""The number of buffers that are kept for reuse."""
 
 _EVENTS = 256
 
 
 class Kind(enum.IntEnum):
-    """What a message says about a connection. Its amount is in brackets."""
+    """The kind of a message. Its amount is in brackets."""
 
     OPEN = 1
     """A worker has connected (the server's port)."""
@@ -72,7 +72,7 @@ class Kind(enum.IntEnum):
 
 
 class Arrived(NamedTuple):
-    """A message that a rank has sent. `free` is to be called when nobody reads it any more."""
+    """A message from a rank. Call `free` when nobody reads it any more."""
 
     rank: int
     message: memoryview
@@ -80,50 +80,50 @@ class Arrived(NamedTuple):
 
 
 class Post(Protocol):
-    """Carries messages between ranks: none is lost, and those between two ranks stay in order."""
+    """Carries messages between ranks reliably, and in order between two ranks."""
 
     def send(self, rank: int, message: memoryview, done: Callable[[], None]) -> None:
         """Begin to send. Does not block. `message` must not change until `done` is called."""
 
     def step(self) -> list[Arrived]:
-        """Go on with everything, without blocking. Returns what has arrived, in order."""
+        """Make progress without blocking. Returns the messages that have arrived, in order."""
 
     @property
     def sending(self) -> bool:
-        """Whether a message is still on its way out."""
+        """Whether a message is still being sent."""
 
 
 class Buffers:
-    """Memory for messages, used again, so that a large one does not begin with page faults."""
+    """Reusable memory for messages, so that a large one does not begin with page faults."""
 
     def __init__(self) -> None:
         self._free: list[bytearray] = []
 
     def take(self, size: int = HEAD.size + CHUNK) -> bytearray:
-        """One with room for so many bytes, and no more than four times as many if they are few."""
+        """A buffer for so many bytes, and at most four times as many if they are few."""
         if not SMALL < size <= HEAD.size + CHUNK:
             return bytearray(size)
         return self._free.pop() if self._free else bytearray(HEAD.size + CHUNK)
 
     def give_back(self, buffer: bytearray) -> None:
-        """Nobody reads or writes it any more."""
+        """Take back a buffer that nobody uses any more."""
         if len(self._free) < KEPT and len(buffer) == HEAD.size + CHUNK:
             self._free.append(buffer)
 
 
 def cost(size: int) -> int:
-    """What a message of so many bytes takes of a connection's window."""
+    """The part of a connection's window that a message of so many bytes takes."""
     return max(size, LEAST)
 
 
 def pause(idle: float, *, connections: int) -> float:
-    """How long a relay may sleep in which nothing has happened for `idle` seconds; in seconds."""
+    """The seconds that a relay may sleep after `idle` seconds without activity."""
     return min(idle / SHARE, (LONGEST if connections else ALONE).total_seconds())
 
 
 @dataclass
 class _Waiting:
-    """What is to be written of a message, which has cost so much of the window."""
+    """The unwritten rest of a message, with its part of the window."""
 
     data: memoryview
     paid: int
@@ -138,27 +138,27 @@ class _End:
     rank: int
     number: int
     room: int = WINDOW
-    """What may still be sent to the other end."""
+    """The bytes that may still be sent to the other end."""
     waiting: deque[_Waiting] = field(default_factory=deque)
-    """What has come from there."""
+    """The data from the other end."""
     taken: int = 0
-    """What the socket has taken of it, and the other end has not been told."""
+    """The bytes that the socket has taken, and that were not reported yet."""
     closing: bool = False
-    """The other end is gone; this one goes when nothing waits."""
+    """Whether the other end is gone, so that this one closes when nothing waits."""
     events: int = 0
 
     def wanted(self) -> int:
-        """For which events to look."""
+        """The events to wait for."""
         reads = select.EPOLLIN if self.room > 0 and not self.closing else 0
         return reads | (select.EPOLLOUT if self.waiting else 0)
 
 
 class Relay:
-    """One rank's part: connections from this host (`listen`), and, on rank 0, those to servers on this host.
+    """The relay of a rank: connections from this host (`listen`), and on rank 0 those to its servers.
 
     Args:
         post: carries the messages.
-        target: the socket's name of the server at a port of this host; None on a rank that has no servers.
+        target: gives the socket's name of the server at a port of this host; None on a rank without servers.
     """
 
     def __init__(self, post: Post, *, target: Callable[[int], str] | None = None) -> None:
@@ -176,16 +176,16 @@ class Relay:
 
     @property
     def left(self) -> frozenset[int]:
-        """The ranks that have said that nothing follows from them."""
+        """The ranks that have sent their last message."""
         return frozenset(self._left)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is on its way out."""
+        """Whether everything is sent."""
         return not self._post.sending
 
     def listen(self, address: str) -> None:
-        """Take connections for the server at the port of `address`. Once for each address is enough.
+        """Accept connections for the server at the port of `address`. Repeated calls have no effect.
 
         Raises:
             CannotListen.
@@ -199,12 +199,12 @@ class Relay:
         self._epoll.register(listener, select.EPOLLIN)
 
     def run(self, until: float) -> None:
-        """Relay until `time.monotonic()` is there. Blocks."""
+        """Relay until that time of `time.monotonic`. Blocks."""
         while (now := time.monotonic()) < until:
             self.step(min(until - now, pause(now - self._moved, connections=len(self._ends))))
 
     def step(self, seconds: float) -> None:
-        """Do what can be done, after a sleep of so many seconds at most. A socket ends the sleep."""
+        """Make progress, after a sleep of at most so many seconds, which a socket may end."""
         if seconds > 0:
             select.select([self._epoll], [], [], seconds)  # an epoll's own timeout has whole milliseconds
         moved = self._poll_sockets()
@@ -216,7 +216,7 @@ class Relay:
             self._moved = time.monotonic()
 
     def close(self, ranks: Iterable[int]) -> None:
-        """End all connections, and tell these ranks that nothing follows. What is on its way out still is."""
+        """End all connections, and send these ranks the last message. Pending data is still sent."""
         if self._closed:
             return
         self._closed = True
@@ -263,7 +263,7 @@ class Relay:
         return end
 
     def _watch(self, end: _End) -> None:
-        """Look for what the end wants. If that is nothing, not at all: a hang-up would end every sleep."""
+        """Watch the events of an end; if there are none, do not watch it: a hang-up would end every sleep."""
         events = end.wanted()
         if events == end.events:
             return
@@ -277,7 +277,7 @@ class Relay:
 
     def _read(self, end: _End) -> None:
         if not end.wanted() & select.EPOLLIN:
-            self._lost(end)  # a hang-up, while something was to be written
+            self._lost(end)  # a hang-up with unwritten data
             return
         buffer = self._buffers.take()
         view = memoryview(buffer)
@@ -302,7 +302,7 @@ class Relay:
         self._watch(end)
 
     def _write(self, end: _End) -> None:
-        """Write what waits, as far as the socket takes it."""
+        """Write waiting data, as far as the socket takes it."""
         try:
             while end.waiting:
                 first = end.waiting[0]
@@ -327,7 +327,7 @@ class Relay:
         self._watch(end)
 
     def _lost(self, end: _End) -> None:
-        """The process on this host is gone."""
+        """Handle the end of the process on this host."""
         self._drop(end, tell=not end.closing)
 
     def _drop(self, end: _End, *, tell: bool) -> None:
@@ -346,7 +346,7 @@ class Relay:
         self._post.send(rank, memoryview(HEAD.pack(kind, number, amount)), lambda: None)
 
     def _receive(self, arrived: Arrived) -> bool:
-        """Do what a message says; returns whether it is kept until its bytes are written."""
+        """Handle a message; returns whether it is kept until its bytes are written."""
         kind, number, amount = HEAD.unpack_from(arrived.message)
         end = self._ends.get((arrived.rank, number))
         if kind == Kind.BYE:
@@ -354,7 +354,7 @@ class Relay:
         elif kind == Kind.OPEN and not self._closed:
             self._open(arrived.rank, number, amount)
         elif end is None:
-            pass  # it is gone here, and the other end has not known yet
+            pass  # it is gone here, but the other end does not know yet
         elif kind == Kind.DATA:
             end.waiting.append(_Waiting(arrived.message[HEAD.size :], cost(amount), arrived.free))
             if len(end.waiting) == 1:

@@ -18,11 +18,11 @@ from elastic_ps.local.state import write_atomically
 
 LOSS, SPEED, WORKERS, INK, GRID = "#c2410c", "#0f766e", "#3730a3", "#1f2937", "#e5e7eb"
 LABEL = 0.06
-"""The least distance of two labels, as a share of the picture's width."""
+"""The smallest distance of two labels, as a fraction of the picture's width."""
 STEPS = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21_600, 86_400, 604_800)
-"""Seconds between two labels of the axis of time."""
+"""The seconds between two labels of the time axis."""
 PANELS = CURVES = 12
-"""The picture has at most so many panels of reported metrics, and a panel so many curves."""
+"""The most panels of reported metrics, and the most curves of a panel."""
 MARKERS: dict[str, dict[str, Any]] = {
     "joined": {"marker": "^", "color": "#15803d"},
     "left": {"marker": "v", "color": "#0e7490"},
@@ -44,7 +44,7 @@ def write_report(outcome: Outcome, directory: Path) -> list[Path]:
 
 
 def build_report(outcome: Outcome) -> dict[str, Any]:
-    """The content of `run.json`. Versions count optimizer steps, times are in seconds."""
+    """The content of `run.json`. Versions count optimizer steps; times are in seconds."""
     server = outcome.record.last
     progress = server.progress if server else Progress()
     return {
@@ -95,7 +95,7 @@ def build_report(outcome: Outcome) -> dict[str, Any]:
 
 
 def worker_steps(members: list[MemberStatus], last_version: int) -> list[tuple[int, int]]:
-    """(version, number of workers from there on), from the versions at which workers came and went."""
+    """(version, number of workers from there on), from the joins and departures."""
     changes: dict[int, int] = {}
     for member in members:
         changes[member.joined_version] = changes.get(member.joined_version, 0) + 1
@@ -109,7 +109,7 @@ def worker_steps(members: list[MemberStatus], last_version: int) -> list[tuple[i
 
 
 def change_labels(steps: list[tuple[int, int]]) -> list[tuple[int, str]]:
-    """(version, how many came and left until then), from `worker_steps`; far enough apart to be read."""
+    """(version, joined and departed workers as text), from `worker_steps`, far enough apart to read."""
     reach = LABEL * (steps[-1][0] - steps[0][0]) if steps else 0.0
     labels: list[tuple[int, int, int]] = []
     for (_, before), (version, after) in pairwise(steps[:-1]):
@@ -123,14 +123,14 @@ def change_labels(steps: list[tuple[int, int]]) -> list[tuple[int, str]]:
 
 
 def moving_mean(values: list[float], width: int) -> list[float]:
-    """Each value's mean with its neighbours, `width` values in all (fewer at both ends)."""
+    """The moving average over `width` values (fewer at both ends)."""
     half = width // 2
     windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]
 
 
 def speeds(points: list[Point]) -> list[tuple[int, float]]:
-    """(version, samples per second), over about a second each."""
+    """(version, samples per second), each over about a second."""
     found: list[tuple[int, float]] = []
     start = points[0] if points else None
     for point in points:
@@ -152,7 +152,7 @@ MARKS = {
 
 
 def marks(record: Record) -> dict[str, list[int]]:
-    """The versions at which something happened, by what it was; only what did happen."""
+    """The versions of events, by kind; kinds without events are left out."""
     found = {row: [e.version for e in record.events if e.kind in kinds] for row, kinds in MARKS.items()}
     found["checkpoint"] = [version for _, version in record.checkpoints]
     return {row: versions for row, versions in found.items() if versions}
@@ -164,7 +164,7 @@ def moving(curves: Mapping[str, Curve]) -> dict[str, Curve]:
 
 
 def panels(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
-    """The curves by the last word of their names: values of one kind share a scale, and so a panel."""
+    """The curves, grouped in panels by the last word of their names: values of a kind share a scale."""
     found: dict[str, dict[str, Curve]] = {}
     for name, curve in curves.items():
         found.setdefault(re.split(r"[^a-zA-Z0-9@]|_", name)[-1] or name, {})[name] = curve
@@ -172,12 +172,12 @@ def panels(curves: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
 
 
 def fitting(drawn: Mapping[str, Mapping[str, Curve]]) -> dict[str, dict[str, Curve]]:
-    """The first panels, and the first curves of each: as many as a picture has room for."""
+    """The first panels, and the first curves of each, that fit the picture."""
     return {panel: dict([*curves.items()][:CURVES]) for panel, curves in [*drawn.items()][:PANELS]}
 
 
 def time_ticks(points: Sequence[Point]) -> list[tuple[int, str]]:
-    """(version, time since the start in words) for the axis of time: at most nine, and well apart."""
+    """(version, time since the start in words) for the time axis: at most nine labels, well apart."""
     if len(points) < 2:
         return []
     first, last = points[0], points[-1]
@@ -196,10 +196,10 @@ def time_ticks(points: Sequence[Point]) -> list[tuple[int, str]]:
 
 
 def draw(outcome: Outcome, path: Path) -> None:
-    """What happened over the versions, as a PNG, with the time above.
+    """Draw the run over its versions as a PNG, with a time axis above.
 
-    Loss, samples per second, number of workers, what the scripts reported, what an evaluator found (its loss
-    is beside that of the training), and when processes came and went and checkpoints were written.
+    It shows the loss, samples per second, the number of workers, reported metrics, the evaluator's results
+    (its loss beside that of training), and when processes started and ended and checkpoints were written.
     """
     import matplotlib
 
@@ -286,7 +286,7 @@ def _label(axis: Any, text: str, color: str) -> None:
 
 
 def by_metric(evaluations: list[tuple[int, dict[str, float]]]) -> dict[str, list[tuple[int, float]]]:
-    """What an evaluator found, as a curve for each metric."""
+    """The results of an evaluator, as a curve for each metric."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for version, metrics in evaluations:
         for name, value in sorted(metrics.items()):
@@ -308,7 +308,7 @@ def _draw_metrics(axis: Any, name: str, curves: Mapping[str, Curve]) -> None:
     if len(curves) > 1 or name == "evaluated":
         columns = 1 if len(curves) <= CURVES // 2 else 2
         legend = axis.legend(fontsize=7, frameon=False, loc="best", ncols=columns)
-        legend.set_in_layout(False)  # one that is higher than its panel would leave the panels no room
+        legend.set_in_layout(False)  # a legend higher than its panel would leave the panels no room
 
 
 def _draw_loss(axis: Any, curve: list[tuple[int, float]], evaluated: list[tuple[int, float]]) -> None:

@@ -13,17 +13,17 @@ ENTRYPOINT = "elastic_ps.process.entrypoint:run_script"
 
 
 def is_script(path: Path) -> bool:
-    """Whether `path` is meant as a script rather than as a job's YAML file."""
+    """Whether `path` is a script and not a job's YAML file, by its name."""
     return path.suffix == ".py"
 
 
 def name_of(path: Path) -> str:
-    """The name of a script's job: the file's, as far as a job may have it."""
+    """The name of a script's job: the file's, changed to a valid name."""
     return re.sub("[^a-z0-9]+", "-", path.stem.lower()).strip("-")[:52].rstrip("-") or "script"
 
 
 def job_of(path: Path, argv: Sequence[str]) -> TrainingJob:
-    """The job whose workers each run the script with this command line; all else is as by default.
+    """A job whose workers run the script with this command line; everything else is the default.
 
     Raises:
         UserError: the file cannot be read, or is not Python; or this locale cannot encode its name or an

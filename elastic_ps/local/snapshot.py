@@ -1,4 +1,4 @@
-"""The state of a running job as `status.json` and the live view show it; pure."""
+"""The state of a running job for `status.json` and the live view. Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def process_statuses(
 
 
 def state_of(process: Process, server: ServerStatus | None) -> str:
-    """What a process does, in one word."""
+    """The state of a process in one word."""
     if not process.alive:
         return "ended"
     if process.asked is not None:
@@ -55,13 +55,13 @@ def state_of(process: Process, server: ServerStatus | None) -> str:
 
 
 def member_of(worker: int, pid: int, server: ServerStatus | None) -> MemberStatus | None:
-    """The newest membership of a worker process, if it has joined. `pid`: see `Started.pid`."""
+    """The newest member of a worker process, if it has joined. `pid`: see `Started.pid`."""
     members = server.members if server else []
     return next((m for m in reversed(members) if m.worker == worker and m.pid == pid % PIDS), None)
 
 
 def stuck(process: Process, server: ServerStatus | None, progress_timeout: timedelta) -> str:
-    """Why a worker of a job that trains has to be killed: the parameter server has given it up; "" if not."""
+    """Why to kill a worker that the parameter server has given up, while the job trains; "" if none."""
     if not _works(process) or (server is not None and server.progress.finished):
         return ""
     member = member_of(process.index, process.pid, server)
@@ -71,9 +71,9 @@ def stuck(process: Process, server: ServerStatus | None, progress_timeout: timed
 def overstays(
     process: Process, server: ServerStatus | None, progress_timeout: timedelta, *, now: float
 ) -> str:
-    """Why a worker has to be killed that keeps a job open whose training is done; "" if it has not.
+    """Why to kill a worker that keeps a finished job open; "" if there is no reason.
 
-    The parameter server has given it up, or it is stopped: then it may never have joined, or have left.
+    The parameter server has given it up, or it is stopped, perhaps before it joined or after it left.
     """
     if not _works(process) or server is None or not server.progress.finished:
         return ""
@@ -90,7 +90,7 @@ def _works(process: Process) -> bool:
 
 
 def useful(process: Process, server: ServerStatus | None, ready: Container[int]) -> bool:
-    """Whether a process is seen to have done anything for the job; `ready` are the shards that answer."""
+    """Whether a process has done anything for the job; `ready`: the shards that answer."""
     if process.role == "worker":
         member = member_of(process.index, process.pid, server)
         return member is not None and member.steps > 0
@@ -106,7 +106,7 @@ def with_answers(
     stopped: float | None,
     now: float,
 ) -> Process:
-    """A process with what the parameter servers' answers say of it. `ready`: see `useful`."""
+    """A process, updated from the parameter servers' answers. `ready`: see `useful`."""
     joined = process.role == "worker" and member_of(process.index, process.pid, server) is not None
     return replace(
         process,
@@ -120,10 +120,10 @@ def with_answers(
 
 
 def was_finished(status: ServerStatus, last: ServerStatus | None, was: bool, *, resumed: int | None) -> bool:
-    """Whether a job that continues from a checkpoint had been finished there, and has trained nothing since.
+    """Whether a job continues from a finished one, and has trained nothing since.
 
     Args:
-        last, was: the answer before `status`, and what was known then.
+        last, was: the answer before `status`, and the result at that time.
         resumed: the version of that checkpoint; None for a job that starts from scratch, whose first answer
             may come when all is trained.
     """
@@ -133,10 +133,10 @@ def was_finished(status: ServerStatus, last: ServerStatus | None, was: bool, *, 
 
 
 def at_the_end(server: ServerStatus | None, newest: int | None) -> ServerStatus | None:
-    """What is known of the job when nothing of it runs: as it was told last, and what is on disk since.
+    """The status of a job without running processes: the last answer, and the newest checkpoint.
 
     Args:
-        newest: the newest version of which there is a checkpoint.
+        newest: the version of the newest checkpoint.
     """
     if server is None or newest is None or newest <= (server.progress.durable_version or 0):
         return server
@@ -145,7 +145,7 @@ def at_the_end(server: ServerStatus | None, newest: int | None) -> ServerStatus 
 
 
 def phase_of(observed: Observed, server: ServerStatus | None, *, ended: bool) -> Phase:
-    """The job's phase; its final one only when nothing of it runs any more."""
+    """The job's phase; the final one only when no process runs any more."""
     if ended and observed.verdict is not None:
         return observed.verdict.phase
     return "Running" if server is not None and server.ready else "Pending"

@@ -1,15 +1,15 @@
-"""What is known on disk about the jobs of this machine, so that other terminals can look and act.
+"""The state of this machine's jobs on disk, for other terminals.
 
 Each job has a directory below `env.state_directory()`::
 
     <job>/lock         held by the job's launcher while it lives; contains its pid
-    <job>/job.json     what is wanted; `elastic-ps scale` and `set` edit it and the launcher notices
-    <job>/tuning.json  what of it the parameter server is to take over, written by the launcher
-    <job>/status.json  what there is, written by the launcher about twice a second
+    <job>/job.json     the wanted job; `elastic-ps scale` and `set` edit it, and the launcher notices
+    <job>/tuning.json  its changeable fields for the parameter server, written by the launcher
+    <job>/status.json  the state, written by the launcher about twice a second
     <job>/tls/         a directory for each process of the run: its certificate and key (`local.issuer`)
-    <job>/logs/        ps-0.log, worker-0.log, ...: what the processes wrote, over restarts
+    <job>/logs/        ps-0.log, worker-0.log, ...: the output of the processes, across restarts
     <job>/checkpoints/ one directory for each run, unless the job names a path
-    <job>/drill/       those of the last drill, unless it has passed
+    <job>/drill/       the histories of the last drill, unless it has passed
 
 The lock is the kernel's (flock), so it is released however the launcher ends.
 """
@@ -40,7 +40,7 @@ from elastic_ps.errors import UserError
 from elastic_ps.process import lifecycle
 
 KEEP_RUNS = 3
-"""How many runs of a job keep their checkpoints in the job's directory."""
+"""The number of runs whose checkpoints stay in the job's directory."""
 
 
 class _Model(BaseModel):
@@ -48,7 +48,7 @@ class _Model(BaseModel):
 
 
 class ProcessStatus(_Model):
-    """One process of a job, or the last one that had this role and index."""
+    """The last process of a job with this role and index."""
 
     role: Role
     index: int
@@ -60,7 +60,7 @@ class ProcessStatus(_Model):
 
 
 class LocalStatus(_Model):
-    """What `status.json` holds."""
+    """The content of `status.json`."""
 
     job: str
     phase: Phase = "Pending"
@@ -82,7 +82,7 @@ class LocalStatus(_Model):
 
     @property
     def goes_on(self) -> bool:
-        """Whether the job has begun and not ended, as far as its launcher has written."""
+        """Whether the job has begun and not ended, by its launcher's last report."""
         return self.phase in ("Pending", "Running")
 
 
@@ -120,14 +120,14 @@ class JobDirectory:
             raise self._runs_already()
 
     def claim(self) -> TextIO:
-        """Take the lock, and clear away what an earlier launcher left. `files.unlock` gives it back.
+        """Take the lock, and remove the remains of an earlier launcher. `files.unlock` releases it.
 
         Raises:
             UserError: the job runs already, or its directory cannot be written.
         """
         with self.kept(), contextlib.ExitStack() as stack:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.path.chmod(0o700)  # arguments and logs are nobody else's business
+            self.path.chmod(0o700)  # arguments and logs are private
             lock = stack.enter_context(self._lock_file.open("a+"))
             if not _take(lock):
                 raise self._runs_already()
@@ -139,7 +139,7 @@ class JobDirectory:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """The block reads or writes the directory; raises UserError where that is not possible."""
+        """Turn errors of reading or writing the directory in the block into UserError."""
         try:
             yield
         except OSError as error:
@@ -155,16 +155,17 @@ class JobDirectory:
         lock.flush()
 
     def new_checkpoints(self) -> Path:
-        """A fresh directory for the checkpoints of a run."""
+        """A new directory for the checkpoints of a run."""
         number = 1 + max((int(path.name[4:]) for path in self._runs()), default=0)
         fresh = self._checkpoints / f"run-{number}"
         fresh.mkdir(parents=True)
         return fresh
 
     def remove_old_checkpoints(self) -> list[Path]:
-        """Make room for one more run: delete those that were written to longest ago, and return them.
+        """Make room for one more run: delete the directories that are unused for the longest, and return
+        them.
 
-        One to which a job writes now stays: with `--resume` that may be another job.
+        A directory in use stays; with `--resume` another job may use it.
         """
         runs = sorted((path for path in self._runs() if not owner.in_use(path)), key=_last_written)
         for path in (old := runs[: -KEEP_RUNS + 1]):
@@ -186,15 +187,15 @@ class JobDirectory:
         write_atomically(self._job_file, json.dumps(document, indent=2) + "\n")
 
     def job_stamp(self) -> tuple[int, int]:
-        """Changes whenever the wanted state has been edited."""
+        """A stamp that changes with each edit of the wanted state."""
         stat = self._job_file.stat()
         return stat.st_ino, stat.st_mtime_ns
 
     def scale(self, workers: int) -> int:
-        """Change the number of workers that are wanted; returns what it was.
+        """Change the wanted number of workers; returns the previous one.
 
         Raises:
-            UserError: outside of the job's bounds.
+            UserError: the number is outside of the job's bounds.
         """
         with self._editing():
             job = self.read_job()
@@ -209,10 +210,10 @@ class JobDirectory:
         return before
 
     def edit(self, change: Callable[[TrainingJob], TrainingJob]) -> tuple[TrainingJob, TrainingJob]:
-        """Replace what is wanted; returns what it was and what it is. A change has a number of its own.
+        """Replace the wanted job; returns the old and the new one. Each change has its own number.
 
         Args:
-            change: may raise; then nothing happens.
+            change: makes the new job. If it raises, nothing happens.
         """
         with self._editing():
             before = self.read_job()
@@ -225,7 +226,7 @@ class JobDirectory:
         return before, after
 
     def write_mutable(self, job: TrainingJob) -> Path:
-        """What the parameter server is to take over of a job; returns the file."""
+        """Write a job's changeable fields for the parameter server; returns the file."""
         path = self.path / "tuning.json"
         write_atomically(path, MutableFields.of(job.spec, generation=generation_of(job)).to_json() + "\n")
         return path
@@ -233,7 +234,7 @@ class JobDirectory:
     def read_status(self) -> LocalStatus | None:
         """The last status; None if the job was never started here.
 
-        If the launcher died without ending the job, its phase is Failed, and processes are ended that are.
+        If the launcher died without ending the job, its phase is Failed, and dead processes are marked.
         """
         try:
             status = LocalStatus.model_validate_json(self._status_file.read_text())
@@ -260,7 +261,7 @@ class JobDirectory:
             yield
 
     def _end_leftovers(self) -> None:
-        """Kill what a launcher that was killed may have left, although its processes end themselves."""
+        """Kill processes that a killed launcher may have left, although they end themselves."""
         status = self.read_status()
         for process in status.processes if status else ():
             same = process.start_time is not None and start_time(process.pid) == process.start_time
@@ -277,13 +278,13 @@ class JobDirectory:
 
 
 def generation_of(job: TrainingJob) -> int:
-    """How often the job was edited since it was started, as Kubernetes counts it."""
+    """The number of edits of the job since its start, counted as in Kubernetes."""
     number = (job.metadata.model_extra or {}).get("generation", 0)
     return number if isinstance(number, int) else 0
 
 
 def known_jobs(root: Path | None = None) -> list[JobDirectory]:
-    """The jobs that have a directory on this machine, by name."""
+    """The jobs with a directory on this machine, sorted by name."""
     base = root or state_directory()
     paths = sorted(base.iterdir()) if base.is_dir() else []
     return [JobDirectory(path.name, root=base) for path in paths if (path / "status.json").is_file()]
@@ -296,7 +297,7 @@ def _as_it_is(process: ProcessStatus) -> ProcessStatus:
 
 
 def newest_checkpoint(directory: Path) -> int | None:
-    """The newest version of which there is a whole checkpoint there; None without one."""
+    """The version of the newest complete checkpoint there; None if there is none."""
     whole = directory.glob("version-*/manifest.json")
     numbers = (manifest.parent.name.removeprefix("version-") for manifest in whole)
     return max((int(number) for number in numbers if number.isdecimal()), default=None)
@@ -309,13 +310,13 @@ def being_written(directory: Path) -> tuple[int, int] | None:
     if not numbered:
         return None
     (_, _, version), path = max(numbered)
-    with contextlib.suppress(OSError):  # it may be finished at this moment
+    with contextlib.suppress(OSError):  # it may be completed at this moment
         return version, sum(file.stat().st_size for file in path.iterdir())
     return None
 
 
 def start_time(pid: int) -> int | None:
-    """When a process was started, in clock ticks since boot; None if it is gone or cannot be looked at."""
+    """When a process was started, in clock ticks since boot; None if it is gone or unreadable."""
     try:
         said = lifecycle.stat(pid)
     except OSError:
@@ -324,7 +325,7 @@ def start_time(pid: int) -> int | None:
 
 
 def _last_written(run: Path) -> float:
-    """When a checkpoint was last written there, or a run began there; seconds since 1970."""
+    """When a checkpoint was last written or a run began there, in seconds since 1970."""
     times = [0.0]
     for path in (run, *run.glob("version-*")):
         with contextlib.suppress(OSError):
@@ -341,7 +342,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the file in one step, so that a reader sees the old or the new content, whole."""
+    """Replace a file atomically, so that a reader sees the old or the new content."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(temporary, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
         file.write(text)
@@ -349,7 +350,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _take(lock: TextIO) -> bool:
-    """Take the lock; a look by `launcher()` holds it for a moment, so try for a little while."""
+    """Take the lock. Retry for a while, since `launcher()` holds it for a moment."""
     deadline = time.monotonic() + 0.5
     while True:
         try:

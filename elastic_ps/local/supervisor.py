@@ -1,8 +1,8 @@
-"""Runs one job as processes on this machine: observes, asks `plan` what to do, and does it.
+"""Runs a job as processes on this machine: observes, asks `plan` what to do, and does it.
 
-The supervisor is level-triggered: several times a second it compares what is wanted (`job.json`, which
-`elastic-ps scale` edits) with what there is. Everything happens on one thread of its own, so that a view
-which is slow to draw, or a terminal that is held, never delays it.
+The supervisor is level-triggered: several times a second it compares the wanted job (`job.json`, which
+`elastic-ps scale` edits) with the processes. It has its own thread, so that a slow view or a stopped terminal
+never delays it.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ TICK = timedelta(milliseconds=50)
 STATUS_INTERVAL = timedelta(milliseconds=500)
 
 START_PAUSE = timedelta(seconds=2)
-"""How long no process is started after the system has refused to give one."""
+"""How long to wait after the system has refused to start a process."""
 
 
 class Launcher:
     """One run of a job.
 
-    Creating it takes the job's name on this machine; `start` starts the processes; `wait` blocks until the
-    job is over and none of them is left. Leaving the `with` block ends everything in any case. Thread-safe,
-    except that `start`, `wait` and the `with` block belong to one thread.
+    Creating it reserves the job's name on this machine. `start` starts the processes, and `wait` blocks until
+    the job is over and no process is left. Leaving the `with` block ends everything in any case. Thread-safe,
+    except that `start`, `wait` and the `with` block are for one thread.
 
     Raises:
         UserError: a job with this name runs already, or its state cannot be written.
@@ -94,7 +94,7 @@ class Launcher:
             self._stamp = self.directory.job_stamp()
         self._schedule = self.options.schedule
         self._most_workers = max([job.spec.worker.replicas, *(at.workers for at in self._schedule)])
-        # As it is at first: a parameter server that is started again cuts the model into the same buckets.
+        # The original one: a restarted parameter server must cut the model into the same buckets.
         computing = job.spec.worker.replicas * job.spec.worker.processes
         self._crowded = self.options.slots is None and computing >= usable_cores()
         self._observed = Observed(started=time.monotonic())
@@ -116,10 +116,10 @@ class Launcher:
         self._error: BaseException | None = None
         self._status = self._build_status(ended=False)
         self._thread: threading.Thread | None = None
-        self._pid: int | None = None  # of the launcher, once it has started
+        self._pid: int | None = None  # the pid of the launcher, once it has started
 
     def start(self) -> None:
-        """Start the supervisor; returns at once. Call it in the process that shall be the launcher.
+        """Start the supervisor; returns at once. Call it in the launcher's process.
 
         Raises:
             CannotListen: this host has not enough free ports.
@@ -127,10 +127,10 @@ class Launcher:
         self._choose_addresses()
         self.directory.sign(self._lock_file)
         if self.issuer is not None:
-            self.issuer.own()  # now: later the disk may be full
+            self.issuer.own()  # at once: later the disk may be full
         self._status = self._build_status(ended=False)
         self.directory.write_status(self._status)
-        # Not before: a thread object that is made before a fork counts as ended after it.
+        # Created here: a thread object from before a fork counts as ended after it.
         self._thread = threading.Thread(target=self._run, name="supervisor")
         self._thread.start()
         self._pid = os.getpid()
@@ -157,7 +157,7 @@ class Launcher:
         return self._stop is not None
 
     def status(self) -> LocalStatus:
-        """The state of the job, as it was a moment ago."""
+        """The recent state of the job."""
         with self._lock:
             return self._status
 
@@ -212,7 +212,7 @@ class Launcher:
         self._standbys_http = tuple(f"127.0.0.1:{port}" for port in ports)
 
     def _run(self) -> None:
-        """The supervisor thread: whatever happens in it, no process outlives it."""
+        """The supervisor thread. No process outlives it, whatever happens."""
         self._lifeline, self._poller = Lifeline(), Poller(self._http)
         self._notices = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-gone")
         self._forks, own = self.options.forks, None
@@ -254,7 +254,7 @@ class Launcher:
             self._write_status()
 
     def _write_status(self) -> None:
-        """A disk that is full shall not end the training."""
+        """Write the status. A full disk must not end the training."""
         try:
             self.directory.write_status(self._status)
         except OSError as error:
@@ -279,7 +279,7 @@ class Launcher:
         return self.job.spec.run_policy.on_divergence == "stop"
 
     def _read_edits(self) -> bool:
-        """Take over a new number of workers, and what else may change while the job runs (`tuning`)."""
+        """Apply a new number of workers, and other changes of the running job (`tuning`)."""
         try:
             stamp = self.directory.job_stamp()
             if stamp == self._stamp:
@@ -305,7 +305,7 @@ class Launcher:
         return wanted != before
 
     def _change(self, edited: TrainingJob) -> None:
-        """Hand what is wanted to the parameter server. Processes that start later begin with it."""
+        """Hand the wanted fields to the parameter server and to processes that start later."""
         mutable = MutableFields.of(edited.spec, generation=generation_of(edited))
         if mutable.replaces(MutableFields.of(self.job.spec, generation=generation_of(self.job))):
             changed = {"metadata": edited.metadata, "spec": mutable.applied_to(self.job.spec)}
@@ -314,7 +314,7 @@ class Launcher:
             self.job = job
 
     def _reap(self, now: float) -> bool:
-        """Take note of the processes that have ended."""
+        """Note the processes that have ended."""
         processes, changed = list(self._observed.processes), False
         for position, process in enumerate(processes):
             child = self._children.get(process.pid) if process.alive else None
@@ -325,7 +325,7 @@ class Launcher:
             changed, ended = True, replace(process, ended=now, exit=status)
             if ended.ending in ("failed", "invalid", "killed") or ended.role != "worker":
                 ended = replace(ended, output=child.output() if status else "")
-                if self._stops_diverged:  # if that is why, no other one is started
+                if self._stops_diverged:  # a job that has diverged starts no other process
                     self._poller.ask()
             processes[position] = ended
             self._tell_end(ended)
@@ -369,14 +369,14 @@ class Launcher:
         return changed
 
     def _stopped(self, process: Process, now: float) -> float | None:
-        """Since when a process does not run that keeps open a job whose training is done, if it does not."""
-        here = self.options.slots is None  # else its pid is one of another host
+        """Since when a process has been stopped that keeps a finished job open; None if it runs."""
+        here = self.options.slots is None  # otherwise it is on another host
         if here and process.alive and self._observed.progress.finished and is_stopped(process.pid):
             return now if process.stopped is None else process.stopped
         return None
 
     def _note_whether_finished_before(self, status: ServerStatus) -> None:
-        """A job that continues from a checkpoint may have nothing left to do."""
+        """Note whether a job that continues from a checkpoint was finished before."""
         was = was_finished(status, self.record.last, self._observed.was_finished, resumed=self._resumed)
         if was and not self._observed.was_finished:
             epochs = status.progress.epochs
@@ -436,7 +436,7 @@ class Launcher:
             self._event("process", f"{process.name} is started again (pid {child.pid}): {action.reason}")
 
     def _start(self, action: planning.Start, environment: ProcessEnvironment) -> Started:
-        """Raises OSError, and ElasticPSError if it is to run on another rank; see `Slots.start`."""
+        """Start a process. Raises OSError, and on another rank ElasticPSError; see `Slots.start`."""
         programs, role = self.options.programs, action.role
         program = {"worker": programs.worker, "evaluator": programs.evaluator}.get(role, programs.server)
         log, variables = self.directory.log(role, action.index), environment.to_variables()
@@ -461,7 +461,7 @@ class Launcher:
         return fork or Child(program, variables=variables, log=log, lifeline=line)
 
     def _variables(self, *, bound: bool = False) -> dict[str, str]:
-        """What each process that is started here has in its environment; `bound`: it has cores of its own."""
+        """The common environment of processes on this host. `bound`: the process has its own cores."""
         variables = {"PYTHONUNBUFFERED": "1", **inherited()}
         return with_threads(variables, processes=1 if bound else processes_of(self.job.spec))
 
@@ -497,9 +497,9 @@ class Launcher:
         )
 
     def _reached_at(self, addresses: Sequence[str], *, by: Role | None = None) -> tuple[str, ...]:
-        """The addresses, with the scheme of the transport that is to be used.
+        """The addresses, with the scheme of the chosen transport.
 
-        Only workers are beyond MPI: the other processes are on this host, as the parameter servers are.
+        Only workers use MPI: the other processes are on this host, like the parameter servers.
         """
         scheme = self.options.transport
         if scheme == "mpi" and by != "worker":
@@ -519,7 +519,7 @@ class Launcher:
         return directory
 
     def _answer_last(self, pid: int) -> None:
-        """Before the parameter servers end: what only they know."""
+        """Fetch the curves before the parameter servers end."""
         if self._process(pid).role in ("worker", "evaluator") or self._answered_last:
             return
         self._answered_last = True
@@ -543,7 +543,7 @@ class Launcher:
         self.record.add_event(time.monotonic() - self._observed.started, kind, text)
 
     def _warn(self, topic: str, text: str) -> None:
-        """Tell it, unless it is what was told of the topic last."""
+        """Record a warning, unless it is the last one on its topic."""
         if self._warned.get(topic) != text:
             self._warned[topic] = text
             self._event("warning", text)
@@ -574,7 +574,7 @@ class Launcher:
         )
 
     def _finish(self) -> None:
-        """Everything has ended: the last status, and the trace."""
+        """Write the last status and the trace, after everything has ended."""
         traces = self._trace_directory()
         if traces is not None and self.options.trace is not None:
             try:

@@ -1,4 +1,4 @@
-"""Joining the trace events of all processes into one file for chrome://tracing or Perfetto."""
+"""Joins the trace events of all processes in one file for chrome://tracing or Perfetto."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 
 
 def merge_traces(directory: Path, target: Path) -> int:
-    """Write every event below `directory` (`*.jsonl`, one object a line) into `target`; returns how many.
+    """Write every event below `directory` (`*.jsonl`, one object a line) to `target`; returns the number.
 
-    The last line of a process that was killed may be cut off; such a line is left out. `target` is
-    replaced in one step.
+    The last line of a killed process may be cut off, and is left out. `target` is replaced atomically.
     """
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     count = 0
