@@ -1,7 +1,7 @@
 """The command `elastic-ps`.
 
-Only what Python has loaded anyway is imported here: a Ctrl-C is to end the command with a sentence from
-its first moment on, and the imports of a command take half a second.
+It imports only modules that Python has loaded already: a Ctrl-C has to end the command with a message from
+the first moment on, and the imports of a command take half a second.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-TYPE_CHECKING = False  # the module `typing` is not there yet
+TYPE_CHECKING = False  # the module `typing` is not loaded yet
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None, *, programs: Programs | None = 
     """
     _have_outputs()
     heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if heard:  # not an exception: what is being imported may catch it, or make another one of it
+    if heard:  # no exception, which a module that is being imported may catch or replace
         signal.signal(signal.SIGINT, lambda *_: _end())
     try:
         from elastic_ps.cli.commands import command_of
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None, *, programs: Programs | None = 
 
 
 def _have_outputs() -> None:
-    """Write to nowhere what goes to an output that was closed when this process began."""
+    """Discard output to a stream that was closed when this process began."""
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 (for the life of the process)
     if sys.stderr is None:
@@ -49,6 +49,6 @@ def _have_outputs() -> None:
 
 
 def _end() -> None:
-    """End this process, which has started nothing."""
+    """End this process, which has started nothing yet."""
     os.write(2, b"stopped by SIGINT: nothing was started\n")
     os._exit(EXIT_INTERRUPTED)

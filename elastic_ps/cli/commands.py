@@ -1,4 +1,4 @@
-"""Which function carries out a command line, and what its errors are for the caller."""
+"""Finds the function for a command line, and handles its errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def command_of(given: Sequence[str], programs: Programs | None) -> Callable[[], int]:
-    """What carries out a command line, with everything imported that it needs to begin; ends at a bad one.
+    """The function for a command line, with its modules imported. Exits if the command line is wrong.
 
     Args:
         given: the command line without the program's name.
@@ -77,7 +77,7 @@ def _function_of(parsed: argparse.Namespace, programs: Programs | None) -> Calla
 
 
 def _carried_out(command: Callable[[], int]) -> int:
-    """The exit code; errors are printed. A character that the terminal lacks is printed as `?`."""
+    """Run a command and print errors; returns the exit code. Characters the terminal lacks become `?`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -93,6 +93,6 @@ def _carried_out(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # whoever read the output has enough
+    except BrokenPipeError:  # the reader of the output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED

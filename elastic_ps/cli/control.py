@@ -1,4 +1,4 @@
-"""The commands that look at a job or change it from another terminal."""
+"""The commands that inspect or change a job from another terminal."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def status(parsed: argparse.Namespace) -> int:
 
 
 def scale(parsed: argparse.Namespace) -> int:
-    """Change the number of workers that a running job shall have."""
+    """Change the number of workers of a running job."""
     directory = directory_of(parsed.job)
     status_of(directory)
     if directory.launcher() is None:
@@ -57,7 +57,7 @@ def scale(parsed: argparse.Namespace) -> int:
 
 
 def stop(parsed: argparse.Namespace) -> int:
-    """Stop a job and wait until nothing of it runs."""
+    """Stop a job, and wait until all of its processes have ended."""
     directory = directory_of(parsed.job)
     found = status_of(directory)
     launcher = directory.launcher()
@@ -69,7 +69,7 @@ def stop(parsed: argparse.Namespace) -> int:
             f"{directory.job} runs, but not here: its launcher is process {launcher} of another host or "
             "container that shares this home directory. Stop it there"
         )
-    with contextlib.suppress(ProcessLookupError):  # it has ended since
+    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
         os.kill(launcher, signal.SIGTERM)
     deadline = time.monotonic() + STOP_LIMIT.total_seconds()
     while directory.launcher() == launcher:
@@ -85,7 +85,7 @@ def stop(parsed: argparse.Namespace) -> int:
 
 
 def logs(parsed: argparse.Namespace) -> int:
-    """Print the logs, and with --follow what is added to them until the job ends."""
+    """Print the logs, and with --follow new lines until the job ends."""
     directory = directory_of(parsed.job)
     status_of(directory)
     pattern = "*.log"
@@ -107,7 +107,7 @@ def logs(parsed: argparse.Namespace) -> int:
 
 
 def directory_of(job: str) -> JobDirectory:
-    """The directory of a job that is given by its name, its YAML file or its script."""
+    """The directory of a job, given by its name, YAML file or script."""
     if script.is_script(Path(job)):
         return JobDirectory(script.name_of(Path(job)))
     if job.endswith((".yaml", ".yml")) or Path(job).is_file():

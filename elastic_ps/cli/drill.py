@@ -1,4 +1,4 @@
-"""`elastic-ps drill`: break a job on purpose, and say what came of it."""
+"""`elastic-ps drill`: inject faults into a job, and report the results."""
 
 from __future__ import annotations
 
@@ -113,10 +113,10 @@ def _command(parsed: argparse.Namespace, seed: int, kinds: Sequence[Kind]) -> st
 
 
 def show(console: Console, result: Drill) -> None:
-    """The table, what was violated, and the verdict.
+    """The table, the violations and the verdict.
 
-    The table has the seconds to recover, the versions that were undone and made again, and the records that
-    are not in the model or more than once.
+    The table has the seconds to recover, the versions that were undone and repeated, and the records that are
+    missing in the model or in it more than once.
     """
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for column in ("fault", "when", "outcome"):

@@ -1,4 +1,4 @@
-"""`elastic-ps evaluate`: in a process of its own, since the command line does without torch."""
+"""`elastic-ps evaluate`, in a process of its own, since the command line does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`elastic-ps export`: in a process of its own, since the command line does without torch."""
+"""`elastic-ps export`, in a process of its own, since the command line does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic_ps.errors import UserError
 
 
 def export(parsed: argparse.Namespace) -> int:
-    """Write a checkpoint's model into a file; returns the exit code."""
+    """Write a checkpoint's model to a file; returns the exit code."""
     if not parsed.directory.is_dir():
         raise UserError(f"{parsed.directory}: there is no such directory")
     version = [] if parsed.version is None else ["--version", parsed.version]

@@ -1,4 +1,4 @@
-"""`elastic-ps hostfile`: what `mpirun` has to know of the hosts."""
+"""`elastic-ps hostfile`: prints a hostfile for `mpirun`."""
 
 from __future__ import annotations
 

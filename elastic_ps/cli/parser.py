@@ -1,4 +1,4 @@
-"""The command line's options and its help; nothing heavy is imported here."""
+"""The options of the command line, and their help. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Begin with the cause: argparse prints the usage first, which is longer."""
+        """Print the cause first. argparse prints the longer usage before it."""
         cause = message.removeprefix("argument ")
         self.exit(2, f"error: {cause}\n`{self.prog} --help` explains the arguments\n")
 
@@ -199,7 +199,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _add_running(run: argparse.ArgumentParser) -> None:
-    """Add how a job is run on this machine."""
+    """Add the options for running a job on this machine."""
     run.add_argument(
         "--report", type=Path, metavar="DIR", help="write run.json and run.png into DIR at the end"
     )

@@ -41,7 +41,7 @@ from elastic_ps.local.state import newest_checkpoint
 
 REFRESH = timedelta(milliseconds=200)
 AT_ONCE = timedelta(milliseconds=100)
-"""Signals that come together are one wish: `timeout` and `make` pass one on that the job has already had."""
+"""Signals within this time count once: `timeout` and `make` pass on one that the job has already got."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -78,8 +78,8 @@ def run_job(
     """Run a job; returns the exit code. Under `mpirun`, rank 0 does, and the others start its workers.
 
     Args:
-        job: called once with the number of ranks that start workers, None without `mpirun`.
-        parsed: the options that say how it is run.
+        job: called once with the number of ranks that start workers; None without `mpirun`.
+        parsed: the options of the run.
     """
     if not started_by_mpirun():
         return _run_job(job(None), parsed, programs, None)
@@ -139,12 +139,12 @@ def _check_and_run(job: TrainingJob, options: Options, parsed: argparse.Namespac
         code = _run(launcher, parsed.report, "none" if parsed.detach else parsed.output)
     if parsed.detach:
         sys.stdout.flush()
-        os._exit(code)  # the copy of the caller that the fork made must not return into it
+        os._exit(code)  # the fork's copy of the caller must not return into it
     return code
 
 
 def _job(path: Path, arguments: Sequence[str]) -> TrainingJob:
-    """The job that the file describes, or that runs it as a script."""
+    """The job of a YAML file, or one that runs the file as a script."""
     if script.is_script(path):
         return script.job_of(path, arguments)
     if arguments:
@@ -156,7 +156,7 @@ def _job(path: Path, arguments: Sequence[str]) -> TrainingJob:
 
 
 def _check(job: TrainingJob, options: Options, report: Path | None) -> None:
-    """Everything that can be wrong is found here, before anything is started."""
+    """Check everything that can be wrong before anything is started."""
     JobDirectory(job.name, root=options.root).refuse_if_running()
     preflight.check_workers(job, options.schedule)
     preflight.check_checkpoints(job, options.resume)
@@ -169,8 +169,8 @@ def _check(job: TrainingJob, options: Options, report: Path | None) -> None:
 
 
 def _run(launcher: Launcher, report: Path | None, output: str) -> int:
-    """Run the job to its end with a display. `output`: whose output is shown; see `parser`."""
-    # Under mpirun the output is a terminal for rank 0 alone, whatever it is in truth.
+    """Run the job to its end with a display. `output`: the processes whose output is shown; see `parser`."""
+    # Under mpirun, only rank 0 may see a terminal, whatever the output really is.
     console = _Output(highlight=False, force_terminal=False if started_by_mpirun() else None)
     signals: list[int] = []
     heard: list[float] = []
@@ -259,12 +259,14 @@ def _exit_code(outcome: Outcome, signals: list[int]) -> int:
 
 
 def _tell_failure(outcome: Outcome) -> None:
-    """What went wrong and what to do, on stderr."""
+    """Print what went wrong and what to do to stderr."""
     name, verdict, status = outcome.status.job, outcome.verdict, outcome.status
     if verdict.phase == "Failed":
         print(f"error: job {name!r} failed: {verdict.message}", file=sys.stderr)
         print(f"Reason: {verdict.reason}. All output: elastic-ps logs {name}", file=sys.stderr)
-    begun = status.server is not None  # else what is there may be another job's, or be why it was refused
+    begun = (
+        status.server is not None
+    )  # otherwise the checkpoints may be another job's, or the reason of the refusal
     newest = newest_checkpoint(Path(status.checkpoints)) if begun else None
     nothing_yet = newest is None or (newest == 0 and verdict.phase == "Failed")
     if verdict.phase != "Succeeded" and not nothing_yet:
@@ -273,8 +275,8 @@ def _tell_failure(outcome: Outcome) -> None:
 
 @contextlib.contextmanager
 def _handled(handler: signal._HANDLER) -> Iterator[None]:
-    """Handle the signals that end a process, and give them back afterwards."""
-    # A signal that is ignored stays so: nohup does that to SIGHUP.
+    """Handle the signals that end a process, and restore their handlers afterwards."""
+    # An ignored signal stays ignored: nohup ignores SIGHUP.
     before = {number: signal.getsignal(number) for number in SIGNALS}
     wanted = [number for number in SIGNALS if before[number] is not signal.SIG_IGN]
     for number in wanted:
@@ -288,7 +290,7 @@ def _handled(handler: signal._HANDLER) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_end_the_process() -> Iterator[None]:
-    """While nothing runs yet: end by an exception, so that a check's process ends too."""
+    """Before anything runs: end by an exception, so that a check's process ends too."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         print(f"stopped by {signal.Signals(number).name}: nothing was started", file=sys.stderr)
@@ -299,7 +301,7 @@ def _signals_end_the_process() -> Iterator[None]:
 
 
 def _leave_the_terminal(directory: JobDirectory) -> None:
-    """In the background process: a session of its own, and its output in a file."""
+    """In the background process: begin a session, and write the output to a file."""
     os.setsid()
     null = os.open(os.devnull, os.O_RDONLY)
     log = os.open(directory.logs / "launcher.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -308,7 +310,7 @@ def _leave_the_terminal(directory: JobDirectory) -> None:
 
 
 def _wait_until_it_runs(pid: int, directory: JobDirectory) -> int:
-    """In the foreground process: returns when the job runs, or has failed to."""
+    """In the foreground process: wait until the job runs or has failed."""
     name = directory.job
 
     def stop(number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""`elastic-ps set`: change what a running job may change, from another terminal."""
+"""`elastic-ps set`: change fields of a running job from another terminal."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from elastic_ps.errors import UserError
 from elastic_ps.local.state import JobDirectory, generation_of
 
 LIMIT = timedelta(seconds=60)
-"""For how long the command waits until the change is in force."""
+"""How long the command waits until the change is in force."""
 
 _SETTABLE = [field for field in fields(TrainingJobSpec) if field.own is SET]
 PARTS = [field.path for field in _SETTABLE if part_of(field.info) is not None]
-"""Parts of a job with fields that may be set; a rule may say no to one of them."""
+"""Parts of a job with changeable fields. A rule may refuse a change."""
 FIELDS = [field.path for field in _SETTABLE if field.path not in PARTS]
-"""Those that may be set of other parts."""
+"""The changeable fields of other parts."""
 
 
 def set_fields(parsed: argparse.Namespace) -> int:
-    """Change fields of a running job, and wait until that is in force."""
+    """Change fields of a running job, and wait until the change is in force."""
     directory = directory_of(parsed.job)
     status_of(directory)
     if directory.launcher() is None:
@@ -49,14 +49,14 @@ def set_fields(parsed: argparse.Namespace) -> int:
 
 
 def _back(job: TrainingJob, generation: int, before: TrainingJob) -> TrainingJob:
-    """The job as it was before a change that was refused, unless somebody has changed it since."""
+    """The job before a refused change, unless somebody has changed it since."""
     if generation_of(job) != generation:
         return job
     return job.model_copy(update={"spec": MutableFields.of(before.spec).applied_to(job.spec)})
 
 
 def _await(directory: JobDirectory, generation: int, before: TrainingJob) -> int:
-    """Say when the change is in force. Takes it back, and raises UserError, if it is refused."""
+    """Print when the change is in force. If it is refused, revert it and raise UserError."""
     deadline = time.monotonic() + LIMIT.total_seconds()
     while directory.launcher() is not None and time.monotonic() < deadline:
         server = status_of(directory).server
@@ -74,7 +74,7 @@ def _await(directory: JobDirectory, generation: int, before: TrainingJob) -> int
 
 
 def in_force(status: TuningStatus, now: MutableFields, before: MutableFields) -> str:
-    """What of `now` is another than before, in words."""
+    """The differences between `now` and before, in words."""
     words = {"consistency": status.consistency, "compression": status.compression}
     changed_it = now.news(before)
     parts = [f"{name} is ({text})" for name, text in words.items() if name in changed_it]
@@ -86,7 +86,7 @@ def in_force(status: TuningStatus, now: MutableFields, before: MutableFields) ->
 
 
 def assignment(text: str) -> tuple[str, Any]:
-    """A field's path and its value; an empty value stands for none.
+    """Parse a field's path and value. An empty value means none.
 
     Raises:
         UserError: the text is not of the form FIELD=VALUE, or the field cannot be changed while a job runs.
@@ -116,14 +116,15 @@ def _split(text: str) -> tuple[str, Any]:
 
 
 def with_fields(job: TrainingJob, assignments: Sequence[str]) -> TrainingJob:
-    """A job that has not started yet, with other values of any fields.
+    """A job that has not started yet, with new values of any fields.
 
     Args:
-        assignments: of the form FIELD=VALUE, as in the YAML file. A field is one of spec, or of metadata with
-            that prefix. An empty value unsets it.
+        assignments: texts of the form FIELD=VALUE, as in the YAML file. A field is one of spec, or of
+        metadata
+            with that prefix. An empty value unsets it.
 
     Raises:
-        UserError: an assignment does not have that form; InvalidJob, if the job may not be like that.
+        UserError: an assignment does not have that form, or the resulting job is invalid (InvalidJob).
     """
     document = job.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     for text in assignments:
@@ -142,7 +143,7 @@ def changed(job: TrainingJob, assigned: Mapping[str, Any]) -> TrainingJob:
     So do the options of a codec with that codec.
 
     Raises:
-        UserError: the values do not fit together, or a running job cannot change so.
+        UserError: the values do not fit together, or a running job cannot change like that.
     """
     document = job.model_dump(mode="json", by_alias=True, exclude_none=True)
     mode, before = job.spec.consistency.mode, dict(document["spec"]["compression"])
@@ -166,7 +167,7 @@ def changed(job: TrainingJob, assigned: Mapping[str, Any]) -> TrainingJob:
 
 
 def _given(document: dict[str, Any], group: str) -> dict[str, Any]:
-    """The fields of a part of the spec that have a value."""
+    """The fields of a part of the spec that are set."""
     return {name: value for name, value in document["spec"][group].items() if value is not None}
 
 

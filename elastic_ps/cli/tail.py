@@ -1,4 +1,4 @@
-"""What a job's processes print, as it comes."""
+"""Follows the output of a job's processes."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 
 
 class Tail:
-    """The lines that are added to log files.
+    """The new lines of log files.
 
     Args:
-        directory: where the files are. Some may come later.
-        pattern: which of them, as for `Path.glob`. Of several, each line begins with its file's name.
+        directory: the directory of the files, some of which may appear later.
+        pattern: selects files, as for `Path.glob`. With several, each line begins with its file's name.
     """
 
     def __init__(self, directory: Path, pattern: str) -> None:
         self._directory, self._pattern = directory, pattern
-        self._places: dict[Path, tuple[int, int]] = {}  # where a line begins, and how far it was read
+        self._places: dict[Path, tuple[int, int]] = {}  # the beginning of a line, and how far it was read
 
     def new(self, *, last: bool) -> Iterator[str]:
         """The lines that were added since the previous call. Raises OSError.
 
         Args:
-            last: also a line that has no end yet.
+            last: also return a line without an end.
         """
         for path in sorted(self._directory.glob(self._pattern), key=_natural):
             with path.open("rb") as file:
@@ -45,7 +45,7 @@ class Tail:
                     yield prefix + line.decode(errors="replace").rstrip("\n")
 
     def shown(self, *, last: bool = False) -> list[str]:
-        """`new`, of which a progress bar's line is as it was at its end; empty if a file cannot be read."""
+        """`new`, with only the final state of a progress bar's line; empty if a file cannot be read."""
         lines: list[str] = []
         with contextlib.suppress(OSError):
             lines.extend(self.new(last=last))

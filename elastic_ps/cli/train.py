@@ -1,4 +1,4 @@
-"""`elastic-ps train`: make a job out of flags, then run it, print it, or give it to a cluster."""
+"""`elastic-ps train`: make a job from flags, then run it, print it, or create it on a cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SUBMIT = "elastic_operator.submit"
 
 
 def train(parsed: argparse.Namespace, programs: Programs | None) -> int:
-    """Returns the exit code."""
+    """Run the command; returns the exit code."""
     if parsed.dry_run or parsed.apply:
         option = "--dry-run" if parsed.dry_run else "--apply"
         if started_by_mpirun():
@@ -87,7 +87,7 @@ def _print(document: Mapping[str, Any]) -> int:
 
 
 def _apply(document: Mapping[str, Any], parsed: argparse.Namespace) -> int:
-    """Create the job on the cluster, in a process of its own: nothing here knows of Kubernetes."""
+    """Create the job on the cluster, in a process of its own, since this one has no Kubernetes client."""
     if "image" not in document["spec"]:
         raise UserError("--apply needs --image: the container image that the job's pods run")
     if parsed.train_dir is not None:

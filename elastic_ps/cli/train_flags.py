@@ -29,11 +29,11 @@ ARGUMENTS = (
     *("network", "dataset", "data_dir", "lr", "momentum", "weight_decay", "batch_size", "test_batch_size"),
     *("epochs", "max_steps", "seed", "log_interval"),
 )
-"""The options that are arguments of the entrypoint, under the same names."""
+"""The options that are arguments of the entrypoint with the same names."""
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
-    """Add what to train, and how, and on how many workers."""
+    """Add the options of the training and of the workers."""
     what = parser.add_argument_group("what to train")
     names = ", ".join(network.name for network in NETWORKS if network.kind != "table")
     what.add_argument("--network", metavar="N", help=f"one of {names} (default: LeNet)")
@@ -128,7 +128,7 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add what is for a job file and for a cluster."""
+    """Add the options for a job file and for a cluster."""
     cluster = parser.add_argument_group("instead of running it here")
     instead = cluster.add_mutually_exclusive_group()
     instead.add_argument("--dry-run", action="store_true", help="print the job file")
@@ -164,7 +164,7 @@ def _rate(text: str) -> float:
 
 
 def _switch(text: str) -> bool:
-    """As ps_pytorch has it: an empty text is no."""
+    """Parse yes or no like ps_pytorch: an empty text means no."""
     if text.lower() in ("", "0", "no", "false"):
         return False
     if text.lower() in ("1", "yes", "true"):

@@ -1,4 +1,4 @@
-"""What a running job looks like in a terminal: the live view, plain lines, and a job's status."""
+"""The display of a job in a terminal: the live view, plain lines, and a job's status."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from elastic_ps.local.snapshot import member_of
 
 PLAIN_SECONDS = 2.0
 LINES = 100
-"""The live view shows so many lines of the job's processes at each refresh."""
+"""The most lines of the processes' output that the live view shows at each refresh."""
 STATE_STYLES = {
     "training": "green", "serving": "green", "following": "green", "idle": "yellow", "joining": "yellow",
     "running": "green", "starting": "yellow", "leaving": "cyan", "ended": "dim",
@@ -40,16 +40,16 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class Display(Protocol):
-    """Shows a run while it goes on."""
+    """Shows a run in progress."""
 
     def update(self, status: LocalStatus, record: Record) -> None:
-        """Show the state of now and the events that are new."""
+        """Show the present state and the new events."""
 
     def show(self, lines: Sequence[str]) -> None:
-        """Show what processes of the job have printed."""
+        """Show output of the job's processes."""
 
     def close(self) -> None:
-        """The run is over; the display leaves the terminal as it was."""
+        """End the display, and restore the terminal."""
 
 
 class LiveDisplay:
@@ -73,7 +73,7 @@ class LiveDisplay:
         if len(lines) > LINES:
             left_out = f"{len(lines) - LINES:,} lines are left out here; `elastic-ps logs` has them"
             shown.insert(0, Text(left_out, style="dim"))
-        if shown:  # at once: each print draws the live view again
+        if shown:  # all at once: each print redraws the live view
             self._console.print(Text("\n").join(shown), soft_wrap=True)
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class LiveDisplay:
 
 
 class PlainDisplay:
-    """A line about every two seconds, and one for each event."""
+    """Prints a line about every two seconds, and one for each event."""
 
     def __init__(self) -> None:
         self._shown = 0
@@ -112,7 +112,7 @@ def event_line(event: Event) -> Text:
 
 
 def frame(status: LocalStatus, record: Record | None = None, *, height: int = 100) -> RenderableType:
-    """A job's state, at most `height` lines high and good to read from 60 columns on."""
+    """A job's state in at most `height` lines, readable from 60 columns on."""
     parts: list[RenderableType] = [_headline(status), _table(status, rows=max(3, height - 8))]
     if status.server is not None and status.server.only_tensors:
         parts.append(Text(words.ONLY_TENSORS))

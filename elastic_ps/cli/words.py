@@ -1,4 +1,4 @@
-"""Numbers in words, and the summary at the end of a run."""
+"""Formats numbers for messages, and the summary at the end of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def duration(seconds: float) -> str:
 
 
 def eta(progress: Progress) -> str | None:
-    """The remaining time in words, as exact as it can be known: `40 s`, `14 min`, `2 h 07 min`."""
+    """The remaining time, rounded to its precision: `40 s`, `14 min`, `2 h 07 min`."""
     seconds = progress.eta_seconds
     if seconds is None or progress.finished:
         return None
@@ -44,11 +44,11 @@ def metric(name: str, value: float) -> str:
 
 
 SLOW = 1.5
-"""From here on a worker's step time over the median is worth telling."""
+"""The ratio of a worker's step time to the median from which on it is shown."""
 
 
 def pace(server: ServerStatus) -> str | None:
-    """`1,200 samples/s`, of a job whose workers take long for a step `3.1 s/step  1,200 samples/s`."""
+    """`1,200 samples/s`, or for slow steps `3.1 s/step  1,200 samples/s`."""
     times = sorted(m.step_seconds for m in server.members if m.present and m.step_seconds is not None)
     long = [f"{times[len(times) // 2]:.1f} s/step"] if times and times[len(times) // 2] > 1 else []
     rate = server.progress.samples_per_second
@@ -58,7 +58,7 @@ def pace(server: ServerStatus) -> str | None:
 
 
 def step_time(member: MemberStatus) -> str:
-    """`0.120 s`, of a slow worker `0.480 s 4.0x` (times the median); empty while it is not known."""
+    """`0.120 s`, or for a slow worker `0.480 s 4.0x` (times the median); empty while it is unknown."""
     if member.step_seconds is None:
         return ""
     slow = member.slowness is not None and member.slowness >= SLOW
@@ -80,15 +80,15 @@ def workers(count: int) -> str:
 
 
 ONLY_TENSORS = "the scripts use session.server only, so how far they are is not known"
-"""Of a job without versions and records."""
+"""The text for a job without versions and records."""
 
 
 NOTHING_TRAINED = "no worker has joined: the script calls neither session.optimizer(...) nor session.server"
-"""Of a job that has succeeded without a model and without tensors."""
+"""The text for a job that has succeeded without a model and without tensors."""
 
 
 def waits_for(status: LocalStatus) -> str:
-    """What a job that does not train yet waits for; empty if it trains."""
+    """What a job waits for before it trains; empty if it trains."""
     server = status.server
     if server is not None and server.ready:
         return ""
@@ -123,7 +123,7 @@ def progress_line(status: LocalStatus) -> str:
 
 
 def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
-    """(name, value) of what is worth knowing at the end; an empty name goes on with the last one."""
+    """The rows (name, value) of the summary. A row with an empty name continues the previous one."""
     server = outcome.record.last
     succeeded = outcome.verdict.phase == "Succeeded"
     if server is None or not server.ready:
@@ -172,7 +172,7 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
 
 
 def _evaluated(evaluation: EvaluationStatus) -> Iterator[tuple[str, str]]:
-    """What is worth knowing at the end of what the evaluator found."""
+    """The rows of the summary for the evaluator's results."""
     if evaluation.version is not None:
         yield "evaluated", str(evaluation)
     if evaluation.best_version not in (None, evaluation.version):
@@ -184,7 +184,7 @@ def _evaluated(evaluation: EvaluationStatus) -> Iterator[tuple[str, str]]:
 def traffic(counts: Traffic, bucket_bytes: int = 0) -> str:
     """`310.2 MB of gradients (26.1% of plain), 1.2 GB of values`; "" if nothing was sent.
 
-    `bucket_bytes`: the size of buckets that was chosen; 0 for none.
+    `bucket_bytes`: the bucket size that was chosen; 0 if none was.
     """
     ways = [
         ("gradients", counts.pushed_bytes, counts.pushed_plain_bytes),
