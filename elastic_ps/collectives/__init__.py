@@ -1,8 +1,8 @@
-"""Collective operations for scripts that want them: of tensors and objects, blocking or with handles.
+"""Collective operations for scripts: on tensors and objects, blocking or with handles.
 
-They are for processes that were started together and stay together: by `torchrun`, by `mpirun`, or by hand
+They are for processes that are started together and stay together: by `torchrun`, by `mpirun`, or by hand
 with `torch.distributed.init_process_group`. torch.distributed or MPI does the work. The workers of a job come
-and go, so there is no communicator of them; a job's own exchange needs none.
+and go, so they have no communicator, and a job's own exchange needs none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore  # torch.distributed has it, but does not say so to mypy
+from torch._C._distributed_c10d import HashStore  # torch.distributed has it, but mypy does not know
 
 from elastic_ps.collectives.communicator import Communicator
 from elastic_ps.collectives.operations import Handle, Op, Operations
@@ -48,7 +48,7 @@ __all__ = [
 def world(*, timeout: timedelta | None = None) -> Communicator:
     """The communicator of all processes that were started with this one. Blocks until all have called it.
 
-    It takes the default process group of torch.distributed if there is one. Otherwise it makes one under
+    It uses the default process group of torch.distributed if there is one. Otherwise it creates one under
     `torchrun` (gloo for the CPU, and nccl if there are GPUs), uses MPI under `mpirun`, and is alone in any
     other process.
 
@@ -91,7 +91,7 @@ def of_group(group: dist.ProcessGroup | None = None) -> Communicator:
 
 
 def of_mpi(comm: MPI.Comm | None = None) -> Communicator:
-    """The communicator of a communicator of mpi4py, of which it is a duplicate; None is MPI.COMM_WORLD.
+    """A communicator that duplicates one of mpi4py; None is MPI.COMM_WORLD.
 
     Blocks until all its processes have called it.
 

@@ -1,4 +1,4 @@
-"""What a communicator needs of the library that moves the bytes: `over_torch` and `over_mpi` implement it."""
+"""The interface of a communicator to its library, which `over_torch` and `over_mpi` implement."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Literal, Protocol
 import torch
 
 Reduction = Literal["sum", "min", "max", "product"]
-"""What a library makes of the elements that several processes have at one place."""
+"""The reductions of elements over processes."""
 
 
 class Pending(Protocol):
     """An operation under way."""
 
     def wait(self) -> None:
-        """Block until it is over. Raises what the library raises if it has failed."""
+        """Block until it is over. Raises the library's exception if it has failed."""
 
     def done(self) -> bool:
         """Whether `wait` would return at once. Does not block."""
 
 
 class Both:
-    """Operations under way, as one."""
+    """Several operations under way as one."""
 
     def __init__(self, *pending: Pending) -> None:
         self._pending = pending
@@ -41,13 +41,13 @@ class Both:
 class Backend(abc.ABC):
     """The operations of one group of processes, on flat contiguous tensors. None of them blocks.
 
-    A tensor must live, and must not be changed, until its operation is over. What only moves is given as
-    bytes (uint8), what is reduced in one of the dtypes of `reducible`.
+    A tensor must live, and must not be changed, until its operation is over. Data that is only moved is given
+    as bytes (uint8), data to reduce in one of the dtypes of `reducible`.
 
     Attributes:
-        rank, size: the place of this process in the group, from 0, and how many there are.
+        rank, size: the rank of this process in the group, from 0, and the number of processes.
         reducible: the dtypes that can be reduced.
-        name: of the library, for messages.
+        name: the name of the library, for messages.
     """
 
     rank: int
@@ -57,35 +57,35 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def device(self, wanted: torch.device) -> torch.device:
-        """Where a tensor has to be to take part that is on device `wanted`."""
+        """The device that a tensor on device `wanted` has to be moved to for an operation."""
 
     @abc.abstractmethod
     def has_tags(self, device: torch.device) -> bool:
-        """Whether a message of tensors on that device goes to a `receive` of the same tag."""
+        """Whether messages of tensors on that device are matched by tag."""
 
     @abc.abstractmethod
     def broadcast(self, buffer: torch.Tensor, source: int) -> Pending:
-        """Write the bytes that rank `source` has into everybody's buffer."""
+        """Write the bytes of rank `source` to the buffers of all ranks."""
 
     @abc.abstractmethod
     def all_reduce(self, buffer: torch.Tensor, reduction: Reduction) -> Pending:
-        """Replace each element by what the reduction makes of everybody's."""
+        """Replace each element by the reduction over all ranks."""
 
     @abc.abstractmethod
     def reduce(self, buffer: torch.Tensor, reduction: Reduction, to: int) -> Pending:
-        """The same on rank `to`; what the others' buffers hold afterwards is undefined."""
+        """Like `all_reduce`, on rank `to`. The other buffers are undefined afterwards."""
 
     @abc.abstractmethod
     def reduce_scatter(self, parts: torch.Tensor, out: torch.Tensor, reduction: Reduction) -> Pending:
-        """Reduce `size * n` elements, of which each rank gets `n` in its `out`, in order of rank."""
+        """Reduce `size * n` elements. Each rank gets `n` of them in its `out`, in order of rank."""
 
     @abc.abstractmethod
     def all_gather(self, buffer: torch.Tensor, out: torch.Tensor) -> Pending:
-        """Write everybody's `n` bytes into everybody's `out` of `size * n`, in order of rank."""
+        """Write the `n` bytes of each rank to the `out` of all ranks, of `size * n`, in order of rank."""
 
     @abc.abstractmethod
     def gather(self, buffer: torch.Tensor, out: torch.Tensor | None, to: int) -> Pending:
-        """The same on rank `to` alone; the others have no `out`."""
+        """Like `all_gather`, on rank `to` alone; the others have no `out`."""
 
     @abc.abstractmethod
     def scatter(self, parts: torch.Tensor | None, out: torch.Tensor, source: int) -> Pending:
@@ -97,24 +97,25 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
-        """Receive bytes of a rank: as many as it sends."""
+        """Receive bytes from a rank, as many as it sends."""
 
     @abc.abstractmethod
     def send_receive(
         self, given: torch.Tensor, to: int, taken: torch.Tensor, source: int, tag: int
     ) -> Pending:
-        """Send bytes to a rank and receive bytes of a rank, neither of which waits for the other."""
+        """Send bytes to a rank and receive bytes from a rank, without one waiting for the other."""
 
     @abc.abstractmethod
     def barrier(self) -> Pending:
-        """Over when everybody has called it."""
+        """An operation that is over when all ranks have called it."""
 
     @abc.abstractmethod
     def split(self, groups: Sequence[Sequence[int]], own: int | None) -> Backend | None:
-        """Divide the ranks into groups; returns that of this rank. Blocks until all ranks have called it.
+        """Divide the ranks into groups; returns the group of this rank. Blocks until all ranks have called
+        it.
 
         Args:
-            groups: the ranks of each, ascending; the same on all ranks.
+            groups: the ranks of each group, ascending; the same on all ranks.
             own: the number of the group that this rank is in; None if it is in none.
 
         Raises:
@@ -123,4 +124,4 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Free what `split` has made."""
+        """Free a group that `split` has created."""

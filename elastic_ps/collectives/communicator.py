@@ -1,4 +1,4 @@
-"""A communicator: what its processes can do together, one blocking method for each operation."""
+"""A communicator, with a blocking method for each operation of its processes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from elastic_ps.collectives.operations import Op, Operations
 
 
 class Communicator:
-    """Some processes that were started together, and what they can do together.
+    """A fixed group of processes, and their operations.
 
-    The processes are fixed. If one of them ends, an operation raises CollectiveFailed (with MPI, `mpirun`
-    ends all processes instead). Collective operations must be called by all processes, in the same order.
-    Tensors have the same shape and dtype everywhere and may be on a GPU. Each operation blocks; `begin` has
-    the same operations, which return a handle instead::
+    If a process ends, an operation raises CollectiveFailed (with MPI, `mpirun` ends all processes instead).
+    All processes must call collective operations, in the same order. Tensors have the same shape and dtype
+    everywhere, and may be on a GPU. Each operation blocks; `begin` has the same operations, which return a
+    handle instead::
 
         handle = communicator.begin.all_reduce(tensor)
         ...
         handle.wait()
 
-    Make one communicator of a group and keep it. Belongs to one thread at a time.
+    Create one communicator for a group, and keep it. For one thread at a time.
 
     Attributes:
         begin: the operations that return a `Handle` instead of blocking.
@@ -35,31 +35,31 @@ class Communicator:
 
     @property
     def rank(self) -> int:
-        """The place of this process, from 0."""
+        """The rank of this process, from 0."""
         return self._backend.rank
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return self._backend.size
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Replace everybody's tensor, in place, by that of rank `source`; returns it."""
+        """Replace the tensor of all processes, in place, by that of rank `source`; returns it."""
         return self.begin.broadcast(tensor, source).wait()
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> torch.Tensor:
-        """Replace everybody's tensor, in place, by the sum (mean, ...) of all; returns it.
+        """Replace the tensor of all processes, in place, by the sum (mean, ...) of all; returns it.
 
         Over MPI, float16 and bfloat16 are reduced in float32.
         """
         return self.begin.all_reduce(tensor, op).wait()
 
     def reduce(self, tensor: torch.Tensor, op: Op = "sum", to: int = 0) -> torch.Tensor:
-        """The same on rank `to` alone. Other ranks' tensors stay as they are."""
+        """Like `all_reduce`, on rank `to` alone. The other tensors do not change."""
         return self.begin.reduce(tensor, op, to).wait()
 
     def reduce_scatter(self, parts: torch.Tensor, op: Op = "sum") -> torch.Tensor:
-        """This rank's part of the sum (mean, ...) of everybody's parts.
+        """This rank's part of the sum (mean, ...) of the parts of all ranks.
 
         Args:
             parts: of shape (size, ...), one part for each rank.
@@ -67,15 +67,15 @@ class Communicator:
         return self.begin.reduce_scatter(parts, op).wait()
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A new tensor of shape (size, ...): everybody's, in order of rank."""
+        """A new tensor of shape (size, ...) with the tensors of all ranks, in order of rank."""
         return self.begin.all_gather(tensor).wait()
 
     def gather(self, tensor: torch.Tensor, to: int = 0) -> torch.Tensor | None:
-        """The same on rank `to`; None on the others."""
+        """A tensor of shape (size, ...) on rank `to`, with the tensors of all ranks; None on the others."""
         return self.begin.gather(tensor, to).wait()
 
     def scatter(self, parts: torch.Tensor | None, out: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Write into `out` this rank's part of what rank `source` has; returns it.
+        """Write this rank's part of the parts of rank `source` to `out`; returns it.
 
         Args:
             parts: on rank `source`, of shape (size, ...) and of out's dtype. Others give None.
@@ -90,16 +90,16 @@ class Communicator:
         self.begin.send(tensor, to, tag).wait()
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> torch.Tensor:
-        """Receive a tensor of another rank, in place; returns it. It has that one's shape and dtype."""
+        """Receive a tensor from another rank, in place; returns it. Shape and dtype must be the sender's."""
         return self.begin.receive(tensor, source, tag).wait()
 
     def send_receive(
         self, tensor: torch.Tensor, *, to: int, source: int, into: torch.Tensor | None = None, tag: int = 0
     ) -> torch.Tensor:
-        """Send a tensor to one rank, and receive what another rank sends, in place; returns that.
+        """Send a tensor to one rank, and receive one from another rank, in place; returns the latter.
 
         Args:
-            into: where it is received, on the same device; None: in the tensor that is sent.
+            into: the tensor to receive into, on the same device; None: the tensor that is sent.
         """
         return self.begin.send_receive(tensor, to=to, source=source, into=into, tag=tag).wait()
 
@@ -108,15 +108,15 @@ class Communicator:
         self.begin.barrier().wait()
 
     def broadcast_object(self, item: Any = None, source: int = 0) -> Any:
-        """The object of rank `source`. Objects are pickled: only among processes that trust each other."""
+        """The object of rank `source`. Objects are pickled, so all processes must trust each other."""
         return self.begin.broadcast_object(item, source).wait()
 
     def all_gather_objects(self, item: Any) -> list[Any]:
-        """Everybody's objects, in order of rank."""
+        """The objects of all ranks, in order of rank."""
         return self.begin.all_gather_objects(item).wait()
 
     def gather_objects(self, item: Any, to: int = 0) -> list[Any] | None:
-        """The same on rank `to`; None on the others."""
+        """The objects of all ranks on rank `to`; None on the others."""
         return self.begin.gather_objects(item, to).wait()
 
     def send_object(self, item: Any, to: int, tag: int = 0) -> None:
@@ -124,11 +124,11 @@ class Communicator:
         self.begin.send_object(item, to, tag).wait()
 
     def receive_object(self, source: int, tag: int = 0) -> Any:
-        """The next object that another rank sends with this tag."""
+        """Receive the next object that another rank sends with this tag."""
         return self.begin.receive_object(source, tag).wait()
 
     def split(self, key: Hashable) -> Communicator | None:
-        """A communicator of the processes that give an equal key, in the same order; None for the key None.
+        """A communicator of the processes with an equal key, in the same order; None for the key None.
 
         Blocks until all processes have called it. An example: `world.split(socket.gethostname())`.
 
@@ -144,5 +144,5 @@ class Communicator:
         return None if backend is None else Communicator(backend)
 
     def close(self) -> None:
-        """Free what `split` has made. To be called by all its processes."""
+        """Free a communicator that `split` has created. All its processes must call it."""
         self._backend.close()

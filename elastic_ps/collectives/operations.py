@@ -1,4 +1,4 @@
-"""The operations of a communicator, begun without waiting: of tensors and of objects, with handles."""
+"""The non-blocking operations of a communicator on tensors and objects, with handles."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from elastic_ps.errors import CollectiveFailed, UsageError
 T = TypeVar("T")
 
 Op = Literal["sum", "mean", "min", "max", "product"]
-"""What becomes of the elements that several processes have at one place."""
+"""The reductions of elements over processes."""
 
 TAGS = 4096
-"""A message's tag is below it. Above it are the tags of objects; MPI promises 32,767."""
+"""The limit of messages' tags. Those of objects are above; MPI guarantees 32,767."""
 
 _PAYLOADS = 8192
-"""The tags of the contents of objects: as many, from this one on."""
+"""The first of as many tags for the contents of objects."""
 
 _HOST = torch.device("cpu")
-"""Where objects are."""
+"""The device of objects."""
 
 
 class Handle(Generic[T]):
-    """An operation that has begun. The tensors given to it must not be changed until it is over."""
+    """An operation that has begun. Do not change its tensors until it is over."""
 
     def __init__(self, what: str, pending: Pending, finish: Callable[[], T]) -> None:
         self._what = what
@@ -45,7 +45,7 @@ class Handle(Generic[T]):
         """The operation's result. Blocks until there is one.
 
         Raises:
-            CollectiveFailed: another process ended, came too late, or gave a tensor of another size.
+            CollectiveFailed: another process ended, was late, or gave a tensor of another size.
         """
         if self._pending is not None:
             with _naming(self._what):
@@ -56,7 +56,7 @@ class Handle(Generic[T]):
 
 
 class _After:
-    """What begins when something else is over, in a call of `done` or `wait`."""
+    """An operation that begins when another one is over, in a call of `done` or `wait`."""
 
     def __init__(self, first: Pending, second: Callable[[], Pending]) -> None:
         self._first, self._begin = first, second
@@ -78,7 +78,7 @@ class _After:
 class Operations:
     """The operations of a communicator that return a `Handle`; see `Communicator` for what each does.
 
-    All processes must begin the collective ones in the same order. Belongs to one thread at a time.
+    All processes must begin the collective ones in the same order. For one thread at a time.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -273,7 +273,7 @@ class Operations:
     # --- what they have in common
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, contiguous and on a device that can take part: the same memory if it is so already."""
+        """The tensor, contiguous and on a supported device; without a copy if it is already."""
         if tensor.layout is not torch.strided:
             raise UsageError(
                 f"a communicator takes dense tensors, but this one has the layout {tensor.layout}; "
@@ -308,7 +308,7 @@ class Operations:
         *,
         divide: bool = False,
     ) -> Handle[torch.Tensor]:
-        """An operation whose result is in `there` at the end, and is to be in `tensor`."""
+        """An operation whose result is copied from `there` to `tensor` at the end."""
 
         def finish() -> torch.Tensor:
             if divide:
@@ -320,7 +320,7 @@ class Operations:
         return self._note(what, begin, finish)
 
     def _note(self, what: str, begin: Callable[[], Pending], finish: Callable[[], T]) -> Handle[T]:
-        """Begin, and keep what is under way even if the caller drops the handle: memory is being read."""
+        """Begin an operation, and keep it even if the caller drops the handle, since memory is being read."""
         self._under_way = [handle for handle in self._under_way if not handle.done()]
         name = f"{what} on rank {self._backend.rank} of {self._backend.size}"
         with _naming(name):
@@ -339,7 +339,7 @@ class Operations:
         return content.to(self._backend.device(content.device))
 
     def _sized(self, item: Any) -> tuple[torch.Tensor, Sequence[int]]:
-        """The object's bytes, filled up to the size of the longest object, and everybody's sizes. Blocks."""
+        """The object's bytes, padded to the size of the longest object, and the sizes of all. Blocks."""
         content = self._pickled(item)
         own = torch.tensor(content.numel(), device=_HOST)
         sizes = [int(size) for size in self.all_gather(own).wait()]
@@ -373,7 +373,7 @@ class Operations:
 
 
 class _Ended:
-    """A handle, as what another one waits for."""
+    """A handle that another one waits for."""
 
     def __init__(self, handle: Handle[Any]) -> None:
         self._handle = handle
@@ -387,10 +387,10 @@ class _Ended:
 
 @contextlib.contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Turn what a library raises into a CollectiveFailed that names the operation."""
+    """Turn a library's exceptions into a CollectiveFailed that names the operation."""
     try:
         yield
-    except RuntimeError as error:  # what torch and mpi4py raise
+    except RuntimeError as error:  # the exceptions of torch and mpi4py
         raise CollectiveFailed(
             f"{what} has failed: {error}. Another process ended, came too late, called another operation or "
             "gave a tensor of another size. The processes of a communicator are fixed: start all of them "
@@ -403,7 +403,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a tensor is still the memory that was given."""
+    """Whether a tensor uses the given memory."""
     return one.data_ptr() == other.data_ptr() and one.dtype == other.dtype and one.device == other.device
 
 

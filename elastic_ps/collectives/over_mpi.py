@@ -1,4 +1,4 @@
-"""The operations of a communicator of MPI, by mpi4py. Tensors on a GPU travel through the host's memory."""
+"""The operations of a communicator of MPI, with mpi4py. GPU tensors go through the host's memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Request:
-    """A request of MPI, with what it must not outlive."""
+    """A request of MPI, with the objects that must live as long."""
 
     def __init__(self, request: Any, *kept: torch.Tensor | None) -> None:
         self._request, self._kept = request, kept
@@ -28,15 +28,15 @@ class _Request:
 
 
 class MPIGroup(Backend):
-    """A communicator of MPI, of which this group uses a duplicate.
+    """A group that uses a duplicate of a communicator of MPI.
 
     Messages make progress while this process is in a call of MPI, unless MPI has a thread for that.
 
     Args:
-        comm: None is MPI.COMM_WORLD. Blocks until all its ranks have made a group of it.
+        comm: None is MPI.COMM_WORLD. Blocks until all its ranks have created a group.
 
     Raises:
-        UsageError: there is no mpi4py, or no MPI library.
+        UsageError: mpi4py or the MPI library is missing.
     """
 
     name = "MPI"

@@ -1,4 +1,4 @@
-"""The operations of a process group of torch.distributed, with whatever backend it has (gloo, nccl, ...)."""
+"""The operations of a process group of torch.distributed, with any backend (gloo, nccl, ...)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _OPS = {
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""From torch 2.13 on they have these names, and the old ones warn."""
+"""From torch 2.13 on these are the names, and the old ones warn."""
 
 
 class _Work:
-    """A `torch.distributed.Work`, which is None where this process takes no part."""
+    """A `torch.distributed.Work`; None if this process takes no part."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -43,7 +43,7 @@ class TorchGroup(Backend):
 
     Args:
         group: None is the default group.
-        timeout: of the groups that are split off; None is torch's default.
+        timeout: the timeout of groups that are split off; None is torch's default.
         owned: whether `close` destroys the group.
     """
 
@@ -112,14 +112,14 @@ class TorchGroup(Backend):
     def send_receive(
         self, given: torch.Tensor, to: int, taken: torch.Tensor, source: int, tag: int
     ) -> Pending:
-        # NCCL makes the operations of one stream in order: all would receive, and nobody send.
+        # NCCL runs the operations of a stream in order: all would receive, and nobody send.
         receiving = dist.P2POp(dist.irecv, taken, self._global(source), self._group, tag)
         sending = dist.P2POp(dist.isend, given, self._global(to), self._group, tag)
         return Both(*map(_Work, dist.batch_isend_irecv([receiving, sending])))
 
     def barrier(self) -> Pending:
         here = self.device(torch.device("cpu"))
-        if here.type == "cuda":  # a sum blocks what this thread has the GPU compute next, not this thread
+        if here.type == "cuda":  # a sum blocks the GPU's next operations of this thread, not the thread
             return _Work(dist.barrier(self._group, async_op=True, device_ids=[here.index]))
         return self.all_reduce(torch.zeros(1, device=here), "sum")
 

@@ -1,4 +1,4 @@
-"""Replicas of a model, one in each process of a communicator: the same values, the same gradients."""
+"""Replicas of a model, one in each process of a communicator, with equal values and gradients."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from elastic_ps.collectives.operations import Handle, Op, Operations
 from elastic_ps.errors import ModelMismatch, UsageError
 
 BUCKET = 25 << 20
-"""Bytes that travel in one operation, as in DistributedDataParallel."""
+"""The bytes of one operation, as in DistributedDataParallel."""
 
 
 def synchronize_parameters(model: torch.nn.Module, communicator: Communicator, *, source: int = 0) -> None:
-    """Give all processes the parameters and buffers that rank `source` has. Blocks.
+    """Give all processes the parameters and buffers of rank `source`. Blocks.
 
     Raises:
         ModelMismatch: names, shapes or dtypes differ.
@@ -47,7 +47,7 @@ def synchronize_gradients(model: torch.nn.Module, communicator: Communicator, *,
 def synchronized_backward(
     model: torch.nn.Module, communicator: Communicator, *, op: Op = "mean", bucket: int = BUCKET
 ) -> Iterator[None]:
-    """Do the same while the `backward()` within still runs: a bucket is sent when it is complete.
+    """Synchronize gradients during the `backward()` in the block: a complete bucket is sent at once.
 
     ::
 
@@ -55,14 +55,14 @@ def synchronized_backward(
             loss.backward()
         optimizer.step()
 
-    To accumulate gradients, run the other `backward()` calls before, outside. On leaving it blocks until all
-    gradients are there.
+    To accumulate gradients, run the other `backward()` calls before the block. The end of the block waits for
+    all gradients.
 
     Args:
-        bucket: how many bytes of gradients travel in one operation.
+        bucket: the bytes of gradients in one operation.
 
     Raises:
-        UsageError: two `backward()` calls within.
+        UsageError: there are two `backward()` calls in the block.
     """
     gradients = _Gradients(model, communicator, op, bucket)
     hooks = [p.register_post_accumulate_grad_hook(gradients.ready) for p in gradients.parameters]
@@ -78,7 +78,7 @@ def check_replicas(model: torch.nn.Module, communicator: Communicator) -> None:
     """Compare the parameters and buffers of all processes, bit by bit. Blocks.
 
     Raises:
-        ModelMismatch: they differ; on every process, with the names and the ranks.
+        ModelMismatch: they differ. Every process raises it, with the names and the ranks.
     """
     tensors = _tensors(model)
     _check_described(tensors, communicator)
@@ -98,7 +98,7 @@ def check_replicas(model: torch.nn.Module, communicator: Communicator) -> None:
 
 
 class _Gradients:
-    """The gradients of a model on their way through a communicator, in buckets, last parameter first.
+    """Sends the gradients of a model through a communicator, in buckets, last parameter first.
 
     Processes begin the buckets in the same order, so a bucket waits for those before it.
     """
@@ -116,7 +116,7 @@ class _Gradients:
         self._lock = threading.Lock()
 
     def ready(self, parameter: torch.Tensor) -> None:
-        """A gradient is complete. Thread-safe: autograd runs the hooks of each device on another thread."""
+        """Note a complete gradient. Thread-safe: autograd runs the hooks of each device in another thread."""
         with self._lock:
             missing = self._missing[self._of[id(parameter)]]
             if id(parameter) not in missing:
@@ -129,7 +129,7 @@ class _Gradients:
                 self._send()
 
     def finish(self) -> None:
-        """Send the rest, and put the result in place. Blocks."""
+        """Send the rest, and store the results. Blocks."""
         while len(self._sent) < len(self._buckets):
             self._send()
         flags = [p.grad is not None for p in self.parameters]
@@ -158,7 +158,7 @@ def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _buckets(tensors: Sequence[torch.Tensor], limit: int) -> list[list[torch.Tensor]]:
-    """Divide tensors, in their order, into runs of one dtype and device that have at most `limit` bytes."""
+    """Divide tensors, in order, into runs of one dtype and device with at most `limit` bytes."""
     buckets: list[list[torch.Tensor]] = []
     size = 0
     for tensor in tensors:
@@ -178,7 +178,7 @@ def _parts(flat: torch.Tensor, bucket: Sequence[torch.Tensor]) -> list[torch.Ten
 
 
 def _check_described(tensors: Mapping[str, torch.Tensor], communicator: Communicator) -> None:
-    """Raise ModelMismatch on every process if what is to be sent does not fit what is to be received."""
+    """Raise ModelMismatch on every process if the tensors of the ranks do not match."""
     mine = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
     for rank, other in enumerate(everybody := communicator.all_gather_objects(mine)):
         first = everybody[0]

@@ -1,5 +1,5 @@
-"""Breaks a running job on purpose, and proves from the recorded histories that nothing was lost.
+"""Injects faults into a running job, and checks from recorded histories that nothing was lost.
 
-`faults` are what may be done to a job, `schedule` decides which and when from a seed, `runner` does it to
-a job on this machine, `history` checks what both sides have recorded, `report` tells people and programs.
+`faults` lists the faults and chooses them from a seed, `runner` injects them into a job on this machine,
+`history` checks the records of both sides, and `report` has the result for programs.
 """

@@ -1,8 +1,8 @@
 """A drill of a TrainingJob on a Kubernetes cluster, through `kubectl`.
 
-The job's processes write their histories to a volume claim that all of its pods mount; at the end a small
-pod packs them up, and they are checked here as those of a local job are. Their times are of one clock only on
-a cluster of one node, so on a larger one a drill may find a violation that is none ("stale term", "stale
+The job's processes write their histories to a volume claim that all of its pods mount. At the end a small pod
+packs them, and they are checked here like those of a local job. Their times are of one clock only on a
+cluster of one node. So on a larger one a drill may report a false violation ("stale term", "stale
 incarnation").
 """
 
@@ -43,7 +43,7 @@ from elastic_ps.errors import UserError
 
 MOUNT = "/var/lib/elastic-ps-histories"
 TEMPLATES: Mapping[str, Role] = {"parameterServer": "ps", "worker": "worker"}
-"""The fields of a spec that hold a template, and whose containers it is for."""
+"""The fields of a spec with a template, and the containers of each."""
 
 CALL_TIMEOUT = timedelta(seconds=30)
 FETCH_TIMEOUT = timedelta(minutes=2)
@@ -51,7 +51,7 @@ LOOK = timedelta(milliseconds=300)
 
 
 class Kubectl:
-    """The program, in one namespace."""
+    """Runs kubectl in one namespace."""
 
     def __init__(self, namespace: str | None) -> None:
         program = shutil.which("kubectl")
@@ -60,10 +60,10 @@ class Kubectl:
         self._command = [program, *(["--namespace", namespace] if namespace else [])]
 
     def __call__(self, *arguments: str, given: str | None = None) -> str:
-        """Run it with these arguments; returns what it prints.
+        """Run it with these arguments; returns its output.
 
         Raises:
-            UserError: it failed; the message is its own.
+            UserError: it failed, with its own message.
         """
         try:
             done = subprocess.run(
@@ -99,7 +99,7 @@ def with_histories(document: Mapping[str, Any], *, claim: str, run: str) -> dict
 
 
 def _named(items: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """The item of a list of named things, added if it is not there."""
+    """The item with this name in a list, which is added if missing."""
     for item in items:
         if item.get("name") == name:
             return item
@@ -145,7 +145,7 @@ class ClusterTarget(Target):
         return None
 
     def kill(self, role: Role, index: int) -> None:
-        """As when its node is gone: the pod is deleted at once, without time to leave."""
+        """Delete the pod at once, without a grace period, as if its node was lost."""
         name = self.process(role, index).partition(" ")[0]
         self._kubectl("delete", "pod", name, "--force", "--grace-period=0", "--wait=false")
 
@@ -203,9 +203,9 @@ def run_on_cluster(
     The job stays on the cluster.
 
     Args:
-        document: the job as it was written.
+        document: the job's document.
         claim: an existing volume claim that all pods may mount, for the histories.
-        history: a directory here that they are copied to.
+        history: the local directory to copy them to.
 
     Raises:
         UserError: kubectl fails, or there is a job of that name already.
@@ -226,7 +226,7 @@ def run_on_cluster(
 
 
 def _fetch(kubectl: Kubectl, image: str, *, claim: str, run: str, into: Path) -> None:
-    """Copy the histories here: a pod of the job's image prints them, packed. Raises UserError."""
+    """Copy the histories: a pod of the job's image prints them, packed. Raises UserError."""
     name = f"{run}-histories"
     kubectl("apply", "-f", "-", given=json.dumps(packer(name, image, claim=claim, run=run)))
     try:
@@ -242,7 +242,7 @@ def _fetch(kubectl: Kubectl, image: str, *, claim: str, run: str, into: Path) ->
 
 
 def packer(name: str, image: str, *, claim: str, run: str) -> dict[str, Any]:
-    """A pod that prints directory `run` of the claim as a packed archive, in letters; pure."""
+    """A pod that prints directory `run` of the claim as an archive in text form; pure."""
     container = {
         "name": "packer",
         "image": image,
@@ -277,7 +277,7 @@ def packer(name: str, image: str, *, claim: str, run: str) -> dict[str, Any]:
 
 
 def unpack(text: str, into: Path) -> None:
-    """Write the files that `packer` has printed. Raises UserError if it is something else."""
+    """Write the files of an archive that `packer` has printed. Raises UserError if it is invalid."""
     try:
         with tarfile.open(fileobj=io.BytesIO(base64.b64decode(text)), mode="r:gz") as archive:
             archive.extractall(into, filter="data")

@@ -1,4 +1,4 @@
-"""A small disk of its own for the checkpoints, so that it can be filled without harm to anything else."""
+"""A small separate disk for the checkpoints, which can be filled without other harm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNK = 1024 * 1024
 
 
 class NoDisk(Exception):
-    """A disk cannot be made here; the message says why."""
+    """A disk cannot be created here; the message says why."""
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def fill(directory: Path) -> Path:
 
 
 def locked(checkpoints: Path) -> bool:
-    """Whether a parameter server is about to finish a checkpoint, or to begin a term, in this directory."""
+    """Whether a parameter server is completing a checkpoint or beginning a term in this directory."""
     lock = files.try_lock(checkpoints / "lock")
     if lock is not None:
         files.unlock(lock)

@@ -1,4 +1,4 @@
-"""What may be done to a running job, and when: plain values that print themselves and repeat from a seed."""
+"""The faults of a drill and their times, as plain values that are reproducible from a seed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DESCRIPTIONS: dict[Kind, str] = {
 }
 
 FIRST, LAST = 5.0, 65.0
-"""Faults come between these per cents of the job's records, so that the job can recover before its end."""
+"""Faults come between these percentages of the job's records, so that the job can recover in time."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Fault:
     """One fault.
 
     Attributes:
-        kind: what is done.
-        at: per cent of the job's records that are in the model when it is done.
-        worker: index of the worker or shard concerned, modulo those that there are.
-        place: 0 to 1: where in a file a byte is changed.
+        kind: the kind of the fault.
+        at: the percentage of the job's records in the model at which it comes.
+        worker: the index of the affected worker or shard, modulo their number.
+        place: the place of the changed byte in a file, from 0 to 1.
     """
 
     kind: Kind
@@ -65,7 +65,7 @@ class Fault:
 
 
 def schedule(seed: int, kinds: Sequence[Kind], *, workers: int) -> tuple[Fault, ...]:
-    """These kinds of faults in an order, at times and to workers that follow from the seed alone.
+    """Faults of these kinds. The seed alone determines their order, times and workers.
 
     A kind that is given twice happens twice.
     """

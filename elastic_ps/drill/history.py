@@ -1,8 +1,8 @@
-"""Whether anything was lost: the recorded histories of both sides, compared.
+"""Checks the recorded histories of both sides for lost or repeated work.
 
-The parameter server records what it committed, and from which version a new term goes on; each worker
-records what it sent and what it saw applied. Neither side's word is enough. `check` compares them and says
-in words what does not fit; no violation means that every record's gradient is in the model once.
+The parameter server records its commits and the version from which a new term continues; each worker records
+what it sent and what it saw applied. Neither side is trusted alone: `check` compares them and returns
+violations. Without any, the gradient of every record is in the model exactly once.
 
 Pure; `recorded.read` reads the files. All times are of one machine's monotonic clock.
 """
@@ -38,7 +38,7 @@ Kind: TypeAlias = Literal[
 
 
 class StepId(NamedTuple):
-    """A worker's step. Incarnations are never given twice, so this names it for all time."""
+    """A worker's step. Incarnations are unique, so this name is, too."""
 
     worker: int
     incarnation: int
@@ -50,10 +50,10 @@ class StepId(NamedTuple):
 
 @dataclass(frozen=True)
 class Committed:
-    """A parameter server made `version` of these steps.
+    """A parameter server has made `version` from these steps.
 
-    `decided` is a moment before it looked whether it may (whether a newer term has begun); `time` is
-    after the version could be seen.
+    `decided` is a time before it checked that no newer term has begun; `time` is a time after the version
+    became visible.
     """
 
     time: float
@@ -65,7 +65,7 @@ class Committed:
 
 @dataclass(frozen=True)
 class Started:
-    """A parameter server began a term. From then on an older one may commit nothing.
+    """A parameter server has begun a term. From then on an older one may commit nothing.
 
     `consistency`: how it makes versions; None if that is not recorded.
     """
@@ -77,9 +77,9 @@ class Started:
 
 @dataclass(frozen=True)
 class Restored:
-    """A term continues from a checkpoint of `version`: what older terms committed above it is undone.
+    """A term continues from a checkpoint of `version`. Later commits of older terms are undone.
 
-    `consistency`: as of `Started`. A change of it begins a term, too.
+    `consistency`: as in `Started`. A change of it also begins a term.
     """
 
     time: float
@@ -90,7 +90,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class Joined:
-    """A parameter server admitted a worker process."""
+    """A parameter server has admitted a worker process."""
 
     time: float
     worker: int
@@ -99,9 +99,9 @@ class Joined:
 
 @dataclass(frozen=True)
 class Sent:
-    """A worker began to push a bucket, for the round on `version`.
+    """A worker has begun to push a bucket for the round on `version`.
 
-    `stale`: how many versions older the one is that it was computed on.
+    `stale`: the staleness of the step, in versions.
     """
 
     time: float
@@ -114,7 +114,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Acknowledged:
-    """A worker has the version that its step is part of."""
+    """A worker has the version with its step."""
 
     time: float
     step: StepId
@@ -125,9 +125,9 @@ class Acknowledged:
 
 @dataclass(frozen=True)
 class Values:
-    """A process has a bucket's values, of `version` as it is in `term`: their checksum.
+    """The checksum of a bucket's values in a process, of `version` in `term`.
 
-    A parameter server says so when it has loaded, made or copied a version, a worker when it has pulled one.
+    A parameter server records it after loading, making or copying a version, a worker after pulling one.
     """
 
     time: float
@@ -150,7 +150,7 @@ class Coding:
 
 @dataclass
 class Histories:
-    """What both sides recorded; each list in the order of time."""
+    """The records of both sides, each list in order of time."""
 
     started: list[Started] = field(default_factory=list)
     restored: list[Restored] = field(default_factory=list)
@@ -159,14 +159,14 @@ class Histories:
     sent: list[Sent] = field(default_factory=list)
     acknowledged: list[Acknowledged] = field(default_factory=list)
     skipped: list[Range] = field(default_factory=list)
-    """Records that scripts left out: they may be missing."""
+    """Records that scripts have skipped, and that may be missing."""
     values: list[Values] = field(default_factory=list)
     codings: list[Coding] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Violation:
-    """Something that must not be. `records`: how many are concerned; `time`: when it came about."""
+    """A violation of the guarantee. `records`: the number of affected records; `time`: when it happened."""
 
     kind: Kind
     text: str
@@ -179,7 +179,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class Data:
-    """What a job that has succeeded must have trained on."""
+    """The records that a successful job must have trained."""
 
     records: int
     epochs: int
@@ -188,14 +188,13 @@ class Data:
 def check(
     histories: Histories, data: Data | None, *, max_staleness: float = 0, batch: int | None = None
 ) -> list[Violation]:
-    """Everything in the histories that breaks the guarantee; [] if nothing does.
+    """All violations of the guarantee in the histories.
 
     Args:
-        histories: of one run, from its first term on.
-        data: the records of a job that has succeeded; None if it has not, so that records may be missing.
-        max_staleness: what the job allows, in versions, in terms that do not say it themselves; infinite if
-            there is no bound.
-        batch: how many records each version is to be made of, if that is constant.
+        histories: the histories of one run, from its first term on.
+        data: the records of a successful job; None for others, in which records may be missing.
+        max_staleness: the job's limit, in versions, for terms that do not record it; infinite if there is
+        none. batch: the number of records in each version, if that is constant.
     """
     surviving = fate(histories).surviving
     return [
@@ -213,11 +212,11 @@ def check(
 
 
 def bases(histories: Histories) -> dict[int, int]:
-    """For each term that has done anything, the version that it went on from.
+    """The version from which each effective term continued.
 
-    A term that has committed nothing, before a newer one went on from a later version, has done nothing. An
-    example: a parameter server goes back to a checkpoint because it cannot ask the standby, and is replaced
-    at once. The next one can, and saves the rounds that the standby has of an older term.
+    A term is not effective if it has committed nothing before a newer term continued from a later version.
+    For example, a parameter server goes back to a checkpoint because it cannot reach the standby, and is
+    replaced at once. The next one can, and saves the rounds of an older term that the standby has.
     """
     committing = {committed.term for committed in histories.committed}
     found = dict.fromkeys(committing, 0)
@@ -232,9 +231,10 @@ def bases(histories: Histories) -> dict[int, int]:
 
 
 def consistencies(histories: Histories) -> dict[int, Consistency]:
-    """How each term made versions, as far as that is recorded.
+    """The consistency of each term, as far as it is recorded.
 
-    A term that begins anew, since no checkpoint was there yet, records nothing: it goes on as the one before.
+    A term that starts from scratch, because there was no checkpoint, records nothing. It has the previous
+    one.
     """
     events: list[Started | Restored] = [*histories.started, *histories.restored]
     said = {each.term: each.consistency for each in events if each.consistency is not None}
@@ -247,14 +247,14 @@ def consistencies(histories: Histories) -> dict[int, Consistency]:
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of the commits: `surviving` are in the model, `undone` by the term that went back."""
+    """The fate of the commits: `surviving` are in the model, `undone` with the term that went back."""
 
     surviving: list[Committed]
     undone: dict[int, list[Committed]]
 
 
 def fate(histories: Histories) -> Fate:
-    """Follow the terms: each continues from its base, and undoes what was committed above it before."""
+    """Follow the terms: each continues from its base, and undoes earlier commits above it."""
     by_term: dict[int, list[Committed]] = defaultdict(list)
     for committed in histories.committed:
         by_term[committed.term].append(committed)
@@ -268,7 +268,7 @@ def fate(histories: Histories) -> Fate:
 
 
 def _versions(histories: Histories) -> Iterator[Violation]:
-    """Within a term versions count up from its base, and its base was committed by an older term."""
+    """Check that versions count up from a term's base, and that an older term has committed the base."""
     reached = 0
     for term, base in sorted(bases(histories).items()):
         own = [committed for committed in histories.committed if committed.term == term]
@@ -285,10 +285,9 @@ def _versions(histories: Histories) -> Iterator[Violation]:
 
 
 def _terms(histories: Histories) -> Iterator[Violation]:
-    """A commit that was decided after a newer term had begun.
+    """Find commits that were decided after a newer term had begun.
 
-    One that was decided before may still be recorded after it: nothing of it is durable, and the newer
-    term undoes it.
+    An earlier decision may be recorded later: it is not durable, and the newer term undoes it.
     """
     begun = [(started.time, started.term) for started in histories.started]
     begun += [(restored.time, restored.term) for restored in histories.restored]
@@ -304,7 +303,7 @@ def _terms(histories: Histories) -> Iterator[Violation]:
 
 
 def _steps(histories: Histories) -> Iterator[Violation]:
-    """Each step is committed once, and all of it was sent, for the version that it was committed on."""
+    """Check that each committed step is unique, and was sent completely for its version."""
     buckets = _buckets_sent(histories.sent)
     whole = {sent.bucket for sent in histories.sent}
     seen: dict[StepId, int] = {}
@@ -324,7 +323,7 @@ def _steps(histories: Histories) -> Iterator[Violation]:
 
 
 def _staleness(histories: Histories, default: float) -> Iterator[Violation]:
-    """No step that was committed was computed on an older version than its term allows."""
+    """Check that no committed step is staler than its term allows."""
     allowed = {term: said.most_stale for term, said in consistencies(histories).items()}
     stale = {(sent.step, sent.version): sent.stale for sent in histories.sent}
     for committed in histories.committed:
@@ -338,7 +337,7 @@ def _staleness(histories: Histories, default: float) -> Iterator[Violation]:
 
 
 def _buckets_sent(sent: Sequence[Sent]) -> dict[tuple[StepId, int], set[int]]:
-    """Which buckets of a step were sent in its last attempt on a version; an attempt voids those before."""
+    """The buckets of a step that were sent in its last attempt on a version."""
     attempts: dict[tuple[StepId, int], int] = {}
     buckets: dict[tuple[StepId, int], set[int]] = {}
     for each in sent:
@@ -351,7 +350,7 @@ def _buckets_sent(sent: Sequence[Sent]) -> dict[tuple[StepId, int], set[int]]:
 
 
 def _incarnations(histories: Histories) -> Iterator[Violation]:
-    """A step that was still being sent when a newer process had taken the worker's place."""
+    """Find steps that were still sent after a newer process had replaced the worker."""
     last_sent: dict[StepId, float] = {}
     for sent in histories.sent:
         last_sent[sent.step] = max(sent.time, last_sent.get(sent.step, -math.inf))
@@ -368,7 +367,7 @@ def _incarnations(histories: Histories) -> Iterator[Violation]:
 
 
 def _acknowledgements(histories: Histories) -> Iterator[Violation]:
-    """What a worker saw applied was committed, or is undone because a later term went back below it."""
+    """Check that steps which a worker saw applied were committed, or undone by a later term."""
     commits = {(committed.term, committed.version): committed for committed in histories.committed}
     for seen in histories.acknowledged:
         committed = commits.get((seen.term, seen.version))
@@ -387,7 +386,7 @@ def _acknowledgements(histories: Histories) -> Iterator[Violation]:
 
 
 def _codings(histories: Histories) -> Iterator[Violation]:
-    """In a term, all processes encode and decode in the same way."""
+    """Check that all processes of a term encode and decode in the same way."""
     first: dict[int, Coding] = {}
     for coding in histories.codings:
         other = first.setdefault(coding.term, coding)
@@ -404,9 +403,9 @@ def _said(compression: Compression) -> str:
 
 
 def _values(histories: Histories) -> Iterator[Violation]:
-    """All processes have the same values of a term's version, and a term continues from those of its base.
+    """Check that all processes have equal values of a version, and a term those of its base.
 
-    Not if it sends values in another way: those that workers have may be rounded.
+    The base is not compared if the term encodes values differently, since workers may have rounded ones.
     """
     sends = {
         coding.term: (coding.compression.values, coding.compression.values_options)
@@ -438,7 +437,7 @@ def _values(histories: Histories) -> Iterator[Violation]:
 
 
 def _records(surviving: Sequence[Committed], histories: Histories, data: Data | None) -> Iterator[Violation]:
-    """Every record of every epoch of the data is in the surviving commits once, or was skipped."""
+    """Check that every record of every epoch is in the surviving commits once, or was skipped."""
     by_epoch: dict[int, list[tuple[Range, float]]] = defaultdict(list)
     for each in surviving:
         for ranges in each.steps.values():
@@ -458,7 +457,7 @@ def _records(surviving: Sequence[Committed], histories: Histories, data: Data | 
 def _sizes(
     surviving: Sequence[Committed], skipped: Sequence[Range], data: Data, batch: int
 ) -> Iterator[Violation]:
-    """Each version has the next `batch` records of an epoch that were not skipped, the last one the rest."""
+    """Check that each version has the next `batch` records of an epoch, without skipped ones."""
     made = [_positions(r for ranges in each.steps.values() for r in ranges) for each in surviving]
     left_out = _positions(skipped).difference(*made)  # of a term that is undone, some may be trained later
     starts = ((epoch, start) for epoch in range(data.epochs) for start in range(0, data.records, batch))
@@ -504,7 +503,7 @@ def _missing(
 
 
 def _last_seen(gap: Range, committed: Sequence[Committed]) -> float:
-    """When some of these records were last in the model."""
+    """When one of these records was last in the model."""
     return max(
         (
             each.time

@@ -1,4 +1,4 @@
-"""How each fault is brought about, and when the job has recovered from it.
+"""Injects each kind of fault, and waits until the job has recovered.
 
 Each function waits until the fault can happen, strikes, and returns once the job has recovered. They raise
 `Unavailable`, `NotRecovered` or `JobOver`.
@@ -25,11 +25,11 @@ from elastic_ps.local.poller import fetch_status
 from elastic_ps.local.processes import Child, Lifeline, free_addresses, with_threads
 
 BEYOND = timedelta(seconds=1)
-"""How much longer than a lease something is kept frozen."""
+"""How much longer than a lease a process stays frozen."""
 
 
 def inflict(target: Target, fault: Fault) -> str:
-    """Bring a fault about and wait for the recovery; returns what is worth saying about it."""
+    """Inject a fault and wait for the recovery; returns a description."""
     return _INFLICT[fault.kind](target, fault)
 
 
@@ -95,7 +95,7 @@ def _reset(anywhere: Target, fault: Fault) -> str:
 
 
 def _silence(target: LocalTarget, index: int, how: Callable[[int, int], AbstractContextManager[None]]) -> str:
-    """Nothing is heard of the worker for longer than its lease; `how` is given its index and pid."""
+    """Silence a worker for longer than its lease. `how` gets its index and pid."""
     target.settled()
     pid = target.process("worker", index)
     before = target.until(lambda: target.member(index), f"worker {index} is a member")
@@ -160,7 +160,7 @@ def _evaluated(target: Target) -> int:
 
 
 def _settled_standbys(target: Target) -> list[bool]:
-    """For each shard, whether its standby has every round now."""
+    """Whether the standby of each shard has every round."""
     return target.until(target.server, "the parameter server answers").standbys
 
 
@@ -178,7 +178,7 @@ def _rival_ps(anywhere: Target, _fault: Fault) -> str:
     target = _here(anywhere)
     term = target.settled().term
     pid = target.process("ps", 0)
-    # Frozen while it finishes a checkpoint it would keep the directory locked, and the second one waiting.
+    # Frozen while completing a checkpoint, it would keep the directory locked, and the second one waiting.
     with _frozen(target, pid, unless=lambda: disk.locked(target.checkpoints)), _rival(target) as address:
         rival = target.until(lambda: fetch_status(address), "the second parameter server answers")
         if rival.term <= term:
@@ -198,7 +198,7 @@ def _corrupt_checkpoint(anywhere: Target, fault: Fault) -> str:
 
     def corrupt() -> None:
         nonlocal position, file
-        os.kill(pid, signal.SIGSTOP)  # so that no newer checkpoint comes to be
+        os.kill(pid, signal.SIGSTOP)  # so that no newer checkpoint is written
         file = max(_versions(target.checkpoints)[-1].glob("*.safetensors"))
         position = disk.flip(file, fault.place)
         os.kill(pid, signal.SIGKILL)
@@ -237,7 +237,7 @@ def _fill_disk(anywhere: Target, _fault: Fault) -> str:
 
 
 def _here(target: Target) -> LocalTarget:
-    """The job, for a fault that needs its processes and files at hand."""
+    """The job, for a fault that needs its local processes and files."""
     if not isinstance(target, LocalTarget):
         raise Unavailable("only possible with a job on this machine")
     return target
@@ -291,7 +291,7 @@ def _wires(target: LocalTarget) -> Wires:
 
 @contextmanager
 def _rival(target: LocalTarget) -> Iterator[str]:
-    """Another parameter server on the job's checkpoints, which no worker knows; yields its HTTP address."""
+    """Run a second parameter server on the job's checkpoints; yields its HTTP address."""
     launcher = target.launcher
     bind, http = free_addresses(2)
     lifeline = Lifeline()

@@ -50,7 +50,7 @@ def _events(directory: Path) -> Iterator[dict[str, Any]]:
                 try:
                     yield {"role": role, "process": process, **json.loads(line)}
                 except ValueError:
-                    continue  # cut off: the process was killed while it wrote
+                    continue  # cut off: the process was killed while writing
 
 
 def _add(histories: Histories, event: dict[str, Any]) -> None:

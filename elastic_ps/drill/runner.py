@@ -1,4 +1,4 @@
-"""Runs a job on this machine, brings the faults of a schedule about, and judges what came of it."""
+"""Runs a job on this machine, injects the faults of a schedule, and judges the results."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ State = Literal["recovered", "not recovered", "not injected", "unavailable"]
 
 @dataclass(frozen=True, kw_only=True)
 class Injection:
-    """What became of one fault.
+    """The result of a fault.
 
     Attributes:
-        fault: what was planned.
-        state: whether it happened, and the job recovered from it.
+        fault: the planned fault.
+        state: whether it happened, and the job recovered.
         detail: what exactly was done, or what was missing.
-        at: seconds from the job's start.
-        version: of the model when it struck.
-        seconds: from the strike to the recovery.
-        redone: versions that were undone and made again.
-        lost, twice: records that are not in the model, or more than once, since it struck.
+        at: the time from the job's start, in seconds.
+        version: the model's version at that time.
+        seconds: the time to recover, in seconds.
+        redone: the number of versions that were undone and repeated.
+        lost, twice: the numbers of records that are missing in the model, or in it more than once, since
+        then.
     """
 
     fault: Fault
@@ -59,11 +60,11 @@ class Drill:
     """The result of a drill.
 
     Attributes:
-        result: how the job ended.
-        injections: in the order of the schedule.
-        violations: what the histories show that must not be.
-        commits: rounds that were committed, undone ones included.
-        records: how many the job was to train.
+        result: the end of the job.
+        injections: the results of the faults, in the order of the schedule.
+        violations: the violations in the histories.
+        commits: the number of committed rounds, undone ones included.
+        records: the number of records to train.
     """
 
     result: Result
@@ -74,7 +75,7 @@ class Drill:
 
     @property
     def passed(self) -> bool:
-        """Whether the job succeeded, nothing was violated, and every fault that is possible here happened."""
+        """Whether the job succeeded without a violation, and every fault that is possible here happened."""
         good = all(each.state in ("recovered", "unavailable") for each in self.injections)
         return good and self.result.phase == "Succeeded" and not self.violations
 
@@ -91,9 +92,9 @@ def run(
     """Run the job to its end with these faults. Blocks.
 
     Args:
-        options: how the job is run; its history is replaced.
-        history: where the processes record theirs; None for a directory that is deleted if the drill passes.
-        tell: called with a line about each thing that happens.
+        options: the options of the run; its `history` is replaced.
+        history: the directory of histories; None for one that is deleted if the drill passes.
+        tell: called with a line for each event.
         limit: how long a recovery may take before the job is stopped.
     """
     own = Path(tempfile.mkdtemp(prefix="elastic-ps-drill-")) if history is None else None
@@ -127,11 +128,11 @@ def run(
 
 
 def _silent(_text: str) -> None:
-    """Nobody listens."""
+    """Ignore a line."""
 
 
 def train(target: Target, faults: Sequence[Fault], tell: Callable[[str], None]) -> list[Injection]:
-    """Bring the faults about, one after the other, and wait for the job's end. Blocks."""
+    """Inject the faults in sequence, and wait for the job's end. Blocks."""
     began = time.monotonic()
     injections: list[Injection] = []
     for fault in faults:
@@ -144,7 +145,7 @@ def train(target: Target, faults: Sequence[Fault], tell: Callable[[str], None]) 
 
 
 def _with_checkpoints(job: TrainingJob, directory: Path) -> TrainingJob:
-    """The job, with a directory for this drill if it names none: no run of the job loses its place to it."""
+    """The job, with a checkpoint directory for this drill if it names none, so that no run is displaced."""
     shutil.rmtree(directory, ignore_errors=True)
     if job.spec.parameter_server.checkpoint.path is not None:
         return job
@@ -156,7 +157,7 @@ def _with_checkpoints(job: TrainingJob, directory: Path) -> TrainingJob:
 
 @contextmanager
 def _disk(job: TrainingJob, faults: Sequence[Fault]) -> Iterator[tuple[TrainingJob, Path | str]]:
-    """The job, on a small disk if one is to be filled and can be made; the disk, or why there is none."""
+    """The job, on a small disk if one is needed and possible; and the disk, or why there is none."""
     if not any(fault.kind == "fill-disk" for fault in faults):
         yield job, "no small disk was asked for"
         return
@@ -175,7 +176,7 @@ def _disk(job: TrainingJob, faults: Sequence[Fault]) -> Iterator[tuple[TrainingJ
 
 @contextmanager
 def _wires(faults: Sequence[Fault]) -> Iterator[Wires | None]:
-    """What stands between workers and parameter servers, if that is to be cut; it costs throughput."""
+    """The relays between workers and parameter servers, if one is to be cut; they cost throughput."""
     if not any(fault.kind in ("cut", "reset") for fault in faults):
         yield None
         return
@@ -187,7 +188,7 @@ def _wires(faults: Sequence[Fault]) -> Iterator[Wires | None]:
 
 
 def _one(target: Target, fault: Fault, began: float, tell: Callable[[str], None]) -> Injection:
-    """Wait for a fault's moment, bring it about, wait for the recovery."""
+    """Wait for a fault's time, inject it, and wait for the recovery."""
     target.struck = None
     state: State = "not injected"
     try:
@@ -221,7 +222,7 @@ def _percent(target: Target) -> float:
 
 
 def judge(job: TrainingJob, result: Result, injections: Sequence[Injection], histories: Histories) -> Drill:
-    """Check the histories, and put down to each fault what came about between it and the next one."""
+    """Check the histories, and assign violations to the last fault before them."""
     progress, data = result.progress, None
     if result.phase == "Succeeded" and progress and progress.records_expected and progress.epochs:
         data = Data(progress.records_expected // progress.epochs, progress.epochs)
@@ -234,7 +235,7 @@ def judge(job: TrainingJob, result: Result, injections: Sequence[Injection], his
     struck = [(each.struck, i) for i, each in enumerate(judged) if each.struck is not None]
     ends = [*(time for time, _ in struck[1:]), float("inf")]
     for (start, i), end in zip(struck, ends, strict=bool(struck)):
-        # What has no time, such as records that were never seen, is put down to the last fault.
+        # Violations without a time, such as missing records, belong to the last fault.
         within = [v for v in violations if start <= v.time < end or (v.time == end == float("inf"))]
         terms = [restored.term for restored in histories.restored if start <= restored.time < end]
         judged[i] = replace(

@@ -1,4 +1,4 @@
-"""A running job as the faults see it: who is there, how far it is, and waiting for it to change."""
+"""A running job for fault injection: its processes, its progress, and waits for changes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from elastic_ps.local.poller import fetch_status
 T = TypeVar("T")
 
 LOOK = timedelta(milliseconds=30)
-"""Between two looks at the job."""
+"""The time between two looks at the job."""
 
 
 class Unavailable(Exception):
-    """A fault that cannot be brought about here; the message says why."""
+    """A fault is not possible here; the message says why."""
 
 
 class NotRecovered(Exception):
-    """What should have come after a fault has not come in time; the message says what."""
+    """The job has not recovered in time; the message says what did not happen."""
 
 
 class JobOver(Exception):
@@ -37,7 +37,7 @@ class JobOver(Exception):
 
 
 class Result(NamedTuple):
-    """How a job ended, and what its parameter server said last."""
+    """The end of a job, and its parameter server's last answer."""
 
     job: str
     phase: Phase
@@ -49,14 +49,14 @@ class Result(NamedTuple):
 
 
 class Target(abc.ABC):
-    """One run of a job, wherever it runs. Belongs to one thread.
+    """A run of a job, on a machine or a cluster. For one thread only.
 
     Args:
-        limit: how long anything may take.
+        limit: the time limit of each wait.
 
     Attributes:
-        struck: when the last fault struck, in monotonic seconds; None: not yet.
-        struck_version: of the model then.
+        struck: the time of the last fault, in monotonic seconds; None before the first one.
+        struck_version: the model's version at that time.
     """
 
     def __init__(self, *, limit: timedelta) -> None:
@@ -67,19 +67,19 @@ class Target(abc.ABC):
     @property
     @abc.abstractmethod
     def workers(self) -> int:
-        """How many are wanted."""
+        """The wanted number of workers."""
 
     @abc.abstractmethod
     def server(self) -> ServerStatus | None:
-        """What shard 0 says now; None if it does not answer."""
+        """The present status of shard 0; None if it does not answer."""
 
     @abc.abstractmethod
     def process(self, role: Role, index: int) -> Hashable:
-        """The process that has this place now: a number or name that is used once. Waits for it."""
+        """The present process with this role and index: a unique number or name. Waits for it."""
 
     @abc.abstractmethod
     def kill(self, role: Role, index: int) -> None:
-        """Kill the process that has this place, without asking it."""
+        """Kill the process with this role and index, without asking it."""
 
     @abc.abstractmethod
     def scale(self, workers: int) -> None:
@@ -87,7 +87,7 @@ class Target(abc.ABC):
 
     @abc.abstractmethod
     def over(self, wait: timedelta = timedelta(0)) -> bool:
-        """Whether the job has ended; waits for it for that long."""
+        """Wait for the end of the job for that long; returns whether it has ended."""
 
     @abc.abstractmethod
     def stop(self, why: str) -> None:
@@ -98,22 +98,22 @@ class Target(abc.ABC):
         """How the job ended; call it once it is over."""
 
     def member(self, worker: int) -> MemberStatus | None:
-        """The newest stay of a worker."""
+        """The newest member of a worker."""
         server = self.server()
         return next((m for m in reversed(server.members) if m.worker == worker), None) if server else None
 
     def training(self) -> list[MemberStatus]:
-        """The members that compute now."""
+        """The members that compute."""
         server = self.server()
         return [m for m in server.members if m.state == "training"] if server else []
 
     def settled(self) -> ServerStatus:
-        """Wait until all workers that are wanted take part; returns the status then."""
+        """Wait until all wanted workers take part; returns the status."""
         self.until(lambda: len(self.training()) >= self.workers, f"{self.workers} workers train")
         return self.until(self.server, "the parameter server answers")
 
     def strike(self, action: Callable[[], object]) -> None:
-        """Do it, and note when, and at which version."""
+        """Inject a fault, and note its time and version."""
         server = self.server()
         self.struck_version = server.progress.version if server else 0
         action()
@@ -123,8 +123,8 @@ class Target(abc.ABC):
         """The first true value of `condition`.
 
         Raises:
-            NotRecovered: not within the limit.
-            JobOver: the job has ended before.
+            NotRecovered: it did not become true within the limit.
+            JobOver: the job ended before.
         """
         seconds = (limit or self._limit).total_seconds()
         deadline = time.monotonic() + seconds
@@ -138,13 +138,13 @@ class Target(abc.ABC):
                 raise NotRecovered(f"this did not happen within {seconds:.0f} s: {what}")
 
     def replaced(self, before: MemberStatus) -> Callable[[], bool]:
-        """Whether the worker trains in a later stay than this one."""
+        """Whether the worker trains in a later incarnation than this one."""
         return lambda: any(
             m.worker == before.worker and m.incarnation > before.incarnation for m in self.training()
         )
 
     def moved_on(self, *, term: int = 0) -> Callable[[], bool]:
-        """Whether the version is above that of the strike, in a term above `term`."""
+        """Whether the version is above that of the fault, in a term above `term`."""
 
         def look() -> bool:
             server = self.server()
@@ -157,9 +157,9 @@ class LocalTarget(Target):
     """A job of processes on this machine.
 
     Args:
-        launcher: that runs the job; started.
+        launcher: the job's launcher, which is started.
         disk: the small disk that holds the checkpoints, or why there is none.
-        wires: by which the workers reach the parameter servers; None if none is to be cut.
+        wires: the relays between workers and parameter servers; None if none is to be cut.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Relays between workers and parameter servers of one machine, which can be cut and reset.
+"""Relays between workers and parameter servers of one machine that can be cut and reset.
 
-The loopback cannot be cut for one process alone. So, where a drill is to cut, workers connect to a relay on
-the loopback, and the relay to the parameter servers. While a worker is cut off its bytes stay where they are,
-in both directions, and connections stay open, as when packets get lost.
+The loopback cannot be cut for a single process. So if a drill cuts, workers connect to a relay on the
+loopback, and the relay to the parameter servers. While a worker is cut off, its bytes are held back in both
+directions, and connections stay open, as when packets are lost.
 """
 
 from __future__ import annotations
