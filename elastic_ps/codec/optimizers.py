@@ -102,8 +102,8 @@ class Optimizers:
         if _computes_by_itself(optimizer):
             raise InvalidModel(
                 f"the optimizer {kind.__module__}.{kind.__qualname__} cannot run on the parameter server, "
-                "which gets one gradient for each step: its step computes gradients again (a closure), or is "
-                "made by an optimizer within it. Use consistency: {mode: local}, where the worker runs any "
+                "which gets one gradient for each step: its step computes gradients again (a closure), or "
+                "wraps another optimizer. Use consistency: {mode: local}, where the worker runs any "
                 "optimizer itself, and call optimizer.step(closure) if it needs one"
             )
         for name, own in self._own.items():
@@ -280,14 +280,15 @@ def try_out(name: str, kind: Kind, group: Mapping[str, Any]) -> None:
         ) from error
     if not _close(whole, pieces):
         raise InvalidModel(
-            f"the optimizer {name} cannot run on the parameter server: it steps the pieces of a parameter in "
-            "another way than the whole of it. The parameter server cuts parameters into buckets, so an "
-            "optimizer has to treat every element by itself, without norms, shapes or random numbers"
+            f"the optimizer {name} cannot run on the parameter server: it steps pieces of a parameter "
+            "differently from the whole. The parameter server cuts parameters into buckets, so an "
+            "optimizer has to treat every element separately, without norms, shapes or random numbers"
         )
     if not _close(pieces, again):
         raise InvalidModel(
-            f"the state of the optimizer {name} cannot be saved: with its state saved and loaded, it goes on "
-            "in another way. It has to keep all that a step needs in self.state[parameter] and param_groups"
+            f"the state of the optimizer {name} cannot be saved: after a restart from it, the optimizer "
+            "steps differently. It has to keep everything that a step needs in self.state[parameter] and "
+            "param_groups"
         )
 
 

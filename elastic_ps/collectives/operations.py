@@ -359,9 +359,8 @@ class Operations:
             raise UsageError(f"tag is {tag}; expected one from 0 to {TAGS - 1}")
         if tag and not self._backend.has_tags(self._backend.device(device)):
             raise UsageError(
-                f"tag is {tag}, but nccl, which sends what is on GPUs, knows none; it hands messages over in "
-                "the order in which they are sent. Leave the tag out, or send tensors on the CPU in a group "
-                "with gloo"
+                f"tag is {tag}, but nccl, which sends GPU tensors, has no tags: it delivers messages in "
+                "order. Leave the tag out, or send CPU tensors in a group with gloo"
             )
 
     def _check_parts(self, parts: torch.Tensor) -> None:

@@ -96,8 +96,8 @@ def test_what_treats_each_element_by_itself_may_run(kind: type[torch.optim.Optim
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (optimizers.Normed, "steps the pieces of a parameter in another way than the whole"),
-        (optimizers.Forgetful, "with its state saved and loaded, it goes on in another way"),
+        (optimizers.Normed, "steps pieces of a parameter differently from the whole"),
+        (optimizers.Forgetful, "after a restart from it, the optimizer steps differently"),
         (optimizers.Listed, "its state has 'before', which is a list"),
         (optimizers.Factored, r"a tensor 'first' of torch\.float32 with shape \[1\]"),
         (optimizers.Failing, "it fails with NotImplementedError"),

@@ -134,7 +134,7 @@ def test_a_barrier_of_gpus_blocks_this_thread(
 def test_a_tag_that_nccl_would_not_look_at_is_refused(
     nccl: collectives.Communicator, call: Callable[[collectives.Communicator], Any]
 ) -> None:
-    with pytest.raises(UsageError, match=r"tag is 3, but nccl.* knows none"):
+    with pytest.raises(UsageError, match=r"tag is 3, but nccl.* has no tags"):
         call(nccl)
 
 
