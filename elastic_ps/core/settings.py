@@ -1,8 +1,8 @@
-"""What of an optimizer travels: the name of its class and plain hyperparameters. Never code.
+"""The parts of an optimizer that are sent: the name of its class and plain hyperparameters, never code.
 
-The allow-list holds the classes of `torch.optim` whose step treats every element by itself, so that any cut
-of the parameters into buckets and shards gives the same result. A new value of a hyperparameter, by a
-learning-rate scheduler or by hand, travels with the step it is first used in.
+The allow-list has the classes of `torch.optim` whose step treats every element separately, so that any
+division of the parameters into buckets and shards gives the same result. A new value of a hyperparameter,
+from a scheduler or set by hand, is sent with the step that first uses it.
 """
 
 from __future__ import annotations
@@ -32,48 +32,47 @@ ALLOWED = (
 """Classes of torch.optim that may run on the parameter server."""
 
 OUTER = ("DelayedNesterov",)
-"""Classes of our own, which treat every element by itself, too: outer rules of mode `local`."""
+"""Own classes that treat every element separately: outer rules of mode `local`."""
 
 NOT_SENT = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "param_names"})
-"""Keys of a parameter group that say how to compute on the worker's device, not what."""
+"""Keys of a parameter group that only change how the worker's device computes."""
 
 CLAMP = "clamp"
-"""Key of a parameter group whose values are kept between two limits after each step: [low, high]."""
+"""The key of a parameter group for limits of its values after each step: [low, high]."""
 
 MAX_NORM = "max_norm"
-"""Key of a parameter group: after each step, rows with a larger 2-norm are scaled down to it."""
+"""The key of a parameter group for the largest 2-norm of a row, to which rows are scaled after a step."""
 
 MAX_GRAD_NORM = "max_grad_norm"
-"""Key of all parameter groups: a larger 2-norm of the gradient of a version is scaled down to this."""
+"""The key of all parameter groups for the largest 2-norm of a version's gradient."""
 
 KEEP_ZEROS = "keep_zeros"
-"""Key of a parameter group: True keeps at zero, after each step, what was exactly zero before it."""
+"""The key of a parameter group that keeps elements at zero which were exactly zero before a step."""
 
 LIMITS = (CLAMP, MAX_NORM)
-"""Those of them that change values even if there is no gradient."""
+"""The constraints that change values even without a gradient."""
 
 CONSTRAINTS = (*LIMITS, KEEP_ZEROS, MAX_GRAD_NORM)
-"""All of them, which torch's optimizers do not know."""
+"""All constraints, which torch's optimizers do not know."""
 
 CONSTRUCTED = frozenset({"initial_accumulator_value"})
-"""Hyperparameters that torch takes from the constructor only, whatever a parameter group says (Adagrad)."""
+"""Hyperparameters that torch reads only from the constructor, not from parameter groups (Adagrad)."""
 
 
 MORE_STATE = ("amsgrad", "centered", "momentum")
-"""Hyperparameters of torch's optimizers that need more state unless they are False or zero. All but SGD make
-their state in the first step, so it is not there if the value comes later. Of those with a `momentum`,
-RMSprop is known by its `centered`."""
+"""Hyperparameters of torch's optimizers that need more state unless they are False or zero. All but SGD
+create their state in the first step, so a later value lacks it. RMSprop is recognised by its `centered`."""
 
 
 class Position(NamedTuple):
-    """How far the job is at a version: what learning-rate schedules are stepped by."""
+    """The position of training at a version, by which learning-rate schedules advance."""
 
     version: int = 0
-    """Optimizer steps: the model's version, less those that were made of values that a script assigned."""
+    """The number of optimizer steps: the version, minus versions from assigned values."""
     samples: int = 0
-    """Records that are in the model or were skipped, of all epochs together."""
+    """The number of records that are trained or skipped, in all epochs together."""
     epochs: int = 0
-    """Epochs of which every record is in the model or was skipped."""
+    """The number of complete epochs."""
 
 
 START = Position()
@@ -81,10 +80,10 @@ START = Position()
 
 
 class Made(NamedTuple):
-    """What a version was made of."""
+    """The contributions to a version."""
 
     workers: int = 0
-    """Whose steps it is made of."""
+    """The workers whose steps are in it."""
     samples: int = 0
     """Of all these steps together."""
 
@@ -98,12 +97,13 @@ class Settings:
     """Hyperparameters of each parameter group, and the states of learning-rate schedulers.
 
     Attributes:
-        groups: for each parameter group, names and plain values.
-        schedulers: for each scheduler given to `session.scheduler`, how many steps it has made ("steps"), and
-            its `state_dict`'s plain values ("state").
-        position: of the version that was made with these settings; the parameter server fills it in.
-        made: likewise, what that version was made of.
-        first: the groups as they were when the job began; the parameter server fills them in.
+        groups: the names and plain values of each parameter group.
+        schedulers: for each scheduler given to `session.scheduler`, its number of steps ("steps") and the
+        plain
+            values of its `state_dict` ("state").
+        position: the position of the version with these settings. The parameter server sets it.
+        made: the contributions to that version. The parameter server sets it.
+        first: the groups at the beginning of the job. The parameter server sets them.
     """
 
     groups: tuple[Mapping[str, Any], ...]
@@ -126,26 +126,26 @@ class Settings:
 
     @cached_property
     def _lasting(self) -> tuple[str, str, str]:
-        """As JSON: `first`, `groups` and `schedulers`."""
+        """`first`, `groups` and `schedulers` as JSON."""
         first, groups, schedulers = (
             json.dumps(each, sort_keys=True) for each in (self.first, self.groups, self.schedulers)
         )
         return first, groups, schedulers
 
     def of_version(self, position: Position, made: Made, before: Settings) -> Settings:
-        """The same settings as those of a version.
+        """A copy for a version.
 
         Args:
-            before: those of the version before, of the same job.
+            before: the settings of the previous version of the same job.
         """
         settings = Settings(self.groups, self.schedulers, position, before.first, made)
         lasting = (before._lasting[0], *self._lasting[1:])
-        vars(settings)["_lasting"] = lasting  # else each version would encode it again
+        vars(settings)["_lasting"] = lasting  # otherwise each version would encode it again
         return settings
 
     @classmethod
     def from_json(cls, text: str) -> Settings:
-        """Raises ValueError, KeyError or TypeError if `text` was not made by `to_json`."""
+        """Read the output of `to_json`. Raises ValueError, KeyError or TypeError if it is something else."""
         data = json.loads(text)
         position = Position(*(int(number) for number in data["position"]))
         made = Made(*(int(number) for number in data["made"]))
@@ -153,24 +153,24 @@ class Settings:
 
     @property
     def max_grad_norm(self) -> float | None:
-        """What the norm of a version's gradient is limited to, if it is."""
+        """The limit of the norm of a version's gradient; None if there is none."""
         return next((group[MAX_GRAD_NORM] for group in self.groups if group.get(MAX_GRAD_NORM)), None)
 
     def unclipped(self) -> Settings:
-        """The same settings without a limit to the norm of a version's gradient."""
+        """A copy without the limit of the gradient's norm."""
         groups = [{key: value for key, value in g.items() if key != MAX_GRAD_NORM} for g in self.groups]
         return replace(self, groups=tuple(groups))
 
     def slowed(self, divisor: float) -> Settings:
-        """The same settings, with the learning rate of each group divided by `divisor`."""
+        """A copy with the learning rate of each group divided by `divisor`."""
         return self._each("lr", lambda rate, _: rate / divisor)
 
     def with_momentum(self, momentum: Callable[[float, Mapping[str, Any]], float]) -> Settings:
-        """The same settings, with another momentum in each group that has one.
+        """A copy with another momentum in each group that has one.
 
         Args:
-            momentum: gives it, of the one that there is and the whole group. It is not 0: without a momentum
-                torch's optimizers neither make a state for it, nor step the one that there is.
+            momentum: gives the new momentum from the present one and the group. It must not be 0: torch's
+                optimizers would then neither create nor update the state of the momentum.
         """
         return self._each("momentum", momentum)
 
@@ -181,8 +181,8 @@ class Settings:
     def check_follows(self, later: Settings) -> None:
         """Raise InvalidModel unless an optimizer that was built with these settings can step with `later`.
 
-        A hyperparameter may change its value, not its kind, and after the first step not to one that needs
-        more state; one that is missing stays as it is, and schedulers may add keys of their own.
+        A hyperparameter may change its value but not its type, and after the first step not to a value that
+        needs more state. A missing one keeps its value, and schedulers may add keys of their own.
         """
         if later.groups == self.groups:
             return
@@ -232,21 +232,21 @@ def _check_state(before: Mapping[str, Any], later: Mapping[str, Any], index: int
 
 
 def clip_divisor(norm: float, limit: float) -> float:
-    """What a gradient of this norm is divided by, so that its norm is `limit` at most.
+    """The divisor that limits a gradient of this norm to `limit`.
 
-    The formula is that of `torch.nn.utils.clip_grad_norm_`: a norm that overflows leaves nothing.
+    The formula is that of `torch.nn.utils.clip_grad_norm_`: a norm that overflows gives zeros.
     """
     return max(1.0, (norm + 1e-6) / limit)
 
 
 @lru_cache(maxsize=64)
 def read_settings(text: str) -> Settings:
-    """`Settings.from_json`, remembered: workers send the same text for long. Nobody may change the result."""
+    """`Settings.from_json` with a cache, since workers send the same text again. Do not change the result."""
     return Settings.from_json(text)
 
 
 def check_one_limit(groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise InvalidModel if parameter groups limit the norm of the gradient, which is one, differently."""
+    """Raise InvalidModel if parameter groups have different limits of the gradient's norm."""
     limits = [group.get(MAX_GRAD_NORM) for group in groups]
     if any(limit != limits[0] for limit in limits):
         raise InvalidModel(
@@ -256,7 +256,7 @@ def check_one_limit(groups: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_constraints(group: Mapping[str, Any], index: int) -> None:
-    """Raise InvalidModel for a constraint of a parameter group that means nothing."""
+    """Raise InvalidModel for an invalid constraint of a parameter group."""
     limits, norm, keep = (group.get(key) for key in (CLAMP, MAX_NORM, KEEP_ZEROS))
     clip = group.get(MAX_GRAD_NORM)
     if clip is not None and not (_kind(clip) == "number" and clip > 0):
@@ -292,11 +292,11 @@ def check_optimizer(name: str) -> None:
 
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
-"""Types of which every value is plain as it is: most hyperparameters, which are looked at in each step."""
+"""Types whose values need no conversion: those of most hyperparameters, which are checked in each step."""
 
 
 def plain(value: object, *, where: str) -> Any:
-    """`value` as JSON can carry it: numbers, strings, booleans, None, and lists and tuples of them.
+    """`value` as JSON data: numbers, strings, booleans, None, and lists and tuples of them.
 
     A tensor of one element becomes its number.
 

@@ -1,7 +1,7 @@
 """The states of shard 0 and of a standby, as tables.
 
-On shard 0 three things are independent of each other: how the job comes to have a model (`Stage`), whether it
-may make versions (`Course`), and whether the shards know what they have to (`OrderState`).
+Shard 0 has three independent states: how far the model is (`Stage`), whether versions may be made (`Course`),
+and whether the shards are informed (`OrderState`).
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from elastic_ps.core.transitions import Transitions
 
 
 class Stage(enum.Enum):
-    """How far a job is on its way to a model that can be trained."""
+    """How the job gets a model that can be trained."""
 
     EMPTY = "empty"
-    """No worker brings one."""
+    """No worker has sent a model."""
     CONFIGURING = "being laid out"
-    """The first worker's model is being laid out over the shards."""
+    """The first worker's model is being divided among the shards."""
     LAID_OUT = "laid out"
-    """The shards know what it is like. The next worker to join sends its values."""
+    """The shards know its layout. The next worker to join sends its values."""
     LOADING = "being loaded"
-    """A worker sends its values."""
+    """A worker is sending its values."""
     ARRIVED = "there"
-    """All of them have come, so that it does not matter any more what becomes of that worker."""
+    """All values have arrived, so that the worker is not needed any more."""
     RESUMED = "resumed"
-    """It comes from a checkpoint, and nobody has taken records since."""
+    """The model comes from a checkpoint, and no worker has taken records since."""
     TRAINING = "being trained"
     """They are kept."""
 
 
 class StageEvent(enum.Enum):
-    """What changes the stage of a model."""
+    """The events that change the stage of a model."""
 
     CONFIGURE = "configure"
     FAIL = "fail"
@@ -65,18 +65,18 @@ class Course(enum.Enum):
 
     RUNNING = "running"
     PAUSED = "paused"
-    """No round is committed, and calls of workers wait: the version is being kept, to continue from."""
+    """No round is committed, and calls of workers wait, while the version is saved to continue from."""
     ROLLING_BACK = "rolling back"
-    """All shards go back to the newest checkpoint, in a new term: one has lost the model, or other
-    mutable fields take effect."""
+    """All shards go back to the newest checkpoint, in a new term: one has lost the model, or new mutable
+    fields take effect."""
     CLOSING = "closing"
     """The parameter server ends, and answers no calls."""
     CLOSING_LOST = "closing without the model"
-    """It ends when it should have gone back, so that there is nothing to keep."""
+    """It ends instead of going back, so there is nothing to save."""
 
 
 class CourseEvent(enum.Enum):
-    """What changes the course of shard 0."""
+    """The events that change the course of shard 0."""
 
     PAUSE = "pause"
     RESUME = "resume"
@@ -114,7 +114,7 @@ COURSES = Transitions(
 
 
 class OrderState(enum.Enum):
-    """Whether the shards know who takes part in the open round. One thread at a time sends them orders."""
+    """Whether the shards know the workers of the open round. One thread at a time sends them orders."""
 
     SENT = "sent"
     UNSENT = "unsent"
@@ -122,17 +122,17 @@ class OrderState(enum.Enum):
     SENDING = "being sent"
     """A thread sends them an order."""
     OUTDATED = "outdated"
-    """The same, but something has changed that the order does not say."""
+    """A thread sends an order, but something has changed that the order lacks."""
 
 
 class OrderEvent(enum.Enum):
-    """What changes what the shards know."""
+    """The events that change what the shards know."""
 
     CHANGE = "change"
     SEND = "send"
-    """A thread sends the order that says all that there is to say."""
+    """A thread begins to send a complete order."""
     SEND_OTHER = "send another"
-    """A thread sends an order of its own, which need not say what has changed."""
+    """A thread begins to send an order that may lack changes."""
     END = "end"
 
 
@@ -154,20 +154,20 @@ ORDER_STATES = Transitions(
 
 
 class StandbyState(enum.Enum):
-    """How far a shard's standby is with the model that the shard has."""
+    """How much of a shard's model its standby has."""
 
     AWAY = "away"
-    """It does not answer, or has not been told of the model yet."""
+    """It does not answer, or does not know the model yet."""
     READY = "ready"
-    """It was told of the model, and has nothing of it."""
+    """It knows the model's layout, but has no values."""
     CATCHING_UP = "catching up"
-    """It gets the shard's buckets, some with each round."""
+    """It receives the shard's buckets, some with each round."""
     WHOLE = "whole"
     """It has every round before the shard applies it."""
 
 
 class StandbyEvent(enum.Enum):
-    """What changes how far a standby is."""
+    """The events that change the state of a standby."""
 
     TELL = "tell"
     ROUND = "round"

@@ -1,4 +1,4 @@
-"""State machines as tables: which event takes a state to which. What a table lacks is refused in words."""
+"""State machines as tables of transitions. Missing transitions raise an exception."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ E = TypeVar("E", bound=enum.Enum)
 
 
 class ImpossibleTransition(ValueError):
-    """Something has happened in a state in which it cannot happen: a mistake in the program."""
+    """An event has happened in a state that does not allow it: a bug."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Transitions(Generic[S, E]):
     """The transitions of a machine.
 
     Attributes:
-        of: the machine, as it is called in a sentence.
-        table: for a state and an event, the state after it. An event that changes nothing has a row, too.
+        of: the name of the machine in a sentence.
+        table: the next state for a state and an event. Events that change nothing also have a row.
     """
 
     of: str
@@ -41,7 +41,7 @@ class Transitions(Generic[S, E]):
         )
 
     def picture(self) -> str:
-        """The table as a Mermaid state diagram; the first row's state is the first one."""
+        """The table as a Mermaid state diagram, which starts at the state of the first row."""
         first = next(iter(self.table))[0]
         rows = [f"    {a.name} --> {b.name}: {event.value}" for (a, event), b in self.table.items()]
         return "\n".join(["```mermaid", "stateDiagram-v2", f"    [*] --> {first.name}", *rows, "```"])

@@ -1,4 +1,4 @@
-"""Where a worker is in its job, from its start to its end, and with the step that it makes."""
+"""The state of a worker in its job, and of its step."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from elastic_ps.core.transitions import Transitions
 
 
 class State(enum.Enum):
-    """What a worker is doing, as far as the parameter server is to know."""
+    """The activity of a worker, as far as it matters to the parameter server."""
 
     OUT = "not in the job"
     JOINING = "on its way into the job"
-    """It is a member; its model has not got the job's values, or given it its own."""
+    """It is a member, but its model has neither received nor sent values yet."""
     READY = "between two steps"
     PUSHING = "in a step"
-    """The step's first gradient is there."""
+    """The step has its first gradient."""
     AWAITING = "waiting for a version"
     IN_FLIGHT = "computing while an exchange goes on"
     """The exchange comes to its end before the parameter server is told anything else."""
@@ -25,7 +25,7 @@ class State(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What changes it."""
+    """The events that change the state."""
 
     JOIN = "join"
     ENTER = "enter"
@@ -40,13 +40,13 @@ class Event(enum.Enum):
 
 
 _BETWEEN = (State.READY, State.VOID, State.PUSHING, State.AWAITING)
-"""Where a script may do something else: a step may have failed with an error that the script has caught."""
+"""States in which a script may do something else: it may have caught the error of a step."""
 
 _INTERRUPTED = (State.JOINING, State.READY)
-"""Where `session.optimizer` may have failed after the worker had joined; a script may call it again."""
+"""States in which `session.optimizer` may have failed after the join, so that it may be called again."""
 
 _TRIED = tuple(event for event in Event if event not in (Event.JOIN, Event.ENTER, Event.LEAVE))
-"""What a script may still try after `session.close()`. The closed connections refuse it, with a reason."""
+"""Events that a script may still cause after `session.close()`. Closed connections refuse them."""
 
 WORKER = Transitions(
     "the worker",
@@ -71,7 +71,7 @@ class Working:
     """One worker's state.
 
     Attributes:
-        state: what it is doing.
+        state: its activity.
         joined: whether it has been a member of the job.
     """
 
@@ -79,11 +79,11 @@ class Working:
         self.state, self.joined = State.OUT, False
 
     def note(self, event: Event) -> None:
-        """Something happens. Raises ImpossibleTransition, which is a ValueError: it cannot."""
+        """Note an event. Raises ImpossibleTransition (a ValueError) if it cannot happen."""
         self.state = WORKER.after(self.state, event)
         self.joined |= event is Event.JOIN
 
     @property
     def in_step(self) -> bool:
-        """Whether a step has begun that has not ended, as far as the parameter server knows."""
+        """Whether a step has begun whose end the parameter server does not know."""
         return self.state in (State.PUSHING, State.AWAITING, State.VOID)

@@ -1,9 +1,9 @@
 """The transport within a host: `transport.stream` over Unix sockets, with bodies in shared memory.
 
-A server that listens on a TCP port of this host also listens here, under a name that its address gives. So
-nothing has to be agreed on: who connects to an address of this host looks here first. The name is in
-Linux's abstract namespace: nothing is left of it in the file system, and it is that of the network
-namespace, as the port is. Processes of other users are not answered.
+A server that listens on a TCP port of this host also listens here, under a name derived from its address. So
+no configuration is needed: a client of an address on this host tries here first. The name is in Linux's
+abstract namespace: it leaves nothing in the file system, and belongs to the network namespace, like the port.
+Processes of other users are refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LocalServer(StreamServer):
     """Listens for processes of this host and user. Thread-safe."""
 
     def __init__(self, address: str, *, limits: Limits | None = None, stall: timedelta = STALL) -> None:
-        """Listen in the place of `address`, `host:port`.
+        """Listen for `address`, `host:port`.
 
         Raises:
             CannotListen: another process does, or this system has no such sockets.
@@ -71,7 +71,7 @@ def dial(address: str) -> socket.socket:
     """A socket that is connected to the `LocalServer` of `address`.
 
     Raises:
-        OSError: there is none, or it is another user's.
+        OSError: there is no such server, or it belongs to another user.
     """
     name = name_of(address)
     if name is None:
@@ -82,8 +82,8 @@ def dial(address: str) -> socket.socket:
 def connected(name: str, address: str, *, blocking: bool = True) -> socket.socket:
     """A socket that is connected to the one that listens under a name, for the server at `address`.
 
-    Blocks while that has a full backlog, for `CONNECT` at most. If it is not `blocking`, that is an error,
-    and the socket does not block later either. Raises OSError as `dial`.
+    Blocks for at most `CONNECT` while its backlog is full. If not `blocking`, a full backlog is an error, and
+    the socket does not block later either. Raises OSError like `dial`.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

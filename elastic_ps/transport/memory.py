@@ -1,8 +1,8 @@
-"""Memory that processes of one host share: a body in it is sent by naming its place.
+"""Memory that processes of a host share: to send a body, they send its place in the memory.
 
-It is anonymous (`memfd_create`), handed to the other process over a Unix socket, and gone when the last of
-them has ended, so that nothing can be left behind. It can neither shrink nor grow: a peer that cut it off
-would end whoever reads it with SIGBUS.
+It is anonymous (`memfd_create`), handed over through a Unix socket, and freed when the last process has
+ended, so that nothing is left behind. Its size is sealed: if a peer could truncate it, a reader would die of
+SIGBUS.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from elastic_ps.errors import Malformed
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
-"""Bytes; a cache line, and more than any vector instruction asks for."""
+"""The alignment in bytes: a cache line, and more than any vector instruction needs."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SEAL") else 0
 
 Allocate = Callable[[int], memoryview]
-"""Gives that many writable bytes, all zero, aligned to `ALIGNMENT`."""
+"""Allocates that many writable zero bytes, aligned to `ALIGNMENT`."""
 
 
 def plain(nbytes: int) -> memoryview:
@@ -38,7 +38,7 @@ def plain(nbytes: int) -> memoryview:
 
 
 class Handle(NamedTuple):
-    """What is passed on of shared memory: its number among those of this process, its file, its bytes."""
+    """The data to share memory: its number in this process, its file descriptor, and its bytes."""
 
     number: int
     fd: int
@@ -46,17 +46,17 @@ class Handle(NamedTuple):
 
 
 class SharedMemory:
-    """Memory that other processes on this host can be shown; they can read it.
+    """Memory that other processes on this host may read.
 
-    It is known, and its file is open, as long as anybody has a piece of it. Then it is all zero for those
-    who have been shown it, so that what they have mapped takes no memory.
+    It is registered, and its file is open, as long as a piece of it is in use. Afterwards its pages are
+    freed, so that mappings in other processes take no memory.
     """
 
     def __init__(self, nbytes: int) -> None:
         """Reserve `nbytes`, all zero. Pages are taken when they are first written to.
 
         Raises:
-            OSError: the system has no such memory, or does not permit it.
+            OSError: the system does not support or permit such memory.
         """
         size = max(nbytes, 1)
         fd = os.memfd_create("elastic-ps", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -75,7 +75,7 @@ class SharedMemory:
         weakref.finalize(mapping, _give_up, self.handle, os.getpid()).atexit = False
 
     def take(self, nbytes: int) -> memoryview:
-        """The next `nbytes` of it, aligned; an `Allocate`. Raises ValueError if there are not so many."""
+        """The next `nbytes` of it, aligned; an `Allocate`. Raises ValueError if too few are left."""
         start = -(-self._used // ALIGNMENT) * ALIGNMENT
         size = self.handle.size
         if start + nbytes > size:
@@ -89,18 +89,18 @@ _known: dict[int, tuple[int, int, Handle]] = {}
 
 
 def _give_up(handle: Handle, owner: int) -> None:
-    """Nobody has a piece any more. Others may still have it mapped for long, so its pages are freed."""
+    """Free the pages when no piece is in use any more: other processes may keep it mapped for long."""
     _known.pop(handle.number, None)
-    if os.getpid() == owner:  # in a forked child it is the parent's
+    if os.getpid() == owner:  # in a forked child, it belongs to the parent
         with contextlib.suppress(OSError), mmap.mmap(handle.fd, handle.size) as mapping:
             mapping.madvise(mmap.MADV_REMOVE)
     os.close(handle.fd)
 
 
 def shared_if_possible(sizes: list[int]) -> Allocate:
-    """Shared memory for pieces of these sizes; where the system has none, or not enough, this process's own.
+    """Shared memory for pieces of these sizes; private memory if the system has not enough.
 
-    Whoever uses the pieces need not know: what is not shared is copied when it is sent. The log says so.
+    The caller need not know which: private memory is copied when it is sent. A fallback is logged.
     """
     try:
         return SharedMemory(sum(size + ALIGNMENT for size in sizes)).take
@@ -113,29 +113,29 @@ def shared_if_possible(sizes: list[int]) -> Allocate:
 
 
 def address(view: memoryview) -> int:
-    """Where the bytes of a contiguous view begin."""
+    """The address of a contiguous view."""
     return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
 
 
 def place_of(view: memoryview) -> tuple[Handle, int] | None:
-    """The shared memory of this process that a contiguous view lies in, and at which offset; None if none."""
+    """The shared memory of this process around a contiguous view, and the offset; None if there is none."""
     if not _known or not view.nbytes:
         return None
     start = address(view)
-    for begin, end, handle in _known.copy().values():  # the garbage collector may take one out meanwhile
+    for begin, end, handle in _known.copy().values():  # the garbage collector may remove one meanwhile
         if begin <= start and start + view.nbytes <= end:
             return handle, start - begin
     return None
 
 
 class Mapped:
-    """Another process's shared memory, to be read."""
+    """The shared memory of another process, for reading."""
 
     def __init__(self, fd: int) -> None:
         """Map it, and close `fd`.
 
         Raises:
-            Malformed: it is something else, which could change its size.
+            Malformed: it is something else, whose size could change.
         """
         try:
             size = os.fstat(fd).st_size
@@ -148,7 +148,7 @@ class Mapped:
             os.close(fd)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Raises Malformed if it does not reach so far."""
+        """A body in it. Raises Malformed if the memory is smaller."""
         if offset + nbytes > len(self._bytes):
             raise Malformed(
                 f"a body of {nbytes} bytes at {offset} of a shared memory that has {len(self._bytes)}"

@@ -1,12 +1,12 @@
 """The transport through MPI: `transport.stream` over a Unix socket to the rank that has started this process.
 
-A worker speaks no MPI. Its rank listens here, under a name that the rank has made up, for the server at each
-port; it hands on what arrives as messages to rank 0 (`local.relay`), which connects to the server on its own
-host. So a worker may die and be started again while its rank lives, and no port of TCP is needed. The
-address is `NAME:PORT`; the server's own is `127.0.0.1:PORT`, on rank 0's host.
+A worker does not use MPI. Its rank listens here, under a name of its own, for the server at each port, and
+relays data as messages to rank 0 (`local.relay`), which connects to the server on its own host. So a worker
+may die and be restarted while its rank lives, and no TCP port is needed. The address is `NAME:PORT`; the
+server's own is `127.0.0.1:PORT`, on rank 0's host.
 
-Bodies are sent, never shared: who is at the other end is on another host. Nobody talks TLS here: a rank has
-started the worker, has its certificate, and answers processes of its own user only.
+Bodies are sent, never shared, since the server is on another host. There is no TLS here: the rank has started
+the worker, has its certificate, and accepts only processes of its own user.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from elastic_ps.transport.base import Limits
 from elastic_ps.transport.stream import PROTOCOL, STALL, StreamConnection, StreamServer
 
 SPEAK = timedelta(seconds=5)
-"""How long a client waits for the server to speak."""
+"""How long a client waits for the server's greeting."""
 
 _HELLO = PROTOCOL + b"\n"
-"""What a server says first: a rank takes a connection before it knows whether there is a server."""
+"""The server's greeting: a rank accepts a connection before it knows whether there is a server."""
 
 BUFFER = 512 * 1024
-"""Bytes that a socket shall take at once, and a message of MPI has at most."""
+"""The buffer of a socket, and the largest message of MPI, in bytes."""
 
 _AT_ONCE = 0.001
-"""Seconds. Zero would mean that a socket does not block."""
+"""Seconds. 0 would make the socket non-blocking."""
 
 
 def name_of(address: str) -> str:
-    """The Unix socket of the server at `address`, or of the rank through which it is reached."""
+    """The Unix socket of the server at `address`, or of the rank that leads to it."""
     return f"\0elastic-ps mpi {address}"
 
 
 def prepare(sock: socket.socket) -> None:
-    """Let a socket take as much as a message has, as far as the system allows: fewer and larger messages."""
+    """Enlarge a socket's buffer to the size of a message, as far as the system allows."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
 
 
@@ -47,7 +47,7 @@ class MpiServer(StreamServer):
     """Listens for the connections of rank 0, on this host. Thread-safe."""
 
     def __init__(self, address: str, *, limits: Limits | None = None, stall: timedelta = STALL) -> None:
-        """Listen in the place of `address`, `127.0.0.1:PORT`.
+        """Listen for `address`, `127.0.0.1:PORT`.
 
         Raises:
             CannotListen: another process does, or this system has no such sockets.
@@ -64,10 +64,10 @@ def _admit(sock: socket.socket) -> bool:
 def dial(address: str) -> socket.socket:
     """A socket that leads to the `MpiServer` of `address`, through a rank or directly.
 
-    Blocks until the server has spoken, for `SPEAK` at most.
+    Blocks until the server's greeting, for at most `SPEAK`.
 
     Raises:
-        OSError: there is no such rank or no server, the server does not speak, or it is another user's.
+        OSError: there is no such rank or server, the server does not answer, or it belongs to another user.
     """
     with contextlib.ExitStack() as stack:
         sock = local.connected(name_of(address), address)

@@ -1,4 +1,4 @@
-"""How a handler is run and how what it raises reaches the client; the same for every transport."""
+"""Runs handlers, and sends their exceptions to the client; the same for every transport."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from elastic_ps.transport.base import Frame, Handler, Incoming
 _LOG = logging.getLogger(__name__)
 
 MESSAGE_CHARACTERS = 2000
-"""A longer message is cut: it can quote what the client sent."""
+"""The longest message; it may quote data of the client, so longer ones are cut."""
 
 
 class Kind(enum.IntEnum):
-    """Who is to blame; the numbers are on the wire (`Refusal.Kind` in frame.proto)."""
+    """The side at fault. The numbers are part of the protocol (`Refusal.Kind` in frame.proto)."""
 
     REFUSED = 1
     MALFORMED = 2
@@ -29,7 +29,7 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Refusal:
-    """The end of a call without the answer that was asked for."""
+    """The end of a call by an exception."""
 
     kind: Kind
     code: RefusalCode
@@ -37,7 +37,7 @@ class Refusal:
 
     @classmethod
     def of(cls, error: Exception) -> Refusal:
-        """What the client is told about `error`."""
+        """The refusal for an exception."""
         if isinstance(error, Refused):
             return cls(Kind.REFUSED, error.code, str(error)[:MESSAGE_CHARACTERS])
         if isinstance(error, Malformed):
@@ -46,7 +46,7 @@ class Refusal:
         return cls(Kind.FAILED, RefusalCode.UNSPECIFIED, message[:MESSAGE_CHARACTERS])
 
     def message_of(self) -> frame_pb2.Refusal:
-        """As it is on the wire."""
+        """The protobuf message."""
         return frame_pb2.Refusal(
             kind=frame_pb2.Refusal.Kind.Name(self.kind),
             code=self.code,
@@ -59,7 +59,7 @@ class Refusal:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Refusal:
-        """What `to_bytes` has made. Raises Malformed if it has not."""
+        """Read the output of `to_bytes`. Raises Malformed if it is something else."""
         try:
             parsed = frame_pb2.Refusal.FromString(content)
         except DecodeError as error:
@@ -87,7 +87,7 @@ def answers(
     Closing this iterator closes the handler's.
 
     Args:
-        alive: whether the client is still there. What a handler raises after that is no news.
+        alive: whether the client is still connected. Later exceptions are not logged.
     """
     try:
         yield from handler(method, incoming)

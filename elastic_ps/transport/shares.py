@@ -1,6 +1,6 @@
-"""How much of what all clients of a server need may be held by one of them, so that none takes all of it.
+"""Limits the share of a server's resources that one client may hold.
 
-A client is told by its network address: what it says of itself is checked much later, by whom it calls.
+A client is identified by its network address, since its own claims are checked much later.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import threading
 from collections import Counter
 
 SHARE = 4
-"""One address may hold one of so many parts."""
+"""The resource is divided by this to get the share of one address."""
 
 PART = 4
-"""One way to a server has one of so many of the process's descriptors at most. Others need some: the other
-ways, which are used instead where one is full, and checkpoints."""
+"""The process's file descriptors are divided by this to get the share of one transport. The others, which are
+used if one is full, and checkpoints also need some."""
 
 
 def descriptors_for(most: int) -> int:
-    """How many connections one way may have: `most`, or as many as this process has descriptors for."""
+    """The number of connections of a transport: `most`, or fewer if this process lacks descriptors."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if descriptors == resource.RLIM_INFINITY else min(most, descriptors // PART)
 
 
 class Shares:
-    """Counts what each client holds of `total`; each may hold `least` in any case. Thread-safe."""
+    """Counts the parts of `total` that each client holds. Each may hold at least `least`. Thread-safe."""
 
     def __init__(self, total: int, least: int) -> None:
         self._most = max(least, total // SHARE)
@@ -32,7 +32,7 @@ class Shares:
         self._lock = threading.Lock()
 
     def take(self, client: str) -> bool:
-        """Count one more for the client; False, without counting it, if it holds its share already."""
+        """Count one more for the client; False, without counting it, if the client has its share already."""
         with self._lock:
             if self._held[client] >= self._most:
                 return False
@@ -40,7 +40,7 @@ class Shares:
             return True
 
     def give_back(self, client: str) -> None:
-        """The client holds one less."""
+        """Count one less for the client."""
         with self._lock:
             self._held[client] -= 1
             if not self._held[client]:

@@ -1,4 +1,4 @@
-"""Cutting off who lets a server wait in the middle of a frame, so that no buffer or thread is held up."""
+"""Cuts off clients that stall in the middle of a frame, since they hold buffers and threads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 
 SLOWEST = 16 * 1024
-"""Bytes a second. A client that sends more slowly, for longer than it may be silent, is cut off, too."""
+"""Bytes a second. A client that is slower for longer than it may be silent is cut off, too."""
 
 
 class Watchdog:
-    """Looks after waits and ends those that take longer than `limit`, on a thread of its own. Thread-safe."""
+    """Ends waits that take longer than `limit`, in a thread of its own. Thread-safe."""
 
     def __init__(self, limit: timedelta) -> None:
         self.limit = limit
@@ -27,7 +27,7 @@ class Watchdog:
 
     @contextmanager
     def waiting(self, cut_off: Callable[[], object]) -> Iterator[None]:
-        """The block waits; `cut_off` is called, once, if it does for too long, and must not block."""
+        """Watch a wait in the block. If it takes too long, `cut_off` is called once; it must not block."""
         number, until = next(self._numbers), time.monotonic() + self.limit.total_seconds()
         with self._lock:
             self._waits[number] = until, cut_off

@@ -1,7 +1,7 @@
-"""Calls over sockets: one call at a time on each socket, as many sockets as there are calls at a time.
+"""Calls over sockets, with a socket for each concurrent call.
 
-Whoever sends a body in shared memory waits until the other side is done with it: a server resumes its
-handler when the client has asked for the next answer, and a client waits for the answer anyway.
+The sender of a body in shared memory waits until the other side is done with it: a server resumes its handler
+when the client asks for the next answer, and a client waits for the answer anyway.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from elastic_ps.transport.sockets import Plain
 _LOG = logging.getLogger(__name__)
 
 PROTOCOL = b"elastic-ps/3"
-"""Its name and version."""
+"""The name and version of the protocol."""
 
 GREETING = PROTOCOL + b"\n"
-"""What a client says first, so that a stranger is told apart."""
+"""The client's greeting, by which other programs are recognised."""
 
 STALL = timedelta(seconds=5)
-"""A client that sends or takes nothing for this long, in the middle of a frame, is cut off by a server."""
+"""A server cuts off a client that sends or takes nothing for this long in the middle of a frame."""
 
 HURRY = timedelta(seconds=1)
-"""How long a client has to agree on keys and to greet once many others do not, see `StreamServer._hurry`."""
+"""The time for a client's handshake and greeting while many others wait, see `StreamServer._hurry`."""
 
 JOIN = timedelta(seconds=10)
-"""How long `close` waits for threads that nothing should hold up."""
+"""How long `close` waits for threads that should end at once."""
 
 SOCKETS = 4096
-"""How many sockets a server has at a time, each with a thread; those that come then are closed. One address
-has a share of them, see `transport.shares`."""
+"""The number of sockets of a server, each with a thread; further ones are closed. One address has a share of
+them, see `transport.shares`."""
 
 UNKNOWN = 4
-"""One of so many of its sockets may be held by those that have not greeted; then these have to hurry."""
+"""If more than one in this many sockets have not greeted yet, they have to hurry."""
 
 _EVERYTHING = 1 << 62
 
@@ -55,18 +55,18 @@ _EVERYTHING = 1 << 62
 class StreamServer(Server):
     """Answers calls on a listening socket, with a thread for each socket. Thread-safe.
 
-    Who connects is greeted at once, and waits until `serve` is called: that may take long, while a checkpoint
-    is loaded, and a port that is silent would be taken for one that is blocked.
+    A client is greeted at once, and waits until `serve` is called. That may take long, while a checkpoint is
+    loaded, and a silent port would be taken for a blocked one.
 
     Args:
         listener: bound and listening; closed by `close`.
-        address: what clients connect to.
-        limits: what is accepted from clients; `limits` may be replaced later.
+        address: the address for clients.
+        limits: the limits for clients; `limits` may be replaced later.
         stall: how long a client may send or take nothing in the middle of a frame.
-        admit: whether to talk to who has connected.
-        hello: what is said first on each socket.
-        credentials: with which the server talks TLS, to clients that have a certificate of the job; None: it
-            talks to everybody, in plain text.
+        admit: whether to accept a connection.
+        hello: the greeting on each socket.
+        credentials: for TLS with clients that have a certificate of the job; None: the server answers
+            everybody in plain text.
         way: see `Line`.
     """
 
@@ -91,7 +91,7 @@ class StreamServer(Server):
         self._changed = threading.Condition(self._lock)
         self._lines: dict[Line, threading.Thread] = {}
         self._busy: set[Line] = set()
-        self._unknown: dict[Line, float] = {}  # since when, the longest first
+        self._unknown: dict[Line, float] = {}  # with their start times, the oldest first
         self._most = descriptors_for(SOCKETS)
         self._shares = Shares(self._most, self.limits.share)
         self._closed = False
@@ -100,7 +100,7 @@ class StreamServer(Server):
 
     @property
     def address(self) -> str:
-        """What a client passes to connect."""
+        """The address for clients."""
         return self._address
 
     def serve(self, handler: Handler) -> None:
@@ -110,7 +110,7 @@ class StreamServer(Server):
             self._changed.notify_all()
 
     def close(self, grace: timedelta = timedelta(0)) -> None:
-        """Take no new call and end those that run; see `Server.close`."""
+        """Take no new calls, and end the running ones; see `Server.close`."""
         with self._changed:
             if self._closed:
                 return
@@ -119,7 +119,7 @@ class StreamServer(Server):
                 line.hang_up()
             self._changed.notify_all()
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes up who accepts
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes up the accepting thread
         self._listener.close()
         self._accepting.join()
         with self._changed:
@@ -177,9 +177,9 @@ class StreamServer(Server):
             self._shares.give_back(client)
 
     def _hurry(self) -> None:
-        """Hang up on those who have not said who they are, if they hold sockets that others may need.
+        """Hang up on clients that have not greeted, if they hold too many sockets.
 
-        One address has no more than its share; half a handshake from each of many would take all sockets.
+        One address has only its share, but unfinished handshakes from many addresses could take all sockets.
         """
         with self._changed:
             if len(self._unknown) < self._most // UNKNOWN:
@@ -192,7 +192,7 @@ class StreamServer(Server):
                 del self._unknown[line]
 
     def _secured(self, sock: socket.socket) -> socket.socket:
-        """The socket with TLS on it, if the server talks that; nothing is sent yet. Raises OSError."""
+        """The socket, with TLS if the server uses it. Nothing is sent yet. Raises OSError."""
         if self._credentials is None:
             return sock
         return self._credentials.accepting().wrap_socket(
@@ -200,7 +200,7 @@ class StreamServer(Server):
         )
 
     def _greet(self, line: Line) -> None:
-        """Speak first, with credentials once the client has shown who it is.
+        """Send the greeting; with credentials, after the client has shown its certificate.
 
         Raises TransportError if it has no certificate of this job.
         """
@@ -213,7 +213,7 @@ class StreamServer(Server):
         line.seal(self._hello, self.limits.handshake)
 
     def _answer_all(self, line: Line, client: str) -> None:
-        """Answer one call after the other until the client goes."""
+        """Answer calls until the client goes."""
         try:
             self._greet(line)
             if line.receive(len(GREETING), None) == GREETING:
@@ -246,7 +246,9 @@ class StreamServer(Server):
             incoming = line.frame(self._require(head, Kind.CALL), self.limits, None)
         except Malformed as error:
             line.tell(Kind.REFUSAL, Refusal.of(error).to_bytes())
-            line.discard(_EVERYTHING, None)  # closed at once, a client that still sends might not see why
+            line.discard(
+                _EVERYTHING, None
+            )  # if closed at once, a client that still sends might not see the reason
             return False
         with contextlib.closing(answers(handler, incoming.method, incoming, alive=line.alive)) as items:
             for item in items:
@@ -278,10 +280,10 @@ class StreamConnection(Connection):
     """Calls to one server, each over a socket that has no other call. Thread-safe.
 
     Args:
-        dial: gives a connected socket.
-        address: of the server, for messages.
-        limits: what is accepted from the server.
-        near: the server is on this host.
+        dial: returns a connected socket.
+        address: the address of the server, for messages.
+        limits: the limits for the server.
+        near: whether the server is on this host.
         way: see `Line`.
     """
 
@@ -298,7 +300,7 @@ class StreamConnection(Connection):
         self._limits = limits or Limits()
         self._lock = (
             threading.RLock()
-        )  # an answer that is dropped anywhere, by the garbage collector, takes it
+        )  # the garbage collector may drop an answer, which takes the lock, anywhere
         self._idle: list[Line] = []
         self._busy: set[Line] = set()
         self._closed = False
@@ -350,7 +352,7 @@ class StreamConnection(Connection):
         return line
 
     def _give_back(self, line: Line, *, usable: bool, lost: bool = False) -> None:
-        """A call has ended. If the server was lost, the sockets that are idle are of no use any more."""
+        """Note the end of a call. If the server was lost, idle sockets are useless."""
         useless = [] if usable else [line]
         with self._lock:
             self._busy.discard(line)
@@ -395,7 +397,7 @@ class _Answers(Iterator[Incoming]):
         self._rest = rest
         self._limits, self._deadline = limits, deadline
         self._give_back = give_back
-        self._frame: Frame | None = frame  # its memory is taken back when nobody has it any more
+        self._frame: Frame | None = frame  # its memory is reused when nobody has it any more
         self._received: Received | None = None
         self._over = False  # it is the last one
         self._process = os.getpid()
@@ -441,5 +443,7 @@ class _Answers(Iterator[Incoming]):
         self._end(usable=False)
 
     def __del__(self) -> None:
-        if os.getpid() == self._process:  # in a forked child the lock may be held by a thread that it lacks
+        if (
+            os.getpid() == self._process
+        ):  # in a forked child, the lock may be held by a thread that does not exist there
             self._end(usable=False)

@@ -1,13 +1,13 @@
 """The transport between hosts for bodies: `transport.stream` over TCP.
 
-A body is sent from where backward has put it, and received where it is used; the kernel makes the only
-copies. A server that clients reach over gRPC at a port answers the same calls on the next port, its *data
-port*. A client that cannot connect to that port, because a firewall or a Service does not let it through,
-uses gRPC. The server speaks first, and says whose data port it is, so that a stranger is not taken for it.
+A body is sent and received in place; only the kernel copies it. A server with gRPC at a port answers the same
+calls on the next port, its *data port*. A client that cannot connect to that port, because of a firewall or a
+Service, uses gRPC. The server sends a greeting that names its gRPC port, so that no other program is taken
+for it.
 
 A host that vanished without closing its connections is noticed after `GONE`. With credentials, both sides
-show a certificate and agree on keys before anything is said (TLS 1.3, see `transport.sealed`); without,
-everybody who reaches the port is answered in plain text.
+first show a certificate and agree on keys (TLS 1.3, see `transport.sealed`); without, the server answers
+everybody in plain text.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from elastic_ps.transport.stream import PROTOCOL, STALL, StreamConnection, Strea
 BACKLOG = 512
 
 CONNECT = timedelta(seconds=1)
-"""How long a client waits for a data port. What does not answer by then is taken for blocked."""
+"""How long a client waits for a data port before it takes the port for blocked."""
 
 SPEAK = timedelta(seconds=5)
-"""How long a client waits for a server to speak at a data port that it has chosen: the server may be busy."""
+"""How long a client waits for the greeting at its chosen data port, since the server may be busy."""
 
 PROBE = timedelta(seconds=10)
-"""A connection on which nothing has happened for so long is probed."""
+"""An idle connection is probed after this time."""
 
 GONE = timedelta(seconds=30)
-"""A host that does not answer for so long, to probes or to what was sent, is gone."""
+"""A host that does not acknowledge probes or data for this long is gone."""
 
 _PROBES = 4
 
 _HELLO = PROTOCOL + b" %05d\n"
-"""What a server says first: the port that its clients know."""
+"""The server's greeting: the port that its clients know."""
 
 
 class SilentError(TimeoutError):
-    """A data port has taken a connection, and says nothing."""
+    """A data port has accepted a connection, but sends nothing."""
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host, without brackets, and port of `host:port`."""
+    """The host, without brackets, and the port of `host:port`."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -78,13 +78,13 @@ class TcpServer(StreamServer):
 
         Args:
             known: the address that clients know, if this is its data port. Default: `bind`.
-            limits: what is accepted from clients; `limits` may be replaced later.
+            limits: the limits for clients; `limits` may be replaced later.
             stall: how long a client may send or take nothing in the middle of a frame.
             credentials: see `StreamServer`.
 
         Raises:
             CannotListen: the port is taken, or the host is not an address of this machine.
-            UsageError: the credentials are none of a server.
+            UsageError: the credentials are not those of a server.
         """
         if credentials is not None:
             credentials.accepting()
@@ -118,7 +118,7 @@ def _admit(sock: socket.socket) -> bool:
 
 
 def _prepare(sock: socket.socket) -> None:
-    """Send at once what is to be sent, and notice a host that is gone."""
+    """Send data without delay, and notice a host that is gone."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     seconds = int((GONE - PROBE).total_seconds()) // _PROBES
@@ -147,19 +147,20 @@ def dial(
 ) -> socket.socket | Sealed:
     """A socket that is connected to the `TcpServer` at `address`, `host:port`.
 
-    Blocks while the host's name is looked up, for `CONNECT` at most for each address that it has, and for
-    `speaks` at most until the server has spoken.
+    Blocks while the host's name is looked up, for at most `CONNECT` for each of its addresses, and for at
+    most `speaks` until the server's greeting.
 
     Args:
-        known: the address of which this must be the data port. Default: any server will do, since a relay,
-            or a port that is forwarded, has another number.
-        speaks: default: `CONNECT`, with TLS `SPEAK`: a handshake takes the processor of a server to which
-            hundreds may connect at once.
-        credentials: to show, and to check the server's with; what is sent is encrypted then.
+        known: the address whose data port this must be. Default: any server will do, since a relay or a
+            forwarded port has another number.
+        speaks: default: `CONNECT`, with TLS `SPEAK`: handshakes take CPU time of a server to which hundreds
+        may
+            connect at once.
+        credentials: for TLS; the data is encrypted then.
 
     Raises:
-        SilentError.
-        UntrustedError: one of the two does not accept the other's certificate.
+        SilentError: the server sends no greeting.
+        UntrustedError: one side does not accept the other's certificate.
         OSError: nobody answers, or it is another server.
     """
     expected = _HELLO % split(known)[1] if known else _HELLO % 0
@@ -183,7 +184,7 @@ def dial(
                 result = finish(encrypted, mine, theirs, until)
         except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
             raise ConnectionRefusedError(f"{address} closed the connection") from error
-        except ssl.SSLError as error:  # the other side looks at our certificate after it has shown its own
+        except ssl.SSLError as error:  # the other side checks our certificate after it has shown its own
             raise UntrustedError(f"{address} does not accept this process: {_reason(error)}") from error
         except TimeoutError:
             raise SilentError(f"{address} says nothing") from None
@@ -196,7 +197,7 @@ def dial(
 
 
 def _secured(sock: socket.socket, address: str, credentials: Credentials, limit: timedelta) -> ssl.SSLSocket:
-    """The socket with TLS on it, after the handshake. Takes `sock` over. Raises OSError."""
+    """The socket with TLS, after the handshake. Takes ownership of `sock`. Raises OSError."""
     context, name = credentials.current().client, credentials.server_name
     encrypted = context.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
     encrypted.settimeout(limit.total_seconds())

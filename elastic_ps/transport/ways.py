@@ -1,8 +1,8 @@
-"""Which transport leads to an address.
+"""Chooses the transport for an address.
 
-An address is `host:port`. A server there is reached by the transport within this host, if it is there; else
-by its data port (`transport.tcp`), if it can be reached; else by gRPC. A scheme before the address, as in
-`grpc:10.0.0.7:2222`, names one of them, and no other is tried:
+An address is `host:port`. The transport within this host is used if the server is there; else its data port
+(`transport.tcp`), if that can be reached; else gRPC. A scheme before the address, as in `grpc:10.0.0.7:2222`,
+names one of them, and no other is tried:
 
 | scheme | transport |
 | --- | --- |
@@ -32,7 +32,7 @@ from elastic_ps.transport.credentials import Credentials, UntrustedError
 logger = logging.getLogger(__name__)
 
 LOOK = 1.0
-"""Seconds until a port has answered that somebody listens, or that nobody does."""
+"""The seconds to wait for a port's answer whether somebody listens."""
 
 
 def parse(address: str) -> tuple[str, str]:
@@ -54,14 +54,14 @@ def parse(address: str) -> tuple[str, str]:
 
 
 def listen(bind: str, *, credentials: Credentials | None = None) -> Server:
-    """A server on `bind` that clients reach in every way there is, or in the way that its scheme names.
+    """A server on `bind` with all transports, or with the one that its scheme names.
 
-    On an address of this host alone there is no data port: everybody who reaches it reaches the transport
-    within the host. Port 0 picks one.
+    An address of this host alone has no data port: all its clients can use the transport within the host.
+    Port 0 picks one.
 
     Args:
-        credentials: with which the ports talk TLS, to clients that have a certificate of the job. Within the
-            host, the socket answers processes of the same user. None: the ports answer everybody.
+        credentials: for TLS with clients that have a certificate of the job. Within the host, the socket
+            accepts processes of the same user. None: the ports answer everybody.
 
     Raises:
         CannotListen: the port is taken, or the host is not an address of this machine.
@@ -84,11 +84,11 @@ def listen(bind: str, *, credentials: Credentials | None = None) -> Server:
         return local.LocalServer(place)
     if scheme == "mpi":
         return _beside_mpi(place)
-    from elastic_ps.transport.grpc import GrpcServer  # takes long to import, and not every process needs it
+    from elastic_ps.transport.grpc import GrpcServer  # slow to import, and not every process needs it
 
     if scheme == "grpc":
         return GrpcServer(place, credentials=credentials)
-    # Before the port, if it is known: a client that finds the port alone would go on with gRPC.
+    # Before the port, if it is known: a client that finds only the port would stay with gRPC.
     faster = None if place.endswith(":0") else _listen_faster(place, place, credentials)
     try:
         server = GrpcServer(place, credentials=credentials)
@@ -102,7 +102,7 @@ def listen(bind: str, *, credentials: Credentials | None = None) -> Server:
 
 
 def _beside_mpi(place: str) -> Server:
-    """A server for workers beyond a rank, and, in shared memory, for the other processes on this host."""
+    """A server for workers behind a rank, and with shared memory for other processes on this host."""
     near = local.LocalServer(place)
     try:
         return _Everywhere(near, [mpi.MpiServer(place)])
@@ -112,7 +112,7 @@ def _beside_mpi(place: str) -> Server:
 
 
 def _listen_faster(bind: str, address: str, credentials: Credentials | None) -> list[Server]:
-    """Servers of the faster ways; what is not possible is left out."""
+    """The servers of the faster transports that are possible."""
     ways: list[Callable[[], Server]] = []
     if local.name_of(address):
         ways.append(lambda: local.LocalServer(address))
@@ -131,7 +131,7 @@ def _listen_faster(bind: str, address: str, credentials: Credentials | None) -> 
 
 
 class _Everywhere(Server):
-    """Several servers as one, whose address is the first one's: gRPC's, and faster ways. Thread-safe."""
+    """Several servers as one, with the address of the first: gRPC's, and faster ones. Thread-safe."""
 
     def __init__(self, server: Server, faster: Sequence[Server]) -> None:
         self._server, self._faster = server, faster
@@ -159,7 +159,7 @@ def connect(
     """A connection to the server at `address`. Nothing is sent before the first call.
 
     Args:
-        credentials: to talk TLS with, but within the host, where the socket's user says who is there.
+        credentials: for TLS, except within the host, where the socket's user identifies the server.
 
     Raises:
         UsageError: see `parse`.
@@ -181,11 +181,11 @@ def _make(scheme: str, place: str, limits: Limits | None, credentials: Credentia
 
 
 _Way = tuple[str, Callable[[], Connection]]
-"""A scheme, and what makes a connection in that way."""
+"""A scheme, and the function that makes a connection."""
 
 
 class _Fastest(Connection):
-    """Calls in the fastest way that leads there, which is looked for again when the server was lost.
+    """Calls by the fastest possible transport, which is chosen again after the server was lost.
 
     Thread-safe.
     """
@@ -199,7 +199,7 @@ class _Fastest(Connection):
 
     @property
     def near(self) -> bool:
-        """See `Connection.near`; False as long as no way has been found."""
+        """See `Connection.near`; False until a transport has been chosen."""
         way = self._way
         return way is not None and way.near
 
@@ -217,7 +217,7 @@ class _Fastest(Connection):
             raise
 
     def _find(self, method: str) -> Connection:
-        """Several threads look at the same time: none waits for another one's look, and `close` for none."""
+        """Choose a transport. Threads do so independently, so neither they nor `close` wait."""
         scheme, make = self._near() or self._far(method)
         with self._lock:
             if self._closed:
@@ -229,7 +229,7 @@ class _Fastest(Connection):
             return self._way
 
     def _forget(self, way: Connection) -> None:
-        """The server was lost on this way, or never there. Other calls may still be under way there."""
+        """Forget a transport whose server was lost. Other calls may still be under way on it."""
         with self._lock:
             if self._way is way:
                 self._way = None
@@ -245,7 +245,7 @@ class _Fastest(Connection):
         return None
 
     def _far(self, method: str) -> _Way:
-        """By the data port, or gRPC; a server that is not up yet may still be found in a faster way."""
+        """The data port, or gRPC. A server that is not up yet may still get a faster transport later."""
         try:
             socket.create_connection(tcp.split(self._address), timeout=LOOK).close()
         except OSError as error:
@@ -255,7 +255,7 @@ class _Fastest(Connection):
             tcp.dial(data, known=self._address, credentials=self._credentials).close()
         except OSError as error:
             if isinstance(error, tcp.SilentError) and "tcp" in self._made:
-                # It has spoken before: no stranger's, but a server that stands still, as gRPC's would, too.
+                # It has answered before, so the server stalls, and gRPC would stall, too.
                 raise ConnectionLost(f"{method} at {self._address}: {error}") from error
             return "grpc", partial(self._over_grpc, error)
         way = partial(tcp.connect, data, known=self._address, limits=self._limits)
@@ -277,9 +277,9 @@ class _Fastest(Connection):
 
 
 class _Watched(Iterator[Incoming]):
-    """The answers to a call; it tells if the server was lost.
+    """The answers to a call, which report the loss of the server.
 
-    No generator: when one is dropped, it closes the answers, also in a forked child that may not touch them.
+    It is no generator, which would close the answers when dropped, even in a forked child that may not.
     """
 
     def __init__(self, answers: Iterator[Incoming], lost: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """Frames as the protobuf messages that frame.proto describes, and back.
 
-The bulk of a body is encoded and parsed here by hand: a tag, a length, the bytes. That costs one copy on
-each side, where protobuf's own classes cost two. The small parts go through the generated classes.
+Bodies are encoded and parsed by hand: a tag, a length, the bytes. That costs one copy on each side, where
+protobuf's classes cost two. Small parts use the generated classes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from elastic_ps.transport.refusal import Refusal
 from elastic_ps.transport.views import flat, target_of
 
 CHUNK = 1024 * 1024
-"""Bytes of header and body in a message.
+"""The bytes of header and body in a message.
 
-Where training keeps every core busy this takes 1.2 to 1.7 s of CPU time for a GB, both sides together, and
-256 KiB take 1.8 to 2.6 s, because threads hand over to each other more often; 2 MiB gain nothing.
+While training keeps every core busy, this takes 1.2 to 1.7 s of CPU time for a GB, both sides together, and
+256 KiB take 1.8 to 2.6 s, because threads switch more often; 2 MiB gain nothing.
 """
 
 MESSAGE_BYTES = CHUNK + 64 * 1024
@@ -33,7 +33,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 def messages(frame: Frame, method: str = "") -> Iterator[bytes]:
-    """The messages that carry `frame`; a chunk of the body is copied when its message is asked for."""
+    """The messages of `frame`. A chunk of the body is copied when its message is requested."""
     header, body = frame.header, flat(frame.body)
     opening = frame_pb2.Opening(method=method, header_size=len(header), body_size=len(body))
     first = frame_pb2.Message(opening=opening, header=header[:CHUNK]).SerializeToString()
@@ -48,7 +48,7 @@ def messages(frame: Frame, method: str = "") -> Iterator[bytes]:
 
 
 def encode_refusal(refusal: Refusal) -> bytes:
-    """The message that carries `refusal`."""
+    """The message of `refusal`."""
     return frame_pb2.Message(refusal=refusal.message_of()).SerializeToString()
 
 
@@ -58,7 +58,7 @@ def fits(frame: Frame) -> bool:
 
 
 class Receiver:
-    """Reads frames out of a stream of messages. To be used by one thread."""
+    """Reads frames from a stream of messages. For one thread only."""
 
     def __init__(
         self, next_message: Callable[[], bytes | None], limits: Limits, peer: Identity | None = None
@@ -66,18 +66,18 @@ class Receiver:
         """Read from `next_message`, which blocks, and returns None at the end of the stream.
 
         Args:
-            peer: who sends the frames, see `Incoming`.
+            peer: the sender of the frames, see `Incoming`.
         """
         self._next_message = next_message
         self._limits, self._peer = limits, peer
         self._frame: ReceivedFrame | None = None
 
     def next(self) -> ReceivedFrame | None:
-        """Wait for the next frame; what is unread of the one before it is discarded. None at the end.
+        """Wait for the next frame, after discarding the unread rest of the previous one. None at the end.
 
         Raises:
             Refused, TransportError: the stream ends with a refusal.
-            Malformed: the stream does not follow the protocol, or the frame is above the limits.
+            Malformed: the stream does not follow the protocol, or the frame exceeds the limits.
         """
         if self._frame is not None:
             self._frame.discard()
@@ -115,13 +115,13 @@ class Receiver:
 
 
 class ReceivedFrame:
-    """An `Incoming` of which the body is still in the stream.
+    """An `Incoming` whose body is still in the stream.
 
-    It does not refer to its receiver: a cycle would leave gRPC's objects to the garbage collector, and that
-    may run in a forked child, where freeing them can wait forever for threads that only the parent has.
+    It does not refer to its receiver: a cycle would leave gRPC's objects to the garbage collector. That may
+    run in a forked child, where freeing them can wait forever for threads of the parent.
 
     Attributes:
-        method: what is called; "" in an answer.
+        method: the called method; "" in an answer.
         header, size, transport, peer: see `Incoming`.
     """
 
@@ -156,7 +156,7 @@ class ReceivedFrame:
             at += len(chunk)
 
     def discard(self) -> None:
-        """Skip what has not been read."""
+        """Skip the unread rest."""
         if not self._taken:
             for _ in self._chunks():
                 pass
@@ -237,7 +237,7 @@ def _opening(content: memoryview) -> frame_pb2.Opening:
 
 
 def _prefix(field: int, size: int) -> bytes:
-    """Tag and length of a field of bytes."""
+    """The tag and the length of a bytes field."""
     encoded = bytearray((field << 3 | _BYTES,))
     while size > 0x7F:
         encoded.append(size & 0x7F | 0x80)
@@ -247,7 +247,7 @@ def _prefix(field: int, size: int) -> bytes:
 
 
 def _read_varint(view: memoryview, at: int) -> tuple[int, int]:
-    """The number that begins at `at`, and where it ends."""
+    """The number that begins at `at`, and its end."""
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(view):
