@@ -39,7 +39,7 @@ LEAST = 1024
 """The least bytes that a message counts, since each needs memory of its own."""
 
 SHARE = 16
-"""A relay that has been idle for a time sleeps for one of so many parts of it: what comes is late by that."""
+"""An idle relay sleeps for its idle time divided by this, which delays the next message."""
 
 LONGEST = timedelta(milliseconds=2)
 """The longest sleep while there are connections. A socket ends it; a message of MPI cannot."""
@@ -48,7 +48,7 @@ ALONE = timedelta(milliseconds=20)
 """The longest sleep while there are none."""
 
 SMALL = CHUNK // 4
-"""Bytes of a message that gets memory of its own: it may wait long, and shall not hold a buffer meanwhile."""
+"""A message of at most so many bytes gets its own memory: it may wait long, and must not hold a buffer."""
 
 KEPT = 32
 """The number of buffers that are kept for reuse."""
