@@ -26,25 +26,25 @@ HOOKS = (
     "on_end_epoch",
     "on_end",
 )
-"""What a hook can be called for, in this order."""
+"""The hooks, in the order of their calls."""
 
 
 @dataclass(kw_only=True)
 class State:
-    """What the hooks of a loop see, and may change.
+    """The state of a loop, which hooks may read and change.
 
     Attributes:
-        model: the one that is trained or tested.
+        model: the model that is trained or tested.
         criterion: called with the model's output and the targets; returns the loss.
         training: whether the loop trains.
-        session: of a loop that trains; None in a test.
-        optimizer: that of the session; None in a test.
-        epochs: how many there are.
-        epoch: the current one, from 0.
-        step: how many batches this process has computed.
-        sample: the batch, a pair of inputs and targets. `on_sample` may put another one in its place.
-        output: what the model has made of the inputs.
-        loss: what the criterion has made of that. `on_forward` may put another one in its place.
+        session: the session; None in a test.
+        optimizer: the session's optimizer; None in a test.
+        epochs: the number of epochs.
+        epoch: the current epoch, from 0.
+        step: the number of batches that this process has computed.
+        sample: the batch, a pair of inputs and targets. `on_sample` may replace it.
+        output: the model's output.
+        loss: the criterion's result. `on_forward` may replace it.
         metrics: for the hooks' own use.
     """
 
@@ -67,7 +67,7 @@ H = TypeVar("H", bound=Hook)
 
 
 class Engine:
-    """Trains and tests, and calls hooks meanwhile. To be used by one thread.
+    """Trains and tests, and calls hooks. For one thread only.
 
     ::
 
@@ -84,12 +84,12 @@ class Engine:
         self._hooks: dict[str, list[Hook]] = {name: [] for name in HOOKS}
 
     def hook(self, function: H) -> H:
-        """Call `function(state)` at the place in the loop that its name says. A decorator.
+        """A decorator: call `function(state)` at the hook of its name.
 
-        Several functions of one name are called in the order in which they were given.
+        Several functions of one name are called in the order of their registration.
 
         Raises:
-            UsageError: there is no such place.
+            UsageError: there is no such hook.
         """
         name = getattr(function, "__name__", repr(function))
         if name not in self._hooks:
@@ -162,7 +162,7 @@ class Engine:
         batch_size: int = 1,
         **options: Any,
     ) -> State:
-        """One pass over a data set without gradients. Needs no session, and all of it happens here. Blocks.
+        """One pass over a data set without gradients, in this process and without a session. Blocks.
 
         For each batch `on_sample`, the forward pass, `on_forward`; before them `on_start` and
         `on_start_epoch`, after them `on_end_epoch` and `on_end`. The model is in evaluation mode meanwhile,
@@ -186,7 +186,7 @@ class Engine:
                 self._call("on_end_epoch", state)
                 self._call("on_end", state)
         finally:
-            for module, mode in before.items():  # parents first, as each tells its own modules
+            for module, mode in before.items():  # parents first, since each sets the mode of its own modules
                 module.train(mode)
         return state
 

@@ -22,13 +22,13 @@ PIXELS = 3 * 32 * 32
 
 @dataclass(frozen=True, kw_only=True)
 class _Version:
-    """One of the two versions of a data set's files.
+    """One of the two formats of a data set's files.
 
     Attributes:
-        folder: into which its archive is unpacked.
-        training, test: names of the files.
+        folder: the folder in its archive.
+        training, test: the names of the files.
         labels: the name of the labels in a pickle; None in the binary version.
-        before: how many bytes stand before an image in the binary version; the last one is the label.
+        before: the number of bytes before an image in the binary version; the last one is the label.
     """
 
     folder: str
@@ -67,7 +67,7 @@ def cifar10(directory: Path) -> tuple[Images, Images]:
         directory: has the files of one version, or the folder cifar-10-batches-py or cifar-10-batches-bin.
 
     Raises:
-        InvalidModel: a file is missing, cut or of another kind. The message names it.
+        InvalidModel: a file is missing, truncated or of another kind. The message names it.
     """
     return _read(
         _TEN, _TEN_VERSIONS, directory, classes=10, mean=(125.3, 123.0, 113.9), deviation=(63.0, 62.1, 66.7)
@@ -108,7 +108,7 @@ def _read(
 
 
 def _place(versions: Sequence[_Version], directory: Path) -> tuple[Path, _Version]:
-    """Where the files are, and of which version; where they are looked for, if none is there."""
+    """The directory of the files, and their version; the default place if there are none."""
     for version in versions:
         for place in (directory, directory / version.folder):
             if any((place / name).is_file() for name in (*version.training, *version.test)):

@@ -1,4 +1,4 @@
-"""Finds and reads the files of a data set; what is missing or wrong is told by the file's name."""
+"""Finds and reads the files of a data set. Errors name the file."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ GZIP = b"\x1f\x8b"
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where the files of a data set are had.
+    """The source of a data set's files.
 
     Attributes:
-        name: the data set's.
+        name: the name of the data set.
         page: the address of the page that offers them.
         archives: names of the archives that hold them.
     """
@@ -42,7 +42,7 @@ class Source:
             )
 
     def missing(self, name: str, places: Sequence[Path], *, known: Sequence[str]) -> InvalidModel:
-        """What to raise if none of these directories, which need not exist, has a file of this name.
+        """The exception if none of these directories, which need not exist, has a file of this name.
 
         Args:
             known: the names of all files of the data set. A file with another name may have been renamed.
@@ -60,14 +60,14 @@ class Source:
         return InvalidModel(f"{self.name}: there is no file {name} in {searched}. {advice}")
 
     def wrong(self, path: Path, found: str) -> InvalidModel:
-        """What to raise if a file is not what it should be; `found` says what it is and what was expected."""
+        """The exception for a wrong file. `found` says what it is and what was expected."""
         return InvalidModel(f"{path} is not the file of {self.name} that it should be: {found}. {self.hint}")
 
     def read(self, path: Path) -> bytes:
-        """All of a file, unpacked if it is packed by gzip.
+        """The content of a file, unpacked if it is packed by gzip.
 
         Raises:
-            InvalidModel: it cannot be read, or the packed data is cut or damaged.
+            InvalidModel: it cannot be read, or the packed data is truncated or damaged.
         """
         try:
             data = path.read_bytes()

@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 PADDING = 4
-"""How far an image is moved at most, in pixels."""
+"""The largest shift of an image, in pixels."""
 
 
 class Images(Dataset[tuple[torch.Tensor, int]]):
@@ -47,7 +47,7 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
 
 
 def _moved(image: torch.Tensor) -> torch.Tensor:
-    """The image at another place, and mirrored or not, by chance: same shape."""
+    """The image, randomly shifted and mirrored; same shape."""
     _, height, width = image.shape
     down, right, mirrored = (int(torch.randint(high, ())) for high in (2 * PADDING + 1, 2 * PADDING + 1, 2))
     padded = functional.pad(image.unsqueeze(0), (PADDING,) * 4, mode="reflect").squeeze(0)

@@ -26,7 +26,7 @@ def mnist(directory: Path) -> tuple[Images, Images]:
             t10k-labels-idx1-ubyte, each as it is or packed by gzip (.gz).
 
     Raises:
-        InvalidModel: a file is missing, cut or of another kind. The message names it.
+        InvalidModel: a file is missing, truncated or of another kind. The message names it.
     """
     SOURCE.check_directory(directory)
     return _read(directory, "train"), _read(directory, "t10k")

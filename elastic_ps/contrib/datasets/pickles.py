@@ -1,7 +1,7 @@
-"""Reads the pickles of CIFAR, and nothing that a pickle could do besides.
+"""Reads the pickles of CIFAR safely.
 
-A pickle is a program: it may import and call anything. This reader knows the three names that an array of
-numpy needs. Each stands for a class here that only keeps what it is given; nothing of numpy is called.
+A pickle is a program that may import and call anything. This reader knows only the three names that an array
+of numpy needs. Each stands for a class here that only stores its arguments; nothing of numpy is called.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 
 class NotReadable(ValueError):
-    """The data is no pickle, or one that needs more than arrays of bytes."""
+    """The data is not a pickle, or needs more than arrays of bytes."""
 
 
 class Array:
-    """What the pickle says of an array of bytes.
+    """An array of bytes in a pickle.
 
     Attributes:
-        shape: of the array.
+        shape: the shape of the array.
         data: its elements, row by row; one byte each.
     """
 
@@ -68,7 +68,8 @@ def read(data: bytes) -> dict[str, Any]:
     """The dictionary that was pickled, with its keys as text. Arrays are of class `Array`.
 
     Raises:
-        NotReadable: it is no pickle, is cut, holds no dictionary, or asks for more than arrays of bytes.
+        NotReadable: it is not a pickle, is truncated, holds no dictionary, or needs more than arrays of
+        bytes.
     """
     try:
         found = _Reader(io.BytesIO(data), encoding="bytes").load()

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 from elastic_ps.errors import InvalidModel
 
 CONTEXT = 128
-"""Bytes in a piece."""
+"""The bytes of a piece."""
 HELD_OUT = 10
 """The last of this many parts is the test set."""
 
@@ -20,7 +20,7 @@ class Text(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     Args:
         data: uint8 of shape (bytes,), more than `context` of them.
-        context: bytes in a record. What does not fill the last record is left out.
+        context: the bytes of a record. A rest that does not fill a record is left out.
     """
 
     def __init__(self, data: torch.Tensor, context: int = CONTEXT) -> None:

@@ -1,6 +1,6 @@
-"""Which networks and data sets there are, by name; nothing of torch is imported before one is built or read.
+"""The networks and data sets by name. torch is only imported when one is built or read.
 
-A name is found whatever its case, hyphens and underscores: `ResNet-18` and `resnet18` are the same network.
+Names ignore case, hyphens and underscores: `ResNet-18` and `resnet18` are the same network.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from elastic_ps.errors import UserError
 
 MNIST_PAGE = "https://yann.lecun.com/exdb/mnist"
 CIFAR_PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
-"""Where the files come from."""
+"""The addresses of the files."""
 
 Kind: TypeAlias = Literal["image", "text", "table"]
 """What a record is: an image with a class; a piece of text; a row of a table with categories."""
@@ -28,10 +28,10 @@ class Network:
     """A network that can be built by name.
 
     Attributes:
-        name: as it is written in lists and messages.
-        kind: of the records that it is trained on.
+        name: its name in lists and messages.
+        kind: the kind of its records.
         place: its class, as module:Class.
-        options: keyword arguments of the class that make it this network.
+        options: keyword arguments of the class for this network.
     """
 
     name: str
@@ -43,7 +43,8 @@ class Network:
         """A new `torch.nn.Module`.
 
         Args:
-            facts: of the data. For an image: size (height and width in pixels), channels, classes. For text:
+            facts: facts about the data. For an image: size (height and width in pixels), channels, classes.
+            For text:
                 vocabulary, context (both in tokens). For a table: fields, the number of categories of each.
 
         Raises:
@@ -57,13 +58,13 @@ class DataSet:
     """A data set that can be read by name.
 
     Attributes:
-        name: as it is written in lists and messages.
-        kind: of its records.
+        name: its name in lists and messages.
+        kind: the kind of its records.
         place: the function that reads it, as module:function.
-        classes: how many classes there are to tell apart; of text, how many tokens.
-        directory: where its files are looked for if nobody says where; None if it needs none.
+        classes: the number of classes; for text, the number of tokens.
+        directory: the default directory of its files; None if it needs none.
         needs: its files, in words.
-        page: where they come from; None if anybody has some.
+        page: the address of the files; None if they have none.
     """
 
     name: str
@@ -78,19 +79,20 @@ class DataSet:
         """The training set and the test set, as map-style torch data sets. Blocks for reading the files.
 
         Args:
-            directory: where the files are; None for `self.directory`.
+            directory: the directory of the files; None for `self.directory`.
 
         Raises:
-            UserError: a file is missing, cut or of another kind, or the data set has no files to look for.
+            UserError: a file is missing, truncated or of another kind, or the data set has no files to look
+            for.
         """
         place = self.check_place(directory)
         return _pair(_load(self.place)() if place is None else _load(self.place)(place))
 
     def check_place(self, directory: Path | None) -> Path | None:
-        """Where the files are to be, None if there are none; looks only whether the place is there.
+        """The directory of the files, which must exist; None if the data set has no files.
 
         Raises:
-            UserError: it is not, or the data set has no files to look for.
+            UserError: it does not exist, or the data set has no files to look for.
         """
         if self.directory is None:
             if directory is None:

@@ -1,4 +1,4 @@
-"""Decides which job a command line of `elastic-ps train` stands for; starts nothing."""
+"""Makes a job from a command line of `elastic-ps train`, without starting it."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from elastic_ps.errors import UserError
 ENTRYPOINT = "elastic_ps.contrib.zoo.train:main"
 EVALUATOR = "elastic_ps.contrib.zoo.evaluate:main"
 EVALUATED = ("data_dir", "test_batch_size", "enable_gpu")
-"""The arguments of the script that its evaluator takes, too, besides network and data set."""
+"""The arguments of the script that its evaluator also takes, besides network and data set."""
 WORKERS = 2
-"""How many workers there are if nobody says how many."""
+"""The default number of workers."""
 MODES = {"normal": "sync", "sync": "sync", "kill": "sync", "bounded": "bounded"}
-"""Names of modes, and `consistency.mode`. The first and the third are ps_pytorch's."""
+"""The names of modes, with `consistency.mode`. The first and the third are ps_pytorch's."""
 COMPRESS = "compress"
 """ps_pytorch's name for a lossless codec."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """The command line. A flag that nobody gave is None, and so has the entrypoint's or the job's default.
+    """The command line. An omitted flag is None, and has the default of the entrypoint or the job.
 
     Attributes:
-        arguments: of the entrypoint, by name.
-        num_workers: of workers; None for `num_aggregate`, or 2 if that is None, too.
-        num_aggregate: how many workers' steps make a version.
+        arguments: the arguments of the entrypoint, by name.
+        num_workers: the number of workers; None for `num_aggregate`, or 2 if that is None, too.
+        num_aggregate: the number of steps in a version.
         mode: one of `MODES`.
         max_staleness: see `consistency.maxStaleness`.
-        eval_freq: a checkpoint is written whenever so many versions have been made.
+        eval_freq: the number of versions between two checkpoints.
         evaluate: whether an evaluator evaluates the checkpoints while the job trains.
         train_dir: the directory of the checkpoints.
         compress_grad: the codec of gradients.
-        name: the job's; None for one out of network and data set.
+        name: the job's name; None for one from network and data set.
         image: the container image on a cluster.
         data_claim: the volume claim on a cluster that is mounted at `data_dir`.
         train_claim: the volume claim on a cluster that checkpoints are written to.
@@ -71,7 +71,7 @@ FOREIGN = {
 
 
 def job_of(flags: Flags) -> tuple[dict[str, Any], TrainingJob, list[str]]:
-    """The job as a document and validated, and a sentence for each flag that changes nothing.
+    """The job as a document and as a model, and a sentence for each flag without effect.
 
     Raises:
         UserError: a flag, or a combination of flags, cannot be used; the message names it.
@@ -174,7 +174,7 @@ def _evaluator(flags: Flags, what: dict[str, str]) -> dict[str, Any]:
 
 
 def _template(flags: Flags, name: str = "worker") -> dict[str, Any]:
-    """What the pods of the workers, or of the evaluator, need besides."""
+    """The additional fields of the pods of workers or the evaluator."""
     container: dict[str, Any] = {"name": name}
     spec: dict[str, Any] = {}
     if flags.arguments.get("enable_gpu"):

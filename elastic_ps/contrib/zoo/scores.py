@@ -1,4 +1,4 @@
-"""How good a model is on a test set."""
+"""The scores of a model on a test set."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Scores:
 
     Attributes:
         loss: the cross-entropy, in nats.
-        prec1: in how many per cent of the cases the class with the highest logit is the right one.
-        prec5: the same of the five classes with the highest logits.
+        prec1: how often the class with the highest logit is right, in per cent.
+        prec5: how often the right class is among the five highest logits, in per cent.
     """
 
     loss: float

@@ -44,7 +44,7 @@ def main(
         lr, momentum, weight_decay: of SGD.
         seed: of the model's first values and of the images' augmentation.
         log_interval: the loss is printed whenever this many steps have been made.
-        enable_gpu: train on a GPU; several workers on one machine share its GPUs.
+        enable_gpu: train on a GPU. Several workers on one machine share its GPUs.
 
     Raises:
         UserError: a name, a file or a combination of arguments cannot be used; see the message.
@@ -94,7 +94,7 @@ def choose_device(enable_gpu: bool, worker: int) -> torch.device:
     """The device of a process with this index; a GPU becomes the current one of this thread.
 
     Raises:
-        UsageError: there is no GPU to be had.
+        UsageError: no GPU is available.
     """
     if not enable_gpu:
         return torch.device("cpu")
@@ -104,7 +104,7 @@ def choose_device(enable_gpu: bool, worker: int) -> torch.device:
             "install a torch with CUDA on a machine with an NVIDIA GPU"
         )
     device = torch.device("cuda", worker % torch.cuda.device_count())
-    torch.cuda.set_device(device)  # else torch would open a context on GPU 0, too
+    torch.cuda.set_device(device)  # otherwise torch would also open a context on GPU 0
     return device
 
 
