@@ -145,7 +145,7 @@ class Group:
         if self._backend is None or not tensor.numel():
             return
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
         self._begin(lambda: self._backend.allreduce([tensor], options))
 
     def broadcast(self, tensor: torch.Tensor, rank: int) -> None:
