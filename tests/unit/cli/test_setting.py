@@ -58,7 +58,7 @@ def test_a_script_needs_no_file_for_its_fields(tmp_path: Path) -> None:
     [
         ("consistency.globalBatchsize=512", InvalidJob, "did you mean 'globalBatchSize'?"),
         ("wroker.replicas=2", InvalidJob, "did you mean 'worker'?"),
-        ("replicas=2", InvalidJob, "did you mean 'parameterServer.replicas' or 'worker.replicas'?"),
+        ("replicas=2", InvalidJob, "did you mean 'spec.parameterServer.replicas' or 'spec.worker.replicas'?"),
         ("worker.replicas=many", InvalidJob, "should be a valid integer, got 'many'"),
         ("worker.replicas=9", InvalidJob, "maxReplicas 4"),
         ("worker.replicas=two", InvalidJob, "--set worker.replicas=two: spec.worker.replicas"),
