@@ -112,6 +112,35 @@ def test_each_record_is_in_one_place(doings: list[str]) -> None:
     assert set(places) == given
 
 
+def test_batches_are_grouped_when_a_backward_is_for_one_loaded_before_the_last_backward() -> None:
+    batches = Batches()
+    batches.compute()  # of gradients that belong to no batch
+    batches.add([Range(0, 0, 3)])
+    batches.add([Range(0, 3, 5)])
+    batches.compute()
+    assert not batches.grouped, "the first one may still be skipped"
+    batches.compute()
+    assert batches.grouped
+    assert batches.computed == (Range(0, 3, 5), Range(0, 0, 3))
+
+
+def test_no_batch_is_fresh_once_all_are_computed_on() -> None:
+    batches = Batches()
+    batches.add([Range(0, 0, 3)])
+    assert batches.fresh
+    batches.compute_all()
+    assert not batches.fresh
+    assert batches.samples == 3
+
+
+def test_skipped_records_are_those_of_all_batches_in_hand() -> None:
+    batches = Batches()
+    compute(batches, 0)
+    batches.add([Range(0, 3, 5)])
+    assert batches.skip() == 5
+    assert batches.skipped == (Range(0, 0, 3), Range(0, 3, 5))
+
+
 def test_the_last_value_of_a_batch_counts_and_batches_become_one() -> None:
     batches = Batches()
 
