@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections import deque
@@ -18,7 +19,7 @@ from elastic_ps.codec.optimizers import VALUE, WIDE, usual_numbers, usual_state,
 from elastic_ps.codec.several import Kind, Several, kinds_of, parts_of
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule
 from elastic_ps.core.settings import CONSTRAINTS, plain_group
-from elastic_ps.errors import InvalidModel, RefusalCode, Refused
+from elastic_ps.errors import InvalidModel, RefusalCode, Refused, StorageUnavailable
 
 ALIGNMENT = 64
 """The alignment of tensors' copies, in bytes."""
@@ -66,38 +67,51 @@ class Snapshot:
     Args:
         buckets: the tensors of each bucket, which the shard goes on to change, in the order of the changes.
         patience: for how long changes wait for the reader altogether. While they do, the copies take no more
-            than the share `ROOM` of all tensors.
+            than the share `SHARE` of all tensors.
+        room: bytes that the copies may take in any case.
 
     Attributes:
         described: all tensors, in the order in which they are read. Only dtypes and shapes stay true.
         pause: for how long changes have waited for the reader and for copies.
     """
 
-    ROOM = 1 / 16
+    SHARE = 1 / 16
 
     def __init__(
-        self, buckets: Mapping[int, Sequence[Stored]], *, patience: timedelta = timedelta(0)
+        self,
+        buckets: Mapping[int, Sequence[Stored]],
+        *,
+        patience: timedelta = timedelta(0),
+        room: int = 1 << 26,
     ) -> None:
         self.described = [stored for tensors in buckets.values() for stored in tensors]
-        self._room = self.ROOM * sum(stored.value.nbytes for stored in self.described)
+        self._room = max(room, self.SHARE * sum(stored.value.nbytes for stored in self.described))
         self._patience = patience
         self._read = threading.Condition()  # its lock guards all below
         self._unread = {bucket: deque(tensors) for bucket, tensors in buckets.items()}
         self._copies: dict[int, int] = {}  # the bytes of the copies that are there, by bucket
+        self._failure: OSError | None = None  # there was no memory for a copy
         self.pause = timedelta(0)
 
     def keep(self, bucket: int) -> None:
-        """Have the snapshot do without the tensors of a bucket, which is about to change. Blocks."""
+        """Have the snapshot do without the tensors of a bucket, which is about to change. Blocks.
+
+        Without memory for a copy the snapshot fails, in `read`, and not the change.
+        """
         with self._read:
             unread = self._unread.get(bucket)
-            if not unread or bucket in self._copies:
+            if not unread or bucket in self._copies or self._failure is not None:
                 return
             began, left = time.monotonic(), self._patience - self.pause
             self._read.wait_for(
                 lambda: sum(self._copies.values()) + _bytes(unread) <= self._room,
                 timeout=max(0.0, left.total_seconds()),
             )
-            memory, at = torch.empty(_bytes(unread), dtype=torch.uint8, device="cpu"), 0
+            try:
+                memory, at = _new_memory(max(1, _bytes(unread))), 0
+            except OSError as error:
+                self._failure = error
+                return
             self._copies[bucket] = memory.nbytes
             for _ in range(len(unread)):
                 stored = unread.popleft()
@@ -112,11 +126,17 @@ class Snapshot:
 
         Args:
             scratch: memory for tensors that were not copied.
+
+        Raises:
+            StorageUnavailable: there was no memory for a copy.
         """
         for bucket, unread in list(self._unread.items()):
             while True:
                 with self._read:
                     self._read.notify_all()
+                    if self._failure is not None:
+                        text = f"no memory for a copy of the tensors that are to be written: {self._failure}"
+                        raise StorageUnavailable(text) from self._failure
                     if not unread:
                         self._copies.pop(bucket, None)
                         break
@@ -126,6 +146,11 @@ class Snapshot:
                         copy = scratch.tensor(value.numel(), value.dtype).view(value.shape)
                         stored = replace(stored, value=copy.copy_(value))
                 yield stored
+
+
+def _new_memory(nbytes: int) -> torch.Tensor:
+    """Bytes that go back to the system when they are freed; those of malloc might stay. Raises OSError."""
+    return as_tensor(memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)))
 
 
 def _padded(stored: Stored) -> int:

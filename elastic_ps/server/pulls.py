@@ -104,7 +104,11 @@ class Drafts:
     @cached_property
     def fit(self) -> bool:
         """Whether drafts may be made. Raises what `usual_state` raises."""
-        return self._fit()
+        if not (fit := self._fit()):
+            logger.info(
+                "no speculative updates: a copy of the model is larger than parameterServer.aheadBytes"
+            )
+        return fit
 
     def make(self, live: BucketValues, basis: Basis) -> BucketValues:
         """The draft of a bucket; `draft` is its number. A draft of the same gradients is used again.

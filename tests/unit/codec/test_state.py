@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from datetime import timedelta
 
+import pytest
 import torch
 
 from elastic_ps.codec import as_bytes
 from elastic_ps.codec.memory import Scratch
 from elastic_ps.codec.state import ImportedState, OptimizerState, Snapshot, Stored
 from elastic_ps.core.partition import Rule, TensorSpec, partition
+from elastic_ps.errors import StorageUnavailable
 
 LAYOUT = partition((TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),), bucket_bytes=1024, shards=1)
 
@@ -53,11 +56,11 @@ COUNT = 32
 class Changing:
     """Buckets of two tensors each, and a snapshot of them. The values of a tensor are its number."""
 
-    def __init__(self, patience: timedelta) -> None:
+    def __init__(self, patience: timedelta, *, room: int = 0) -> None:
         self.tensors = [torch.full((64,), float(number)) for number in range(COUNT)]
         stored = [Stored(number, 0, "value", each) for number, each in enumerate(self.tensors)]
         buckets = {number: stored[2 * number : 2 * number + 2] for number in range(COUNT // 2)}
-        self.snapshot = Snapshot(buckets, patience=patience)
+        self.snapshot = Snapshot(buckets, patience=patience, room=room)
 
     def change(self) -> None:
         for number, each in enumerate(self.tensors):
@@ -75,7 +78,7 @@ def test_changes_wait_for_the_reader_of_a_snapshot_before_they_copy_more_than_it
     thread.join(0.2)
     changed = sum(float(each[0]) == -1 for each in changing.tensors)
     assert thread.is_alive(), "nobody reads"
-    assert changed <= COUNT * Snapshot.ROOM
+    assert changed <= COUNT * Snapshot.SHARE
     assert changing.read() == list(range(COUNT))
     thread.join()
     assert changing.snapshot.pause > timedelta(0)
@@ -86,6 +89,26 @@ def test_changes_go_on_with_copies_when_the_reader_of_a_snapshot_is_slow() -> No
     changing.change()
     assert changing.read() == list(range(COUNT))
     assert all(float(each[0]) == -1 for each in changing.tensors)
+
+
+def test_changes_of_a_small_model_do_not_wait() -> None:
+    changing = Changing(timedelta(minutes=10), room=1 << 20)
+    changing.change()  # nobody reads
+    assert changing.read() == list(range(COUNT))
+
+
+def test_a_snapshot_without_memory_for_a_copy_fails_and_changes_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    changing = Changing(timedelta(0))
+    monkeypatch.setattr("mmap.mmap", fails)  # the machine has memory
+    changing.change()
+    assert all(float(each[0]) == -1 for each in changing.tensors)
+    with pytest.raises(StorageUnavailable, match="no memory for a copy"):
+        changing.read()
 
 
 def test_nothing_is_copied_that_has_been_read_of_a_snapshot() -> None:
