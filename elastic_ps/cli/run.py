@@ -331,7 +331,7 @@ def _wait_until_it_runs(pid: int, directory: JobDirectory) -> int:
                 return os.waitstatus_to_exitcode(code)
             time.sleep(0.1)
     print(f"{name} runs in the background (launcher pid {pid})")
-    print(f"  elastic-ps status {name}               show its progress ")
+    print(f"  elastic-ps status {name}               show its progress")
     print(f"  elastic-ps logs {name} -f              show its output")
     print(f"  elastic-ps scale {name} --workers N    change the number of workers")
     print(f"  elastic-ps stop {name}                 stop it")

@@ -164,9 +164,10 @@ class Cluster:
             written = self._api.request("patch", resource, path, body=body)
         except ApiError as error:
             if error.status == 403 and _OF_A_ROLE in error.message:
-                text = f"the operator's Role does not permit it to patch {resource} in the namespace "
-                f"{namespace}. "
-                text += "Upgrade the chart together with the image"
+                text = (
+                    f"the operator's Role does not permit it to patch {resource} in the namespace "
+                    f"{namespace}. Upgrade the chart together with the image"
+                )
                 missing = Problem(ROLE_TOO_OLD, f"{text} ({error.message})")
                 self._missing[namespace, resource] = self._clock(), missing
                 return missing

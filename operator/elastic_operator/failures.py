@@ -119,7 +119,7 @@ def fatal(status: TrainingJobStatus, desired: Desired, observed: Observed) -> Pr
 def _ends(failure: str, then: str) -> str:
     """The message of a job that ends over a failure: its cause, what follows, and the last output."""
     cause, marker, output = failure.partition(LAST_OUTPUT)
-    return f"{cause}. {then}{marker}{output}"
+    return f"{cause.rstrip(' .')}. {then}{marker}{output}"
 
 
 def _may_move(desired: Desired) -> bool:

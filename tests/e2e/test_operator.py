@@ -180,7 +180,7 @@ def test_deadline_and_what_is_left_after_it(jobs: Jobs, operator: OperatorProces
     jobs.apply("gone", worker={"replicas": 1}, runPolicy={**late, **ttl})
     for name in ("kept", "swept"):
         message = jobs.wait_condition(name, "Failed", "DeadlineExceeded")
-        assert "activeDeadlineSeconds: 8" in message
+        assert "activeDeadlineSeconds (8 s)" in message
         assert jobs.job(name)["status"]["phase"] == "Failed"
     wait_for(lambda: not jobs.pods("swept"), what="all pods of the one are deleted", timeout=LIMIT)
     jobs.wait_gone("gone")

@@ -22,7 +22,7 @@ SCHEDULES = [(0, 40), (40, 60), (100, 100), (200, 100)]
 def simulate(*arguments: object) -> str:
     """In a process of its own: the simulator changes what modules know of threads and of time."""
     command = [sys.executable, "-m", "tests.simulator", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

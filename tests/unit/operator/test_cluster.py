@@ -777,7 +777,7 @@ def test_a_role_that_is_too_old_is_asked_once_and_said(server: ApiServer, operat
     assert "digits-worker-2" in server.names("pods"), "it keeps nothing else back"
     found = {c.type: c for c in operator.status.conditions}
     assert (found["Degraded"].status, found["Degraded"].reason) == ("True", "RoleTooOld")
-    assert "Upgrade the chart together with the image" in found["Degraded"].message
+    assert "in the namespace default. Upgrade the chart together with" in found["Degraded"].message
     assert found["Created"].status == "True"
     assert sum("Upgrade the chart together with the image" in message for message in operator.messages()) == 1
     assert again is not None
