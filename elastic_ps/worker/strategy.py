@@ -14,7 +14,6 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
-from concurrent import futures
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -202,30 +201,40 @@ class Future:
         give_up: Callable[[], object] = lambda: None,
         agree: Callable[[Callable[[], bool]], bool] = lambda wait: wait(),
     ) -> None:
-        self._give_up, self._agree = give_up, agree
-        self._made = futures.Future[bool]()
-        threading.Thread(target=self._run, args=(work,), name="exchange", daemon=True).start()
+        self._work, self._give_up, self._agree = work, give_up, agree
+        self._made = False
+        self._error: BaseException | None = None
+        self._over = threading.Event()  # a join that Ctrl-C interrupts takes the thread for ended
+        threading.Thread(target=self._run, name="exchange", daemon=True).start()
 
-    def _run(self, work: Callable[[], bool]) -> None:
+    def _run(self) -> None:
         try:
-            self._made.set_result(work())
+            self._made = self._work()
         except BaseException as error:  # noqa: BLE001 (raised in the thread that waits)
-            self._made.set_exception(error)
+            self._error = error
+        finally:
+            self._over.set()
 
     def wait(self) -> None:
         """Block until it is over, whatever comes of it."""
-        futures.wait([self._made])
+        self._over.wait()
+
+    def _result(self) -> bool:
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._made
 
     def finish(self) -> bool:
         """Whether the version is there, in flat memory; the caller gives it to the model. Blocks.
 
         Raises as `Strategy.finish`.
         """
-        return self._agree(self._made.result)
+        return self._agree(self._result)
 
     def cancel(self) -> None:
         """Give the version up. Blocks until nothing of it is under way."""
-        if not self._made.done():
+        if not self._over.is_set():
             self._give_up()
         self.wait()
 
