@@ -166,7 +166,7 @@ def test_memory_that_could_shrink_is_not_read() -> None:
     os.ftruncate(fd, 100)
     with pytest.raises(Malformed, match="change its size"):
         Mapped(fd)
-    with Path("/dev/null").open() as other, pytest.raises(Malformed, match="no shared memory"):
+    with Path("/dev/null").open() as other, pytest.raises(Malformed, match="is not shared memory"):
         Mapped(os.dup(other.fileno()))
     shared = SharedMemory(100)
     with pytest.raises(OSError, match="not permitted"):
