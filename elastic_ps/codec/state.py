@@ -82,7 +82,7 @@ class Snapshot:
         buckets: Mapping[int, Sequence[Stored]],
         *,
         patience: timedelta = timedelta(0),
-        room: int = 1 << 26,
+        room: int = 1 << 24,
     ) -> None:
         self.described = [stored for tensors in buckets.values() for stored in tensors]
         self._room = max(room, self.SHARE * sum(stored.value.nbytes for stored in self.described))

@@ -29,7 +29,6 @@ TERMINATION_LOG = Path("/dev/termination-log")
 """Where Kubernetes looks for the reason of an exit."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's <malloc.h>
-_SOME = 1 << 20
 _NEVER, _MOST = 2**31 - 1, 32 << 20  # the largest values that mallopt takes for them on 64 bits
 
 
@@ -141,25 +140,12 @@ def keep_freed_memory() -> None:
     system each time, which then has to zero each page again. The user's settings (`MALLOC_...`,
     `GLIBC_TUNABLES`) take precedence. Does nothing with a C library without `mallopt`.
     """
-    _set_thresholds(trim=_NEVER, mmap=_MOST)
-
-
-def give_back_freed_memory() -> None:
-    """Return the memory of freed tensors of 1 MiB or more to the system at once.
-
-    glibc would keep up to 32 MiB of each size that was freed once, so that short-lived memory, such as the
-    copy of a bucket, would stay with the process, fragmented. The user's settings take precedence as above.
-    """
-    _set_thresholds(trim=_SOME, mmap=_SOME)
-
-
-def _set_thresholds(*, trim: int, mmap: int) -> None:
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_TRIM_THRESHOLD, trim)
-        mallopt(_MMAP_THRESHOLD, mmap)
+        mallopt(_TRIM_THRESHOLD, _NEVER)
+        mallopt(_MMAP_THRESHOLD, _MOST)
 
 
 def end_soon() -> None:

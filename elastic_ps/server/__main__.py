@@ -45,7 +45,6 @@ def main() -> int:
     try:
         environment = env.read()
         lifecycle.begin(environment)
-        lifecycle.give_back_freed_memory()
         lifecycle.take_descriptors()
         lifecycle.end_if_a_thread_fails()
         compiler.defer()

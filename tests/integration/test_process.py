@@ -174,33 +174,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     assert int(faults.stdout) < pages / 50
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
-def test_a_parameter_server_does_not_keep_the_memory_of_what_it_has_freed() -> None:
-    """Else each copy of a bucket that is needed for short makes the process larger for good."""
-    program = """
-import torch
-from pathlib import Path
-from elastic_ps.process import lifecycle
-
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1])
-
-lifecycle.give_back_freed_memory()
-torch.ones(1 << 23, dtype=torch.uint8)  # glibc takes this as a hint to keep such memory
-before = resident()
-copies = [(torch.ones(1 << 22, dtype=torch.uint8), bytearray(1 << 14)) for _ in range(40)]
-rest = [small for _, small in copies]
-del copies
-print(resident() - before)
-"""
-    environment = {name: value for name, value in os.environ.items() if not _sets_malloc(name)}
-    pages = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True, text=True, timeout=LIMIT, check=True, env=environment,
-    )  # fmt: skip
-    assert int(pages.stdout) < (40 << 22) / resource.getpagesize() / 10
-
-
 @pytest.mark.parametrize("variable", ["", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
 def test_a_users_settings_of_the_memory_stand(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     for name in filter(_sets_malloc, list(os.environ)):
