@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 from hypothesis import settings
 
 from tests.testing.jitter import Jitter
@@ -15,7 +16,11 @@ settings.register_profile("change", settings.get_profile("nightly"), max_example
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A change is judged by the same examples each time, the night draws others."""
+    """A change is judged by the same examples each time, the night draws others.
+
+    Tests run in several processes. Threads of torch that have no core would wait for each other, spinning.
+    """
+    torch.set_num_threads(1)
     settings.load_profile("change" if config.getoption("-m") == "not nightly" else "nightly")
     if "ELASTIC_PS_JITTER" in os.environ:
         config.pluginmanager.register(Jitter(os.environ["ELASTIC_PS_JITTER"]))
