@@ -22,6 +22,7 @@ from elastic_ps.errors import (
     Refused,
 )
 from elastic_ps.evaluation.checkpoints import Checkpoint
+from elastic_ps.process.retrying import retry
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame
@@ -141,16 +142,10 @@ class JobSource:
 
     def _patiently(self, call: Callable[[], T]) -> T:
         """Call until the parameter server answers. It may be away for a while, and start again."""
-        deadline = time.monotonic() + self._patience.total_seconds()
-        while True:
-            try:
-                return call()
-            except (ConnectionLost, DeadlineExceeded) as error:
-                if time.monotonic() > deadline:
-                    raise ConnectionLost(
-                        f"the parameter server has not answered for {self._patience}: {error}"
-                    ) from error
-            except Refused as refusal:
-                if refusal.code is not RefusalCode.NOT_READY or time.monotonic() > deadline:
-                    raise
-            time.sleep(RETRY.total_seconds())
+        try:
+            return retry(
+                call, (ConnectionLost, DeadlineExceeded, Refused), patience=self._patience, pause=RETRY
+            )
+        except (ConnectionLost, DeadlineExceeded) as error:
+            text = f"the parameter server has not answered for {self._patience}: {error}"
+            raise ConnectionLost(text) from error

@@ -32,8 +32,9 @@ from elastic_ps.errors import (
     TransportError,
 )
 from elastic_ps.evaluation.queue import EvaluationQueue
+from elastic_ps.process.retrying import retry
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.limits import USUAL, ServerLimits, retry
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Advance, Written
 from elastic_ps.server.record import to_checkpoint
 

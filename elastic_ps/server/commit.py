@@ -39,10 +39,10 @@ from elastic_ps.errors import (
     TransportError,
     UserError,
 )
+from elastic_ps.process.retrying import RETRY, Patience, Pauses
 from elastic_ps.process.telemetry import History
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.limits import RETRY, Patience
 from elastic_ps.server.orders import (
     Advance,
     Application,
@@ -57,8 +57,8 @@ from elastic_ps.server.state import JobState, Model
 
 logger = logging.getLogger(__name__)
 
-LONGEST = timedelta(seconds=1)
-"""The longest time between two attempts to send an order. The first one is `RETRY`."""
+LONGEST = 1.0
+"""The longest time between two attempts to send an order, in seconds. The first one is `RETRY`."""
 
 GOODBYE = timedelta(seconds=2)
 """How long a parameter server that ends tries to tell the other shards."""
@@ -101,7 +101,7 @@ class CommitCoordinator:
         self._ordered = 0  # the version that the shards were ordered to make last, when all had voted for it
         self._norm = 0.0  # the norm of its mean gradient, if that is clipped
         self._over = False  # no more orders are sent
-        self._pause = self._not_before = 0.0  # after an order that failed: the pause, and its end
+        self._pauses, self._not_before = Pauses(RETRY.total_seconds(), LONGEST), 0.0  # after a failed order
         self._fan_out = ThreadPoolExecutor(max(1, len(shards) - 1), thread_name_prefix="advance")
 
     @property
@@ -285,7 +285,7 @@ class CommitCoordinator:
         try:
             done = self._roll_back() if rolling_back else self._tell(advance, contributions, decided, model)
             if done:
-                self._pause = 0.0
+                self._pauses.reset()
             return done
         finally:
             with job.lock:
@@ -294,8 +294,7 @@ class CommitCoordinator:
 
     def _back_off(self) -> None:
         """Pause after an order that failed, so that not every call of a worker repeats it."""
-        self._pause = min(max(RETRY.total_seconds(), 2 * self._pause), LONGEST.total_seconds())
-        self._not_before = time.monotonic() + self._pause
+        self._not_before = time.monotonic() + self._pauses.next()
 
     def _tell(
         self, advance: Advance, contributions: Sequence[Contribution], decided: float, model: Model

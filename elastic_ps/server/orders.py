@@ -20,7 +20,7 @@ from elastic_ps.core.partition import Layout
 from elastic_ps.core.settings import Settings, read_settings
 from elastic_ps.core.stages import StandbyState
 from elastic_ps.errors import ConnectionLost, DeadlineExceeded, InvalidJob, Malformed
-from elastic_ps.server.limits import retry
+from elastic_ps.process.retrying import retry
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame

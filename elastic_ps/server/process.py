@@ -19,11 +19,12 @@ from elastic_ps.core import scales
 from elastic_ps.errors import InvalidJob, NoCheckpoint
 from elastic_ps.evaluation.decisions import Evaluation
 from elastic_ps.evaluation.queue import EvaluationQueue
+from elastic_ps.process.retrying import Patience
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.commit import CommitCoordinator
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.limits import USUAL, Patience, ServerLimits
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.members import MemberCalls
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import RemoteShard, ShardControl

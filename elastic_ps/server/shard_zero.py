@@ -9,9 +9,9 @@ from elastic_ps.api.mutable import describe
 from elastic_ps.api.status import ServerStatus, TuningStatus
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.core.stages import CourseEvent, OrderEvent, StandbyState
+from elastic_ps.process.retrying import Patience
 from elastic_ps.server import status
 from elastic_ps.server.commit import CommitCoordinator
-from elastic_ps.server.limits import Patience
 from elastic_ps.server.reconfiguration import DesiredConfiguration, Reconfiguration
 
 

@@ -27,6 +27,7 @@ from elastic_ps.codec import as_bytes, dtype_of, name_of
 from elastic_ps.core.names import LONGEST_NAME, is_name
 from elastic_ps.core.partition import ITEM_SIZE
 from elastic_ps.errors import ConnectionLost, ElasticPSError, RefusalCode, Refused, UsageError
+from elastic_ps.process.retrying import Pauses
 from elastic_ps.tensors.handles import CLOSED, Handle, SerialExecutor, in_words
 from elastic_ps.tensors.spread import PUSH_RULES, Kind, PushRule, Slice, spread
 from elastic_ps.transport import calls
@@ -277,12 +278,12 @@ class Tensors:
 
     def _find_or_bring(self, kind: Kind, slices: Sequence[Slice], data: memoryview) -> tuple[_Known, bool]:
         """See docs/design/protocol.md. Raises Refused, ConnectionLost."""
-        above, lost, pause, home = 0, pb.Birth(), FIRST_PAUSE, slices[0].shard
+        above, lost, home = 0, pb.Birth(), slices[0].shard
+        pauses = Pauses(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             said = self._declare(home, pb.Named(**kind._asdict()), above=above, lost=lost)
             if said.pending:
-                time.sleep(pause)
-                pause = min(LONGEST_PAUSE, pause * 2)
+                time.sleep(pauses.next())
                 continue
             known = _Known(kind, said.birth, slices, {home: said.life})
             others = [each for each in slices if each.shard != home]

@@ -35,6 +35,7 @@ from elastic_ps.errors import (
     RefusalCode,
     Refused,
 )
+from elastic_ps.process.retrying import Pauses
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
@@ -491,7 +492,7 @@ class Client:
         Blocks. Raises Refused, and ConnectionLost when nobody has answered for `WorkerLimits.patience`.
         """
         since = time.monotonic()
-        pause, most = FIRST_PAUSE, LONGEST_PAUSE_CALLING
+        pauses, answered = Pauses(FIRST_PAUSE, LONGEST_PAUSE_CALLING), False
         while True:
             try:
                 return attempt()
@@ -512,10 +513,9 @@ class Client:
                     or self._is_late(since, time.monotonic())
                 ):
                     raise
-                if most < LONGEST_PAUSE:  # somebody is there now
-                    pause, most = FIRST_PAUSE, LONGEST_PAUSE
-            self._closed.wait(pause * (0.5 + random.random()))
-            pause = min(most, pause * 2)
+                if not answered:
+                    pauses, answered = Pauses(FIRST_PAUSE, LONGEST_PAUSE), True
+            self._closed.wait(pauses.next() * (0.5 + random.random()))
 
 
 def _reply(reply: A, _: Incoming) -> A:

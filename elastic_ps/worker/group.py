@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import socket
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.errors import ConnectionLost, UsageError
+from elastic_ps.process.retrying import retry
 
 _c10d: Any = dist
 """Some of its names are not among those that mypy knows."""
@@ -33,8 +33,8 @@ SILENCE = timedelta(seconds=30)
 LOOK = timedelta(seconds=1)
 """How often a worker looks, within an operation, whether the round is still made by this group."""
 
-PAUSE = 0.5
-"""Seconds between two looks for the address of a parameter server."""
+PAUSE = timedelta(milliseconds=500)
+"""The time between two looks for the address of a parameter server."""
 
 
 class Broken(Exception):
@@ -50,19 +50,19 @@ def host_towards(address: str, *, within: timedelta) -> str:
         ConnectionLost: that takes longer than `within`.
     """
     host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + within.total_seconds()
-    while True:
-        try:
-            infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-            family, kind, _, _, place = infos[0]
-            with socket.socket(family, kind) as probe:
-                probe.connect(place)
-                return str(probe.getsockname()[0])
-        except OSError as error:
-            if time.monotonic() > deadline:
-                text = f"the way to the parameter server at {address} is not known: {error}"
-                raise ConnectionLost(text) from error
-            time.sleep(PAUSE)
+
+    def look() -> str:
+        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        family, kind, _, _, place = infos[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+
+    try:
+        return retry(look, OSError, patience=within, pause=PAUSE)
+    except OSError as error:
+        text = f"the way to the parameter server at {address} is not known: {error}"
+        raise ConnectionLost(text) from error
 
 
 def require_safe(host: str, spec: TrainingJobSpec, *, secured: bool) -> None:

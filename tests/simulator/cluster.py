@@ -24,8 +24,9 @@ from elastic_ps.core.ledger import Range
 from elastic_ps.data.batches import slice_sizes
 from elastic_ps.data.shuffle import permutation
 from elastic_ps.errors import ElasticPSError, Fenced, RefusalCode, Refused
+from elastic_ps.process.retrying import Patience
 from elastic_ps.process.telemetry import History, Trace
-from elastic_ps.server.limits import Patience, ServerLimits
+from elastic_ps.server.limits import ServerLimits
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import unary

@@ -25,13 +25,13 @@ MODULES = {
 
 PACKAGES = (
     "elastic_ps.codec.state",
+    "elastic_ps.process.retrying",
     "elastic_ps.process.telemetry",
     "elastic_ps.server.commit",
     "elastic_ps.server.guarded",
     "elastic_ps.server.checkpointer",
     "elastic_ps.server.shard_zero",
     "elastic_ps.server.node",
-    "elastic_ps.server.limits",
     "elastic_ps.server.process",
     "elastic_ps.server.pulls",
     "elastic_ps.server.orders",

@@ -18,7 +18,8 @@ from elastic_ps.contract.env import ProcessEnvironment, Resume
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
-from elastic_ps.server.limits import USUAL, Patience, ServerLimits
+from elastic_ps.process.retrying import Patience
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import EMPTY, Frame

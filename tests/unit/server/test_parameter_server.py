@@ -17,8 +17,8 @@ from elastic_ps.contract.env import Resume
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import AskedToEnd, InvalidJob, NoCheckpoint, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.evaluation import results as evaluations
+from elastic_ps.process.retrying import Patience
 from elastic_ps.server import process
-from elastic_ps.server.limits import Patience
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Configuration, RemoteShard
 from elastic_ps.server.process import ParameterServer, bare_status

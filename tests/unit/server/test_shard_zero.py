@@ -23,9 +23,10 @@ from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.core.stages import CourseEvent
 from elastic_ps.errors import ConnectionLost, Fenced, RefusalCode, Refused
+from elastic_ps.process.retrying import RETRY
 from elastic_ps.server import record
 from elastic_ps.server.checkpointer import Checkpointer
-from elastic_ps.server.limits import RETRY, USUAL, ServerLimits
+from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Advance, Configuration, Report, Written
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import ranges_from_message

@@ -1,4 +1,4 @@
-"""A parameter server waits for its checkpoint directory, and for nothing else."""
+"""What may pass is tried again, and nothing else; a parameter server waits for its checkpoint directory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from elastic_ps.errors import AskedToEnd, CheckpointCorrupt, RefusalCode, Refused, StorageUnavailable
-from elastic_ps.server.limits import Patience
+from elastic_ps.process.retrying import Patience, Pauses, retry
 
 FULL = StorageUnavailable("no space left")
 AWAY = Refused(RefusalCode.NOT_READY, "shard 1 cannot read its part")
@@ -48,3 +48,21 @@ def test_what_waiting_cannot_mend_is_raised(error: Exception) -> None:
     action = Flaky(error)
     with pytest.raises(type(error)):
         action.patience.until_done(action)
+
+
+def test_pauses_grow_up_to_the_longest_and_begin_again() -> None:
+    pauses = Pauses(1.0, 3.0)
+    assert [pauses.next() for _ in range(4)] == [1.0, 2.0, 3.0, 3.0]
+    pauses.reset()
+    assert pauses.next() == 1.0
+
+
+def test_a_refusal_that_does_not_pass_is_not_retried() -> None:
+    refusals = [Refused(RefusalCode.INVALID, "wrong"), AWAY]
+
+    def refuse() -> None:
+        raise refusals.pop()
+
+    with pytest.raises(Refused, match="wrong"):
+        retry(refuse, Refused, patience=timedelta(minutes=1), pause=timedelta(0))
+    assert not refusals
