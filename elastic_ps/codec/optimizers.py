@@ -21,10 +21,14 @@ from elastic_ps.core.settings import check_optimizer
 from elastic_ps.errors import InvalidJob, InvalidModel
 from elastic_ps.process.lifecycle import import_own
 
-WIDE = {"float16": torch.float32, "bfloat16": torch.float32}
-"""Half precision is too coarse for sums of small numbers. Sums of gradients are in single precision, and so
-are the values that the optimizer steps, the *master* (Micikevicius et al. 2018, "Mixed Precision Training").
-"""
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums of gradients, and of the values that the optimizer steps, the *master*.
+
+    Half precision is too coarse for sums of small numbers (Micikevicius et al. 2018, "Mixed Precision
+    Training").
+    """
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def second_momentum(groups: Iterable[Mapping[str, Any]], sent: float) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from elastic_ps.codec.finite import require_finite
 from elastic_ps.codec.memory import Body, Scratch, as_bytes, as_tensor, dtype_of, name_of
-from elastic_ps.codec.optimizers import VALUE, WIDE, usual_numbers, usual_state, with_numbers
+from elastic_ps.codec.optimizers import VALUE, usual_numbers, usual_state, wide, with_numbers
 from elastic_ps.codec.several import Kind, Several, kinds_of, parts_of
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule
 from elastic_ps.core.settings import CONSTRAINTS, plain_group
@@ -275,7 +275,7 @@ def _entries(
     kind: Kind, group: Mapping[str, Any], parameter: torch.nn.Parameter, found: Mapping[str, Any], what: str
 ) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """The entries of a parameter's state: key, flat tensor in the server's dtype, and whether a scalar."""
-    usual = usual_state(kind, group, WIDE.get(name_of(parameter.dtype), parameter.dtype))
+    usual = usual_state(kind, group, wide(parameter.dtype))
     for key, (dtype, scalar) in usual.items():
         value = found.get(key)
         if value is None and kind is torch.optim.SGD:

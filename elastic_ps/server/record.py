@@ -24,7 +24,7 @@ from elastic_ps.api.mutable import MutableFields, read_mutable
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec import dtype_of, name_of
-from elastic_ps.codec.optimizers import MASTER, PULLED, WIDE, Optimizers, usual_state
+from elastic_ps.codec.optimizers import MASTER, PULLED, Optimizers, usual_state, wide
 from elastic_ps.codec.several import SEPARATOR, Kind
 from elastic_ps.core.all_reduce import StateHolders
 from elastic_ps.core.balance import Balance
@@ -302,7 +302,7 @@ def _try_optimizer(reader: Reader, settings: Settings, kinds: Sequence[Kind]) ->
     for index, tensor in enumerate(manifest.specs):
         if tensor.rule is not Rule.GRADIENT:
             continue
-        stepped = name_of(WIDE.get(tensor.dtype, dtype_of(tensor.dtype)))
+        stepped = name_of(wide(dtype_of(tensor.dtype)))
         if not 0 <= tensor.group < len(settings.groups):
             raise ValueError(
                 f"{tensor.name} is in parameter group {tensor.group}, but there are {len(settings.groups)}"

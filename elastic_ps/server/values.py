@@ -17,14 +17,15 @@ from elastic_ps.codec.optimizers import (
     MASTER,
     PULLED,
     VALUE,
-    WIDE,
     constructor_arguments,
     is_of_torch,
     unseen_step,
     usual_numbers,
     usual_state,
+    wide,
     with_numbers,
 )
+from elastic_ps.codec.reductions import REDUCTIONS
 from elastic_ps.codec.several import Kind
 from elastic_ps.codec.state import Source, Stored
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Rule, TensorSpec
@@ -85,8 +86,7 @@ class BucketValues:
         self._stepper: Stepper | None = None
         self._rows: list[int] = []
         if bucket.rule is Rule.GRADIENT:
-            wide = WIDE.get(bucket.dtype, self.values.dtype)
-            self.master = self.values.to(wide, copy=deltas is not None)
+            self.master = self.values.to(wide(self.values.dtype), copy=deltas is not None)
             self._parameters = [
                 torch.nn.Parameter(self._piece(self.master, i)) for i in range(len(bucket.pieces))
             ]
@@ -137,8 +137,7 @@ class BucketValues:
 
     def _memory(self) -> torch.Tensor:
         if self._sum is None:
-            dtype = WIDE.get(self.bucket.dtype, self.values.dtype)
-            self._sum = torch.empty(self.bucket.elements, dtype=dtype)
+            self._sum = torch.empty(self.bucket.elements, dtype=wide(self.values.dtype))
             self._sums = [self._piece(self._sum, index) for index in range(len(self.bucket.pieces))]
         return self._sum
 
@@ -167,57 +166,25 @@ class BucketValues:
             worker: index of the worker. For a BROADCAST the values of the lowest index count.
             largest: a bound of the values' magnitudes.
         """
-        if not present:
-            present = [True] * len(self.bucket.pieces)
-        restarts, total, first = first, self._memory(), first or self._blank
-        self.weight = samples if restarts else self.weight + samples
-        share = samples / self.weight
-        if isinstance(contribution, Sparse) or self.bucket.rule is Rule.GRADIENT:
-            rest = (self.weight - samples) / self.weight
-            self._add_gradient(contribution, share, rest, largest, first=first)
-        elif self.bucket.rule is Rule.MAXIMUM:
-            if first:
-                total.copy_(contribution)
-            else:
-                torch.maximum(total, contribution, out=total)
-        elif self.bucket.rule is Rule.BROADCAST:
-            if first or worker <= self._lowest:  # of several steps of one worker, the last
-                self._lowest = worker
-                total.copy_(contribution)
-        elif first:
+        present = present or [True] * len(self.bucket.pieces)
+        rule, total, begins = self.bucket.rule, self._memory(), first or self._blank
+        self.weight = samples if first else self.weight + samples
+        share, rest = samples / self.weight, (self.weight - samples) / self.weight
+        self._bound = largest if begins else max(self._bound, largest)
+        if isinstance(contribution, Sparse):
+            total.zero_() if begins else total.mul_(rest)
+            total.index_add_(0, contribution.places, contribution.values.to(total.dtype), alpha=share)
+        elif begins or (rule is Rule.BROADCAST and worker <= self._lowest):
+            self._lowest = worker  # of several steps of one worker, the last counts
             total.copy_(contribution)
-        elif self.bucket.rule is Rule.SUM:
-            total.add_(contribution)
+            if rule is Rule.GRADIENT and share != 1:  # others have added nothing
+                total.mul_(share)
         else:
-            _move_mean(total, contribution.to(total.dtype), share)
+            REDUCTIONS[rule].add(total, contribution, share, rest, self._bound)
         self._blank = False
         self.present = (
-            list(present) if first else [a or b for a, b in zip(self.present, present, strict=True)]
+            list(present) if begins else [a or b for a, b in zip(self.present, present, strict=True)]
         )
-
-    def _add_gradient(
-        self, gradient: torch.Tensor | Sparse, share: float, rest: float, largest: float, *, first: bool
-    ) -> None:
-        """Update the mean with a gradient that has this share of the weight. This does not overflow.
-
-        Args:
-            rest: the share of all others. If it is small, 1 - `share` differs from it by rounding.
-        """
-        total = self._memory()
-        self._bound = largest if first else max(self._bound, largest)
-        if isinstance(gradient, Sparse):
-            total.zero_() if first else total.mul_(rest)
-            total.index_add_(0, gradient.places, gradient.values.to(total.dtype), alpha=share)
-        elif first and share == 1:
-            total.copy_(gradient)
-        elif first:
-            torch.mul(gradient.to(total.dtype), share, out=total)
-        elif self._bound > torch.finfo(total.dtype).max / 2:  # their difference might overflow
-            total.mul_(rest).add_(gradient, alpha=share)
-        elif share <= rest:
-            torch.lerp(total, gradient.to(total.dtype), share, out=total)
-        else:  # lerp takes the other share from 1, in the dtype of the sum
-            torch.lerp(gradient.to(total.dtype), total, rest, out=total)
 
     def norm(self) -> float:
         """The 2-norm of the round's mean gradient, in float64."""
@@ -388,23 +355,13 @@ def bytes_of(
     total = 0
     for values in buckets:
         bucket = values.bucket
-        wide = WIDE.get(bucket.dtype, dtype_of(bucket.dtype))
+        stepped = wide(values.values.dtype)
         copies = 1 if values.master is values.values else 2  # of the sum's dtype
-        total += bucket.nbytes + copies * bucket.elements * wide.itemsize
+        total += bucket.nbytes + copies * bucket.elements * stepped.itemsize
         for piece in bucket.pieces if bucket.rule is Rule.GRADIENT else ():
-            state = state_of(tensors[piece.tensor].group, wide)
+            state = state_of(tensors[piece.tensor].group, stepped)
             total += sum(size if scalar else size * piece.length for size, scalar in state)
     return total
-
-
-def _move_mean(mean: torch.Tensor, value: torch.Tensor, share: float) -> None:
-    """Update `mean` with `value`, which has `share` of the weight.
-
-    The mean of equal values is that value to the bit, so a constant does not drift by rounding. Nothing
-    overflows, since weights are below 1.
-    """
-    mixed = mean * (1 - share) + value * share
-    mean.copy_(torch.where(mean == value, mean, mixed))
 
 
 Groups = Sequence[Mapping[str, Any]]

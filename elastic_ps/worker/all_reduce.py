@@ -21,7 +21,7 @@ import torch
 
 from elastic_ps.codec import checksum
 from elastic_ps.codec.finite import WHAT_TO_DO, require_finite
-from elastic_ps.codec.optimizers import WIDE
+from elastic_ps.codec.reductions import REDUCTIONS
 from elastic_ps.core.all_reduce import Barrier
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.settings import Settings, clip_divisor
@@ -409,20 +409,20 @@ class _Reducer:
             Broken: the operation cannot begin.
         """
         self.begun += 1
-        own = self._flat.contribution_of(bucket)
+        own, reduction = self._flat.contribution_of(bucket), REDUCTIONS[bucket.rule]
         total = self._totals.get(bucket.index)
         if total is None:
-            total = self._totals[bucket.index] = torch.empty_like(own, dtype=_dtype(bucket, own))
+            total = self._totals[bucket.index] = torch.empty_like(own, dtype=reduction.dtype(own.dtype))
         total.copy_(own)
         if bucket.rule is Rule.GRADIENT:
             for piece, has in zip(bucket.pieces, present, strict=True):
                 self.counts[self._place[piece.tensor]] = int(has)
-        if bucket.rule in (Rule.GRADIENT, Rule.MEAN):
+        if reduction.name == "mean":
             total.mul_(self._samples)
-        if bucket.rule is Rule.BROADCAST:
+        if reduction.name == "first":
             group.broadcast(total, 0)
         else:
-            group.all_reduce(total, maximum=bucket.rule is Rule.MAXIMUM)
+            group.all_reduce(total, maximum=reduction.name == "max")
 
     @torch.no_grad()
     def publish(self, norm: float | None) -> None:
@@ -435,7 +435,7 @@ class _Reducer:
         divisor = samples * self._clipped(norm, samples)
         for bucket in flat.layout.pushed:
             total = self._totals[bucket.index]
-            if bucket.rule in (Rule.GRADIENT, Rule.MEAN):
+            if REDUCTIONS[bucket.rule].name == "mean":
                 total.div_(divisor if bucket.rule is Rule.GRADIENT else samples)
             flat.contribution_of(bucket).copy_(total)
             flat.written(bucket)
@@ -468,12 +468,3 @@ class _Reducer:
 def _members(met: pb.MeetReply) -> list[tuple[int, int]]:
     """The members of a round, by rank, as (worker, incarnation)."""
     return [(peer.worker, peer.incarnation) for peer in met.group]
-
-
-def _dtype(bucket: Bucket, own: torch.Tensor) -> torch.dtype:
-    """The dtype of the sum of a bucket."""
-    if bucket.rule in (Rule.GRADIENT, Rule.SUM):
-        return WIDE.get(bucket.dtype, own.dtype)
-    if bucket.rule is Rule.MEAN:
-        return torch.float64  # the mean of equal values is that value, to the bit
-    return torch.int64 if bucket.rule is Rule.MAXIMUM else own.dtype

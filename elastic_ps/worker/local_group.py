@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_ps.codec import as_tensor, dtype_of
+from elastic_ps.codec.reductions import REDUCTIONS
 from elastic_ps.core.metrics import Metrics, reduce_all
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Rule
 from elastic_ps.errors import InvalidModel
@@ -301,39 +302,15 @@ class _Reducer:
         return told.pop(key)
 
     def _add_up(self, part: _Part, present: Sequence[Sequence[bool]]) -> None:
-        own, *others = self._flat.contributions_of(part.bucket)
-        rule = part.bucket.rule
-        # Of what is broadcast, process 0's counts: it has the lowest index.
-        if rule is Rule.GRADIENT and not self._same:
+        gradients = part.bucket.rule is Rule.GRADIENT
+        if not (gradients and self._same):
+            own, *others = self._flat.contributions_of(part.bucket)
             shares = zip(others, self.weights[1:], present[1:], strict=True)
-            add_gradients(own, self.weights[0], [(each, share) for each, share, has in shares if any(has)])
+            counted = [(each, share) for each, share, has in shares if any(has) or not gradients]
+            # A process without weight has computed on process 0's slice.
+            REDUCTIONS[part.bucket.rule].join(own, self.weights[0], counted)
             self._flat.written(part.bucket)
-        elif rule is Rule.MEAN:
-            add_means(own, list(zip(others, self.weights[1:], strict=True)))
-        elif rule in (Rule.MAXIMUM, Rule.SUM):
-            for other, weight in zip(others, self.weights[1:], strict=True):
-                if weight:  # else it has computed on process 0's slice
-                    torch.maximum(own, other, out=own) if rule is Rule.MAXIMUM else own.add_(other)
         self._done(part.bucket, [any(each) for each in zip(*present, strict=True)])
-
-
-def add_gradients(own: torch.Tensor, weight: float, others: Sequence[tuple[torch.Tensor, float]]) -> None:
-    """Make `own` the weighted sum of all, in float32 at least. Those without weight are not read."""
-    total = own if own.dtype in (torch.float32, torch.float64) else own.float()
-    total.mul_(weight)
-    for other, share in others:
-        if share:
-            total.add_(other, alpha=share)
-    if total is not own:
-        own.copy_(total)
-
-
-def add_means(own: torch.Tensor, others: Sequence[tuple[torch.Tensor, float]]) -> None:
-    """Make `own` the mean of all, weights adding up to 1 with its own. If all are equal, no bit changes."""
-    base = own.clone()
-    for other, share in others:
-        if share:
-            own.add_(other - base, alpha=share)
 
 
 class _Mine(NamedTuple):
@@ -455,11 +432,8 @@ class MeanGradients:
         self._put()
         own, *others = self._parts
         for name, total in own.flat.items():
-            add_gradients(
-                total,
-                weights[0],
-                [(part.flat[name], share) for part, share in zip(others, weights[1:], strict=True)],
-            )
+            shares = [(part.flat[name], share) for part, share in zip(others, weights[1:], strict=True)]
+            REDUCTIONS[Rule.GRADIENT].join(total, weights[0], shares)
         counted = [mine.present for mine, share in zip(every, weights, strict=True) if share]
         return _Mine([any(each) for each in zip(*counted, strict=True)], _mean_of(every, weights))
 

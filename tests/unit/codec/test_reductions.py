@@ -1,4 +1,4 @@
-"""What the processes of a worker have of a bucket is added up."""
+"""Contributions of several processes become one, with the precision and the bits that they should have."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from elastic_ps.worker.local_group import add_gradients, add_means
+from elastic_ps.codec.reductions import REDUCTIONS
+from elastic_ps.core.partition import Rule
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -15,21 +16,21 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     parts = [torch.randn(1000, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(4)]
     exact = torch.stack(parts).double().mean(0)
     own, *others = (part.clone() for part in parts)
-    add_gradients(own, 0.25, [(other, 0.25) for other in others])
+    REDUCTIONS[Rule.GRADIENT].join(own, 0.25, [(other, 0.25) for other in others])
     assert own.dtype is dtype
     bound = (1 if dtype is torch.bfloat16 else 4) * torch.finfo(dtype).eps
     assert float((own.double() - exact).abs().max()) <= bound
 
 
-def test_what_has_no_weight_is_not_looked_at() -> None:
+@pytest.mark.parametrize("rule", REDUCTIONS)
+def test_what_has_no_weight_is_not_looked_at(rule: Rule) -> None:
     own, other = torch.ones(3), torch.full((3,), math.nan)
-    add_gradients(own, 1.0, [(other, 0.0)])
-    add_means(own, [(other, 0.0)])
+    REDUCTIONS[rule].join(own, 1.0, [(other, 0.0)])
     assert own.tolist() == [1, 1, 1]
 
 
 def test_equal_buffers_stay_as_they_are_to_the_bit() -> None:
     values = torch.rand(1000) * 1e3
     own = values.clone()
-    add_means(own, [(values, 0.3), (values, 0.3)])
+    REDUCTIONS[Rule.MEAN].join(own, 0.4, [(values, 0.3), (values, 0.3)])
     assert torch.equal(own, values)
