@@ -51,7 +51,7 @@ test-docs: $(VENV)/ready  ## The tests that read documentation
 test-cluster: $(VENV)/ready  ## The tests on a real Kubernetes, see `make cluster`
 	$(BIN)/python $(PYTEST) --numprocesses=$(CLUSTER_PROCESSES) --dist=loadscope --no-loadscope-reorder tests/e2e
 
-check: $(VENV)/ready  ## Format, lint, types, layers, generated files, the site
+check: $(VENV)/ready  ## Format, lint, types, layers, generated files, sizes, the site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --cache-dir $(CACHE)/mypy
@@ -63,6 +63,7 @@ check: $(VENV)/ready  ## Format, lint, types, layers, generated files, the site
 	PYTHONPATH=.:operator $(BIN)/python tools/version.py --check
 	PYTHONPATH=operator $(BIN)/python tools/chart_values.py --check
 	$(BIN)/python tools/links.py
+	$(BIN)/python tools/sizes.py
 	$(MAKE) --no-print-directory docs
 
 docs: $(VENV)/ready  ## The site, in build/docs; a warning is an error
