@@ -34,8 +34,8 @@ class Flat:
     """The flat memory of a model: `values` that are pulled and `contributions` that are pushed.
 
     Attributes:
-        layout: as the parameter server cut the model up.
-        tensors: the model's tensors, in the layout's order.
+        layout, tensors: see below.
+        buckets_of: for each tensor, the indexes of its buckets.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class Flat:
         """Allocate, copy the model's values in, and make the model use this memory where it can.
 
         Args:
+            tensors: the model's tensors, in the layout's order.
             stepped_here: the script changes the model between two pulls, so that the tensors which change
                 have memory of their own, beside the values that were pulled.
             registered: where the model has these tensors.
@@ -63,20 +64,22 @@ class Flat:
         self._registered = registered
         if stepped_here:
             self._changing = frozenset(Rule) - {Rule.CONSTANT}
+        elif world.alone:
+            self._changing = frozenset({Rule.SUM})
         else:
             self._changing = frozenset(Rule) - {Rule.CONSTANT, Rule.GRADIENT}
-            if world.alone:
-                self._changing = frozenset({Rule.SUM})
         self._own_values = world.leads
         sizes: dict[tuple[str, Rule], int] = {}
         self._offsets: list[int] = []
         starts: dict[int, int] = {}
+        self.buckets_of: list[list[int]] = [[] for _ in layout.tensors]
         for bucket in layout.buckets:
             place = sizes.get((bucket.dtype, bucket.rule), 0)
             self._offsets.append(place)
             for piece in bucket.pieces:
                 starts.setdefault(piece.tensor, place - piece.start)
                 place += piece.length
+                self.buckets_of[piece.tensor].append(bucket.index)
             sizes[bucket.dtype, bucket.rule] = place
         pushed = {k: n * ITEM_SIZE[k[0]] for k, n in sizes.items() if k[1] is not Rule.CONSTANT}
         if world.alone:
@@ -94,19 +97,11 @@ class Flat:
             ((spec.dtype, spec.rule), starts.get(index, 0), spec.elements)
             for index, spec in enumerate(layout.tensors)
         ]
-        self._contribution = [
-            torch.empty(0, device="cpu")
-            if spec.rule is Rule.CONSTANT
-            else self._view(self._contributions, index)
-            for index, spec in enumerate(layout.tensors)
-        ]
+        changing = [i for i, spec in enumerate(layout.tensors) if spec.rule is not Rule.CONSTANT]
+        self._contribution = {index: self._view(self._contributions, index) for index in changing}
         self._value_of = [self._slice(self._values, bucket) for bucket in layout.buckets]
         self._value_bytes = [as_bytes(values) for values in self._value_of]
         self._contribution_of = {b.index: self._slice(self._contributions, b) for b in layout.pushed}
-        self.buckets_of: list[list[int]] = [[] for _ in layout.tensors]
-        for bucket in layout.buckets:
-            for piece in bucket.pieces:
-                self.buckets_of[piece.tensor].append(bucket.index)
         # The processes of a worker tell each other when a contribution is there, not when it will be.
         devices = {tensor.device for tensor in tensors} if world.alone else set()
         self._staging = Staging(devices, [*self._values.values(), *self._contributions.values()])
@@ -369,8 +364,8 @@ class Event(Protocol):
     def query(self) -> bool:
         """Whether it has occurred. Does not block."""
 
-    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        """Have the stream's next computations wait for it. Does not block."""
+    def wait(self) -> None:
+        """Have this thread's next computations on the device wait for it. Does not block."""
 
 
 class Streams(Protocol):
@@ -388,9 +383,6 @@ class Streams(Protocol):
         One of the two tensors is on the device. Copies of one direction are made one after the other.
         """
 
-    def compute_after(self, event: Event, device: torch.device) -> None:
-        """Have this thread's next computations on the device wait for the event. Does not block."""
-
 
 class CudaEvent:
     """An event of CUDA."""
@@ -406,8 +398,8 @@ class CudaEvent:
         with torch.cuda.device(self._device):
             return bool(self._event.query())
 
-    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        self._event.wait(stream)
+    def wait(self) -> None:
+        self._event.wait(torch.cuda.current_stream(self._device))
 
 
 class CudaStreams:
@@ -459,9 +451,6 @@ class CudaStreams:
             event.record(stream)
         there.record_stream(stream)  # no other tensor gets its memory before
         return CudaEvent(event, there.device)
-
-    def compute_after(self, event: Event, device: torch.device) -> None:
-        event.wait(torch.cuda.current_stream(device))
 
     def _stream(self, device: torch.device, down: bool) -> torch.cuda.Stream:
         with self._lock:
@@ -540,8 +529,8 @@ class Staging:
                 target.copy_(source)
             else:
                 last[target.device] = streams.copy(target, source)
-        for device, event in last.items():
-            self._streams[device.type].compute_after(event, device)
+        for event in last.values():
+            event.wait()
             self._up.append(event)
 
     def settle(self) -> None:

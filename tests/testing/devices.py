@@ -37,8 +37,9 @@ class Copy:
         self._streams.note("wait", self.down)
         self._streams.make(self)
 
-    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
-        raise AssertionError("this is no event of CUDA")
+    def wait(self) -> None:
+        self._streams.note("compute after", self.down)
+        self._streams.make(self)
 
 
 class LateDevice:
@@ -113,8 +114,3 @@ class LateStreams:
         with self._lock, torch.no_grad():
             self._begun.append(Copy(self, target, source, down))
             return self._begun[-1]
-
-    def compute_after(self, event: Copy, device: torch.device) -> None:
-        """See `Streams.compute_after`."""
-        self.note("compute after", event.down)
-        self.make(event)
