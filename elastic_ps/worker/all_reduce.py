@@ -90,7 +90,7 @@ class AllReduce(Strategy):
         self._sums = _Reducer(flat)
         self._present: dict[int, Sequence[bool]] = {}
         self._attempt = 0
-        self._held: tuple[int, int] | None = None  # the term and version of which this replica is
+        self._replica_of: tuple[int, int] | None = None  # the term and version of which this replica is
         self._settled: tuple[int, int] | None = None  # the attempt in which all of the group got the version
         self._group: _Group | None = None
         self._left: list[Group] = []  # groups in which an operation is still under way
@@ -193,9 +193,9 @@ class AllReduce(Strategy):
         return True
 
     def hand_over(self) -> None:
-        if self._held is None:
+        if self._replica_of is None:
             return
-        term, version = self._held
+        term, version = self._replica_of
         if term != self._client.term:
             return
         if self._client.ask(calls.MEET, pb.MeetRequest(version=version, parts=True)).send:
@@ -203,7 +203,7 @@ class AllReduce(Strategy):
 
     def has(self, version: int) -> bool:
         """Whether this replica is of that version, as it is in this term."""
-        return self._held == (self._client.term, version)
+        return self._replica_of == (self._client.term, version)
 
     # --- meeting the others
 
@@ -252,7 +252,7 @@ class AllReduce(Strategy):
         source = [peer.worker for peer in met.group].index(met.source)
         lacks = not self.has(met.version)
         if lacks:
-            self._held = None
+            self._replica_of = None
         self._replica.share(group, source, lambda: self._look(met))
         self._trace.complete("state", started, time.monotonic_ns(), version=met.version)
         if lacks:
@@ -260,7 +260,7 @@ class AllReduce(Strategy):
 
     def _take_over(self, version: int) -> None:
         """Get the version from the parameter server."""
-        self._held = None
+        self._replica_of = None
         if self._replica.fetch(version):
             self._hold(version, self._client.term)
 
@@ -348,7 +348,7 @@ class AllReduce(Strategy):
         settings = Settings.from_json(met.settings)
         for group, values in zip(self._optimizer.param_groups, settings.groups, strict=True):
             group.update({k: tuple(v) if isinstance(group.get(k), tuple) else v for k, v in values.items()})
-        self._held = self._overlap = None
+        self._replica_of = self._overlap = None
         self._adding = False
         self._sums.publish(settings.max_grad_norm)
         self._make_step()
@@ -360,7 +360,7 @@ class AllReduce(Strategy):
 
     def _hold(self, version: int, term: int) -> None:
         """This replica has the version now."""
-        self._held = (term, version)
+        self._replica_of = (term, version)
         if self._history.enabled:
             self._flat.gather()
             values = [

@@ -85,7 +85,7 @@ class Registered:
             for module in self._model.modules()
             for place in (module._parameters, module._buffers, module._modules)  # noqa: SLF001 (others copy)
         ]
-        self._held = self._now()
+        self._noted = self._now()
 
     def _now(self) -> list[Any]:
         return [*chain.from_iterable(place.values() for place in self._places)]
@@ -93,7 +93,7 @@ class Registered:
     def settle(self) -> None:
         """Take over what was assigned to buffers. Raises UsageError if anything else is not as it was."""
         now = self._now()
-        if len(now) == len(self._held) and all(map(operator.is_, now, self._held)):
+        if len(now) == len(self._noted) and all(map(operator.is_, now, self._noted)):
             return
         named, given = self._named(), self._given
         assigned = [name for name in {**given, **named} if named.get(name) is not given.get(name)]

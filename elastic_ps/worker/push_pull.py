@@ -102,7 +102,7 @@ class PushPull(Strategy):
         self._stepped = [b for b in flat.layout.pull_order if b.rule is not Rule.CONSTANT]
         self._to_ask: list[_Pull] | None = None  # the rest, if some were asked when the step began
         self._excluded: Set[int] = frozenset()  # buckets that the step is not about
-        self._held: dict[int, int] = {}  # of which version a bucket is, or was when it was pulled last
+        self._pulled: dict[int, int] = {}  # of which version a bucket is, or was when it was pulled last
         self._latest = self.info  # as of the last pull
         self._standing: pb.Standing | None = None  # which steps were in the model then, if that was said
         self._ready_at: dict[int, int] = {}  # when a bucket was complete, by the monotonic clock in ns
@@ -298,9 +298,9 @@ class PushPull(Strategy):
         """
         versions = self._progress.versions
         arrived = [b for b in self._stepped if b.index not in excluded]
-        self._held |= {b.index: versions.get(b.index, version) for b in arrived}
+        self._pulled |= {b.index: versions.get(b.index, version) for b in arrived}
         if self._history.enabled:
-            values = [(b.index, self._held[b.index], checksum(self.flat.value_bytes(b))) for b in arrived]
+            values = [(b.index, self._pulled[b.index], checksum(self.flat.value_bytes(b))) for b in arrived]
             self._history.record("values", term=self._client.member_id.term, values=values)
         if publish:
             self.flat.publish(excluded=excluded)
@@ -332,7 +332,7 @@ class PushPull(Strategy):
     def _expect_next(self, step: Step) -> list[_Pull]:
         """See `_expect`: of the version that the step is to be part of."""
         wanted = [b for b in self._stepped if b.index not in self._excluded]
-        held = min((self._held.get(b.index, self.version) for b in wanted), default=self.version)
+        held = min((self._pulled.get(b.index, self.version) for b in wanted), default=self.version)
         return self._expect(step.version + 1, wanted, contributor=True, held=min(held, self.version))
 
     def _ask_for(self, pulls: Iterable[_Pull]) -> None:

@@ -17,7 +17,7 @@ from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob, InvalidModel
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, events, make_mlp, make_spec, running_job
-from tests.testing.inside import exchange_of
+from tests.testing.inside import push_pull_of
 from tests.testing.oracle import assert_each_record_once, mse
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.trained import alone, check_against_replay, sgd
@@ -290,8 +290,8 @@ def test_what_an_encoded_step_leaves_over_counts_for_the_next_one_on_the_same_ve
             model.weight.sum().backward()
             optimizer.step()
         weights.append(model.weight.detach().flatten().clone())
-        exchange = exchange_of(session)
-        left.extend(exchange.encoder.left_over.values())
+        strategy = push_pull_of(session)
+        left.extend(strategy.encoder.left_over.values())
 
     compression = {"codec": "topk", "options": {"ratio": 0.25}}
     commits = alone(tmp_path, script, consistency=accumulate(2), compression=compression)

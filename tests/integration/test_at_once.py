@@ -20,7 +20,7 @@ from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker.dialogue import Answers, Step
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, events, make_mlp, running_job
-from tests.testing.inside import exchange_of, runtime_of
+from tests.testing.inside import push_pull_of, runtime_of
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
 from tests.testing.polling import eventually
 from tests.testing.trained import Models, sgd
@@ -156,13 +156,13 @@ def test_a_script_may_go_on_after_an_interrupt(
                 optimizer.step()
 
     def interrupt_once(session: Session) -> None:
-        exchange = exchange_of(session)
+        strategy = push_pull_of(session)
         at_once = not (applied or shards > 1)
         name = "_receive" if at_once else "_wait"
-        usual = getattr(exchange, name)
+        usual = getattr(strategy, name)
 
         def wait(*given: Any) -> None:
-            step = exchange.under_way
+            step = strategy.under_way
             now = step is not None and step.base > 2 and not interrupted.is_set()
             if now:
                 interrupted.set()
@@ -171,7 +171,7 @@ def test_a_script_may_go_on_after_an_interrupt(
             if now:
                 raise KeyboardInterrupt
 
-        setattr(exchange, name, wait)
+        setattr(strategy, name, wait)
 
     with running_job(
         tmp_path, consistency=consistency, worker={"replicas": 2}, parameterServer={"replicas": shards}

@@ -25,7 +25,7 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, events, make_mlp, make_spec, running_job
-from tests.testing.inside import exchange_of, runtime_of
+from tests.testing.inside import push_pull_of, runtime_of
 from tests.testing.oracle import Adapted, assert_each_record_once, mse, ranges_of
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.tiers import per_change
@@ -241,8 +241,8 @@ def test_with_consistent_reads_others_wait_for_who_reads(tmp_path: Path) -> None
     data, seen = Numbers(200), list[tuple[int, int]]()
 
     def slow_to_read(session: Session) -> None:
-        exchange = exchange_of(session)
-        says = exchange.computes_on
+        strategy = push_pull_of(session)
+        says = strategy.computes_on
 
         def late(version: int) -> None:
             rounds = job.coordinator.job.state.rounds
@@ -251,7 +251,7 @@ def test_with_consistent_reads_others_wait_for_who_reads(tmp_path: Path) -> None
             seen.append((version, job.version))
             says(version)
 
-        exchange.computes_on = late  # type: ignore[method-assign]
+        strategy.computes_on = late  # type: ignore[method-assign]
 
     def script(session: Session) -> None:
         model = make_mlp()

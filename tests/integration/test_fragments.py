@@ -24,7 +24,7 @@ from elastic_ps.errors import InvalidJob, InvalidModel
 from elastic_ps.worker.session import Session
 from tests.integration.test_local_steps import BATCH, Dying, adamw, local, steps_on, train
 from tests.testing.harness import Job, Numbers, make_mlp, make_spec, running_job
-from tests.testing.inside import exchange_of, runtime_of
+from tests.testing.inside import push_pull_of, runtime_of
 from tests.testing.oracle import (
     Adapted,
     Commit,
@@ -39,8 +39,8 @@ RULES = pytest.mark.parametrize("outer", ["diloco", "average", "easgd", "downpou
 
 def fragments_of(session: Session, count: int) -> list[set[int]]:
     """For each fragment, the numbers of the model's parameters in it."""
-    exchange = exchange_of(session)
-    flat = exchange.flat
+    strategy = push_pull_of(session)
+    flat = strategy.flat
     found = fragments(flat.layout, count)
     return [{i for i, own in enumerate(flat.buckets_of) if each.issuperset(own)} for each in found]
 

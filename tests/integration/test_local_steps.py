@@ -26,7 +26,7 @@ from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob, InvalidModel, UsageError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Job, Numbers, Tally, make_mlp, make_spec, running_job
-from tests.testing.inside import exchange_of, vanish
+from tests.testing.inside import push_pull_of, vanish
 from tests.testing.oracle import (
     Adapted,
     Commit,
@@ -369,9 +369,9 @@ def test_at_the_end_of_an_epoch_and_of_the_loop_the_model_is_the_jobs(tmp_path: 
                 optimizer.step()
                 if epoch == 1 and number == 4:
                     break
-            exchange = exchange_of(session)
-            assert exchange.version == job.version
-            assert torch.equal(model.weight, exchange.flat.value(0))
+            strategy = push_pull_of(session)
+            assert strategy.version == job.version
+            assert torch.equal(model.weight, strategy.flat.value(0))
             seen.append((model.weight.detach().clone(), int(job.status().progress.records_applied)))
 
     with running_job(tmp_path, consistency=local(4, outer), data={"shardRecords": 30}) as job:

@@ -14,11 +14,11 @@ def runtime_of(session: Session) -> Runtime:
     return session._runtime  # noqa: SLF001  a script that had it could break its worker
 
 
-def exchange_of(session: Session) -> PushPull:
+def push_pull_of(session: Session) -> PushPull:
     """The pushes and pulls of a worker that has joined."""
-    exchange = runtime_of(session).strategy
-    assert isinstance(exchange, PushPull)
-    return exchange
+    strategy = runtime_of(session).strategy
+    assert isinstance(strategy, PushPull)
+    return strategy
 
 
 def flat_of(optimizer: ElasticOptimizer) -> Flat:
