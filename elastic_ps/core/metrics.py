@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
 Reduction: TypeAlias = Literal["mean", "sum", "max"]
 """`mean` is weighted by samples."""
 
-REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
+
+def _mean(pairs: Sequence[tuple[float, float]]) -> float:
+    return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
+
+
+def _sum(pairs: Sequence[tuple[float, float]]) -> float:
+    return sum(value for value, _ in pairs)
+
+
+def _max(pairs: Sequence[tuple[float, float]]) -> float:
+    values = [value for value, _ in pairs]
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+REDUCTIONS: Mapping[str, Callable[[Sequence[tuple[float, float]]], float]] = {
+    "mean": _mean,
+    "sum": _sum,
+    "max": _max,
+}
+"""Each reduction of pairs (value, weight). `codec.reductions` has those of tensors."""
 
 MOST_NAMES = 1000
 """The most names that the job keeps: a script may invent a new one in each step by mistake."""
@@ -46,12 +65,7 @@ def reduce_values(given: Iterable[tuple[float, float]], how: str) -> float:
     """
     pairs = list(given)
     pairs = [(value, weight) for value, weight in pairs if weight] or [(pairs[0][0], 1.0)]
-    values = [value for value, _ in pairs]
-    if how == "sum":
-        return sum(values)
-    if how == "max":
-        return math.nan if any(map(math.isnan, values)) else max(values)
-    return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
+    return REDUCTIONS.get(how, _mean)(pairs)
 
 
 def keep(kept: dict[str, float], reported: Mapping[str, float]) -> None:

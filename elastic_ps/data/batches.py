@@ -240,7 +240,7 @@ class Batches:
 
 def checked(metrics: Mapping[str, Any], reduce: str) -> dict[str, Any]:
     """The values, detached. Raises UsageError: see `Runtime.report`."""
-    if reduce not in REDUCTIONS:
+    if reduce not in [*REDUCTIONS]:
         raise UsageError(f"session.metric got reduce={reduce!r}; expected one of {', '.join(REDUCTIONS)}")
     for name in metrics:
         if not is_name(name):
