@@ -37,6 +37,21 @@ def plain(nbytes: int) -> memoryview:
     return np.zeros(nbytes, dtype=np.uint8).data
 
 
+def pieces_of(memory: memoryview) -> Allocate:
+    """Allocates the pieces of some memory in order. It raises ValueError if too few bytes are left."""
+    used = 0
+
+    def take(nbytes: int) -> memoryview:
+        nonlocal used
+        start = -(-used // ALIGNMENT) * ALIGNMENT
+        if start + nbytes > len(memory):
+            raise ValueError(f"{nbytes} bytes asked for; {len(memory) - start} are left of {len(memory)}")
+        used = start + nbytes
+        return memory[start:used]
+
+    return take
+
+
 class Handle(NamedTuple):
     """The data to share memory: its number in this process, its file descriptor, and its bytes."""
 
@@ -50,6 +65,9 @@ class SharedMemory:
 
     It is registered, and its file is open, as long as a piece of it is in use. Afterwards its pages are
     freed, so that mappings in other processes take no memory.
+
+    Attributes:
+        take: allocates its pieces, see `pieces_of`.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -68,20 +86,10 @@ class SharedMemory:
             os.close(fd)
             raise
         self.handle = Handle(next(_numbers), fd, size)
-        self._bytes = memoryview(mapping)
-        self._used = 0
-        start = address(self._bytes)
+        memory = memoryview(mapping)
+        self.take, start = pieces_of(memory), address(memory)
         _known[self.handle.number] = (start, start + size, self.handle)
         weakref.finalize(mapping, _give_up, self.handle, os.getpid()).atexit = False
-
-    def take(self, nbytes: int) -> memoryview:
-        """The next `nbytes` of it, aligned; an `Allocate`. Raises ValueError if too few are left."""
-        start = -(-self._used // ALIGNMENT) * ALIGNMENT
-        size = self.handle.size
-        if start + nbytes > size:
-            raise ValueError(f"{nbytes} bytes asked for; {size - start} are left of {size}")
-        self._used = start + nbytes
-        return self._bytes[start : self._used]
 
 
 _numbers = itertools.count(1)

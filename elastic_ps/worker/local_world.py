@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from elastic_ps.contract import exits
 from elastic_ps.errors import ElasticPSError, Refused, UsageError
-from elastic_ps.transport.memory import ALIGNMENT, Allocate, SharedMemory
+from elastic_ps.transport.memory import ALIGNMENT, Allocate, SharedMemory, pieces_of
 
 DRAIN = "drain"
 """A process that was asked to leave proposes this."""
@@ -166,7 +166,7 @@ class LocalWorld:
             except (EOFError, OSError):
                 self.ended(0, where)
             try:
-                return _pieces_of(memoryview(mmap.mmap(fd, os.fstat(fd).st_size)))
+                return pieces_of(memoryview(mmap.mmap(fd, os.fstat(fd).st_size)))
             finally:
                 os.close(fd)
         try:
@@ -249,16 +249,3 @@ def _check_together(arrivals: Sequence[_Arrival]) -> None:
                 "step for each batch or none does: what one does alone, such as a break, a step that a "
                 "GradScaler leaves out, or what depends on the loss of its own slice, sets them apart"
             )
-
-
-def _pieces_of(memory: memoryview) -> Allocate:
-    """Allocates the same places as `SharedMemory.take` for the same sizes."""
-    used = 0
-
-    def take(nbytes: int) -> memoryview:
-        nonlocal used
-        start = -(-used // ALIGNMENT) * ALIGNMENT
-        used = start + nbytes
-        return memory[start:used]
-
-    return take
