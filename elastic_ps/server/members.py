@@ -19,7 +19,6 @@ from elastic_ps.core.partition import TensorSpec, difference
 from elastic_ps.core.sizing import Link, Turn
 from elastic_ps.core.stages import Stage, StageEvent
 from elastic_ps.errors import Malformed, RefusalCode, Refused
-from elastic_ps.server.orders import settings_from_message
 from elastic_ps.server.service import Callers, refuse_to_end, require_permitted
 from elastic_ps.server.shard import Shard
 from elastic_ps.server.shard_zero import ShardZero
@@ -28,7 +27,7 @@ from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
 from elastic_ps.transport.calls import Sender, answers
-from elastic_ps.transport.convert import tensors_from_message
+from elastic_ps.transport.convert import settings_from_message, tensors_from_message
 
 logger = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.plan import Plan
 from elastic_ps.codec.state import Part, Snapshot
 from elastic_ps.core.partition import Rule
+from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
@@ -35,7 +36,7 @@ from elastic_ps.server.orders import (
     Written,
 )
 from elastic_ps.server.shard import Shard
-from elastic_ps.server.standby import Follower, for_standby, sum_key
+from elastic_ps.server.standby import Follower, for_standby
 from elastic_ps.transport.base import Incoming
 
 logger = logging.getLogger(__name__)
@@ -280,13 +281,11 @@ class Node:
             shard.take_state(part, body)
             self._obey(term)  # as in take_sum
 
-    def take_sum(
-        self, term: int, bucket: int, version: int, attempt: int, present: Sequence[bool], body: Incoming
-    ) -> None:
+    def take_sum(self, key: PushKey, present: Sequence[bool], body: Incoming) -> None:
         """As a standby: take a bucket's sum over. Blocks while it is received. Raises Refused."""
-        self._obey(term)
-        self.shard.take_sum(sum_key(term, bucket, version, attempt), present, body)
-        self._obey(term)  # a newer term may have asked meanwhile, and was told that the sum is not here
+        self._obey(key.term)
+        self.shard.take_sum(key, present, body)
+        self._obey(key.term)  # a newer term may have asked meanwhile, and was told that the sum is not here
 
     def held(self, term: int) -> list[Advance]:
         """As a standby: the orders that it can carry out, oldest first. Older terms are refused from now on.

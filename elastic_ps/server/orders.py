@@ -1,4 +1,4 @@
-"""The orders of shard 0 to the shards, and their messages.
+"""The orders of shard 0 to the shards. `transport.convert` makes messages of them, field by field.
 
 Shard 0's coordinator calls its own shard directly and the others over the network. Both are a `ShardControl`.
 """
@@ -13,19 +13,20 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
-from elastic_ps.api.mutable import MutableFields, read_mutable
+from elastic_ps.api.mutable import MutableFields
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.codec.state import Part
 from elastic_ps.core.partition import Layout
-from elastic_ps.core.settings import Settings, read_settings
+from elastic_ps.core.sequence import PushKey
+from elastic_ps.core.settings import Settings
 from elastic_ps.core.stages import StandbyState
-from elastic_ps.errors import ConnectionLost, DeadlineExceeded, InvalidJob, Malformed
+from elastic_ps.errors import ConnectionLost, DeadlineExceeded
 from elastic_ps.process.retrying import retry
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame
 from elastic_ps.transport.calls import Call, Q
-from elastic_ps.transport.convert import from_message, layout_from_message, layout_to_message, to_message
+from elastic_ps.transport.convert import from_message, to_message
 
 
 @dataclass(frozen=True)
@@ -111,10 +112,6 @@ class Written:
     pause: timedelta
 
 
-_STANDBYS: Sequence[StandbyState | None] = (None, *StandbyState)
-"""Indexed by their numbers in messages. None: the shard has no standby."""
-
-
 @dataclass(frozen=True)
 class Report:
     """A shard's answer to an order: its part of the last checkpoint, if written, and its standby's state.
@@ -179,107 +176,6 @@ class ShardControl(Protocol):
         """Bring the round to this state."""
 
 
-def configuration_to_message(job: str, configuration: Configuration, order: OrderId) -> pb.ConfigureRequest:
-    return to_message(
-        pb.ConfigureRequest,
-        configuration,
-        job=job,
-        layout=layout_to_message(configuration.layout),
-        optimizer=pb.Optimizer(name=configuration.optimizer, groups=configuration.settings.to_json()),
-        tuning=configuration.mutable.to_json() if configuration.mutable is not None else "",
-        **vars(order),
-    )
-
-
-def configuration_from_message(message: pb.ConfigureRequest) -> Configuration:
-    """Raises Malformed if the layout, the settings or the tuning are not valid."""
-    return from_message(
-        Configuration,
-        message,
-        layout=layout_from_message(message.layout),
-        optimizer=message.optimizer.name,
-        settings=settings_from_message(message.optimizer.groups),
-        mutable=_mutable(message.tuning) if message.tuning else None,
-    )
-
-
-def advance_to_message(job: str, advance: Advance, order: OrderId | None = None) -> pb.AdvanceRequest:
-    apply = advance.apply
-    return to_message(
-        pb.AdvanceRequest,
-        advance,
-        job=job,
-        expected=[pb.Participant(worker=w, incarnation=i) for w, i in sorted(advance.expected.items())],
-        apply=apply
-        and to_message(
-            pb.Apply,
-            apply,
-            contributors=[pb.Contributor(worker=w, incarnation=i, step=s) for w, i, s in apply.contributors],
-            settings=apply.settings.to_json(),
-        ),
-        next=advance.next and advance_to_message(job, advance.next),
-        **vars(order or OrderId("", 0)),
-    )
-
-
-def advance_from_message(message: pb.AdvanceRequest) -> Advance:
-    """Raises Malformed if the settings are not valid."""
-    apply = message.apply
-    return from_message(
-        Advance,
-        message,
-        expected={who.worker: who.incarnation for who in message.expected},
-        apply=from_message(
-            Application,
-            apply,
-            contributors=[(c.worker, c.incarnation, c.step) for c in apply.contributors],
-            settings=settings_from_message(apply.settings),
-        )
-        if message.HasField("apply")
-        else None,
-        next=advance_from_message(message.next) if message.HasField("next") else None,
-    )
-
-
-def report_to_message(report: Report) -> pb.AdvanceReply:
-    part = report.written
-    file = part.file if part else None
-    written = part and to_message(
-        pb.Written,
-        part,
-        pause_us=round(part.pause.total_seconds() * 1e6),
-        **vars(file) if file else {"file": ""},
-    )
-    standby = _STANDBYS.index(report.standby)
-    return to_message(pb.AdvanceReply, report, written=written, standby=standby, queued=sorted(report.queued))
-
-
-def report_from_message(message: pb.AdvanceReply) -> Report:
-    """Raises Malformed if the standby's state is not a known one."""
-    if message.standby >= len(_STANDBYS):
-        raise Malformed(f"{message.standby} is not a state of a standby")
-    part, written = message.written, None
-    if message.HasField("written"):
-        file = None if part.error else from_message(ShardFile, part)
-        written = from_message(Written, part, file=file, pause=timedelta(microseconds=part.pause_us))
-    return Report(written, _STANDBYS[message.standby], message.norm, frozenset(message.queued))
-
-
-def _mutable(text: str) -> MutableFields:
-    try:
-        return read_mutable(text, source="tuning")
-    except InvalidJob as error:
-        raise Malformed(str(error)) from error
-
-
-def settings_from_message(text: str) -> Settings:
-    """Raises Malformed if `text` is not what `Settings.to_json` writes."""
-    try:
-        return read_settings(text)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Malformed(f"not the settings of an optimizer: {error}") from error
-
-
 START_TIMEOUT = timedelta(seconds=120)
 """How long shard 0 waits for another shard to start."""
 
@@ -318,37 +214,25 @@ class RemoteShard:
         """See ShardControl. Waits until the shard has started; raises ConnectionLost if it does not."""
 
         def ask() -> None:
-            request = configuration_to_message(self._job, configuration, self._order())
+            request = to_message(pb.ConfigureRequest, configuration, job=self._job, **vars(self._order()))
             calls.ask(self._connection, calls.CONFIGURE, request, timeout=CALL_TIMEOUT)
 
         retry(ask, (ConnectionLost, DeadlineExceeded), patience=self._start)
 
     def advance(self, advance: Advance) -> Report:
         """See ShardControl."""
-        request = advance_to_message(self._job, advance, self._order())
+        request = to_message(pb.AdvanceRequest, advance, job=self._job, **vars(self._order()))
         reply = calls.ask(self._connection, calls.ADVANCE, request, timeout=self._timeout)
-        return report_from_message(reply)
+        return from_message(Report, reply)
 
     def state(self, part: Part, data: memoryview, *, term: int) -> None:
         """Send a standby one tensor of a bucket, as it is before the open round's step. Blocks."""
         request = to_message(pb.StateRequest, part, job=self._job, term=term, **vars(self._order()))
         self._send(calls.STATE, request, data)
 
-    def sum(
-        self,
-        bucket: int,
-        data: memoryview,
-        present: Sequence[bool],
-        *,
-        term: int,
-        version: int,
-        attempt: int,
-    ) -> None:
+    def sum(self, key: PushKey, data: memoryview, present: Sequence[bool]) -> None:
         """Send a standby the sum of a bucket in the open round. Blocks."""
-        request = pb.SumRequest(
-            job=self._job, term=term, bucket=bucket, version=version, attempt=attempt, present=present
-        )
-        self._send(calls.SUM, request, data)
+        self._send(calls.SUM, to_message(pb.SumRequest, key, job=self._job, present=present), data)
 
     def _send(self, call: Call[Q, pb.Done], request: Q, data: memoryview) -> None:
         frame = Frame(request.SerializeToString(), data)
@@ -364,7 +248,7 @@ class RemoteShard:
         """
         request = pb.HeldRequest(job=self._job, term=term)
         reply = calls.ask(self._connection, calls.HELD, request, timeout=LOOK_TIMEOUT)
-        return [advance_from_message(order) for order in reply.orders]
+        return [from_message(Advance, order) for order in reply.orders]
 
     def close(self) -> None:
         self._connection.close()

@@ -10,23 +10,23 @@ from elastic_ps.codec.state import Part
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import CheckpointError, InvalidJob, RefusalCode, Refused
 from elastic_ps.server.node import Node
-from elastic_ps.server.orders import (
-    OrderId,
-    advance_from_message,
-    advance_to_message,
-    configuration_from_message,
-    report_to_message,
-    settings_from_message,
-)
+from elastic_ps.server.orders import Advance, Configuration, OrderId
 from elastic_ps.server.pulls import Pull, Pulled, RestartedAs
 from elastic_ps.server.service import Callers
 from elastic_ps.server.shard import Shard
+from elastic_ps.server.standby import sum_key
 from elastic_ps.server.steps import StepCalls
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import EMPTY, Frame, Incoming
 from elastic_ps.transport.calls import answers
-from elastic_ps.transport.convert import fields, from_message, run_from_message, run_to_message, to_message
+from elastic_ps.transport.convert import (
+    fields,
+    from_message,
+    run_to_message,
+    settings_from_message,
+    to_message,
+)
 
 
 class ShardService:
@@ -88,9 +88,8 @@ class ShardService:
         shard = self._node.shard
         if shard.term != key.term:  # a new term may have begun, with other encodings
             raise Refused(RefusalCode.STALE_TERM, f"push of term {key.term}; this is term {shard.term}")
-        runs = [run_from_message(run) for run in request.runs]
-        sent = from_message(Payload, request, body=EMPTY, runs=runs)
-        return shard.push(key, request.samples, request.present, incoming, sent)
+        sent = from_message(Payload, request, body=EMPTY)
+        return shard.push(key, request.samples, sent.present, incoming, sent)
 
     @answers(calls.PULL)
     def _pull(self, request: pb.PullRequest, _: Incoming) -> Iterator[Frame]:
@@ -101,14 +100,14 @@ class ShardService:
         if told:  # a dropped worker would wait in vain, and could not join again
             self._callers.require_member(caller)
         version, shard = request.version, self._node.shard
-        ahead = request.ahead and request.contributor
+        drafts = request.draft_settings and request.contributor
         asked = Pull(
             **fields(request, "buckets", "version", "held"),
             term=caller.term,
             attempt=request.attempt if told else None,
             contributor=(caller.worker, caller.incarnation) if request.contributor else None,
-            drafts=request.drafts if ahead else {},
-            groups=settings_from_message(request.ahead).groups if ahead else None,
+            drafts=request.drafts if drafts else {},
+            groups=settings_from_message(request.draft_settings).groups if drafts else None,
         )
         for item in shard.pull(asked):
             if item is None:
@@ -160,7 +159,7 @@ class ShardService:
     @answers(calls.CONFIGURE)
     def _configure(self, request: pb.ConfigureRequest, _: Incoming) -> None:
         try:
-            self._node.configure(configuration_from_message(request), from_message(OrderId, request))
+            self._node.configure(from_message(Configuration, request), from_message(OrderId, request))
         except InvalidJob as error:
             raise Refused(RefusalCode.INVALID, str(error)) from error
         except CheckpointError as error:  # shard 0 has verified the checkpoint, so the problem may pass
@@ -169,7 +168,7 @@ class ShardService:
     @answers(calls.ADVANCE)
     def _advance(self, request: pb.AdvanceRequest, _: Incoming) -> pb.AdvanceReply:
         order = from_message(OrderId, request)
-        return report_to_message(self._node.advance(advance_from_message(request), order))
+        return to_message(pb.AdvanceReply, self._node.advance(from_message(Advance, request), order))
 
     @answers(calls.STATE)
     def _state(self, request: pb.StateRequest, incoming: Incoming) -> None:
@@ -178,13 +177,13 @@ class ShardService:
 
     @answers(calls.SUM)
     def _sum(self, request: pb.SumRequest, incoming: Incoming) -> None:
-        place = (request.term, request.bucket, request.version, request.attempt)
-        self._node.take_sum(*place, request.present, incoming)
+        key = sum_key(**fields(request, "term", "bucket", "version", "attempt"))
+        self._node.take_sum(key, request.present, incoming)
 
     @answers(calls.HELD)
     def _held(self, request: pb.HeldRequest, _: Incoming) -> pb.HeldReply:
         orders = self._node.held(request.term)
-        return pb.HeldReply(orders=[advance_to_message(self._callers.job, order) for order in orders])
+        return pb.HeldReply(orders=[to_message(pb.AdvanceRequest, order) for order in orders])
 
 
 def answer_of(shard: Shard, pulled: Pulled) -> tuple[pb.PullReply, memoryview]:

@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 
@@ -60,6 +60,7 @@ def for_standby(order: Advance) -> Advance:
     return replace(order, apply=replace(order.apply, contributors=[LEADER]), expected={})
 
 
+@dataclass
 class _Copy:
     """The part of a model that a standby has; `base` describes the model.
 
@@ -70,11 +71,11 @@ class _Copy:
         before: the round that the standby has to apply next.
     """
 
-    def __init__(self, base: Configuration) -> None:
-        self.base, self.state = base, StandbyState.AWAY
-        self.buckets: set[int] = set()
-        self.staged: Advance | None = None
-        self.before: Application | None = None
+    base: Configuration
+    state: StandbyState = StandbyState.AWAY
+    buckets: set[int] = field(default_factory=set)
+    staged: Advance | None = None
+    before: Application | None = None
 
     def note(self, event: StandbyEvent) -> None:
         """Raises ImpossibleTransition."""
@@ -167,10 +168,10 @@ class Follower:
         self._standby.advance(for_standby(Advance(version, attempt, {}, behind, term=order.term, next=order)))
         copy.note(StandbyEvent.ROUND)
         self._send_buckets(shard, copy)
-        place = {"term": shard.term, "version": version, "attempt": attempt}
         for values in shard.sums():
             if (index := values.bucket.index) in copy.buckets:
-                self._standby.sum(index, as_bytes(values.sum), values.present, **place)
+                key = sum_key(shard.term, index, version, attempt)
+                self._standby.sum(key, as_bytes(values.sum), values.present)
         if copy.state is StandbyState.CATCHING_UP and shard.buckets <= copy.buckets:
             logger.info("the standby has every round from version %d on", version)
             copy.note(StandbyEvent.COMPLETE)
@@ -203,10 +204,7 @@ class Follower:
                     continue
                 copy = self._copy
             assert copy is not None
-            with (
-                self._turn,
-                self._changed,
-            ):  # an earlier order comes first, and may change the state
+            with self._turn, self._changed:  # an earlier order comes first, and may change the state
                 if self._closing or self._copy is not copy or time.monotonic() < self._not_before:
                     continue
             try:

@@ -20,7 +20,6 @@ from elastic_ps.core.membership import Member
 from elastic_ps.core.stages import CourseEvent
 from elastic_ps.errors import InvalidModel, Malformed, RefusalCode, Refused
 from elastic_ps.server.guarded import Look
-from elastic_ps.server.orders import settings_from_message
 from elastic_ps.server.service import Callers
 from elastic_ps.server.shard_zero import ShardZero
 from elastic_ps.server.state import JobState
@@ -28,7 +27,13 @@ from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
 from elastic_ps.transport.calls import Sender, answers
-from elastic_ps.transport.convert import fields, ranges_from_message, ranges_to_message
+from elastic_ps.transport.convert import (
+    fields,
+    from_message,
+    ranges_from_message,
+    ranges_to_message,
+    settings_from_message,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -283,13 +288,11 @@ class StepCalls:
         """
         self._callers.check(Sender.MEMBER, request, incoming)
         settings = settings_from_message(request.settings) if request.settings else None
-        contribution = Contribution(
+        contribution = from_message(
+            Contribution,
+            request,
             **fields(request.caller, "worker", "incarnation"),
-            **fields(request, "step", "samples", "settings", "assigns"),
             records=ranges_from_message(request.ranges),
-            metrics=dict(request.metrics),
-            reductions=dict(request.reductions),
-            skipped=ranges_from_message(request.skipped),
         )
         with self.job.member(request.caller) as (state, member):
             if contribution.step <= member.last_step:

@@ -1,17 +1,26 @@
-"""Converts between protobuf messages and types with fields of the same names, such as those of `core`."""
+"""Converts between protobuf messages and types with fields of the same names, such as those of `core`.
+
+`OWN` lists types that are texts or numbers in messages. A tuple is a message with its fields in that order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
-from typing import Any, TypeVar
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
-from elastic_ps.codec.base import Packed, Part
+from elastic_ps.api.mutable import MutableFields, read_mutable
+from elastic_ps.codec.base import Packed
 from elastic_ps.core.ledger import Range
-from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Piece, Rule, TensorSpec
-from elastic_ps.errors import Malformed
+from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule, TensorSpec
+from elastic_ps.core.settings import Settings, read_settings
+from elastic_ps.core.stages import StandbyState
+from elastic_ps.errors import InvalidJob, Malformed
 from elastic_ps.transport import messages_pb2 as pb
 
 M = TypeVar("M", bound=Message)
@@ -20,8 +29,21 @@ T = TypeVar("T")
 
 def to_message(kind: type[M], value: Any, **given: Any) -> M:
     """A message with the fields of `value`, by name; the others come from `given`."""
-    names = _common(kind.DESCRIPTOR, value.__class__) - given.keys()
-    return kind(**{name: getattr(value, name) for name in names}, **given)
+    shared = _shared(kind.DESCRIPTOR, value.__class__)
+    return kind(
+        **{name: each.send(getattr(value, name)) for name, each in shared.items() if name not in given},
+        **given,
+    )
+
+
+def from_message(kind: Callable[..., T], message: Message, **given: Any) -> T:
+    """A `kind`, a dataclass or named tuple, from a message's fields by name; the others come from `given`.
+
+    Raises:
+        Malformed: a text or a number is not what the type of the field allows.
+    """
+    shared = _shared(message.DESCRIPTOR, kind)
+    return kind(**{name: each.take(message) for name, each in shared.items() if name not in given}, **given)
 
 
 def fields(message: Message, *names: str) -> dict[str, Any]:
@@ -33,16 +55,76 @@ def fields(message: Message, *names: str) -> dict[str, Any]:
     }
 
 
-def from_message(kind: Callable[..., T], message: Message, **given: Any) -> T:
-    """A `kind`, a dataclass or named tuple, from a message's fields by name; the others come from `given`."""
-    names = _common(message.DESCRIPTOR, kind) - given.keys()
-    return kind(**fields(message, *names), **given)
+class _Converter(NamedTuple):
+    """Converts a value for a message, and back."""
+
+    send: Callable[[Any], Any]
+    take: Callable[[Any], Any]
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 @cache
-def _common(message: Any, kind: Any) -> frozenset[str]:
-    """The field names that both have. `message`: the message's descriptor."""
-    return frozenset(kind.__annotations__).intersection(message.fields_by_name)
+def _shared(message: Any, kind: Any) -> Mapping[str, _Converter]:
+    """The fields that both have, by name. Here `take` gets the whole message.
+
+    Args:
+        message: the message's descriptor.
+    """
+    hints = get_type_hints(kind)
+    return {field.name: _field(field, hints[field.name]) for field in message.fields if field.name in hints}
+
+
+def _field(field: Any, hint: Any) -> _Converter:
+    name, kind, may_be_absent = field.name, _without_none(hint), field.has_presence
+    send, take = _value(field, kind)
+    empty_is_none = kind is not hint and not may_be_absent
+
+    def from_field(message: Any) -> Any:
+        if may_be_absent and not message.HasField(name):
+            return None
+        value = getattr(message, name)
+        return None if empty_is_none and not value else take(value)
+
+    return _Converter(lambda value: None if value is None else send(value), from_field)
+
+
+def _without_none(hint: Any) -> Any:
+    """`X` of a hint `X | None`."""
+    if get_origin(hint) in (Union, types.UnionType):
+        (hint,) = (each for each in get_args(hint) if each is not type(None))
+    return hint
+
+
+def _value(field: Any, kind: Any) -> _Converter:
+    """The converter of a field that is there, from and to `kind`."""
+    if kind in OWN:
+        return OWN[kind]
+    origin, inner = get_origin(kind), get_args(kind)
+    if field.message_type is None:
+        if origin is frozenset:
+            return _Converter(sorted, frozenset)
+        return _Converter(_same, tuple if origin is tuple else _same)
+    if field.message_type.GetOptions().map_entry:
+        return _Converter(dict, dict)
+    if field.has_presence:
+        return _message(field, kind)
+    one = _message(field, inner[0])
+    return _Converter(
+        lambda values: [one.send(each) for each in values], lambda found: tuple(map(one.take, found))
+    )
+
+
+def _message(field: Any, kind: Any) -> _Converter:
+    made, names = GetMessageClass(field.message_type), [each.name for each in field.message_type.fields]
+    if get_origin(kind) is tuple:
+        return _Converter(
+            lambda value: made(**dict(zip(names, value, strict=True))),
+            lambda message: tuple(getattr(message, name) for name in names),
+        )
+    return _Converter(partial(to_message, made), partial(from_message, kind))
 
 
 def tensors_to_message(tensors: Iterable[TensorSpec]) -> list[pb.Tensor]:
@@ -51,38 +133,17 @@ def tensors_to_message(tensors: Iterable[TensorSpec]) -> list[pb.Tensor]:
 
 def tensors_from_message(messages: Iterable[pb.Tensor]) -> tuple[TensorSpec, ...]:
     """Raises Malformed for a dtype or rule that does not exist."""
-    return tuple(
-        from_message(
-            TensorSpec,
-            each,
-            shape=tuple(each.shape),
-            dtype=_dtype(each.dtype),
-            rule=_rule(each.rule),
-            aliases=tuple(each.aliases),
-        )
-        for each in messages
-    )
+    return tuple(from_message(TensorSpec, each, dtype=_dtype(each.dtype)) for each in messages)
 
 
 def layout_to_message(layout: Layout) -> pb.Layout:
-    buckets = [
-        to_message(pb.Bucket, bucket, pieces=[to_message(pb.Piece, piece) for piece in bucket.pieces])
-        for bucket in layout.buckets
-    ]
-    return pb.Layout(tensors=tensors_to_message(layout.tensors), buckets=buckets, shards=layout.shards)
+    return to_message(pb.Layout, layout)
 
 
 def layout_from_message(message: pb.Layout) -> Layout:
     """Raises Malformed for a dtype or rule that does not exist."""
     buckets = [
-        from_message(
-            Bucket,
-            each,
-            index=index,
-            dtype=_dtype(each.dtype),
-            rule=_rule(each.rule),
-            pieces=tuple(from_message(Piece, piece) for piece in each.pieces),
-        )
+        from_message(Bucket, each, index=index, dtype=_dtype(each.dtype))
         for index, each in enumerate(message.buckets)
     ]
     return Layout(tensors_from_message(message.tensors), tuple(buckets), message.shards)
@@ -94,6 +155,29 @@ def ranges_to_message(ranges: Iterable[Range]) -> list[pb.Range]:
 
 def ranges_from_message(messages: Sequence[pb.Range]) -> tuple[Range, ...]:
     return tuple(Range(m.epoch, m.start, m.stop) for m in messages)
+
+
+def run_to_message(packed: Packed) -> pb.Run:
+    return to_message(pb.Run, packed)
+
+
+def run_from_message(message: pb.Run) -> Packed:
+    return from_message(Packed, message)
+
+
+def settings_from_message(text: str) -> Settings:
+    """Raises Malformed if `text` is not what `Settings.to_json` writes."""
+    try:
+        return read_settings(text)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Malformed(f"not the settings of an optimizer: {error}") from error
+
+
+def _mutable(text: str) -> MutableFields:
+    try:
+        return read_mutable(text, source="tuning")
+    except InvalidJob as error:
+        raise Malformed(str(error)) from error
 
 
 def _dtype(name: str) -> str:
@@ -109,9 +193,24 @@ def _rule(number: int) -> Rule:
         raise Malformed(f"unknown rule {number}") from error
 
 
-def run_to_message(packed: Packed) -> pb.Run:
-    return to_message(pb.Run, packed, parts=[to_message(pb.Part, part) for part in packed.parts])
+_STANDBYS = (None, *StandbyState)
+"""Indexed by their numbers in messages."""
 
 
-def run_from_message(message: pb.Run) -> Packed:
-    return from_message(Packed, message, parts=tuple(from_message(Part, part) for part in message.parts))
+def _standby(number: int) -> StandbyState | None:
+    if number >= len(_STANDBYS):
+        raise Malformed(f"{number} is not a state of a standby")
+    return _STANDBYS[number]
+
+
+OWN: Mapping[Any, _Converter] = {
+    Layout: _Converter(layout_to_message, layout_from_message),
+    MutableFields: _Converter(MutableFields.to_json, _mutable),
+    Rule: _Converter(_same, _rule),
+    Settings: _Converter(Settings.to_json, settings_from_message),
+    StandbyState: _Converter(_STANDBYS.index, _standby),
+    timedelta: _Converter(
+        lambda time: round(time.total_seconds() * 1e6), lambda count: timedelta(microseconds=count)
+    ),
+}
+"""How types that are no messages of their own are sent, or that need a check. Times are in microseconds."""

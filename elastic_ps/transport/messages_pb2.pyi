@@ -533,7 +533,7 @@ class Traffic(_message.Message):
     def __init__(self, pushed_bytes: _Optional[int] = ..., pushed_plain_bytes: _Optional[int] = ..., pulled_bytes: _Optional[int] = ..., pulled_plain_bytes: _Optional[int] = ..., encode_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., codec: _Optional[str] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("caller", "version", "buckets", "attempt", "contributor", "held", "ahead", "drafts", "brief")
+    __slots__ = ("caller", "version", "buckets", "attempt", "contributor", "held", "draft_settings", "drafts", "brief")
     class DraftsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -547,7 +547,7 @@ class PullRequest(_message.Message):
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTOR_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
-    AHEAD_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SETTINGS_FIELD_NUMBER: _ClassVar[int]
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     BRIEF_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
@@ -556,10 +556,10 @@ class PullRequest(_message.Message):
     attempt: int
     contributor: bool
     held: int
-    ahead: str
+    draft_settings: str
     drafts: _containers.ScalarMap[int, int]
     brief: bool
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., contributor: bool = ..., held: _Optional[int] = ..., ahead: _Optional[str] = ..., drafts: _Optional[_Mapping[int, int]] = ..., brief: bool = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ..., buckets: _Optional[_Iterable[int]] = ..., attempt: _Optional[int] = ..., contributor: bool = ..., held: _Optional[int] = ..., draft_settings: _Optional[str] = ..., drafts: _Optional[_Mapping[int, int]] = ..., brief: bool = ...) -> None: ...
 
 class PullReply(_message.Message):
     __slots__ = ("bucket", "attempt", "pending", "done", "version", "settings", "stopped", "unchanged", "encoded", "draft", "stands", "delta", "steps", "last", "standing")
@@ -665,29 +665,38 @@ class GoneRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., instance: _Optional[str] = ...) -> None: ...
 
 class ConfigureRequest(_message.Message):
-    __slots__ = ("job", "layout", "optimizer", "term", "load_version", "source", "number", "follows", "tuning")
+    __slots__ = ("job", "layout", "optimizer", "settings", "term", "load_version", "source", "number", "follows", "mutable")
     JOB_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     LOAD_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     FOLLOWS_FIELD_NUMBER: _ClassVar[int]
-    TUNING_FIELD_NUMBER: _ClassVar[int]
+    MUTABLE_FIELD_NUMBER: _ClassVar[int]
     job: str
     layout: Layout
-    optimizer: Optimizer
+    optimizer: str
+    settings: str
     term: int
     load_version: int
     source: str
     number: int
     follows: bool
-    tuning: str
-    def __init__(self, job: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., term: _Optional[int] = ..., load_version: _Optional[int] = ..., source: _Optional[str] = ..., number: _Optional[int] = ..., follows: bool = ..., tuning: _Optional[str] = ...) -> None: ...
+    mutable: str
+    def __init__(self, job: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., optimizer: _Optional[str] = ..., settings: _Optional[str] = ..., term: _Optional[int] = ..., load_version: _Optional[int] = ..., source: _Optional[str] = ..., number: _Optional[int] = ..., follows: bool = ..., mutable: _Optional[str] = ...) -> None: ...
 
 class AdvanceRequest(_message.Message):
     __slots__ = ("job", "version", "attempt", "expected", "apply", "checkpoint", "term", "prepare", "state", "next", "source", "number", "last", "rescue")
+    class ExpectedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: int
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
     JOB_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -705,7 +714,7 @@ class AdvanceRequest(_message.Message):
     job: str
     version: int
     attempt: int
-    expected: _containers.RepeatedCompositeFieldContainer[Participant]
+    expected: _containers.ScalarMap[int, int]
     apply: Apply
     checkpoint: int
     term: int
@@ -716,7 +725,7 @@ class AdvanceRequest(_message.Message):
     number: int
     last: bool
     rescue: bool
-    def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., expected: _Optional[_Iterable[_Union[Participant, _Mapping]]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., checkpoint: _Optional[int] = ..., term: _Optional[int] = ..., prepare: bool = ..., state: _Optional[str] = ..., next: _Optional[_Union[AdvanceRequest, _Mapping]] = ..., source: _Optional[str] = ..., number: _Optional[int] = ..., last: bool = ..., rescue: bool = ...) -> None: ...
+    def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., expected: _Optional[_Mapping[int, int]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., checkpoint: _Optional[int] = ..., term: _Optional[int] = ..., prepare: bool = ..., state: _Optional[str] = ..., next: _Optional[_Union[AdvanceRequest, _Mapping]] = ..., source: _Optional[str] = ..., number: _Optional[int] = ..., last: bool = ..., rescue: bool = ...) -> None: ...
 
 class StateRequest(_message.Message):
     __slots__ = ("job", "term", "bucket", "tensor", "start", "key", "dtype", "scalar", "last", "source", "number")
@@ -774,14 +783,6 @@ class HeldReply(_message.Message):
     orders: _containers.RepeatedCompositeFieldContainer[AdvanceRequest]
     def __init__(self, orders: _Optional[_Iterable[_Union[AdvanceRequest, _Mapping]]] = ...) -> None: ...
 
-class Participant(_message.Message):
-    __slots__ = ("worker", "incarnation")
-    WORKER_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    worker: int
-    incarnation: int
-    def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
-
 class Apply(_message.Message):
     __slots__ = ("attempt", "contributors", "samples", "settings", "assigns", "norm")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -821,24 +822,30 @@ class AdvanceReply(_message.Message):
     def __init__(self, written: _Optional[_Union[Written, _Mapping]] = ..., standby: _Optional[int] = ..., norm: _Optional[float] = ..., queued: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Written(_message.Message):
-    __slots__ = ("version", "term", "number", "file", "sha256", "size", "error", "pause_us")
+    __slots__ = ("version", "term", "number", "file", "error", "pause")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     FILE_FIELD_NUMBER: _ClassVar[int]
-    SHA256_FIELD_NUMBER: _ClassVar[int]
-    SIZE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
-    PAUSE_US_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_FIELD_NUMBER: _ClassVar[int]
     version: int
     term: int
     number: int
+    file: ShardFile
+    error: str
+    pause: int
+    def __init__(self, version: _Optional[int] = ..., term: _Optional[int] = ..., number: _Optional[int] = ..., file: _Optional[_Union[ShardFile, _Mapping]] = ..., error: _Optional[str] = ..., pause: _Optional[int] = ...) -> None: ...
+
+class ShardFile(_message.Message):
+    __slots__ = ("file", "sha256", "size")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
     file: str
     sha256: str
     size: int
-    error: str
-    pause_us: int
-    def __init__(self, version: _Optional[int] = ..., term: _Optional[int] = ..., number: _Optional[int] = ..., file: _Optional[str] = ..., sha256: _Optional[str] = ..., size: _Optional[int] = ..., error: _Optional[str] = ..., pause_us: _Optional[int] = ...) -> None: ...
+    def __init__(self, file: _Optional[str] = ..., sha256: _Optional[str] = ..., size: _Optional[int] = ...) -> None: ...
 
 class EvaluateRequest(_message.Message):
     __slots__ = ("job", "process", "version", "metrics", "problem")

@@ -41,7 +41,7 @@ from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import EMPTY, Connection, Frame, Incoming
 from elastic_ps.transport.calls import A, Call, Q, Sender
-from elastic_ps.transport.convert import from_message, run_to_message, tensors_to_message, to_message
+from elastic_ps.transport.convert import from_message, tensors_to_message, to_message
 from elastic_ps.worker.dialogue import USUAL, Answers, MemberId, Step, WorkerLimits
 from elastic_ps.worker.measuring import Traffic, measure
 
@@ -75,19 +75,15 @@ class Client:
     """A worker's connections to all shards. `join`, `take`, `release` and `leave` belong to one thread.
 
     Args:
-        job, worker: the job's name and the worker's index.
-        connections: one for each shard, in order.
+        job, worker, connections, instance, trace, history: see `Session`.
         limits: for how long calls are repeated.
-        instance: names this process, and no other one ever; a random text if it is not given.
-        pid: of the process that the launcher has started, if that is another one.
+        pid: the process that the launcher has started, if that is another one.
         hostname: this host's name as the launcher knows it; by default its own.
 
     Attributes:
-        instance, limits: see above.
-        trace, history: where this process records what it does.
-        address: where the other workers find this one, if they speak to each other; else "".
-        member_id: of the present incarnation, since the last `join`.
-        traffic: of that incarnation; sent with the end of each step.
+        address: where the other workers find this one with `strategy: all-reduce`; else "".
+        member_id: the present incarnation, since the last `join`.
+        traffic: the traffic of that incarnation, which the end of each step reports.
     """
 
     def __init__(
@@ -347,7 +343,6 @@ class Client:
         return to_message(
             pb.PushRequest,
             payload,
-            runs=[run_to_message(run) for run in payload.runs],
             caller=step.member_id.caller(),
             step=step.number,
             bucket=bucket.index,

@@ -70,13 +70,9 @@ class PushPull(Strategy):
     """One worker's pushes and pulls, of a parameter server that makes the steps.
 
     Args:
-        encoder: of the gradients.
-        values: where those that are pulled are received.
-        drafts: take drafts, where the mode allows it.
-        consistency: the job's. Where rounds may be made without this worker, it asks before each step.
-
-    Attributes:
-        encoder, flat: as given.
+        values: receives the values that are pulled.
+        drafts: whether to take drafts, in modes that allow it.
+        consistency: the job's. If rounds may be made without this worker, it asks before each step.
     """
 
     def __init__(
@@ -161,7 +157,7 @@ class PushPull(Strategy):
                 for pull in pulls:
                     sent = sorted({b.index for b in self._pushed if b.shard == pull.shard} - excluded)
                     if sent and pull.shard in self._far:
-                        pull.wanted.buckets[:], pull.wanted.ahead = sent, settings
+                        pull.wanted.buckets[:], pull.wanted.draft_settings = sent, settings
                         early.append(pull)
                     else:
                         self._to_ask.append(pull)
@@ -513,7 +509,8 @@ class PushPull(Strategy):
             kind = reply.WhichOneof("kind")
             early = reply.draft or kind not in ("bucket", "done")
             with self._lock:
-                if pull.wanted.ahead and not early:  # a version without this worker may come in the step
+                # A version without this worker may come in the middle of its step.
+                if pull.wanted.draft_settings and not early:
                     self._changed.wait_for(
                         lambda: self._progress.ending is not None or not self._goes_on(pull)
                     )

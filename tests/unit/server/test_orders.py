@@ -19,19 +19,13 @@ from elastic_ps.server.orders import (
     OrderLog,
     Report,
     Written,
-    advance_from_message,
-    advance_to_message,
-    configuration_from_message,
-    configuration_to_message,
-    report_from_message,
-    report_to_message,
-    settings_from_message,
 )
 from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.convert import from_message, settings_from_message, to_message
 from tests.testing.shard import one_bucket, tensor
 
 SETTINGS = Settings(({"lr": 0.5},))
-APPLICATION = Application(2, [(0, 10, 3), (4, 14, 9)], 640, SETTINGS, assigns=True)
+APPLICATION = Application(2, ((0, 10, 3), (4, 14, 9)), 640, SETTINGS, assigns=True)
 ORDER = OrderId("a", 7)
 
 
@@ -42,15 +36,14 @@ ORDER = OrderId("a", 7)
         Advance(
             5, 2, {4: 14, 0: 10}, APPLICATION, checkpoint=3, term=2, prepare=True, state="{}", rescue=True
         ),
-        Advance(6, 0, {}, Application(2, [(0, 10, 3)], 640, SETTINGS, norm=0.0)),
+        Advance(6, 0, {}, Application(2, ((0, 10, 3),), 640, SETTINGS, norm=0.0)),
         Advance(4, 1, {}, term=2, next=Advance(5, 0, {}, APPLICATION, term=2, state="{}"), last=True),
     ],
 )
 def test_an_order_arrives_as_it_was_given(order: Advance) -> None:
-    message = advance_to_message("job", order, ORDER)
-    assert advance_from_message(pb.AdvanceRequest.FromString(message.SerializeToString())) == order
-    assert (message.job, message.source, message.number) == ("job", "a", 7)
-    assert (advance_to_message("job", order).source, advance_to_message("job", order).number) == ("", 0)
+    message = to_message(pb.AdvanceRequest, order, job="job", **vars(ORDER))
+    message = pb.AdvanceRequest.FromString(message.SerializeToString())
+    assert (from_message(Advance, message), from_message(OrderId, message)) == (order, ORDER)
 
 
 @pytest.mark.parametrize("load_version", [None, 0, 3])
@@ -59,10 +52,9 @@ def test_a_model_arrives_as_it_was_described(load_version: int | None, follows: 
     layout = one_bucket(tensor("w", 4), tensor("v", 2))
     tuning = MutableFields(generation=4) if follows else None
     configuration = Configuration(layout, "Adam", SETTINGS, 3, load_version, follows, tuning)
-    message = configuration_to_message("job", configuration, ORDER)
-    assert (message.job, message.source, message.number) == ("job", "a", 7)
+    message = to_message(pb.ConfigureRequest, configuration, job="job", **vars(ORDER))
     message = pb.ConfigureRequest.FromString(message.SerializeToString())
-    assert configuration_from_message(message) == configuration
+    assert (from_message(Configuration, message), from_message(OrderId, message)) == (configuration, ORDER)
 
 
 @pytest.mark.parametrize(
@@ -75,13 +67,13 @@ def test_a_model_arrives_as_it_was_described(load_version: int | None, follows: 
     ],
 )
 def test_an_answer_arrives_as_it_was_given(report: Report) -> None:
-    message = pb.AdvanceReply.FromString(report_to_message(report).SerializeToString())
-    assert report_from_message(message) == report
+    message = pb.AdvanceReply.FromString(to_message(pb.AdvanceReply, report).SerializeToString())
+    assert from_message(Report, message) == report
 
 
 def test_what_nobody_can_have_said_is_refused() -> None:
     with pytest.raises(Malformed, match="9 is not a state of a standby"):
-        report_from_message(pb.AdvanceReply(standby=9))
+        from_message(Report, pb.AdvanceReply(standby=9))
     for text in ("", "{", "[]", "{}"):
         with pytest.raises(Malformed, match="not the settings of an optimizer"):
             settings_from_message(text)

@@ -25,7 +25,7 @@ from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Application, Configuration, RemoteShard, Report, ShardControl
-from elastic_ps.server.standby import Rescue, for_standby
+from elastic_ps.server.standby import Rescue, for_standby, sum_key
 from tests.testing.shard import LR, Body, one_bucket, ones, tensor
 
 TENSOR = asdict(TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0))
@@ -75,9 +75,9 @@ class Setting:
         configure(self.standby, term=1)
         first, second = round_of(1), round_of(2)
         self.standby.advance(Advance(0, 0, {}, term=1, next=first))
-        self.standby.take_sum(1, 0, 0, 0, [True], Body(ones(4)))
+        self.standby.take_sum(sum_key(1, 0, 0, 0), [True], Body(ones(4)))
         self.standby.advance(replace(for_standby(first), next=second))
-        self.standby.take_sum(1, 0, 1, 0, [True], Body(ones(4)))
+        self.standby.take_sum(sum_key(1, 0, 1, 0), [True], Body(ones(4)))
 
     def by(self, standby: object = None, *, shard: ShardControl | None = None, **more: Any) -> Rescue:
         """What saves versions with these; by default, with the shard and the standby that there are."""

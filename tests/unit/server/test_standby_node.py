@@ -15,6 +15,7 @@ from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Application, Configuration
+from elastic_ps.server.standby import sum_key
 from tests.testing.shard import LR, Body, one_bucket, ones, tensor
 
 
@@ -30,7 +31,7 @@ def standby() -> Iterator[Node]:
 
 
 def test_what_came_before_the_question_is_in_the_answer(standby: Node) -> None:
-    standby.take_sum(1, 0, 0, 0, [True], Body(ones(4)))
+    standby.take_sum(sum_key(1, 0, 0, 0), [True], Body(ones(4)))
     assert [order.version for order in standby.held(2)] == [1]
 
 
@@ -39,7 +40,7 @@ def test_what_is_not_in_the_answer_is_refused(standby: Node) -> None:
     gate = threading.Event()
     body = Body(ones(4), gate=gate)
     with ThreadPoolExecutor(1) as threads:
-        sent = threads.submit(standby.take_sum, 1, 0, 0, 0, [True], body)
+        sent = threads.submit(standby.take_sum, sum_key(1, 0, 0, 0), [True], body)
         assert body.started.wait(10)
         assert standby.held(2) == []
         gate.set()
@@ -51,7 +52,7 @@ def test_what_is_not_in_the_answer_is_refused(standby: Node) -> None:
 def test_after_the_question_the_old_one_is_refused(standby: Node) -> None:
     assert standby.held(2) == []
     for call in (
-        lambda: standby.take_sum(1, 0, 0, 0, [True], Body(ones(4))),
+        lambda: standby.take_sum(sum_key(1, 0, 0, 0), [True], Body(ones(4))),
         lambda: standby.advance(Advance(0, 0, {}, term=1)),
         lambda: standby.held(1),
     ):
