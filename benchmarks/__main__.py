@@ -62,7 +62,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "network-one": Benchmark(
         "A step of one worker",
         "With a parameter server on another host, beside the time that the bytes alone need, one way after "
-        "the other. Without `sendAhead` nothing overlaps but backward.",
+        "the other. Without `drafts` nothing overlaps but backward.",
         ("--rounds", "1", "--workers", "1"),
         "network",
     ),

@@ -6,7 +6,7 @@ modules begin. From that its steps are worked out again as if `step()` had retur
 decided, and each module had waited for its own parameters: as ByteScheduler (Peng et al. 2019, "A Generic
 Communication Scheduler for Distributed DNN Training Acceleration") does it. What that saves is a bound: it is
 taken for granted that computing and receiving do not slow each other down, that waiting costs nothing, and
-that buffers (of BatchNorm) come first. Each setting is measured with drafts (`parameterServer.sendAhead`),
+that buffers (of BatchNorm) come first. Each setting is measured with drafts (`parameterServer.drafts`),
 which overlap values with backward, and without.
 
 It prints medians of the slowest worker: the step, how long values still come after the version is decided,
@@ -186,7 +186,7 @@ def measure(
         spec: dict[str, Any] = {
             "entrypoint": "benchmarks.forward:train",
             "worker": {"replicas": len(workers)},
-            "parameterServer": {"replicas": len(servers), "sendAhead": ahead, "bucketBytes": BUCKET_BYTES},
+            "parameterServer": {"replicas": len(servers), "drafts": ahead, "bucketBytes": BUCKET_BYTES},
             "data": {"shuffle": False},
         }
         arguments = {"case": case, "directory": name, "shards": len(servers), "bucket_bytes": BUCKET_BYTES}
@@ -228,7 +228,7 @@ def main() -> None:
         step, tail, forward, bound = (
             statistics.median(each[what] for each in results) for what in ("step", "tail", "forward", "bound")
         )
-        name = f"{CASES[case].model}, {place}{'' if ahead else ', no sendAhead'}"
+        name = f"{CASES[case].model}, {place}{'' if ahead else ', no drafts'}"
         print(
             f"{name:48} {step:5.0f} ms {tail:5.0f} ms {forward:5.0f} ms {bound:5.1f} ms, {bound / step:.1%}"
         )

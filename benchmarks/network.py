@@ -7,7 +7,7 @@ ratio, and the least time that the bytes of a step need: first the gradients, th
 turns.
 
 `--apart` gives each of the four shards a host of its own, as a cluster does. Then a worker's link carries
-gradients one way and values the other, and both at the same time: see `parameterServer.sendAhead`. One of the
+gradients one way and values the other, and both at the same time: see `parameterServer.drafts`. One of the
 rows is without that, and one has the size of buckets chosen.
 
 `--codec int8` also measures elastic-ps with gradients encoded so, and `--compression '{codec: int8, values:
@@ -253,7 +253,7 @@ def main() -> None:
     )
     parser.add_argument("--compression", action="append", default=[], type=yaml.safe_load, help="another row")
     parser.add_argument("--bucket-bytes", type=int, help="of rows with a codec; default: chosen")
-    parser.add_argument("--brief", action="store_true", help="neither without sendAhead nor over gRPC")
+    parser.add_argument("--brief", action="store_true", help="neither without drafts nor over gRPC")
     parser.add_argument("--hooks", action="store_true", help="also DDP with its own compression")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parsed = parser.parse_args()
@@ -267,7 +267,7 @@ def main() -> None:
         "elastic-ps, buckets of 4 MiB": {"server": {"bucketBytes": BUCKET_BYTES}},
     }
     if not parsed.brief:
-        rows["elastic-ps, no sendAhead"] = {"server": {"sendAhead": False}}
+        rows["elastic-ps, no drafts"] = {"server": {"drafts": False}}
         rows["elastic-ps over gRPC"] = {"scheme": "grpc:"}
     for compression in [{"codec": codec} for codec in parsed.codec] + parsed.compression:
         words = [compression.get("codec", NONE)]

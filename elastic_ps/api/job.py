@@ -181,18 +181,18 @@ class ParameterServer(CamelModel):
         "chosen when the job begins: the first worker measures its network. It is 4 MiB then with strategy "
         "all-reduce, with consistency.deterministic, and with codec powersgd.",
     )
-    send_ahead: Annotated[bool, rules.NEW_PODS] = Field(
+    drafts: Annotated[bool, rules.NEW_PODS] = Field(
         default=True,
-        description="With true, in mode sync, a shard makes and sends the next values of a bucket as soon as "
-        "it has the gradients of all workers for it. So values travel while other gradients still do. It "
-        "keeps the old values until the whole step is complete, which takes a second copy of values, sums "
-        "and optimizer state. Workers on a shard's own host do not need it.",
+        description="With true, in mode sync, a shard makes and sends the next values of a bucket, a draft, "
+        "as soon as it has the gradients of all workers for it. So values travel while other gradients still "
+        "do. It keeps the old values until the whole step is complete, which takes a second copy of values, "
+        "sums and optimizer state. Workers on a shard's own host do not need it.",
     )
-    ahead_bytes: Annotated[int, rules.NEW_PODS] = Field(
+    draft_bytes: Annotated[int, rules.NEW_PODS] = Field(
         default=2 * 1024 * 1024 * 1024,
         ge=0,
         le=2**44,
-        description="How many bytes the second copy for sendAhead may take on each parameter server. If it "
+        description="How many bytes the second copy for drafts may take on each parameter server. If it "
         "would take more, the parameter server makes none, and sends values when the whole step is complete.",
     )
     optimizers: Annotated[list[ImportPath], rules.NEW_PODS] = Field(

@@ -27,14 +27,7 @@ from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
-from elastic_ps.server.orders import (
-    Advance,
-    Configuration,
-    OrderId,
-    OrderLog,
-    Report,
-    Written,
-)
+from elastic_ps.server.orders import Advance, Configuration, OrderId, OrderLog, Report, Written
 from elastic_ps.server.shard import Shard
 from elastic_ps.server.standby import Follower, for_standby
 from elastic_ps.transport.base import Incoming
@@ -46,12 +39,10 @@ class Node:
     """The shard of this process, once it is configured, and the thread that writes its checkpoints.
 
     Args:
-        consistency: used in a term whose configuration names none.
+        consistency, codecs: used in a term whose configuration names none.
         history: records the values that the shard has loaded, made and written. The caller closes it.
         follower: the shard's standby. `close` closes it.
-        codecs: used in a term whose configuration names none. They choose the values that workers get.
-        optimizers: the optimizers that the job may use; torch's if it is None.
-        ahead_bytes: see `Shard`.
+        optimizers, draft_bytes: see `Shard`.
     """
 
     def __init__(
@@ -66,12 +57,12 @@ class Node:
         follower: Follower | None = None,
         codecs: Plan | None = None,
         optimizers: Optimizers | None = None,
-        ahead_bytes: float = math.inf,
+        draft_bytes: float = math.inf,
         limits: ServerLimits = USUAL,
     ) -> None:
         self.index, self.shards, self.store, self._limits = index, shards, store, limits
         self._consistency, self._optimizers = consistency, optimizers or Optimizers()
-        self._ahead_bytes = ahead_bytes
+        self._ahead_bytes = draft_bytes
         self._codecs, self._follower = codecs or Plan(Compression()), follower
         self._trace, self._history = trace, history or History(None, "")
         self._lock = threading.Lock()
@@ -128,7 +119,7 @@ class Node:
             trace=self._trace,
             codecs=codecs,
             optimizers=self._optimizers,
-            ahead_bytes=self._ahead_bytes,
+            draft_bytes=self._ahead_bytes,
             limits=self._limits,
         )
         if configuration.load_version is not None:

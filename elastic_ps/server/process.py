@@ -53,7 +53,6 @@ class ParameterServer:
     """A shard of a job, or its standby, serving on a transport until it is closed.
 
     Args:
-        environment: the job, the shard's index and the directory of checkpoints.
         server: the transport to serve on. `close` closes it.
         connect: connects shard 0 with another shard, by its index.
         connect_standby: connects a shard with its standby, and shard 0 with all; None if there are none.
@@ -100,7 +99,7 @@ class ParameterServer:
             consistency=spec.consistency,
             codecs=codecs,
             optimizers=optimizers,
-            ahead_bytes=spec.parameter_server.ahead_bytes,
+            draft_bytes=spec.parameter_server.draft_bytes,
             trace=self._trace,
             history=self._history,
             follower=follower,

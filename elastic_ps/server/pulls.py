@@ -106,7 +106,7 @@ class Drafts:
         """Whether drafts may be made. Raises what `usual_state` raises."""
         if not (fit := self._fit()):
             logger.info(
-                "no speculative updates: a copy of the model is larger than parameterServer.aheadBytes"
+                "no speculative updates: a copy of the model is larger than parameterServer.draftBytes"
             )
         return fit
 

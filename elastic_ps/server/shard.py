@@ -56,11 +56,10 @@ class Shard:
         consistency: the job's. With `deterministic`, contributions are added in the order of worker index.
         codecs: the job's. They choose the buckets of which deltas are sent.
         optimizers: the optimizers that the job may use; torch's if it is None.
-        ahead_bytes: the size of a second copy for drafts, at most. If the copy would be larger, no drafts are
+        draft_bytes: the size of a second copy for drafts, at most. If the copy would be larger, no drafts are
             made.
 
     Attributes:
-        codecs: see above.
         encoder: encodes the values that workers pull.
     """
 
@@ -73,7 +72,7 @@ class Shard:
         trace: Trace,
         codecs: Plan | None = None,
         optimizers: Optimizers | None = None,
-        ahead_bytes: float = math.inf,
+        draft_bytes: float = math.inf,
         limits: ServerLimits = USUAL,
     ) -> None:
         self._limits = limits
@@ -89,7 +88,7 @@ class Shard:
         self._round = OpenRound(self._log, self._make_buckets(), limits)
         self._lock, self._buckets = self._round.lock, self._round.buckets
         self._adding, self._stepping = self._round.adding, self._round.stepping
-        self._drafts = Drafts(self._make_buckets, lambda: self._copy_bytes <= ahead_bytes)
+        self._drafts = Drafts(self._make_buckets, lambda: self._copy_bytes <= draft_bytes)
         self._pulls = Pulls(self._round, self._drafts, consistency=consistency, limits=limits, trace=trace)
         self._stepped = [
             b for b in layout.pull_order if b.index in self._buckets and b.rule is not Rule.CONSTANT

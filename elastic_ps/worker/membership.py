@@ -53,25 +53,20 @@ class Membership:
     """This worker as a member of the job, over all its incarnations. For the training thread, except `drain`.
 
     Args:
-        client: says where this process records what it does.
-        on_hung: called, on another thread, with the reason, if this worker is declared hung.
-        on_joined: called when this worker has become a member.
-        world: the processes of this worker, of which process 0 alone is the member.
-        host: this host's address, as other workers reach it.
+        on_hung, on_joined, world, host: see `Session`. Process 0 of the world alone is the member.
 
     Attributes:
         working: what this worker is doing.
-        spec: how to train the job, as of the last time that this worker has joined.
-        schedule: of the model, from `enter` on.
-        batches: what the script has in hand for the next step.
+        spec: the job's, as of the last time that this worker has joined.
+        schedule, model, gradients: from `session.optimizer` on.
+        local: likewise, in mode `local`.
+        make_step: has the script's own optimizer make a step on this worker.
+        batches: the batches that the script has in hand for the next step.
         slices: divides batches among the processes.
-        model, gradients: from `session.optimizer` on.
-        local: in mode `local`, from there on.
-        make_step: has the script's own optimizer make a step on this worker; from there on.
-        steps: how many this worker has begun.
-        drops: how often all records in hand were dropped, as this worker had to join again, or pauses.
-        repeats: called when this worker has joined again: what the parameter server may have forgotten.
-        has_been_chief: this worker has been told that it is the chief, of any epoch or at the end.
+        steps: the number of steps that this worker has begun.
+        drops: how often all records in hand were dropped, because this worker had to join again, or pauses.
+        repeats: called when this worker has joined again: the parameter server may have forgotten some calls.
+        has_been_chief: whether this worker has been the chief, of any epoch or at the end.
     """
 
     schedule: Schedule
@@ -232,7 +227,7 @@ class Membership:
         make: Callable[..., PushPull] = PushPull
         if not self.world.alone:
             make = partial(GroupLeader, self.world, self.weights, same=same)
-        drafts = self.spec.parameter_server.send_ahead
+        drafts = self.spec.parameter_server.drafts
         return make(client, flat, self.spec.consistency, encoder, values, drafts=drafts)
 
     def _initialise(
@@ -342,9 +337,7 @@ class Membership:
 
     @contextmanager
     def known(self, *, in_step: bool = False) -> Iterator[None]:
-        """Join again if a call in the block is refused because this worker is not known.
-
-        The block ends at that call. A caller that returns within the block knows that none was refused.
+        """Join again, and end the block, if a call in it is refused because this worker is not known.
 
         Args:
             in_step: the block ends a step, whose gradients the script may still look at.

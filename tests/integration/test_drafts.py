@@ -68,7 +68,7 @@ def test_the_rate_that_is_set_last_counts(tmp_path: Path, late: bool, versions: 
     assert_equal_up_to_round_off(models[0], make_mlp((6, 40, 40, 1)), in_one_process)
 
 
-def test_send_ahead_false_makes_no_drafts(tmp_path: Path) -> None:
+def test_a_job_without_drafts_makes_none(tmp_path: Path) -> None:
     def script(session: Session) -> None:
         model = make_mlp((6, 40, 40, 1))
         optimizer = session.optimizer(sgd(model), model)
@@ -78,7 +78,7 @@ def test_send_ahead_false_makes_no_drafts(tmp_path: Path) -> None:
             optimizer.step()
 
     traces = tmp_path / "traces"
-    server = FIELDS["parameterServer"] | {"sendAhead": False}
+    server = FIELDS["parameterServer"] | {"drafts": False}
     with running_job(tmp_path, traces=traces, parameterServer=server) as job:
         job.start(0, script)
         job.join()

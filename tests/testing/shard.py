@@ -106,7 +106,7 @@ class Rig:
         consistency: Consistency = SYNC,
         codecs: Plan | None = None,
         limits: ServerLimits = USUAL,
-        ahead_bytes: float = math.inf,
+        draft_bytes: float = math.inf,
     ) -> None:
         self.layout = layout
         self.shard = Shard(
@@ -115,7 +115,7 @@ class Rig:
             consistency=consistency,
             trace=Trace(None, ""),
             codecs=codecs,
-            ahead_bytes=ahead_bytes,
+            draft_bytes=draft_bytes,
             limits=limits,
         )
         self.settings = settings

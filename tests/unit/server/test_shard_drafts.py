@@ -55,14 +55,14 @@ def test_drafts_are_made_if_a_second_copy_does_not_take_too_much(
     )
     room = round(800 * needed)
     answers = []
-    for ahead_bytes in (room - 1, room):
+    for draft_bytes in (room - 1, room):
         rig = Rig(
             layout,
             optimizer=optimizer,
             settings=Settings((group,)),
             workers=(0,),
             limits=HASTY,
-            ahead_bytes=ahead_bytes,
+            draft_bytes=draft_bytes,
         )
         for bucket in layout.buckets:
             rig.push(0, ones(bucket.elements).to(dtype_of(dtype)), bucket=bucket.index)
