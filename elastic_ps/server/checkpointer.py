@@ -23,14 +23,7 @@ from elastic_ps.api.job import Times
 from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Check, Store
 from elastic_ps.core.stages import Stage, StageEvent
-from elastic_ps.errors import (
-    CheckpointError,
-    Fenced,
-    NoCheckpoint,
-    RefusalCode,
-    Refused,
-    TransportError,
-)
+from elastic_ps.errors import CheckpointError, Fenced, NoCheckpoint, RefusalCode, Refused, TransportError
 from elastic_ps.evaluation.queue import EvaluationQueue
 from elastic_ps.process.retrying import retry
 from elastic_ps.server.guarded import Guarded
@@ -72,7 +65,6 @@ class Checkpointer:
         known: a version of which a checkpoint is known to exist; see `newest`.
 
     Attributes:
-        evaluation_queue: see above.
         fenced: another parameter server has taken over, so nothing more is written.
         paused: how long steps waited for copies of what was not written yet; the mean over the shards.
     """
@@ -108,13 +100,11 @@ class Checkpointer:
         self._thread.start()
         self._writing = False  # a thread writes a version that must be kept
         self._not_before = 0.0  # the time of the next attempt, if writing it has failed
-        self._ended: tuple[tuple[int, int, str], float] | None = (
-            None  # (part of `JobState.end`, the time of the first look that found it)
-        )
+        # (part of `JobState.end`, the time of the first look that found it)
+        self._ended: tuple[tuple[int, int, str], float] | None = None
         self._durable_end: tuple[int, int, int, str] | None = None  # see `JobState.end`
-        self._told: tuple[int, int, int] | None = (
-            None  # (term, version, number) of an order that some shards may lack
-        )
+        # (term, version, number) of an order that some shards may lack
+        self._told: tuple[int, int, int] | None = None
 
     def serve(self, job: Guarded, orders: Orders) -> None:
         """Write versions of `job` from now on. `orders` reaches its shards."""
@@ -133,8 +123,7 @@ class Checkpointer:
     @property
     def durable_version(self) -> int | None:
         """Version of the newest whole checkpoint."""
-        durable = self.durable
-        return None if durable is None else durable[0]
+        return None if (durable := self.durable) is None else durable[0]
 
     @property
     def durable(self) -> tuple[int, float] | None:

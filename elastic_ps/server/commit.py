@@ -43,14 +43,7 @@ from elastic_ps.process.retrying import RETRY, Patience, Pauses
 from elastic_ps.process.telemetry import History
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.orders import (
-    Advance,
-    Application,
-    Configuration,
-    RemoteShard,
-    Report,
-    ShardControl,
-)
+from elastic_ps.server.orders import Advance, Application, Configuration, RemoteShard, Report, ShardControl
 from elastic_ps.server.record import JobRecord, foreseen, mutable_of, of_same_run, to_checkpoint
 from elastic_ps.server.standby import Rescue
 from elastic_ps.server.state import JobState, Model
@@ -68,15 +61,12 @@ class CommitCoordinator:
     """Gives the orders. Thread-safe.
 
     Args:
-        job: the job's state.
         shards: the shards in order; the first is this process's own.
         standbys: the standby of each shard, in order; empty without `durability: standby`.
-        checkpoints: decides when checkpoints are written, and finishes them.
         history: records the commits.
         crowded: see `core.sizing.bucket_bytes`.
 
     Attributes:
-        job, shards, checkpoints, history: see above.
         standings: the state of each shard's standby, as the shards have reported it.
         queued: in deterministic mode, the workers that wait for their turn to push, as reported.
     """

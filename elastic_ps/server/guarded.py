@@ -42,10 +42,8 @@ class Guarded:
     `lock`, `changed`, `spec`, `clock` and the properties.
 
     Attributes:
-        spec: the job's spec, with the mutable fields of this term.
-        mutable: the mutable fields of this term.
+        spec, mutable: the job's spec, with the mutable fields of this term, and these fields.
         clock: the monotonic time in seconds.
-        limits: how long calls wait.
         lock: the lock. Entering it takes a third of the time of entering a condition.
         changed: a condition of the lock: the state has changed.
         ticking: another condition of the lock, for the ticker. A round does not notify it.

@@ -38,7 +38,6 @@ class Reconfiguration:
     Without checkpoints, only the times of checkpoints can change.
 
     Args:
-        commit: begins the new term on the shards.
         desired: reads the wanted fields; None if nobody can change the job.
 
     Attributes:

@@ -42,7 +42,6 @@ class Callers:
         guarded: the job's state, on shard 0.
 
     Attributes:
-        job, node: see above.
         model_header: the length of the longest header of a Join so far; None while any model may join.
     """
 

@@ -20,13 +20,10 @@ class ShardZero:
 
     Args:
         name: the job's name.
-        commit: gives the shards their orders.
+        commit: gives the shards their orders. `close` closes it, and its `checkpoints`.
         desired: reads the wanted mutable fields; None if nobody can change the job.
 
     Attributes:
-        job: the job's state.
-        commit: see above.
-        checkpoints: decides when checkpoints are written, and finishes them. `close` closes it.
         evaluation_queue: None if the job has no evaluator.
         history: records commits, joins and skipped records.
     """

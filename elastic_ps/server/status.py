@@ -29,8 +29,7 @@ class StatusServer:
 
     Args:
         bind: `host:port`; see `listening.listen_address`.
-        status: returns the parameter server's status.
-        loss: returns the loss curve.
+        status, loss: return the parameter server's status, and the loss curve.
 
     Raises:
         CannotListen: the port is taken.
@@ -170,14 +169,16 @@ def _number(value: float) -> str:
 
 def progress(state: JobState, now: float, durable: tuple[int, float] | None) -> Progress:
     """The progress of the job. `durable`: the newest checkpoint's version and Unix time."""
-    version, written = durable if durable is not None else (None, None)
+    version, when = None, None
+    if durable is not None:
+        version, when = durable[0], datetime.fromtimestamp(durable[1], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     progress = Progress(
         version=state.version,
         loss=state.results.loss.points[-1][1] if state.results.loss.points else None,
         metrics=dict(state.results.metrics),
         staleness=_staleness(state),
         durable_version=version,
-        durable_time=None if written is None else _utc(written),
+        durable_time=when,
     )
     if state.ledger is None:
         return progress
@@ -235,7 +236,3 @@ def member_status(state: JobState, member: Member, now: float) -> MemberStatus:
             "gone_seconds": None if member.ended is None else now - member.ended,
         }
     )
-
-
-def _utc(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

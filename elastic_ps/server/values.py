@@ -38,7 +38,6 @@ class BucketValues:
     """One bucket: its values, the sum of the open round, and its optimizer. Not thread-safe.
 
     Args:
-        bucket: its place in the layout.
         stale: contributions may have been computed on an older version, so a maximum must not decrease.
         allocate: gives the memory of the values.
         deltas: encodes the change to a new version; None: workers get all values. Only for float32.
@@ -102,15 +101,7 @@ class BucketValues:
             self.version = self.changed = version
 
     def build_optimizer(self, kinds: Sequence[Kind], groups: Groups, tensors: Sequence[TensorSpec]) -> None:
-        """Create the optimizer, or several of them.
-
-        Args:
-            kinds, groups: the class and the hyperparameters of each parameter group.
-            tensors: all tensors of the model.
-
-        Raises:
-            InvalidModel: it cannot be made.
-        """
+        """Create the optimizer, or several; see `Stepper`. `tensors`: all tensors of the model."""
         if self.bucket.rule is not Rule.GRADIENT:
             return
         group_of = [tensors[piece.tensor].group for piece in self.bucket.pieces]
@@ -193,10 +184,9 @@ class BucketValues:
         return float(torch.linalg.vector_norm(self.sum, dtype=torch.float64))
 
     def apply(self, groups: Groups, version: int, *, divisor: float = 1.0) -> None:
-        """Make `version` from the round's sum. The sum is not valid after that.
+        """Make `version` from the round's sum, which is not valid after that.
 
         Args:
-            groups: the optimizer's hyperparameters.
             divisor: the mean gradient is divided by it.
         """
         self.draft = 0

@@ -61,12 +61,7 @@ class _Group(NamedTuple):
 
 
 class AllReduce(Strategy):
-    """Steps that the workers make together, without the parameter server.
-
-    Args:
-        optimizer: which `make_step` steps.
-        store: where the other workers find this one.
-    """
+    """Steps that the workers make together, without the parameter server. `make_step` steps `optimizer`."""
 
     cannot_assign = (
         "session.assign does not work with strategy all-reduce, where all workers would have to assign "

@@ -107,8 +107,7 @@ class Group:
 
     Args:
         name: no other group of the job ever has it.
-        addresses: of the members' stores, in the order of ranks.
-        rank: this worker's.
+        addresses: those of the members' stores, in the order of ranks.
         host: this host's address.
 
     Raises:

@@ -74,7 +74,6 @@ class LocalSteps:
 
     Args:
         flat: of a model whose trained tensors have memory of their own.
-        runtime: of a job in mode `local`.
         make_step: has the script's own optimizer, or the given one of several, make a step.
 
     Attributes:
@@ -219,9 +218,6 @@ class LocalSteps:
 
     def _begin(self, fragment: int | None, *, starts: bool) -> bool:
         """Begin an exchange; see `_exchange`. An elastic worker blocks for the job's values first.
-
-        Args:
-            starts: the exchange goes on while the script makes its next steps.
 
         Returns False if this worker had to join again.
         """

@@ -52,7 +52,6 @@ class Records:
     """Asks for records, and gives back those that are not trained. Belongs to the training thread.
 
     Args:
-        member: whose records they are.
         close: lets this worker leave.
 
     Attributes:

@@ -34,7 +34,6 @@ class Replica:
     Args:
         flat: of a model whose changing tensors have memory of their own.
         optimizer: torch's own, which makes the steps.
-        values: where those of the parameter server are received.
     """
 
     def __init__(self, client: Client, flat: Flat, optimizer: torch.optim.Optimizer, values: Values) -> None:

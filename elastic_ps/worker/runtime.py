@@ -66,14 +66,11 @@ class Runtime(Membership):
     Those two are called by gradient hooks, one at a time, while the training thread waits in backward.
 
     Args:
-        given: what `Membership` takes.
-        client: closed by `close`, with what it records.
+        client: `close` closes it, with its trace and its history.
+        given: the other arguments of `Membership`.
 
     Attributes:
-        records: asks for those of the batches to come.
-        state: what scripts keep with the job.
         at_close: called when this worker leaves.
-        phases: notes what the script is doing.
     """
 
     def __init__(self, spec: TrainingJobSpec, client: Client, **given: Any) -> None:

@@ -93,14 +93,7 @@ class Drafts:
 
 
 class Values:
-    """Receives the model's values. `receive` may be called by one thread for each shard.
-
-    Args:
-        traffic: counts what is received.
-
-    Attributes:
-        drafts: of the next version.
-    """
+    """Receives the model's values. `receive` may be called by one thread for each shard."""
 
     def __init__(self, flat: Flat, plan: Plan, *, traffic: Traffic, trace: Trace) -> None:
         self.drafts = Drafts()
