@@ -8,9 +8,9 @@ set hyperparameters by hand, those of the longest-serving worker count.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import zip_longest
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
@@ -21,8 +21,13 @@ from elastic_ps.worker.model import ModelDescription
 
 logger = logging.getLogger(__name__)
 
-Interval: TypeAlias = Literal["step", "epoch", "sample"]
-"""A scheduler makes a step for each version of the model, each epoch, or each record."""
+Interval: TypeAlias = Literal["step", "epoch", "sample"] | Callable[[int], int]
+"""A scheduler makes a step for each version of the model, each epoch, or each record.
+
+Or as many steps as a function gives for the number of records that are trained or skipped.
+"""
+
+_NAMED = ("step", "epoch", "sample")
 
 _JUMPING = (LambdaLR, OneCycleLR, CyclicLR)
 """Schedulers whose learning rate follows from the number of steps alone, so that many are as quick as one."""
@@ -41,10 +46,11 @@ def check_interval(scheduler: LRScheduler, interval: object) -> None:
                 f"interval is {interval!r}, but ReduceLROnPlateau needs a value that only the script has: "
                 "leave interval out, and call scheduler.step(value) in the script"
             )
-    elif interval not in get_args(Interval):
+    elif not callable(interval) and interval not in _NAMED:
         raise UsageError(
-            f"interval is {interval!r}; expected 'step', 'epoch' or 'sample'. The session steps the "
-            "scheduler by the job's progress, so the script must not call scheduler.step()"
+            f"interval is {interval!r}; expected 'step', 'epoch' or 'sample', or a function of the number "
+            "of samples. The session steps the scheduler by the job's progress, so the script must not call "
+            "scheduler.step()"
         )
 
 
@@ -71,7 +77,7 @@ class _Scheduler:
             return
         self.check()
         made = {"step": position.version, "epoch": position.epochs, "sample": position.samples}
-        wanted = made[self.interval]
+        wanted = self.interval(position.samples) if callable(self.interval) else made[self.interval]
         while self.steps < wanted:
             if isinstance(self.scheduler, _JUMPING):
                 self.scheduler.last_epoch += wanted - self.steps - 1

@@ -420,9 +420,10 @@ class Session:
             interval: the scheduler makes one step for each "step" (version of the model), each "epoch" that
                 is complete, or each "sample" (record that is in the model or was skipped). The number of
                 versions in an epoch depends on the number of workers, the number of samples does not. So with
-                "sample" a schedule of `len(dataset) * epochs` steps ends with the job. Leave interval out for
-                ReduceLROnPlateau: the script steps it with its value, and workers that join receive its
-                state.
+                "sample" a schedule of `len(dataset) * epochs` steps ends with the job. Or a function: given
+                that number of samples, it says how many steps the scheduler is to have made. Leave interval
+                out for ReduceLROnPlateau: the script steps it with its value, and workers that join receive
+                its state.
 
         Raises:
             UsageError: another interval, `session.optimizer` was not called before, or the scheduler is of

@@ -169,6 +169,7 @@ POSITIONS: dict[str, tuple[Interval, Scheduler]] = {
     "sample": ("sample", lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.03, total_steps=2 * 120)),
     "sample, one by one": ("sample", lambda o: lr_scheduler.StepLR(o, step_size=50, gamma=0.5)),
     "epoch": ("epoch", lambda o: lr_scheduler.ExponentialLR(o, 0.5)),
+    "batch": (lambda samples: samples // 8, lambda o: lr_scheduler.StepLR(o, step_size=7, gamma=0.5)),
 }
 
 
@@ -217,7 +218,7 @@ def test_a_schedule_follows_the_jobs_progress(tmp_path: Path, name: str, consist
     assert {c["term"] for c in commits} == {1, 2}
     reference = sgd(make_mlp())
     expected = make(reference)
-    left, seen, done = [records] * epochs, 0, 0
+    left, samples, done = [records] * epochs, 0, 0
     for version, commit in enumerate(commits):
         (rate,) = rates[commit["term"], version]  # one for all workers
         assert rate == pytest.approx(reference.param_groups[0]["lr"]), version
@@ -226,10 +227,12 @@ def test_a_schedule_follows_the_jobs_progress(tmp_path: Path, name: str, consist
         samples = records * epochs - sum(left)
         complete = next((epoch for epoch, missing in enumerate(left) if missing), epochs)
         reference.step()
-        for _ in range(samples - seen if interval == "sample" else complete - done):
+        counted = {"sample": samples, "epoch": complete}
+        steps = interval(samples) if callable(interval) else counted[str(interval)]
+        for _ in range(steps - done):
             expected.step()
-        seen, done = samples, complete
-    assert seen == records * epochs
+        done = steps
+    assert samples == records * epochs
 
 
 def test_who_steps_a_schedule_is_said_once(tmp_path: Path) -> None:
