@@ -294,20 +294,29 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> int:
-    """The command; returns its exit status: 1 if records were lost, came twice, or a system did not train."""
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    offered: Callable[[int, float | None], Mapping[str, Open]] = systems,
+    planned: Callable[..., Sequence[Fault]] = schedule,
+) -> int:
+    """The command; returns its exit status: 1 if records were lost, came twice, or a system did not train.
+
+    Args:
+        offered, planned: give the systems and the faults.
+    """
     parser = make_parser()
-    parsed = parser.parse_args()
+    parsed = parser.parse_args(argv)
     if parsed.gone is not None and not parsed.machines:
         parser.error("--gone says how long a machine is away; it needs --machines")
     gone = (GONE if parsed.gone is None else parsed.gone) if parsed.machines else None
-    known = systems(parsed.workers, gone)
+    known = offered(parsed.workers, gone)
     try:
         names = chosen([each.strip() for each in parsed.systems.split(",") if each.strip()], list(known))
     except ValueError as error:
         parser.error(f"--systems: {error}")
     os.chdir(ROOT)
-    faults = schedule(
+    faults = planned(
         parsed.seed,
         60 * parsed.minutes,
         parsed.workers,

@@ -89,11 +89,6 @@ def has_cores(patch: Patch, count: int) -> None:
     patch.setattr(os, "sched_getaffinity", lambda _: set(range(count)))
 
 
-def is_called_with(patch: Patch, *words: str) -> None:
-    """The command line of this process, for a program that has nothing but `main()`."""
-    patch.setattr(sys, "argv", list(words))
-
-
 def is_told(patch: Patch, text: str) -> None:
     """Standard input."""
     patch.setattr(sys, "stdin", StringIO(text))

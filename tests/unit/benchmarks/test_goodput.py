@@ -27,7 +27,6 @@ from benchmarks.goodput import (
 from benchmarks.goodput_found import Fault, Measured, rival
 from benchmarks.goodput_machines import ROOT, variables
 from benchmarks.goodput_systems import CLEAN, Kind, System, make_job, modes
-from tests.testing import machine
 
 
 def test_the_faults_follow_from_the_seed() -> None:
@@ -79,12 +78,9 @@ def test_options_are_read() -> None:
     assert make_parser().parse_args([]).lasting == LASTING
 
 
-def test_how_long_a_machine_is_away_needs_machines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    machine.is_called_with(monkeypatch, "goodput", "--gone", "5")
+def test_how_long_a_machine_is_away_needs_machines(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        goodput.main()
+        goodput.main(["--gone", "5"])
     assert "it needs --machines" in capsys.readouterr().err
 
 
@@ -153,15 +149,15 @@ def test_what_was_found_until_an_interruption_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     first, second = Counting(interrupt_at=0), Counting(interrupt_at=5)
-    monkeypatch.setattr(goodput, "systems", lambda *_: {"sync": first.open, "async": second.open})
-    words = "goodput --minutes 0.02 --quiet 0.001 --every 0.1 --json"
-    machine.is_called_with(monkeypatch, *words.split(), str(tmp_path / "j"))
-    monkeypatch.setattr(
-        goodput, "schedule", lambda *_, **__: [Fault(0.0, "slow", 0, 1.0), Fault(0.1, "slow", 1, 1.0)]
-    )
+    words = "--minutes 0.02 --quiet 0.001 --every 0.1 --json"
     before = signal.getsignal(signal.SIGINT)
     monkeypatch.chdir(tmp_path)
-    assert goodput.main() == 0
+    status = goodput.main(
+        [*words.split(), str(tmp_path / "j")],
+        offered=lambda *_: {"sync": first.open, "async": second.open},
+        planned=lambda *_, **__: [Fault(0.0, "slow", 0, 1.0), Fault(0.1, "slow", 1, 1.0)],
+    )
+    assert status == 0
     said = capsys.readouterr().out
     assert "\nsync " in said
     assert "\nasync " in said
@@ -223,10 +219,9 @@ def test_a_system_that_does_not_train_is_said_and_the_others_are_measured(
             yield system
 
     monkeypatch.setattr(goodput, "LIMIT", 0.1)
-    monkeypatch.setattr(goodput, "systems", lambda *_: {"torchft": failing, "sync": good.open})
-    machine.is_called_with(monkeypatch, "goodput", "--minutes", "0.001", "--quiet", "0.001")
     monkeypatch.chdir(tmp_path)
-    assert goodput.main() == 1
+    words = ["--minutes", "0.001", "--quiet", "0.001"]
+    assert goodput.main(words, offered=lambda *_: {"torchft": failing, "sync": good.open}) == 1
     said = capsys.readouterr().out
     assert "log-0 ends with: ModuleNotFoundError: No module named 'torchft'" in said
     assert "\nsync " in said
