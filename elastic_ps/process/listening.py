@@ -1,4 +1,4 @@
-"""The addresses on which a server listens, and an HTTP server that uses them.
+"""The addresses on which a server listens, and the HTTP server of metrics, status and probes.
 
 The parameter server, its transports and the operator share it.
 """
@@ -11,9 +11,10 @@ import socketserver
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 
 class ListenAddress(NamedTuple):
@@ -99,3 +100,51 @@ class HttpServer(ThreadingHTTPServer):
         """Ignore clients that do not wait for the answer, such as a probe with a short time-out."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
+
+
+Page: TypeAlias = tuple[int, str, str]
+"""An answer: its HTTP status, content type and text."""
+
+
+class PageServer:
+    """Serves pages in a thread of its own until closed. Requests are not logged.
+
+    Args:
+        address: see `HttpServer`.
+        pages: make the answers to GET, by path; called in a thread for each request.
+        name: the name of the thread.
+
+    Raises:
+        OSError: the address is taken, or is not this machine's.
+    """
+
+    def __init__(
+        self, address: tuple[str, int], pages: Mapping[str, Callable[[], Page]], *, name: str
+    ) -> None:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                missing = f"no {self.path} here; this server has {', '.join(pages)}\n"
+                code, kind, text = pages.get(self.path, lambda: (404, "text/plain", missing))()
+                body = text.encode()
+                self.send_response(code)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                """Requests are not logged."""
+
+        self._server = HttpServer(address, Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    def close(self) -> None:
+        """Stop serving. Blocks for a moment."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()  # mutant: equal

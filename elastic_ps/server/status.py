@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler
 
 from elastic_ps.api.compression import Compression
 from elastic_ps.api.status import Divergence, MemberStatus, Progress, ServerStatus, Staleness, Traffic
@@ -20,11 +18,11 @@ from elastic_ps.core.divergence import advice
 from elastic_ps.core.membership import Member
 from elastic_ps.errors import CannotListen
 from elastic_ps.evaluation.decisions import Evaluation
-from elastic_ps.process.listening import HttpServer
+from elastic_ps.process.listening import Page, PageServer
 from elastic_ps.server.state import JobState
 
 
-class StatusServer:
+class StatusServer(PageServer):
     """Serves the results of `status` and `loss`.
 
     Args:
@@ -43,7 +41,7 @@ class StatusServer:
     ) -> None:
         self.show(status, loss)
         plain, as_json = "text/plain", "application/json"
-        pages: dict[str, Callable[[], tuple[int, str, str]]] = {
+        pages: dict[str, Callable[[], Page]] = {
             "/status": lambda: (200, as_json, self._status().model_dump_json(by_alias=True)),
             "/loss": lambda: (200, as_json, json.dumps(self._loss())),
             "/evaluations": lambda: (200, as_json, json.dumps([*map(asdict, self._evaluations())])),
@@ -52,31 +50,11 @@ class StatusServer:
             "/metrics": lambda: (200, f"{plain}; version=0.0.4", metrics(self._status())),
         }
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                page = pages.get(self.path)
-                code, kind, text = page() if page else (404, plain, f"no {self.path} here\n")
-                body = text.encode()
-                self.send_response(code)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_args: object) -> None:
-                """Requests are not logged."""
-
         host, _, port = bind.rpartition(":")
         try:
-            self._server = HttpServer((host, int(port)), Handler)
+            super().__init__((host, int(port)), pages, name="http")
         except OSError as error:
             raise CannotListen(f"cannot listen on {bind}: {error.strerror}") from error
-        self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
-        self._thread.start()
-
-    @property
-    def port(self) -> int:
-        return self._server.server_address[1]
 
     def show(
         self,
@@ -86,12 +64,6 @@ class StatusServer:
     ) -> None:
         """Serve the results of these functions from now on."""
         self._status, self._loss, self._evaluations = status, loss, evaluations
-
-    def close(self) -> None:
-        """Stop serving. Blocks for a moment."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()  # mutant: equal
 
 
 def metrics(status: ServerStatus) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from elastic_ps.process.listening import HttpServer
+from elastic_ps.process.listening import Page, PageServer
 
 _PREFIX = "elastic_ps_operator"
 
@@ -47,10 +45,10 @@ class Metrics:
         return Counter(f"{_PREFIX}_{name}", text, labels, registry=self.registry)
 
 
-class HealthServer:
+class HealthServer(PageServer):
     """Serves /healthz, /readyz and /metrics in a thread of its own until closed.
 
-    `healthy` and `ready` return what is wrong, or None. They are called in that thread.
+    `healthy` and `ready` return what is wrong, or None. They are called in a thread for each request.
     """
 
     def __init__(
@@ -61,35 +59,15 @@ class HealthServer:
         healthy: Callable[[], str | None],
         ready: Callable[[], str | None],
     ) -> None:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                if self.path == "/metrics":
-                    self._answer(200, generate_latest(metrics.registry))
-                elif self.path in ("/healthz", "/readyz"):
-                    wrong = healthy() if self.path == "/healthz" else ready()
-                    self._answer(503 if wrong else 200, (wrong or "ok").encode())
-                else:
-                    self._answer(404, b"not found; this server has /healthz, /readyz and /metrics")
+        kind = "text/plain; version=0.0.4; charset=utf-8"
 
-            def _answer(self, code: int, body: bytes) -> None:
-                self.send_response(code)
-                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+        def probed(probe: Callable[[], str | None]) -> Page:
+            wrong = probe()
+            return 503 if wrong else 200, kind, wrong or "ok"
 
-            def log_message(self, format: str, *args: object) -> None:
-                """Requests are not logged."""
-
-        self._server = HttpServer(address, Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="health", daemon=True)
-        self._thread.start()
-
-    @property
-    def port(self) -> int:
-        return int(self._server.server_address[1])
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        pages: dict[str, Callable[[], Page]] = {
+            "/healthz": lambda: probed(healthy),
+            "/readyz": lambda: probed(ready),
+            "/metrics": lambda: (200, kind, generate_latest(metrics.registry).decode()),
+        }
+        super().__init__(address, pages, name="health")
