@@ -18,6 +18,9 @@ FIRST = 1_000
 SCHEDULES = [(0, 40), (40, 60), (100, 100), (200, 100)]
 """The first one, and how many. Each part is a test of its own, so that none takes long."""
 
+FOUND = {"a worker is asked to leave, and no parameter server comes for longer than it waits": 1795713117}
+"""Seeds of single schedules, each with its event, which no other test has."""
+
 
 def simulate(*arguments: object) -> str:
     """In a process of its own: the simulator changes what modules know of threads and of time."""
@@ -30,6 +33,12 @@ def simulate(*arguments: object) -> str:
 @pytest.mark.parametrize(("first", "schedules"), per_change(SCHEDULES, keep=SCHEDULES[:1]))
 def test_no_schedule_breaks_a_promise(first: int, schedules: int) -> None:
     assert f"{schedules} schedules" in simulate("--seed", FIRST + first, "--schedules", schedules)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", FOUND.values(), ids=FOUND)
+def test_a_schedule_that_has_broken_a_promise(seed: int) -> None:
+    simulate("--seed", seed, "--schedules", 1)
 
 
 DEATHS = [

@@ -23,7 +23,7 @@ from elastic_ps.contract.env import ProcessEnvironment
 from elastic_ps.core.ledger import Range
 from elastic_ps.data.batches import slice_sizes
 from elastic_ps.data.shuffle import permutation
-from elastic_ps.errors import ElasticPSError, Fenced, RefusalCode, Refused
+from elastic_ps.errors import ElasticPSError, Fenced, RefusalCode, Refused, TransportError
 from elastic_ps.process.retrying import Patience
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.limits import ServerLimits
@@ -464,6 +464,10 @@ class Cluster:
         try:
             self._script(session, crew, process)
         except Drained:
+            crew.left = True
+        except TransportError:  # see `elastic_ps.worker.script`
+            if not session.asked_to_leave:
+                raise
             crew.left = True
         except Refused as refusal:
             if refusal.code is not RefusalCode.SUPERSEDED:

@@ -125,7 +125,8 @@ def draw(seed: int, **fixed: Any) -> Plan:
     faults = tuple(chance.choice(sorted(FAULTS)) for _ in range(chance.choice([0, 1, 2, 3, 5])))
     if Consistency.model_validate(consistency).fixed_workers:
         faults = tuple(f for f in faults if f != "grow")
-    windy = chance.random() < 0.5
+    wind = Weather(lost_request=0.01, lost_answer=0.01, twice=0.02, late=0.02)
+    weather = wind if chance.random() < 0.5 else Weather()
     plan = Plan(
         seed=seed,
         workers=workers,
@@ -141,7 +142,7 @@ def draw(seed: int, **fixed: Any) -> Plan:
         shard_records=chance.choice([2, 6]),
         every_versions=chance.choice([1, 2, 3]),
         faults=faults,
-        weather=_wind(faults) if windy else Weather(),
+        weather=weather,
         switching=chance.choice([0.02, 0.1, 0.3]),
         stalling=chance.choice([0.0, 0.0, 0.0005, 0.003]),
         stop_after=chance.choice([None, None, None, None, 0.5 + chance.random()]),
@@ -164,12 +165,6 @@ def draw(seed: int, **fixed: Any) -> Plan:
         plan = _all_reduce(plan)
     plan = replace(plan, deaths=tuple(_death(chance, plan) for _ in range(chance.choice([0, 0, 1, 2]))))
     return replace(_staleness(chance, plan), **fixed)
-
-
-def _wind(faults: Sequence[str]) -> Weather:
-    """A worker that was asked to leave waits 10 s for an answer; no call is on its way for so long then."""
-    wind = Weather(lost_request=0.01, lost_answer=0.01, twice=0.02, late=0.02)
-    return replace(wind, slowest=5.0) if "drain_worker" in faults else wind
 
 
 def _death(chance: random.Random, plan: Plan) -> tuple[str, int]:

@@ -33,7 +33,6 @@ class Weather:
     lost_answer: float = 0.0
     twice: float = 0.0
     late: float = 0.0
-    slowest: float = 20.0
 
 
 @dataclass
@@ -76,10 +75,7 @@ class Network:
         """How long a message is under way."""
         usual = self.here.random.uniform(0.0001, 0.002)
         if self.here.random.random() < self.weather.late:
-            return (
-                usual
-                + self.here.random.choice([0.05, 0.5, 5.0, self.weather.slowest]) * self.here.random.random()
-            )
+            return usual + self.here.random.choice([0.05, 0.5, 5.0, 20.0]) * self.here.random.random()
         return usual
 
     def chance(self, probability: float) -> bool:
