@@ -11,7 +11,6 @@ import contextlib
 import json
 import signal
 import sys
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,8 +44,9 @@ def main() -> int:
         lifecycle.leave_reason(str(error))
         return exits.INVALID
     except Exception as error:  # noqa: BLE001 (the script's own failure)
-        traceback.print_exc()
-        lifecycle.leave_reason(traceback.format_exc()[-2000:])
+        text = entrypoint.describe(error)
+        print(text, end="", file=sys.stderr)
+        lifecycle.leave_reason(text[-2000:])
         return exits.INVALID if isinstance(error, entrypoint.ALWAYS) else 1
     finally:
         lifecycle.end_soon()

@@ -19,6 +19,17 @@ from elastic_ps.process.lifecycle import find_own_modules
 ALWAYS = (ImportError, SyntaxError)
 """Errors that a script raises at each start: a missing module, or wrong syntax."""
 
+_RUNNERS = (
+    __name__,
+    "elastic_ps.evaluation.script",
+    "elastic_ps.worker.script",
+    "importlib",
+    "importlib._bootstrap",
+    "importlib._bootstrap_external",
+    "runpy",
+)
+"""The modules through which a process comes to its script."""
+
 _PLAIN = (bool, int, float, str, NoneType)
 
 
@@ -38,10 +49,7 @@ def load(
     try:
         module = importlib.import_module(module_name)
     except BaseException as error:
-        trace = error.__traceback__
-        while trace is not None and _is_machinery(trace.tb_frame.f_code.co_filename):
-            trace = trace.tb_next
-        text = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+        text = describe(error).rstrip()
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             text += f"\nIt was looked for in the current directory, {Path.cwd()}, and among installed modules"
         raise InvalidJob(f"the entrypoint {entrypoint} cannot be imported:\n{text}") from error
@@ -104,5 +112,9 @@ def _check_kinds(function: Callable[..., Any], arguments: Mapping[str, Any], fie
             )
 
 
-def _is_machinery(file: str) -> bool:
-    return file == __file__ or "importlib" in file
+def describe(error: BaseException) -> str:
+    """The traceback of a script's error, without the frames that lead to the script."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") in _RUNNERS:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))

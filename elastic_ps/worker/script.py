@@ -20,7 +20,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing import Pipe
@@ -100,8 +99,9 @@ def main() -> int:
         current.close(failed=True)
         if left := checks.left_over(error):
             return _invalid(left)
-        traceback.print_exc()
-        lifecycle.leave_reason(traceback.format_exc()[-2000:])
+        text = entrypoint.describe(error)
+        print(text, end="", file=sys.stderr)
+        lifecycle.leave_reason(text[-2000:])
         return status_of(error)
     finally:
         current.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
@@ -11,7 +12,7 @@ import pytest
 
 from elastic_ps.contract import exits
 from elastic_ps.errors import InvalidJob, RefusalCode, Refused
-from elastic_ps.process.entrypoint import load
+from elastic_ps.process.entrypoint import describe, load
 from elastic_ps.worker.script import status_of
 
 CALLED: list[tuple[Any, ...]] = []
@@ -75,6 +76,22 @@ def test_arguments_may_be_what_their_annotations_say() -> None:
     load(f"{__name__}:converting", {"epochs": "3"})()
     load(f"{__name__}:implicit", {"limit": None})()
     assert CALLED == [(1, 1, "", False, [1], 2), (1, None, "", True, "anything", None), ("3",), (3,), (None,)]
+
+
+def test_the_traceback_of_a_script_begins_in_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = tmp_path / "train.py"
+    path.write_text("def train():\n    raise ValueError('no')\n\ntrain()\n")
+    with pytest.raises(ValueError, match="no") as failed:
+        load("elastic_ps.process.entrypoint:run_script", {"path": str(path)})()
+    assert failed.value.__traceback__ is not None
+    text = describe(failed.value.with_traceback(failed.value.__traceback__.tb_next))  # without this test
+    first, *_ = (line for line in text.splitlines() if line.startswith("  File "))
+    assert first == f'  File "{path}", line 4, in <module>'
+    assert text.endswith("ValueError: no\n")
 
 
 def test_where_modules_are_looked_for_is_said_if_the_entrypoints_own_is_missing(
