@@ -130,7 +130,7 @@ def _show(found: LocalStatus) -> None:
     from elastic_ps.cli.view import frame
 
     console = Console(highlight=False)
-    console.print(frame(found))
+    console.print(frame(found, width=console.width))
     if found.message:
         console.print(found.message, markup=False, soft_wrap=True)
 

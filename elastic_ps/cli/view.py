@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -36,6 +37,8 @@ EVENT_STYLES = {
     "changed": "bold",
 }
 COLUMNS = {"process": 9, "pid": 7, "state": 9, "step": 8, "samples": 10, "step time": 9, "joined at": 9}
+SPARED = ("joined at", "step time", "samples", "pid", "step")
+"""The columns that a narrow terminal leaves out, the first one first."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -66,7 +69,10 @@ class LiveDisplay:
         self._shown += len(events)
         for event in events:
             self._console.print(event_line(event), soft_wrap=True)
-        self._live.update(frame(status, record, height=self._console.height), refresh=True)
+        self._live.update(self._frame(status, record), refresh=True)
+
+    def _frame(self, status: LocalStatus, record: Record) -> RenderableType:
+        return frame(status, record, height=self._console.height, width=self._console.width)
 
     def show(self, lines: Sequence[str]) -> None:
         shown = [Text.from_ansi(line) for line in lines[-LINES:]]
@@ -111,9 +117,11 @@ def event_line(event: Event) -> Text:
     return line.append(event.text, style=EVENT_STYLES.get(event.kind, "not dim"))
 
 
-def frame(status: LocalStatus, record: Record | None = None, *, height: int = 100) -> RenderableType:
-    """A job's state in at most `height` lines, readable from 60 columns on."""
-    parts: list[RenderableType] = [_headline(status), _table(status, rows=max(3, height - 8))]
+def frame(
+    status: LocalStatus, record: Record | None = None, *, height: int = 100, width: int
+) -> RenderableType:
+    """A job's state in at most `height` lines of `width` columns, readable from 60 columns on."""
+    parts: list[RenderableType] = [_headline(status), _table(status, rows=max(3, height - 8), width=width)]
     if status.server is not None and status.server.only_tensors:
         parts.append(Text(words.ONLY_TENSORS))
     elif status.goes_on and (waiting := words.waits_for(status)):
@@ -147,33 +155,45 @@ def _headline(status: LocalStatus) -> Text:
     return line.append(f"  {words.duration(status.elapsed)}", style="not bold dim")
 
 
-def _table(status: LocalStatus, *, rows: int) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for column, width in COLUMNS.items():
-        left = column in ("process", "state")
-        table.add_column(column, justify="left" if left else "right", no_wrap=True, min_width=width)
+def _table(status: LocalStatus, *, rows: int, width: int) -> Table:
     ended = not status.goes_on
     shown = [each for each in status.processes if ended or each.role != "worker" or _present(each)]
-    for process in shown[:rows]:
-        member = member_of(process.index, process.pid, status.server) if process.role == "worker" else None
-        numbers: list[str] = []
-        if member is not None:
-            counts = [f"{member.steps:,}", f"{member.records:,}"]
-            numbers = [*counts, words.step_time(member), str(member.joined_version)]
-        style = STATE_STYLES.get(process.state, "red")
-        state = Text(process.state, style=style)
-        if process.restarts:
-            state.append(f" (started {process.restarts + 1} times)", style="dim")
-        if member is not None and member.late:
-            state.append(f" ({member.late:,} steps late)", style="dim")
-        if member is not None and member.staleness:
-            state.append(f" (staleness {member.staleness:,})", style="dim")
-        kind = "server" if process.role == "ps" else process.role
-        name = kind if kind == "evaluator" else f"{kind} {process.index}"
-        table.add_row(name, str(process.pid), state, *numbers)
+    lines = [_row(process, status) for process in shown[:rows]]
     if len(shown) > rows:
-        table.add_row(Text(f"and {len(shown) - rows} more", style="dim"))
+        lines.append({"process": Text(f"and {len(shown) - rows} more", style="dim")})
+    widths = {
+        name: 2 + max([least, *(cell_len(str(line.get(name, ""))) for line in lines)])
+        for name, least in COLUMNS.items()
+    }
+    for name in SPARED:
+        if sum(widths.values()) > width:
+            del widths[name]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in widths:
+        left = name in ("process", "state")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True, min_width=COLUMNS[name])
+    for line in lines:
+        table.add_row(*(line.get(name, "") for name in widths))
     return table
+
+
+def _row(process: ProcessStatus, status: LocalStatus) -> dict[str, str | Text]:
+    """The cells of a process, by their columns."""
+    member = member_of(process.index, process.pid, status.server) if process.role == "worker" else None
+    state = Text(process.state, style=STATE_STYLES.get(process.state, "red"))
+    if process.restarts:
+        state.append(f" (started {process.restarts + 1} times)", style="dim")
+    if member is not None and member.late:
+        state.append(f" ({member.late:,} steps late)", style="dim")
+    if member is not None and member.staleness:
+        state.append(f" (staleness {member.staleness:,})", style="dim")
+    kind = "server" if process.role == "ps" else process.role
+    name = kind if kind == "evaluator" else f"{kind} {process.index}"
+    row: dict[str, str | Text] = {"process": name, "pid": str(process.pid), "state": state}
+    if member is not None:
+        row |= {"step": f"{member.steps:,}", "samples": f"{member.records:,}"}
+        row |= {"step time": words.step_time(member), "joined at": str(member.joined_version)}
+    return row
 
 
 def _present(process: ProcessStatus) -> bool:

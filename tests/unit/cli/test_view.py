@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 
-from elastic_ps.cli.view import LINES, LiveDisplay
-from elastic_ps.local import LocalStatus, Record
+from elastic_ps.api.status import MemberStatus, ServerStatus
+from elastic_ps.cli.view import COLUMNS, LINES, LiveDisplay, frame
+from elastic_ps.local import LocalStatus, ProcessStatus, Record
 
 
 def test_what_a_process_printed_costs_one_redraw_however_much_it_is() -> None:
@@ -31,3 +33,38 @@ def test_what_a_process_printed_costs_one_redraw_however_much_it_is() -> None:
     display.show([])
     assert output.getvalue() == ""
     display.close()
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out"),
+    [
+        (120, set()),
+        (100, {"joined at"}),
+        (80, {"joined at", "step time", "samples"}),
+        (60, {"joined at", "step time", "samples", "pid", "step"}),
+    ],
+)
+def test_a_narrow_terminal_leaves_out_whole_columns(width: int, left_out: set[str]) -> None:
+    member = MemberStatus(
+        worker=0, incarnation=1, pid=40_000, host="h", state="training", joined_version=1, staleness=12
+    )
+    status = LocalStatus(
+        job="digits",
+        phase="Running",
+        launcher_pid=1,
+        started=0,
+        updated=0,
+        workers=1,
+        processes=[
+            ProcessStatus(role="ps", index=0, pid=10, state="serving"),
+            ProcessStatus(role="worker", index=0, pid=40_000, state="training", restarts=1),
+        ],
+        server=ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, members=[member]),
+    )
+    console = Console(file=io.StringIO(), width=width)
+    with console.capture() as capture:
+        console.print(frame(status, width=width))
+    header, _, worker, *_ = capture.get().splitlines()[1:]
+    assert {name for name in COLUMNS if name in header} == set(COLUMNS) - left_out
+    assert "training (started 2 times) (staleness 12)" in worker
+    assert "…" not in capture.get()
