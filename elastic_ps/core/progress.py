@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+STALL = 10
+"""A pause longer than the window, and than so many usual ones, is a stall."""
+
 
 @dataclass
 class Rate:
-    """A counter's growth per second over the last `window` seconds."""
+    """A counter's growth per second over the last `window` seconds, but for a stall that has ended."""
 
     window: float = 5.0
     _points: deque[tuple[float, int]] = field(default_factory=deque)
 
     def add(self, count: int, now: float) -> None:
         """Note the counter's value. Points closer than a hundredth of the window are merged."""
-        if self._points and now - self._points[-1][0] < self.window / 100:
+        pause = now - self._points[-1][0] if self._points else math.inf
+        if pause < self.window / 100:
             return
+        if len(self._points) > 1:
+            usual = (self._points[-1][0] - self._points[0][0]) / (len(self._points) - 1)
+            if pause > max(self.window, STALL * usual):  # as if no time had passed meanwhile
+                self._points = deque((at + pause - usual, before) for at, before in self._points)
         self._points.append((now, count))
         while len(self._points) > 2 and self._points[1][0] <= now - self.window:
             self._points.popleft()

@@ -38,6 +38,27 @@ def test_a_rate_falls_when_nothing_happens_any_more() -> None:
     assert later < 10
 
 
+def test_a_stall_that_has_ended_does_not_change_a_rate() -> None:
+    rate = Rate(window=60)
+    for second in range(120):
+        rate.add(100 * second, second)
+    stalled = rate.per_second(11_900, 1000)
+    assert stalled is not None
+    assert stalled < 10
+    rate.add(12_000, 1000)
+    assert rate.per_second(12_000, 1000) == pytest.approx(100)
+    rate.add(12_100, 1001)
+    assert rate.per_second(12_100, 1001) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("seconds", [1, 30, 300])
+def test_long_steps_are_no_stall(seconds: int) -> None:
+    rate = Rate(window=60)
+    for step in range(100):
+        rate.add(step, step * seconds)
+    assert rate.per_second(99, 99 * seconds) == pytest.approx(1 / seconds)
+
+
 def test_a_rates_memory_does_not_grow_with_the_calls() -> None:
     rate = Rate(window=5)
     for call in range(100_000):
