@@ -167,8 +167,11 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-def free_ports(count: int, among: range = PORTS) -> list[int]:
+def free_ports(count: int, among: range = PORTS, *, held: contextlib.ExitStack | None = None) -> list[int]:
     """That many different ports on which nobody listens on this host, by TCP or by Unix socket.
+
+    Args:
+        held: until this is closed, no other launcher of this host gets them, although nobody listens yet.
 
     Raises:
         CannotListen: there are fewer.
@@ -179,11 +182,14 @@ def free_ports(count: int, among: range = PORTS) -> list[int]:
             if len(ports) == count:
                 break
             listener = stack.enter_context(socket.socket())
-            near = stack.enter_context(socket.socket(socket.AF_UNIX))
+            near, lock = (stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in ("near", "lock"))
             with contextlib.suppress(OSError):
+                lock.bind(f"\0elastic-ps port {port}")
                 listener.bind(("", port))
                 near.bind(name_of(f"127.0.0.1:{port}") or "")  # another user may have taken the name
                 ports.append(port)
+                if held is not None:
+                    held.enter_context(lock.dup())
     if len(ports) < count:
         raise CannotListen(
             f"a job needs {count} free ports from {among.start} to {among.stop - 1}, but found {len(ports)}. "

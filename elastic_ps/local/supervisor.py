@@ -110,7 +110,7 @@ class Launcher:
         self._answered_last = False
         self._start_at: dict[str, float] = {}
         self._warned: dict[str, str] = {}
-        self._lock = threading.Lock()
+        self._lock, self._ports = threading.Lock(), contextlib.ExitStack()
         self._stop: StopRequest | None = None
         self._wake = Alarm()
         self._error: BaseException | None = None
@@ -205,7 +205,7 @@ class Launcher:
     def _choose_addresses(self) -> None:
         shards = self.job.spec.parameter_server.replicas
         standbys = shards if self._desired().standbys else 0
-        ports = iter(free_ports(2 * shards + 2 * standbys, self.options.ports))
+        ports = iter(free_ports(2 * (shards + standbys), self.options.ports, held=self._ports))
         self._addresses = tuple(f"{self.options.host}:{port}" for port in islice(ports, shards))
         self.standbys = tuple(f"{self.options.host}:{port}" for port in islice(ports, standbys))
         self._http = tuple(f"127.0.0.1:{port}" for port in islice(ports, shards))
@@ -234,6 +234,7 @@ class Launcher:
                 own.close()
             self._lifeline.close()
             self._poller.close()
+            self._ports.close()
             self._notices.shutdown(wait=True, cancel_futures=True)
             self._finish()
 

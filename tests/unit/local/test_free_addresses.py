@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 import pytest
 
 from elastic_ps.errors import CannotListen
-from elastic_ps.local.processes import PORTS, free_addresses
+from elastic_ps.local.processes import PORTS, free_addresses, free_ports
 
 
 def test_they_differ_and_are_not_those_of_outgoing_connections() -> None:
@@ -30,3 +31,12 @@ def test_what_somebody_listens_on_is_left_out() -> None:
         free_addresses(1, only)
     assert free_addresses(1, only) == [address]
     assert other != address
+
+
+def test_another_launcher_gets_none_of_them_before_the_first_one_is_over() -> None:
+    """Its parameter servers may not listen yet."""
+    with contextlib.ExitStack() as held:
+        (port,) = free_ports(1, held=held)
+        with pytest.raises(CannotListen):
+            free_ports(1, range(port, port + 1))
+    assert free_ports(1, range(port, port + 1)) == [port]
