@@ -469,14 +469,19 @@ class Client:
             raise ConnectionLost("the parameter server ended the call without an answer")
         return found
 
-    def notice(self, since: float, problem: Exception) -> None:
-        """Log now and then that a call has failed since `since` (monotonic, s) and is repeated."""
+    def lost(self, since: float, problem: Exception) -> ConnectionLost | None:
+        """The error to end with, if calls have failed since `since` (monotonic, s) for too long; else None.
+
+        The log says now and then that a call is repeated.
+        """
         now = time.monotonic()
+        silent = f"the parameter server has not answered for {now - since:.0f} s"
+        if self.is_lost(since):
+            return ConnectionLost(f"{silent}: {problem}")
         if now - max(since, self._noticed) >= self.limits.notice.total_seconds():
             self._noticed = now
-            logger.warning(
-                "the parameter server has not answered for %.0f s, trying again: %s", now - since, problem
-            )
+            logger.warning("%s, trying again: %s", silent, problem)
+        return None
 
     def _call(self, shard: int, method: str, frame: Frame) -> Iterator[Incoming]:
         return self._connections[shard].call(method, frame, timeout=TIMEOUT)
@@ -494,11 +499,8 @@ class Client:
             except (ConnectionLost, DeadlineExceeded) as error:
                 if self._closed.is_set():
                     raise
-                if self.is_lost(since):
-                    seconds = time.monotonic() - since
-                    text = f"the parameter server has not answered for {seconds:.0f} s: {error}"
-                    raise ConnectionLost(text) from error
-                self.notice(since, error)
+                if lost := self.lost(since, error):
+                    raise lost from error
             except Refused as refusal:
                 if refusal.code is RefusalCode.NOT_YOUR_TURN and not self._closed.is_set():
                     since = time.monotonic()  # it waits for a worker

@@ -482,9 +482,9 @@ class PushPull(Strategy):
                     break
                 self._heard[shard] = time.monotonic()
             except (ConnectionLost, DeadlineExceeded) as error:
-                self._client.notice(self._heard[shard], error)
-                if self._client.is_lost(self._heard[shard]) or self._closing.wait(0.1):
-                    self._fail(error, pull.generation)
+                lost = self._client.lost(self._heard[shard], error)
+                if lost or self._closing.wait(0.1):
+                    self._fail(lost or error, pull.generation)
             except Refused as refusal:
                 again = refusal.code in (RefusalCode.NOT_READY, RefusalCode.NOT_YOUR_TURN)
                 if not again or self._closing.wait(0.1):

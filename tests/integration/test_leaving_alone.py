@@ -59,6 +59,7 @@ def test_it_does_not_wait_for_an_end_of_its_step(
         assert not worker.is_alive()
         [error] = job.errors
         assert isinstance(error, TransportError)
+        assert "the parameter server has not answered for " in str(error)
         job.errors.clear()
 
 
