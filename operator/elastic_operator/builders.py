@@ -107,10 +107,11 @@ def claim(job: Mapping[str, Any], spec: TrainingJobSpec) -> Manifest:
     if wanted.storage_class_name is not None:
         body["storageClassName"] = wanted.storage_class_name
     metadata = metadata_of(job, names.claim(name), names.pod_labels(name, "ps", 0))
+    # Also with an owner: a person may remove it later to keep the checkpoints.
+    metadata["annotations"] = {names.RUN_ANNOTATION: job["metadata"]["uid"]}
     if wanted.retain:
         # The garbage collector keeps an object without an owner.
         del metadata["ownerReferences"]
-        metadata["annotations"] = {names.RUN_ANNOTATION: job["metadata"]["uid"]}
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",

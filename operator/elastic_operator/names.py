@@ -29,7 +29,7 @@ RESTART_ANNOTATION = f"{GROUP}/restartedAt"
 """A user sets it on a job, to a time: older pods are replaced."""
 
 RUN_ANNOTATION = f"{GROUP}/run"
-"""On a volume claim that outlives its job: the job's uid, instead of an owner reference."""
+"""On a volume claim: the job's uid. A claim that outlives its job has no owner reference."""
 
 SERVER_LABEL = {"app.kubernetes.io/component": CONTAINER["ps"]}
 """The label of the pods of parameter servers and standbys, and of no others."""

@@ -79,6 +79,22 @@ def test_a_retained_claim_is_the_jobs_and_is_not_taken_by_the_next_of_the_same_n
     assert server.names("pods") == ["digits-ps-0", "digits-worker-0"]
 
 
+def test_a_claim_whose_owner_a_person_has_removed_is_still_the_jobs(
+    server: ApiServer, tmp_path: Path
+) -> None:
+    """So its checkpoints outlive the job; that uses it as before."""
+    operator = Operator(server, tmp_path)
+    server.add_job(parameterServer={"checkpoint": {"volumeClaim": {"storage": "1Gi"}}})
+    operator.turns(3)
+    claim = server.get("persistentvolumeclaims", "digits-ps-0")
+    del claim["metadata"]["ownerReferences"]
+    server.put("persistentvolumeclaims", claim)
+    server.remove("pods", "digits-ps-0")
+    operator.turns(3)
+    assert not [c for c in operator.status.conditions if c.reason == "NameTaken"]
+    assert "digits-ps-0" in server.names("pods")
+
+
 @pytest.mark.parametrize(
     ("checkpoint", "claim", "resume"),
     [
