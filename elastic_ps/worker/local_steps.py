@@ -107,17 +107,34 @@ class LocalSteps:
 
     def step(self, closure: Callable[[], Any] | None, part: torch.optim.Optimizer | None) -> Any:
         """The script's own optimizer makes a step; see `ElasticOptimizer.step_of`."""
-        if self._mean is not None and closure is not None:
-            closure = self._mean.of(closure)
+        if closure is not None:
+            closure = self._required(closure) if self._mean is None else self._mean.of(closure)
         elif self._mean is not None:
             self._mean.take()
-        before = closure is None and self._runtime.has_no_step
+        made = closure is not None or self._is_due()
         loss = self._make_step(closure, part)
         self._flat.check()  # not before: a closure computes on the model, and may assign buffers
-        if not (before or (closure is not None and self._runtime.has_no_step)):
+        if made and (closure is None or self._is_due()):
             self._gradients.reset()
             self._step_made()
         return loss
+
+    def _required(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure, which raises UsageError before the optimizer steps if the step belongs to no batch."""
+
+        def required() -> Any:
+            loss = closure()
+            self._is_due()
+            return loss
+
+        return required
+
+    def _is_due(self) -> bool:
+        """Whether the script has made gradients for a step. Raises UsageError if that belongs to no batch."""
+        if self._runtime.has_no_step:
+            return False
+        self._runtime.require_batch()
+        return True
 
     def _weights(self) -> list[float]:
         """For each process, its share of the records of the step that is to be made.
@@ -133,7 +150,6 @@ class LocalSteps:
         Raises as `Runtime.finish_step`.
         """
         runtime = self._runtime
-        runtime.require_batch()
         runtime.note_skipped(runtime.batches.decide(keep_new=True))
         runtime.batches.keep()
         self.made += 1

@@ -623,22 +623,37 @@ def test_what_a_script_cannot_do(tmp_path: Path) -> None:
         model = make_mlp()
         session.optimizer(sgd(model), model, state=sgd(model).state_dict())
 
-    def without_batch(session: Session) -> None:
-        model = make_mlp()
-        optimizer = session.optimizer(sgd(model), model)
-        mse(model, torch.zeros(2, 6), torch.zeros(2, 1)).backward()
-        optimizer.step()
-
     for number, (script, kind, match) in enumerate(
         [
             (clamped, InvalidModel, "clamp=.*, but in mode local the script's own optimizer makes the steps"),
             (bringing, UsageError, "call optimizer.load_state_dict.state. before session.optimizer"),
             (assigning, UsageError, "session.assign needs consistency.mode sync"),
-            (without_batch, UsageError, "this step's batch did not come from session.loader"),
         ]
     ):
         with pytest.raises(kind, match=match):
             alone(tmp_path / str(number), script, consistency=local(2))
+
+
+@pytest.mark.parametrize("closed", [False, True], ids=["backward before the step", "closure"])
+def test_a_step_without_a_batch_is_refused_before_it_changes_the_model(tmp_path: Path, closed: bool) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        before = copy.deepcopy(model.state_dict())
+
+        def closure() -> torch.Tensor:
+            loss = mse(model, torch.ones(2, 6), torch.zeros(2, 1))
+            loss.backward()
+            return loss
+
+        if not closed:
+            closure()
+        with pytest.raises(UsageError, match="this step's batch did not come from"):
+            optimizer.step(closure if closed else None)
+        assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        train(session, model, optimizer, session.loader(Numbers(8), BATCH))
+
+    alone(tmp_path, script, consistency=local(2))
 
 
 def test_a_step_after_a_batch_that_was_given_back_while_the_worker_joined_again(tmp_path: Path) -> None:
