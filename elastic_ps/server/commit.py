@@ -169,11 +169,15 @@ class CommitCoordinator:
         settings: Settings,
         link: Link | None = None,
     ) -> None:
-        """Distribute the first worker's model over the shards. Raises Refused (INVALID), TransportError.
+        """Distribute the first worker's model over the shards.
 
         Args:
             state: the job's state. If it is replaced meanwhile, the new one gets no model.
             link: the worker's network, to choose the bucket size if the job leaves that open.
+
+        Raises:
+            Refused: INVALID; NOT_READY: a shard obeys a newer term, so that the worker has to join that.
+            TransportError: a shard does not answer.
         """
         job = self.job
         model: Model | None = None
@@ -187,6 +191,10 @@ class CommitCoordinator:
             model = Model(layout, optimizer)
         except UserError as error:
             raise Refused(RefusalCode.INVALID, str(error)) from error
+        except Refused as refusal:
+            if refusal.code is RefusalCode.STALE_TERM:
+                raise Refused(RefusalCode.NOT_READY, f"{refusal}; join again") from refusal
+            raise
         finally:
             with job.lock:
                 state.note(StageEvent.LAY_OUT if model is not None else StageEvent.FAIL)

@@ -412,12 +412,17 @@ def test_who_has_pulled_a_newer_version_holds_nobody_up() -> None:
             coordinator.computes_on(1, second.incarnation + 1, version=2)
 
 
-def test_a_join_whose_model_has_gone_meanwhile_is_asked_for_again(coordinator: Asked, shard: Notes) -> None:
+@pytest.mark.parametrize("refuses", [False, True], ids=["lost", "refused by a shard in the newer term"])
+def test_a_join_whose_model_has_gone_meanwhile_is_asked_for_again(
+    coordinator: Asked, shard: Notes, refuses: bool
+) -> None:
     """A shard has lost it while it was laid out: the job goes back, to a state without a model."""
 
     def lose() -> None:
         with coordinator.job.changed:
             coordinator.job.state = coordinator.job.blank(2)
+        if refuses:
+            raise Refused(RefusalCode.STALE_TERM, "this is an order of term 1; term 2 gives the orders now")
 
     shard.lay_out = lose
     with pytest.raises(Refused, match="join again") as refused:
