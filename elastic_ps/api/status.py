@@ -181,6 +181,10 @@ STAYED_OUT = (
 """Why a worker that has not joined is ended then."""
 
 
+JOINS_AGAIN = "it has to join again, since a parameter server was lost"
+"""The reason of a member that was one when its parameter server was lost."""
+
+
 class Traffic(CamelModel):
     """The gradients and values that a worker has sent and received, and the cost of its codecs."""
 
@@ -313,6 +317,11 @@ class MemberStatus(CamelModel):
     def present(self) -> bool:
         """Whether it is still a member."""
         return self.state in ("joining", "idle", "training")
+
+    @property
+    def joins_again(self) -> bool:
+        """Whether it is lost only because its parameter server was. If the worker lives, it joins again."""
+        return self.state == "lost" and self.reason == JOINS_AGAIN
 
     def to_be_killed(self, progress_timeout: timedelta, *, finished: bool) -> str:
         """Why the worker's process has to be killed if it is still alive; "" if it need not be.

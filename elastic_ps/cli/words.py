@@ -211,6 +211,6 @@ def size(nbytes: int) -> str:
 def member_line(member: MemberStatus) -> str:
     """One line about a member: ` 2  version    150 to    412     260 steps    8,320 records`."""
     end = "end" if member.left_version is None else str(member.left_version)
-    lost = f"  {member.state}" if member.state in ("lost", "hung") else ""
+    lost = f"  {member.state}" if member.state in ("lost", "hung") and not member.joins_again else ""
     span = f"version {member.joined_version:>6} to {end:>6}"
     return f"{member.worker:>2}  {span} {member.steps:>7,} steps {member.records:>9,} records{lost}"

@@ -146,7 +146,10 @@ GONE = {"left": "left", "lost": "was lost", "hung": "was declared hung"}
 def member_changes(
     before: Sequence[MemberStatus], after: Sequence[MemberStatus]
 ) -> Iterator[tuple[str, int, str]]:
-    """(kind, version, text) of each worker that has joined or gone between two answers."""
+    """(kind, version, text) of each worker that has joined or gone between two answers.
+
+    A worker that has to join again, because a parameter server was lost, has left: its process may live.
+    """
     known = {(member.worker, member.incarnation): member for member in before}
     for member in after:
         old = known.get((member.worker, member.incarnation))
@@ -155,10 +158,10 @@ def member_changes(
             yield "joined", member.joined_version, text
         if member.state in GONE and (old is None or old.state != member.state):
             version = member.joined_version if member.left_version is None else member.left_version
-            verb = GONE[member.state]
+            kind = "left" if member.joins_again else member.state
             why = f": {member.reason}" if member.reason else ""
             records = f"after {member.steps} steps, {member.records} records"
-            yield member.state, version, f"worker {member.worker} {verb} at version {version} {records}{why}"
+            yield kind, version, f"worker {member.worker} {GONE[kind]} at version {version} {records}{why}"
 
 
 def evaluation_changes(

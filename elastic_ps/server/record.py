@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import BUCKET_BYTES, Data, TrainingJobSpec
 from elastic_ps.api.mutable import MutableFields, read_mutable
+from elastic_ps.api.status import JOINS_AGAIN
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec import dtype_of, name_of
@@ -136,7 +137,7 @@ class JobRecord(BaseModel):
         for member in self.members:
             if not member.outcome:
                 member.outcome, member.left_version = "left" if in_order else "lost", version
-                member.reason = change
+                member.reason = change if in_order else JOINS_AGAIN
             member.ended = None
             state.members.departed.append(member)
         state.last_round, state.stopped = self.round, self.stopped

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from elastic_ps.api.job import parse_job
-from elastic_ps.api.status import Divergence, MemberStatus, Progress, ServerStatus
+from elastic_ps.api.status import JOINS_AGAIN, Divergence, MemberStatus, Progress, ServerStatus
 from elastic_ps.checkpoint.owner import Claim
 from elastic_ps.cli.view import sparkline
-from elastic_ps.cli.words import duration
+from elastic_ps.cli.words import duration, member_line
 from elastic_ps.errors import UserError
 from elastic_ps.local import JobDirectory, Record
 from elastic_ps.local.poller import fetch_loss
@@ -29,7 +29,9 @@ from elastic_ps.server.status import StatusServer
 from tests.testing import machine
 
 
-def member(worker: int, *, state: str = "training", joined: int = 0, left: int | None = None) -> MemberStatus:
+def member(
+    worker: int, *, state: str = "training", joined: int = 0, left: int | None = None, **more: object
+) -> MemberStatus:
     return MemberStatus.model_validate(
         {
             "worker": worker,
@@ -39,6 +41,7 @@ def member(worker: int, *, state: str = "training", joined: int = 0, left: int |
             "state": state,
             "joined_version": joined,
             "left_version": left,
+            **more,
         }
     )
 
@@ -50,10 +53,22 @@ def status(version: int, *, finished: bool = False) -> ServerStatus:
 
 def test_workers_that_came_and_went_are_told_once() -> None:
     before = [member(0), member(1)]
-    after = [member(0), member(1, state="lost", left=7), member(2, joined=5, state="left", left=6)]
+    after = [
+        member(0),
+        member(1, state="lost", left=7, gone_seconds=0.5),
+        member(2, joined=5, state="left", left=6),
+    ]
     told = [(kind, version) for kind, version, _ in member_changes(before, after)]
     assert told == [("lost", 7), ("joined", 5), ("left", 6)]
     assert list(member_changes(after, after)) == []
+
+
+def test_a_worker_that_has_to_join_again_after_its_parameter_server_is_not_told_to_be_lost() -> None:
+    again = member(0, state="lost", left=7, reason=JOINS_AGAIN)
+    [(kind, _, text)] = member_changes([member(0)], [again])
+    assert kind == "left"
+    assert text == f"worker 0 left at version 7 after 0 steps, 0 records: {JOINS_AGAIN}"
+    assert "lost" not in member_line(again)
 
 
 def test_a_problem_of_the_parameter_server_is_told_once_though_its_numbers_change() -> None:

@@ -95,6 +95,7 @@ def test_what_the_status_says_of_a_training(tmp_path: Path) -> None:
             assert again.loss() == [(1, 0.5)]
             (member,) = status.members
             assert (member.state, member.steps, member.gone_seconds) == ("lost", 1, None)
+            assert member.joins_again
 
 
 @pytest.mark.parametrize(
