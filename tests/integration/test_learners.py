@@ -261,7 +261,8 @@ def test_a_gradient_that_some_slices_do_not_have(tmp_path: Path) -> None:
             torch.testing.assert_close(ours, theirs)
 
 
-def test_an_optimizer_that_evaluates_the_loss_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 3])
+def test_an_optimizer_that_evaluates_the_loss_itself(tmp_path: Path, processes: int) -> None:
     """LBFGS searches along a line by the losses, so all processes must have the same."""
     data = Numbers(48)
     models, losses = dict[int, torch.nn.Module](), dict[int, list[float]]()
@@ -285,13 +286,14 @@ def test_an_optimizer_that_evaluates_the_loss_itself(tmp_path: Path) -> None:
         models[rank] = model
 
     rule = local(2, outerLearningRate=1, outerMomentum=0)
-    with running_job(tmp_path, consistency=rule, worker={"processes": 3}, data={"shuffle": False}) as job:
+    worker = {"processes": processes}
+    with running_job(tmp_path, consistency=rule, worker=worker, data={"shuffle": False}) as job:
         job.start_processes(0, script)
         job.join()
     plain = make_mlp()
     optimizer = lbfgs(plain)
     expected = [step(plain, optimizer, data.x[i : i + 12], data.y[i : i + 12]) for i in range(0, 48, 12)]
-    assert losses[0] == losses[1] == losses[2]
+    assert all(losses[rank] == losses[0] for rank in range(processes))
     assert losses[0] == pytest.approx(expected, rel=1e-3)
     for model in models.values():
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
