@@ -84,6 +84,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         "26.2 million parameters with Adam (values, state and one sum: 400 MiB), and a checkpoint every two "
         "seconds, beside a rank of DDP that writes none.",
     ),
+    "gpt": Benchmark(
+        "A whole job of a large model",
+        "A GPT of 26 million parameters, AdamW, two workers: beginning, twelve steps, end, and the memory of "
+        "all processes, beside DDP, which writes nothing to disk.",
+        ("--small", "--writing"),
+    ),
     "crowd": Benchmark(
         "A thousand workers",
         "Simulated ones: processor time of the parameter server for a join, and its share of a core while "
