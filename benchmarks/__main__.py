@@ -71,6 +71,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         "Four processes on another host than the parameter server, as one worker beside four: bytes on the "
         "parameter server's link, its processor time, and the time of a step, with a link of 1 Gbit/s.",
     ),
+    "tables": Benchmark(
+        "A large embedding with sparse gradients",
+        "The median step, beside DDP with dense gradients, one process, and a table four times as large.",
+        ("--rounds", "2"),
+    ),
     "transport": Benchmark(
         "Bodies between two processes", "Up and down, beside `sendall` and `recv_into` on a TCP socket."
     ),
