@@ -142,6 +142,7 @@ class Checkpoint(Times):
 
 
 Durability: TypeAlias = Literal["checkpoint", "standby"]
+OverlapSetting: TypeAlias = Literal["auto", "always", "never"]
 
 BUCKET_BYTES = 4 * 1024 * 1024
 """The size of a bucket, in bytes, if the job names none and none was chosen."""
@@ -180,6 +181,15 @@ class ParameterServer(CamelModel):
         "size. Up to 4 MiB, they are smaller in a model that has less than eight of them. With 0 the size is "
         "chosen when the job begins: the first worker measures its network. It is 4 MiB then with strategy "
         "all-reduce, with consistency.deterministic, and with codec powersgd.",
+    )
+    overlap: Annotated[OverlapSetting, rules.NEVER] = Field(
+        default="auto",
+        description="Whether workers send gradients while backward runs. With auto they do if the gradients "
+        "fill several buckets. If the workers take every core of one host, buckets have 64 MiB, because "
+        "nothing can run beside backward. With always, buckets are as small there as elsewhere, and a small "
+        "model has several, too. With never, gradients are sent in optimizer.step(). Whatever is set here, "
+        "they are sent there in modes bounded and async, and if the script passes overlap=False or several "
+        "optimizers to session.optimizer. The status says what a job does, and why.",
     )
     drafts: Annotated[bool, rules.NEW_PODS] = Field(
         default=True,
@@ -482,6 +492,8 @@ def _needs_parameter_server(spec: TrainingJobSpec) -> tuple[str, str] | None:
             "parameterServer.durability standby",
             "the workers have the model, and a lost one costs nothing",
         )
+    if server.overlap != "auto":
+        return f"parameterServer.overlap {server.overlap}", "gradients are not sent to it"
     if consistency.mode != "sync":
         return f"consistency.mode {consistency.mode}", "each version is made of one step of every worker"
     said = consistency.model_dump(by_alias=True, exclude_defaults=True)

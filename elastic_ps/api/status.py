@@ -205,17 +205,33 @@ class Traffic(CamelModel):
     push_seconds: float = Field(
         default=0.0, description="The time during which a gradient was being encoded or sent, in seconds."
     )
+    hidden_seconds: float = Field(
+        default=0.0,
+        description="The part of pushSeconds before the script called optimizer.step(), in seconds. Backward "
+        "hides it.",
+    )
     codec: str = Field(default="", description="The codecs that workers have chosen, with codec auto.")
+    overlap: str = Field(
+        default="",
+        description="Whether gradients are sent while backward runs, and the reason if they are not. Empty "
+        "before the first step, and with strategy all-reduce.",
+    )
 
     @classmethod
     def counts(cls) -> list[str]:
         """The names of the numeric fields."""
-        return [name for name in cls.model_fields if name != "codec"]
+        return [name for name in cls.model_fields if name not in ("codec", "overlap")]
+
+    @property
+    def hidden_share(self) -> float | None:
+        """The share of the time of sending that backward hides, from 0 to 1; None if nothing was timed."""
+        return round(self.hidden_seconds / self.push_seconds, 4) if self.push_seconds else None
 
     def __add__(self, other: Traffic) -> Traffic:
         sums = {name: getattr(self, name) + getattr(other, name) for name in Traffic.counts()}
         codecs = {*self.codec.split(", "), *other.codec.split(", ")} - {""}
-        return Traffic(**sums, codec=", ".join(sorted(codecs)))
+        overlaps = {*self.overlap.split("; "), *other.overlap.split("; ")} - {""}
+        return Traffic(**sums, codec=", ".join(sorted(codecs)), overlap="; ".join(sorted(overlaps)))
 
 
 class TrafficStatus(CamelModel):
@@ -240,6 +256,15 @@ class TrafficStatus(CamelModel):
         default=None,
         description="The bucket size that was chosen, in bytes, if parameterServer.bucketBytes is 0.",
     )
+    overlap: str | None = Field(
+        default=None,
+        description="Whether gradients are sent while backward runs, and the reason if they are not.",
+    )
+    hidden_share: float | None = Field(
+        default=None,
+        description="The share of the time of encoding and sending gradients that backward hides, from 0 to "
+        "1. Unset if all is sent in one call.",
+    )
 
     @classmethod
     def of(cls, counts: Traffic, *, bucket_bytes: int = 0) -> TrafficStatus | None:
@@ -254,6 +279,8 @@ class TrafficStatus(CamelModel):
             codec_seconds=round(counts.encode_seconds + counts.decode_seconds, 3),
             codec=counts.codec,
             bucket_bytes=bucket_bytes or None,
+            overlap=counts.overlap or None,
+            hidden_share=counts.hidden_share,
         )
 
 

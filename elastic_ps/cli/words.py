@@ -161,6 +161,8 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
         yield "transport", ", ".join(sorted(transports))
     if network := traffic(server.traffic, server.bucket_bytes):
         yield "network", network
+    if server.traffic.overlap:
+        yield "overlap", server.traffic.overlap
     name = "workers"
     for member in sorted(server.members, key=lambda each: (each.worker, each.joined_version)):
         yield name, member_line(member)
@@ -196,6 +198,8 @@ def traffic(counts: Traffic, bucket_bytes: int = 0) -> str:
         said.append(f"sent as {counts.codec}")
     if said and bucket_bytes:
         said.append(f"in buckets of up to {bucket_bytes // 1024} KiB")
+    if said and counts.hidden_share is not None:
+        said.append(f"{counts.hidden_share:.0%} of the time to send gradients was behind backward")
     seconds = counts.encode_seconds + counts.decode_seconds
     return ", ".join([*said, f"{seconds:.1f} s to encode and decode"] if seconds else said)
 

@@ -44,6 +44,7 @@ class Meter(Protocol):
     def pushed(self, nbytes: int, *, plain: int, seconds: float = 0.0) -> None: ...
 
     def busy(self, seconds: float) -> None: ...
+    def hid(self, seconds: float) -> None: ...
 
     def chose(self, codec: str) -> None: ...
 
@@ -235,7 +236,7 @@ def _is_encodable(gradient: torch.Tensor) -> bool:
 class CodecSelection:
     """Measures how long steps are encoded and pushed, by which `auto` chooses a codec.
 
-    Thread-safe, except `begin` and `end`, which belong to the main thread.
+    Thread-safe, except `begin`, `backward_ended` and `end`, which belong to the main thread.
 
     Args:
         auto: the codec that gets the choice; None: nothing is chosen.
@@ -254,10 +255,16 @@ class CodecSelection:
 
     def begin(self) -> None:
         """Begin a step."""
+        with self._lock:
+            self._seconds, self._since = 0.0, time.monotonic()
         if self._auto is not None:
-            with self._lock:
-                self._seconds, self._since = 0.0, time.monotonic()
             self._auto.begin(self._auto.choice.now)
+
+    def backward_ended(self) -> None:
+        """What was encoded and pushed of the step so far was hidden behind backward."""
+        with self._lock:
+            now = time.monotonic() - self._since if self._busy else 0.0
+            self._traffic.hid(self._seconds + now)
 
     @contextmanager
     def busy(self) -> Iterator[None]:

@@ -81,6 +81,9 @@ class Record:
         if self.last is not None:
             for kind, version, text in tuning_changes(self.last.tuning, status.tuning):
                 self.events.append(Event(elapsed, version, kind, text))
+        known = self.last.traffic.overlap if self.last else ""
+        for kind, version, text in overlap_changes(known, status):
+            self.events.append(Event(elapsed, version, kind, text))
         self._add_metrics(status.progress)
         moved = self.last is None or status.progress.version != self.last.progress.version
         self.last = status
@@ -197,6 +200,12 @@ def divergence_changes(before: Divergence | None, after: Progress) -> Iterator[t
     found = after.diverged
     if found is not None and (before is None or before.reason != found.reason):
         yield "warning", after.version, f"the training has diverged: {found.message}"
+
+
+def overlap_changes(before: str, after: ServerStatus) -> Iterator[tuple[str, int, str]]:
+    """(kind, version, text) of whether gradients are sent while backward runs, unless `before` says it."""
+    if (now := after.traffic.overlap) not in ("", before):
+        yield "process", after.progress.version, now
 
 
 def tuning_changes(before: TuningStatus, after: TuningStatus) -> Iterator[tuple[str, int, str]]:

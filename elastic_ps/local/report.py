@@ -64,6 +64,7 @@ def build_report(outcome: Outcome) -> dict[str, Any]:
         "duration_seconds": outcome.elapsed.total_seconds(),
         "training_seconds": outcome.record.training_seconds,
         "traffic": server.traffic.model_dump() if server else None,
+        "hidden_share": server.traffic.hidden_share if server else None,
         "bucket_bytes": server.bucket_bytes if server else 0,
         "failures": outcome.status.failures,
         "checkpoints": outcome.status.checkpoints,

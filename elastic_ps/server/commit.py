@@ -25,6 +25,7 @@ from elastic_ps.codec.plan import Plan
 from elastic_ps.core import scales
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.fragments import fragments
+from elastic_ps.core.overlap import smallest_bucket
 from elastic_ps.core.partition import Layout, TensorSpec, cut_rows, partition
 from elastic_ps.core.settings import MAX_NORM, Settings
 from elastic_ps.core.sizing import LARGEST, Link, bucket_bytes
@@ -81,7 +82,8 @@ class CommitCoordinator:
         history: History,
         crowded: bool = False,
     ) -> None:
-        self.job, self._crowded = job, crowded and len(shards) == 1
+        self._overlap = job.spec.parameter_server.overlap
+        self.job, self._crowded = job, crowded and len(shards) == 1 and self._overlap != "always"
         self.shards, self._standbys = shards, standbys
         self.checkpoints, self.history = checkpoints, history
         checkpoints.serve(job, self)
@@ -224,7 +226,7 @@ class CommitCoordinator:
         """
         size = self.job.spec.parameter_server.bucket_bytes or chosen or BUCKET_BYTES
         parts = self.job.spec.consistency.fragments or 1
-        shards, least = len(self.shards), self.job.limits.smallest_bucket
+        shards, least = len(self.shards), smallest_bucket(self._overlap, self.job.limits.smallest_bucket)
         limited = [i for i, group in enumerate(settings.groups) if group.get(MAX_NORM) is not None]
         try:
             layout = partition(tensors, bucket_bytes=size, shards=shards, parts=parts, smallest=least)

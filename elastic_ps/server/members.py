@@ -16,7 +16,7 @@ from elastic_ps.core.all_reduce import Peer
 from elastic_ps.core.membership import Member
 from elastic_ps.core.metrics import keep
 from elastic_ps.core.partition import TensorSpec, difference
-from elastic_ps.core.sizing import Link, Turn
+from elastic_ps.core.sizing import LARGEST, Link, Turn
 from elastic_ps.core.stages import Stage, StageEvent
 from elastic_ps.errors import Malformed, RefusalCode, Refused
 from elastic_ps.server.service import Callers, refuse_to_end, require_permitted
@@ -153,6 +153,7 @@ class MemberCalls:
             settings=state.settings_of_version.to_json(),
             tuning=self._job.mutable.to_json(),
             codecs=Plan(self._job.spec.compression).names,
+            crowded=state.bucket_bytes > LARGEST,
         )
 
     @answers(calls.PROBE)

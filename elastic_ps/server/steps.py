@@ -17,6 +17,7 @@ from elastic_ps.core.all_reduce import Barrier
 from elastic_ps.core.consistency import After, Contribution, Entry
 from elastic_ps.core.ledger import LedgerError, Range
 from elastic_ps.core.membership import Member
+from elastic_ps.core.overlap import Overlap
 from elastic_ps.core.stages import CourseEvent
 from elastic_ps.errors import InvalidModel, Malformed, RefusalCode, Refused
 from elastic_ps.server.guarded import Look
@@ -424,4 +425,6 @@ def _traffic(request: pb.FinishRequest) -> dict[str, Any]:
     traffic = {field.name: value for field, value in told if isinstance(value, str) or math.isfinite(value)}
     if traffic.get("codec", "") not in CANDIDATES:
         traffic.pop("codec", None)
+    if (overlap := traffic.pop("overlap", "")) in Overlap.__members__:
+        traffic["overlap"] = str(Overlap[overlap])
     return traffic

@@ -122,7 +122,7 @@ class Link(_message.Message):
     def __init__(self, rate: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("term", "incarnation", "version", "layout", "initialise", "lease_ms", "settings", "pending", "tuning", "codecs", "measure")
+    __slots__ = ("term", "incarnation", "version", "layout", "initialise", "lease_ms", "settings", "pending", "tuning", "codecs", "measure", "crowded")
     TERM_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +134,7 @@ class JoinReply(_message.Message):
     TUNING_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
     MEASURE_FIELD_NUMBER: _ClassVar[int]
+    CROWDED_FIELD_NUMBER: _ClassVar[int]
     term: int
     incarnation: int
     version: int
@@ -145,7 +146,8 @@ class JoinReply(_message.Message):
     tuning: str
     codecs: _containers.RepeatedScalarFieldContainer[str]
     measure: bool
-    def __init__(self, term: _Optional[int] = ..., incarnation: _Optional[int] = ..., version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., initialise: bool = ..., lease_ms: _Optional[int] = ..., settings: _Optional[str] = ..., pending: bool = ..., tuning: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ..., measure: bool = ...) -> None: ...
+    crowded: bool
+    def __init__(self, term: _Optional[int] = ..., incarnation: _Optional[int] = ..., version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., initialise: bool = ..., lease_ms: _Optional[int] = ..., settings: _Optional[str] = ..., pending: bool = ..., tuning: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ..., measure: bool = ..., crowded: bool = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
     __slots__ = ("caller",)
@@ -513,7 +515,7 @@ class MeetReply(_message.Message):
     def __init__(self, version: _Optional[int] = ..., attempt: _Optional[int] = ..., pending: bool = ..., together: bool = ..., lacking: bool = ..., group: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ..., source: _Optional[int] = ..., values_are_here: bool = ..., send: bool = ..., settings: _Optional[str] = ..., stopped: _Optional[str] = ..., all_hold: bool = ...) -> None: ...
 
 class Traffic(_message.Message):
-    __slots__ = ("pushed_bytes", "pushed_plain_bytes", "pulled_bytes", "pulled_plain_bytes", "encode_seconds", "decode_seconds", "push_seconds", "codec")
+    __slots__ = ("pushed_bytes", "pushed_plain_bytes", "pulled_bytes", "pulled_plain_bytes", "encode_seconds", "decode_seconds", "push_seconds", "codec", "hidden_seconds", "overlap")
     PUSHED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PUSHED_PLAIN_BYTES_FIELD_NUMBER: _ClassVar[int]
     PULLED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -522,6 +524,8 @@ class Traffic(_message.Message):
     DECODE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PUSH_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OVERLAP_FIELD_NUMBER: _ClassVar[int]
     pushed_bytes: int
     pushed_plain_bytes: int
     pulled_bytes: int
@@ -530,7 +534,9 @@ class Traffic(_message.Message):
     decode_seconds: float
     push_seconds: float
     codec: str
-    def __init__(self, pushed_bytes: _Optional[int] = ..., pushed_plain_bytes: _Optional[int] = ..., pulled_bytes: _Optional[int] = ..., pulled_plain_bytes: _Optional[int] = ..., encode_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., codec: _Optional[str] = ...) -> None: ...
+    hidden_seconds: float
+    overlap: str
+    def __init__(self, pushed_bytes: _Optional[int] = ..., pushed_plain_bytes: _Optional[int] = ..., pulled_bytes: _Optional[int] = ..., pulled_plain_bytes: _Optional[int] = ..., encode_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., codec: _Optional[str] = ..., hidden_seconds: _Optional[float] = ..., overlap: _Optional[str] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("caller", "version", "buckets", "attempt", "contributor", "held", "draft_settings", "drafts", "brief")

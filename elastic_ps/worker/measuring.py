@@ -44,9 +44,14 @@ def measure(call: Callable[[int], float]) -> Link:
 
 
 class Traffic:
-    """What one incarnation of a worker sends and receives, over all shards. Thread-safe."""
+    """What one incarnation of a worker sends and receives, over all shards. Thread-safe.
+
+    Attributes:
+        overlap: the name of the worker's `core.overlap.Overlap`; "" if gradients are not sent to shards.
+    """
 
     def __init__(self) -> None:
+        self.overlap = ""
         self._lock = threading.Lock()
         self._counts = pb.Traffic()
 
@@ -74,6 +79,11 @@ class Traffic:
         with self._lock:
             self._counts.push_seconds += seconds
 
+    def hid(self, seconds: float) -> None:
+        """So much of that time went by while backward ran."""
+        with self._lock:
+            self._counts.hidden_seconds += seconds
+
     def chose(self, codec: str) -> None:
         """Gradients are sent with this codec from now on."""
         with self._lock:
@@ -83,6 +93,7 @@ class Traffic:
         """A copy."""
         with self._lock:
             copy = pb.Traffic()
+            self._counts.overlap = self.overlap
             copy.CopyFrom(self._counts)
             return copy
 

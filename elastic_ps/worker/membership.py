@@ -12,12 +12,15 @@ from itertools import zip_longest
 
 import torch
 
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.mutable import MutableFields, read_mutable
 from elastic_ps.codec.encoder import Encoder
 from elastic_ps.codec.optimizers import second_momentum
 from elastic_ps.codec.plan import Plan
+from elastic_ps.codec.several import Several
 from elastic_ps.codec.state import ImportedState
+from elastic_ps.core.overlap import Overlap, choose
 from elastic_ps.core.partition import TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.core.working import Event, State, Working
@@ -58,7 +61,7 @@ class Membership:
     Attributes:
         working: what this worker is doing.
         spec: the job's, as of the last time that this worker has joined.
-        schedule, model, gradients: from `session.optimizer` on.
+        schedule, model, gradients, overlap: from `session.optimizer` on.
         local: likewise, in mode `local`.
         make_step: has the script's own optimizer make a step on this worker.
         batches: the batches that the script has in hand for the next step.
@@ -71,8 +74,10 @@ class Membership:
 
     schedule: Schedule
     gradients: LocalGradients
+    overlap: Overlap
     make_step: Callable[[], object]
     _described: ModelDescription
+    _choose_overlap: Callable[[Consistency], Overlap]
 
     def __init__(
         self,
@@ -134,11 +139,14 @@ class Membership:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         imported: ImportedState | None = None,
+        *,
+        overlap: bool = True,
     ) -> Flat:
         """Join the job with this model; returns the memory that it has from now on. Blocks.
 
         Args:
             imported: the state with which the optimizer begins, if this worker brings the model.
+            overlap: the script lets gradients be sent while backward runs.
 
         Raises:
             InvalidModel, ModelMismatch: the model or optimizer cannot be trained in this job.
@@ -163,6 +171,15 @@ class Membership:
             world=self.world,
             registered=described.registered,
         )
+        self._choose_overlap = partial(
+            choose,
+            self.spec.parameter_server.overlap,
+            layout=flat.layout,
+            script=overlap,
+            named=isinstance(optimizer, Several),
+            crowded=joined.crowded,
+        )
+        self._note_overlap()
         self._strategy = strategy = self._make_strategy(flat, optimizer)
         strategy.steps_here, strategy.exchanges = local or self.spec.all_reduce, local
         joined = self._initialise(strategy, joined, flat, imported)
@@ -288,6 +305,11 @@ class Membership:
         self.client.history.record("coding", term=joined.term, compression=said)
         if self._strategy is not None:
             self._strategy.adopt(self.spec.consistency, self._codecs if "compression" in news else None)
+            self._note_overlap()
+
+    def _note_overlap(self) -> None:
+        self.overlap = self._choose_overlap(self.spec.consistency)
+        self.client.traffic.overlap = "" if self.spec.all_reduce else self.overlap.name
 
     def _bring(self, flat: Flat, imported: ImportedState | None) -> None:
         for bucket in flat.layout.buckets:

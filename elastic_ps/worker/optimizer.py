@@ -63,7 +63,6 @@ class ElasticOptimizer(torch.optim.Optimizer):
         flat: Flat,
         runtime: Runtime,
         *,
-        overlap: bool,
         check: bool = False,
         own: Sequence[torch.Tensor] = (),
     ) -> None:
@@ -73,10 +72,9 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._runtime = runtime
         self._flat = flat
         self._stepping = False
-        # Which of several optimizers makes a step is known in `step` only.
         parts = wrapped.parts if isinstance(wrapped, Several) else {}
         local = runtime.strategy.exchanges
-        self._gradients = Gradients(flat, runtime, overlap=overlap and not (parts or local), check=check)
+        self._gradients = Gradients(flat, runtime, overlap=runtime.overlap.in_hooks, check=check)
         self._local = LocalSteps(flat, runtime, self._gradients, self._make_step) if local else None
         self._parts = {name: Part(self, name, part) for name, part in parts.items()}
         self._trained = {
@@ -175,7 +173,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
             return loss
         if self._runtime.has_no_step:
             return loss
-        self._runtime.phases.backward_ended()
+        self._runtime.backward_ended()
         self._flat.check()
         self._gradients.take_rest(None if part is None else self._trained[id(part)])
         self._gradients.reset()

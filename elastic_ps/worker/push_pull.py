@@ -179,6 +179,10 @@ class PushPull(Strategy):
             self._ready_at[bucket.index] = time.monotonic_ns()
             self._enqueue(self._progress.ready(bucket, present))
 
+    def backward_ended(self) -> None:
+        if self.under_way is not None:
+            self.encoder.selection.backward_ended()
+
     def finish(self, ending: pb.FinishRequest, *, publish: bool = True) -> bool:
         """See `Strategy`.
 

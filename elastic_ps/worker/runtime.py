@@ -222,6 +222,11 @@ class Runtime(Membership):
         self.phases.gradient()
         self.strategy.ready(bucket, present)
 
+    def backward_ended(self) -> None:
+        """The script calls `optimizer.step`."""
+        self.phases.backward_ended()
+        self.strategy.backward_ended()
+
     def finish_step(self) -> None:
         """End the step that has begun, and wait for the version that it is part of. Blocks.
 

@@ -186,9 +186,9 @@ class Session:
                 Then each is an item of what is returned, as in `optimizers["critic"].step()`, whose own
                 `step` is that of all at once. Each batch is for one step, and gradients are sent in it.
             model: on the device where it is to be trained.
-            overlap: send gradients while backward runs. False sends them in `step`, for scripts that
-                change gradients in between (GradScaler; to clip, see max_grad_norm) or run backward several
-                times.
+            overlap: whether the job may send gradients while backward runs, as its field
+                `parameterServer.overlap` says. With False they are sent in `step`, for scripts that change
+                gradients in between (GradScaler; to clip, see max_grad_norm) or run backward several times.
             check_gradients: for debugging: `step` compares each gradient with what was sent. So it also finds
                 changes through `.data`, which are not noticed otherwise. Costs a pass over all gradients.
                 In mode `local` no gradient is sent, and this and `overlap` mean nothing.
@@ -279,14 +279,13 @@ class Session:
             summed=summed,
             optimizers=Optimizers(self.spec.parameter_server.optimizers),
         )
-        flat = self._runtime.enter(described, model, runs_there, imported)
+        flat = self._runtime.enter(described, model, runs_there, imported, overlap=overlap)
         self._runtime.phases.watch(model)
         self._averages.begin(model)
         self._optimizer = ElasticOptimizer(
             optimizer,
             flat,
             self._runtime,
-            overlap=overlap,
             check=check_gradients,
             own=described.own,
         )

@@ -90,6 +90,9 @@ class Strategy(ABC):
             present: which of its pieces have a gradient; empty for a bucket of buffers.
         """
 
+    def backward_ended(self) -> None:
+        """The script ends the step that is under way, if one is: what is sent from now on is waited for."""
+
     @abstractmethod
     def finish(self, ending: pb.FinishRequest) -> bool:
         """End the step, and wait for the version that it is part of. Blocks.

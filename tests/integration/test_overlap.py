@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import defaultdict
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from elastic_ps.codec import encoder
+from elastic_ps.core.overlap import Overlap
 from elastic_ps.core.partition import Layout
 from elastic_ps.local.trace import merge_traces
 from elastic_ps.transport import messages_pb2 as pb
@@ -115,6 +120,83 @@ def test_pushes_begin_while_backward_runs(tmp_path: Path, transport: str) -> Non
     merged = tmp_path / "trace.json"
     merge_traces(traces, merged)
     check_chrome_trace(json.loads(merged.read_text()))
+
+
+def test_the_share_of_sending_that_backward_hides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock of a transport that takes a second for each bucket, and nothing else takes time."""
+    layouts: list[Layout] = []
+    sent: list[int] = []
+
+    def slowly(method: str, _: Frame) -> None:
+        if method == "Push":
+            sent.append(1)
+
+    def script(session: Session) -> None:
+        model = make_mlp(WIDTHS)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+        layouts.append(flat_of(optimizer).layout)
+        early, steps = len(layouts[0].pushed) - 1, [0]
+
+        def wait(gradient: torch.Tensor) -> None:
+            wanted = steps[0] * (early + 1) + early
+            eventually(lambda: len(sent) == wanted, "all buckets but the last are sent before backward ends")
+
+        next(model.parameters()).register_hook(wait)
+        for step, (x, y) in enumerate(session.loader(Numbers(4 * 32), 32)):
+            steps[0] = step
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    clock = SimpleNamespace(monotonic=lambda: float(len(sent)), monotonic_ns=time.monotonic_ns)
+    monkeypatch.setattr(encoder, "time", clock)
+    with running_job(tmp_path) as job:
+        job.through = lambda _, inner: Watched(inner, slowly)
+        job.run(script, workers=1)
+        traffic = job.status().traffic
+    count = len(layouts[0].pushed)
+    assert count >= 6
+    assert len(sent) == 4 * count
+    # The last step's last push tells of the pushes before it.
+    told = (4 * count - 1, 4 * (count - 1))
+    assert (traffic.push_seconds, traffic.hidden_seconds) == told
+    assert traffic.hidden_share == round(told[1] / told[0], 4)
+
+
+@pytest.mark.parametrize(
+    ("setting", "overlap", "expected"),
+    [
+        ("auto", True, Overlap.ONE_BUCKET),
+        ("always", True, Overlap.USED),
+        ("always", False, Overlap.SCRIPT),
+        ("never", True, Overlap.NEVER),
+    ],
+)
+def test_a_job_says_whether_it_sends_during_backward(
+    tmp_path: Path, setting: str, overlap: bool, expected: Overlap
+) -> None:
+    """A model of 2 KB trains the same with each."""
+    changed: list[bool] = []
+
+    def script(session: Session) -> None:
+        model = make_mlp((6, 16, 16, 1))
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model, overlap=overlap)
+        for x, y in session.loader(Numbers(4 * 8), 8):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            if not expected.in_hooks:
+                gradient = next(model.parameters()).grad
+                assert gradient is not None
+                gradient.mul_(1.0)
+                changed.append(True)
+            optimizer.step()
+
+    with running_job(tmp_path, parameterServer={"overlap": setting}) as job:
+        job.run(script, workers=1)
+        status = job.status()
+    assert status.progress.version == 4
+    assert status.traffic.overlap == str(expected)
+    assert len(changed) == (0 if expected.in_hooks else 4)
 
 
 def check_chrome_trace(document: dict[str, Any]) -> None:

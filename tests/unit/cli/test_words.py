@@ -157,6 +157,16 @@ def test_the_codecs_that_workers_have_chosen_are_said_once() -> None:
     assert words.traffic(Traffic(), 64 * 1024) == "", "nothing was sent"
 
 
+def test_what_backward_hides_is_a_share_over_all_workers() -> None:
+    sent: dict[str, Any] = {"pushed_bytes": 1, "pushed_plain_bytes": 1}
+    one = Traffic(**sent, push_seconds=3.0, hidden_seconds=3.0, overlap="a: b, c")
+    both = one + Traffic(**sent, push_seconds=1.0, overlap="a: b, c") + Traffic(overlap="d")
+    assert both.hidden_share == 0.75
+    assert both.overlap == "a: b, c; d"
+    assert words.traffic(both) == "2 B of gradients, 75% of the time to send gradients was behind backward"
+    assert Traffic(**sent).hidden_share is None, "all was sent in one call"
+
+
 def test_a_job_that_cannot_start_says_why() -> None:
     server = ServerStatus(job="j", shard=0, shards=1, term=0, ready=False, problem="the disk is full")
     status = LocalStatus.model_construct(phase="Running", server=server, processes=[])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ps.api.job import parse_job
-from elastic_ps.api.status import JOINS_AGAIN, Divergence, MemberStatus, Progress, ServerStatus
+from elastic_ps.api.status import JOINS_AGAIN, Divergence, MemberStatus, Progress, ServerStatus, Traffic
 from elastic_ps.checkpoint.owner import Claim
 from elastic_ps.cli.view import sparkline
 from elastic_ps.cli.words import duration, member_line
@@ -78,6 +78,15 @@ def test_a_problem_of_the_parameter_server_is_told_once_though_its_numbers_chang
     told = [(event.kind, event.text) for event in record.events]
     said = "the parameter server has a problem: "
     assert told == [("warning", f"{said}No space left"), ("warning", f"{said}it is 70 s old")]
+
+
+def test_whether_gradients_are_sent_during_backward_is_told_when_it_is_known_and_when_it_changes() -> None:
+    record = Record()
+    for version, overlap in enumerate(("", "they are", "they are", "", "they are not: the mode is async")):
+        sent = member(0).model_copy(update={"traffic": Traffic(overlap=overlap)})
+        record.add(status(version).model_copy(update={"members": [sent]}), elapsed=1.0)
+    told = [(event.version, event.text) for event in record.events if event.kind == "process"]
+    assert told == [(1, "they are"), (4, "they are not: the mode is async")]
 
 
 def test_that_the_job_learns_nothing_is_told_once_though_its_numbers_change() -> None:

@@ -191,6 +191,7 @@ def test_metrics_count_what_the_status_says() -> None:
         'elastic_ps_encode_seconds_total{job="job"}': "0.0",
         'elastic_ps_decode_seconds_total{job="job"}': "1.5",
         'elastic_ps_push_seconds_total{job="job"}': "0.0",
+        'elastic_ps_hidden_seconds_total{job="job"}': "0.0",
     }, "no loss was reported"
     kinds = dict(line.split()[2:] for line in lines if line.startswith("# TYPE"))
     assert kinds["elastic_ps_version"] == kinds["elastic_ps_records_applied"] == "gauge", "they can fall"

@@ -170,6 +170,12 @@ def test_the_status_says_how_many_bytes_all_workers_have_sent() -> None:
     simulation.settle()
     expected["bucketBytes"] = 65536
     assert simulation.status["traffic"] == expected
+    sent = {"push_seconds": 2.0, "hidden_seconds": 1.5, "overlap": "gradients are sent early"}
+    tell(simulation, sender(0, pushed_bytes=100, **sent))
+    simulation.settle()
+    said = simulation.status["traffic"]
+    assert (said["overlap"], said["hiddenShare"]) == ("gradients are sent early", 0.75)
+    expected = said
     tell(simulation, sender(0, pushed_plain_bytes=0, pulled_plain_bytes=0))
     simulation.settle()
     assert simulation.status["traffic"] == expected

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from elastic_ps.core.overlap import Overlap
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server.shard import Shard
 from elastic_ps.transport import messages_pb2 as pb
@@ -144,8 +145,13 @@ def test_what_a_worker_has_sent_is_told_with_its_steps() -> None:
         worker = Worker(listener)
         worker.start()
         counts = pb.Traffic(pushed_bytes=16, pushed_plain_bytes=64, encode_seconds=math.nan, codec="int8")
+        counts.overlap = "USED"
         worker.push(0, 0, finish=worker.finishing(0, worker.take(), traffic=counts))
         status = server.status()
         assert [member.traffic.pushed_bytes for member in status.members] == [16]
         assert (status.traffic.pushed_plain_bytes, status.traffic.encode_seconds) == (64, 0.0)
         assert status.traffic.codec == "int8"
+        assert status.traffic.overlap == str(Overlap.USED)
+        counts.overlap = "anything"
+        worker.push(1, 1, finish=worker.finishing(1, worker.take(), traffic=counts))
+        assert server.status().traffic.overlap == str(Overlap.USED), "a name that means nothing is ignored"

@@ -202,7 +202,13 @@ def test_a_job_on_a_crowded_host_gets_few_buckets() -> None:
     with leading([Notes()], crowded=True) as zero:
         joined = zero.coordinator.join(0, **join, measures=True, link=NEAR)
         assert sizes(joined) == {24 * 1024 * KIB}
+        assert joined.crowded
         assert zero.status().bucket_bytes == CROWDED
+    with leading([Notes()], crowded=True, parameterServer={"overlap": "always"}) as zero:
+        joined = zero.coordinator.join(0, **join, measures=True, link=NEAR)
+        assert len(sizes(joined)) == 1
+        assert max(sizes(joined)) <= LARGEST
+        assert not joined.crowded
 
 
 def test_one_worker_measures_at_a_time() -> None:
