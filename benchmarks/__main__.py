@@ -42,6 +42,13 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         "The median step of the slowest worker, float32, mode `sync`, on batches that lie in memory.",
         ("--rounds", "2"),
     ),
+    "shapes": Benchmark(
+        "A step of models with an unusual shape",
+        "50 parameter groups; 5,000 small tensors; 200 million parameters in bfloat16, of which the "
+        "optimizer steps copies in float32.",
+        ("groups", "tensors", "masters", "--rounds", "1"),
+        "datapath",
+    ),
     "datapath-tcp": Benchmark(
         "The same over the connection between hosts",
         "As above, but each process reaches the others over TCP, on loopback.",

@@ -4,6 +4,9 @@
 lie in memory: as a job of elastic-ps with one parameter server, and with DistributedDataParallel under
 `torchrun`. Both compute with one thread in each process. It prints the median step of the slowest worker
 and the processor time of a step, all processes together, and the ratio of the two. They take turns.
+It also prints the share of the time of sending that backward hides. Of models with an unusual shape, `groups`
+has 50 parameter groups, `tensors` 5,000 small tensors, and `masters` 200 million parameters in bfloat16, of
+which the optimizer steps copies in float32. `alone` has one worker, so two cores are more than it needs.
 With `--strategy all-reduce` the workers of the job add up gradients among themselves, as DDP's processes do.
 With `--transport` they talk without TLS, as DDP's do; `--tls` turns it on.
 """
@@ -59,7 +62,13 @@ CASES = {
     "plain4": Case("mlp-10.5M", "SGD without momentum", 64, 4, 30),
     "resnet": Case("resnet18", "SGD", 8, 2, 24),
     "adam": Case("mlp-10.5M", "Adam", 64, 2, 30),
+    "groups": Case("50 groups, 3.3M", "AdamW, a group for each layer", 16, 2, 60),
+    "tensors": Case("5,000 tensors, 0.7M", "AdamW", 16, 2, 30),
+    "masters": Case("mlp-200M in bf16", "AdamW in float32", 1, 2, 6),
+    "alone": Case("mlp-10.5M", "SGD", 64, 1, 60),
 }
+BY_NAME = ("groups", "tensors", "masters", "alone")
+"""Cases that are measured only if they are named."""
 
 
 class Block(torch.nn.Module):
@@ -92,6 +101,14 @@ def make_model(name: str) -> tuple[torch.nn.Module, tuple[int, ...], int]:
     if name == "mlp-10.5M":
         layers = [linear(1024, 2048), relu(), linear(2048, 2048), relu(), linear(2048, 2048), relu()]
         return torch.nn.Sequential(*layers, linear(2048, 10)), (1024,), 10
+    if name.startswith("50 groups"):
+        layers = [module for _ in range(49) for module in (linear(256, 256), relu())]
+        return torch.nn.Sequential(*layers, linear(256, 10)), (256,), 10
+    if name.startswith("5,000 tensors"):
+        return torch.nn.Sequential(*(linear(16, 16) for _ in range(2500))), (16,), 16
+    if name.startswith("mlp-200M"):
+        layers = [module for _ in range(12) for module in (linear(4096, 4096), relu())]
+        return torch.nn.Sequential(*layers, linear(4096, 10)).to(torch.bfloat16), (4096,), 10
     stem = [torch.nn.Conv2d(3, 64, 3, 1, 1, bias=False), torch.nn.BatchNorm2d(64), relu()]
     widths = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
     widths += [(128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
@@ -99,15 +116,49 @@ def make_model(name: str) -> tuple[torch.nn.Module, tuple[int, ...], int]:
     return torch.nn.Sequential(*stem, *(Block(*width) for width in widths), *head), (3, 32, 32), 10
 
 
+class Masters(torch.optim.Optimizer):
+    """Steps copies of a model's parameters in float32, and rounds the parameters from them.
+
+    A parameter server does so by itself.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._inner, self._rounded = inner, [p for group in inner.param_groups for p in group["params"]]
+        super().__init__(self._rounded, {})
+        self._masters = [p.detach().float() for p in self._rounded]
+        masters = iter(self._masters)
+        for group in inner.param_groups:
+            group["params"] = [next(masters) for _ in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002 (none is given)
+        for master, rounded in zip(self._masters, self._rounded, strict=True):
+            master.grad = None if rounded.grad is None else rounded.grad.float()
+        self._inner.step()
+        for master, rounded in zip(self._masters, self._rounded, strict=True):
+            master.grad = None
+            rounded.copy_(master)
+
+
 def make_optimizer(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    if name.endswith("for each layer"):
+        groups = [
+            {"params": list(layer.parameters()), "lr": 1e-4 / (1 + number)}
+            for number, layer in enumerate(each for each in model.modules() if [*each.parameters(False)])
+        ]
+        return torch.optim.AdamW(groups)
+    if name.startswith("AdamW"):
+        return torch.optim.AdamW(model.parameters(), lr=1e-4)
     if name == "Adam":
         return torch.optim.Adam(model.parameters(), lr=1e-4)
     momentum = 0.9 if name == "SGD" else 0.0
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=momentum)
 
 
-def make_batch(shape: tuple[int, ...], classes: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(batch, *shape), torch.randint(0, classes, (batch,))
+def make_batch(
+    shape: tuple[int, ...], classes: int, batch: int, *, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(batch, *shape).to(dtype), torch.randint(0, classes, (batch,))
 
 
 class Batches(torch.utils.data.Dataset[Any]):
@@ -159,7 +210,7 @@ def cpu_seconds() -> float:
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor) -> None:
     optimizer.zero_grad()
-    torch.nn.functional.cross_entropy(model(x), y).backward()
+    torch.nn.functional.cross_entropy(model(x).float(), y).backward()
     optimizer.step()
 
 
@@ -172,7 +223,8 @@ def train_with_parameter_server(case: str, directory: str, steps: int | None = N
     session = elastic_ps.connect()
     model, shape, classes = make_model(chosen.model)
     optimizer = session.optimizer(make_optimizer(chosen.optimizer, model), model)
-    data = Batches(make_batch(shape, classes, chosen.batch), chosen.steps * chosen.batch * 16)
+    batch = make_batch(shape, classes, chosen.batch, dtype=next(model.parameters()).dtype)
+    data = Batches(batch, chosen.steps * chosen.batch * 16)
     timer = Timer(chosen.steps, Path(directory) / f"worker-{session.worker}.json")
     for number, (x, y) in enumerate(session.loader(data, chosen.batch, collate_fn=as_it_is)):
         train(model, optimizer, x, y)
@@ -215,7 +267,10 @@ def train_with_ddp(case: str, directory: Path, hook: str = "") -> None:
     wrapped = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKET_MB.get(hook))
     compress(wrapped, hook)
     optimizer = make_optimizer(chosen.optimizer, model)
-    x, y = make_batch(shape, classes, chosen.batch)
+    dtype = next(model.parameters()).dtype
+    if dtype is torch.bfloat16:
+        optimizer = Masters(optimizer)
+    x, y = make_batch(shape, classes, chosen.batch, dtype=dtype)
     timer = Timer(chosen.steps, directory / f"worker-{rank}.json")
     for _ in range(chosen.steps):
         train(wrapped, optimizer, x, y)
@@ -232,6 +287,8 @@ class Measured:
     cpu: float
     server: float = float("nan")
     """Processor seconds a step of the parameter server alone, which are in `cpu`, too."""
+    hidden: float | None = None
+    """The share of the time of sending that backward hides; None if nothing is sent there."""
 
 
 def collect(directory: Path, workers: int, check: Callable[[], None]) -> Measured:
@@ -278,10 +335,12 @@ def measure_parameter_server(
         document = {"apiVersion": "elastic-ps.dev/v1alpha1", "kind": "TrainingJob"}
         job = parse_job({**document, "metadata": {"name": "benchmark"}, "spec": spec}, source="benchmark")
         seen: list[tuple[int, float]] = []
+        hidden: float | None = None
         with Launcher(job, Options(root=Path(name) / "run", transport=transport, tls=tls)) as launcher:
             launcher.start()
 
             def look() -> None:
+                nonlocal hidden
                 status = launcher.status()
                 if status.phase in ("Failed", "Succeeded"):
                     raise RuntimeError(f"the job has ended: {status.reason} {status.message}")
@@ -289,8 +348,10 @@ def measure_parameter_server(
                 pid = next((p.pid for p in status.processes if p.role == "ps"), None)
                 if server is not None and pid is not None and server.progress.version > chosen.steps * WARM:
                     seen.append((server.progress.version, server_cpu(pid)))
+                    hidden = server.traffic.hidden_share
 
             measured = collect(Path(name), count, look)
+            measured.hidden = hidden
             launcher.stop("measured", at_once=True)
             launcher.wait(timedelta(seconds=30))
     if len(seen) > 1 and seen[-1][0] > seen[0][0]:
@@ -308,13 +369,18 @@ def measure_ddp(case: str) -> Measured:
 
 
 def median(measured: list[Measured]) -> Measured:
-    return Measured(statistics.median(m.step for m in measured), statistics.median(m.cpu for m in measured))
+    hidden = [m.hidden for m in measured if m.hidden is not None]
+    return Measured(
+        statistics.median(m.step for m in measured),
+        statistics.median(m.cpu for m in measured),
+        hidden=statistics.median(hidden) if hidden else None,
+    )
 
 
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; all of them if none is named")
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; most if none is named")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     parser.add_argument("--ours", action="store_true", help="measure elastic-ps alone")
@@ -333,7 +399,7 @@ def main() -> None:
     os.chdir(ROOT)
     figures = []
     print(f"{'':42} {'ours':>9} {'DDP':>9} {'ratio':>6}   processor time of a step")
-    for name in parsed.cases or CASES:
+    for name in parsed.cases or (name for name in CASES if name not in BY_NAME):
         ours, theirs = [], []
         for _ in range(parsed.rounds):
             ours.append(
@@ -341,10 +407,12 @@ def main() -> None:
             )
             theirs.append(Measured(float("nan"), float("nan")) if parsed.ours else measure_ddp(name))
         a, b = median(ours), median(theirs)
-        figures.append(Figure(CASES[name].name, a.step * 1e3, b.step * 1e3, "ms", "DDP"))
+        case = CASES[name]
+        figures.append(Figure(case.name, a.step * 1e3, b.step * 1e3, "ms", "DDP"))
         print(
-            f"{CASES[name].name:42} {a.step * 1e3:6.1f} ms {b.step * 1e3:6.1f} ms {a.step / b.step:6.2f}   "
-            f"{a.cpu * 1e3:.1f} / {b.cpu * 1e3:.1f} ms = {a.cpu / b.cpu:.2f}",
+            f"{case.name:42} {a.step * 1e3:6.1f} ms {b.step * 1e3:6.1f} ms {a.step / b.step:6.2f}   "
+            f"{a.cpu * 1e3:.1f} / {b.cpu * 1e3:.1f} ms = {a.cpu / b.cpu:.2f}"
+            + ("" if a.hidden is None else f", {a.hidden:.0%} of the sending hidden"),
             flush=True,
         )
     write(parsed.json, figures)
