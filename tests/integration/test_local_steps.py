@@ -641,7 +641,7 @@ def test_a_step_without_a_batch_is_refused_before_it_changes_the_model(tmp_path:
         optimizer = session.optimizer(sgd(model), model)
         before = copy.deepcopy(model.state_dict())
 
-        def closure() -> torch.Tensor:
+        def closure() -> Any:
             loss = mse(model, torch.ones(2, 6), torch.zeros(2, 1))
             loss.backward()
             return loss
