@@ -193,7 +193,7 @@ def _rule(number: int) -> Rule:
         raise Malformed(f"unknown rule {number}") from error
 
 
-_STANDBYS = (None, *StandbyState)
+_STANDBYS: tuple[StandbyState | None, ...] = (None, *StandbyState)
 """Indexed by their numbers in messages."""
 
 

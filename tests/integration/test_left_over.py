@@ -16,7 +16,7 @@ from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, events, running_job
-from tests.testing.inside import exchange_of
+from tests.testing.inside import push_pull_of
 from tests.testing.oracle import assert_each_record_once
 from tests.testing.polling import eventually
 from tests.testing.trained import await_training
@@ -53,7 +53,7 @@ class Counting:
                 return
             optimizer.step()
         self.weight = model.weight.detach().flatten().clone()
-        exchange = exchange_of(session)
+        exchange = push_pull_of(session)
         left = torch.zeros(ELEMENTS)
         for bucket, rest in exchange.encoder.left_over.items():
             start = 0
@@ -142,7 +142,7 @@ class Encoding(Counting):
         if not step:
             await_training(self.job, 0, 1)
         if session.worker == 0 and step and self.plan and session.version >= self.next:
-            exchange = exchange_of(session)
+            exchange = push_pull_of(session)
             self.waited.append(bool(exchange.encoder.left_over))
             self.job.encode(self.plan[0][0], **self.plan[0][1])
             eventually(lambda: self.job.changed(self.plan[0][0]), "the change is in force")

@@ -31,7 +31,7 @@ from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.worker.session import Session
 from tests.testing.addresses import addresses
 from tests.testing.harness import Numbers, make_mlp, make_spec
-from tests.testing.inside import exchange_of, runtime_of
+from tests.testing.inside import push_pull_of, runtime_of
 from tests.testing.polling import LIMIT
 
 Fate: TypeAlias = tuple[str, int]
@@ -111,7 +111,7 @@ def work(variables: Mapping[str, str], fate: Fate | None, result: str) -> None:
 
 def doom(session: Session, moment: str, number: int) -> None:
     """Let a worker die in its step `STEP`: before its push `number`, or as `moment` says."""
-    client, exchange = runtime_of(session).client, exchange_of(session)
+    client, exchange = runtime_of(session).client, push_pull_of(session)
     push, finish, finish_step = client.push, client.finish, exchange.finish
     begun = itertools.count()
 
