@@ -62,7 +62,7 @@ class Node:
     ) -> None:
         self.index, self.shards, self.store, self._limits = index, shards, store, limits
         self._consistency, self._optimizers = consistency, optimizers or Optimizers()
-        self._ahead_bytes = draft_bytes
+        self._draft_bytes = draft_bytes
         self._codecs, self._follower = codecs or Plan(Compression()), follower
         self._trace, self._history = trace, history or History(None, "")
         self._lock = threading.Lock()
@@ -119,7 +119,7 @@ class Node:
             trace=self._trace,
             codecs=codecs,
             optimizers=self._optimizers,
-            draft_bytes=self._ahead_bytes,
+            draft_bytes=self._draft_bytes,
             limits=self._limits,
         )
         if configuration.load_version is not None:
