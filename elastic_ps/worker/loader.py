@@ -69,6 +69,7 @@ class ElasticLoader:
         epoch: the epoch that the last batch belongs to, from 0.
         dataset: the data set or stream, with all records.
         batch_size: records in a batch.
+        records: in an epoch.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class ElasticLoader:
             # Within a loop new ones would read the stream from its beginning, or begin with each version.
             source.options["persistent_workers"] = True
         runtime.slices.least = LEAST if source.batch_size >= LEAST * runtime.slices.processes else 1
-        self.batch_size = source.batch_size
+        self.batch_size, self.records = source.batch_size, source.records
         self.epoch = 0
         self.dataset = source.dataset
         self._source = source

@@ -91,6 +91,10 @@ def test_a_stream_without_an_end_is_trained_as_far_as_the_job_says(tmp_path: Pat
     assert progress.loss < 4, "it begins with the logarithm of 256, which is 5.5"
 
 
+def test_a_script_of_accelerate_is_a_job(tmp_path: Path) -> None:
+    assert metrics(trained("accelerate", tmp_path, records=8 * 1437))["test_accuracy"] > 0.8
+
+
 def test_two_networks_learn_in_turn(tmp_path: Path) -> None:
     """The generator draws nearly a circle, and the critic is limited."""
     assert metrics(trained("gan", tmp_path, records=40 * 1024))["distance"] < 0.3

@@ -1,0 +1,1 @@
+"""The job behind the interfaces of other libraries, each of which is imported by the module of its name."""

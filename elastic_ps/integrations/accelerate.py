@@ -1,0 +1,370 @@
+"""Hugging Face accelerate: a script written for its `Accelerator` trains as part of a job.
+
+`ElasticAccelerator` takes the place of `Accelerator` in the script, which otherwise stays as it is. Each
+worker is the only process for accelerate; the job divides the records and adds up the gradients. See
+docs/guides/huggingface.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType, send_to_device
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, RandomSampler
+
+from elastic_ps.core.settings import MAX_GRAD_NORM
+from elastic_ps.errors import UsageError
+from elastic_ps.integrations.epochs import EpochLoader
+from elastic_ps.integrations.processes import as_only_process, leads
+from elastic_ps.standalone import connect
+from elastic_ps.worker.optimizer import ElasticOptimizer
+from elastic_ps.worker.session import Session
+
+_RESUME = (
+    "{call} is not for a job, which continues from its own checkpoints: model, optimizer, schedules and the "
+    "records that are left. Start it with `elastic-ps run JOB --resume DIR`. To begin with weights that were "
+    "saved elsewhere, load them into the model before accelerator.prepare(...)"
+)
+_HARMLESS = ("gradient_accumulation_plugin", "dynamo_plugin")
+_SHARDING = (
+    "accelerate is set up for {what}, but each worker of a job holds the whole model, and the job adds up "
+    "the gradients. Leave it out"
+)
+
+
+class ElasticAccelerator(Accelerator):  # type: ignore[misc]
+    """An `Accelerator` whose processes are the workers of a job. For one thread.
+
+    The first DataLoader that is prepared has the records of the job; others are for evaluation, and each
+    worker reads all of them. `gather`, `gather_for_metrics` and `reduce` return this worker's values.
+    `is_main_process` is true on worker 0, but after a loop over the training data on the chief
+    (see `Session.is_chief`), for which it may block. `wait_for_everyone` returns at once.
+
+    Args:
+        epochs: how many loops over the training data the script makes.
+        records: the items that make an epoch, if the data are a stream; see `Session.loader`.
+        max_grad_norm: what the script passes to `clip_grad_norm_`, if it calls that.
+        overlap: send gradients while backward runs, for scripts that use `accumulate`; see
+            `Session.optimizer`.
+        session: by default the process's own, see `elastic_ps.connect`.
+        options: those of `Accelerator`.
+
+    Raises:
+        UsageError: accelerate would divide the work itself, or another launcher has started this process.
+    """
+
+    def __init__(
+        self,
+        *,
+        epochs: int,
+        records: int | None = None,
+        max_grad_norm: float | None = None,
+        overlap: bool = True,
+        session: Session | None = None,
+        **options: Any,
+    ) -> None:
+        for name, given in options.items():
+            divides = name.endswith(("_plugin", "_plugins", "parallelism_config"))
+            if divides and given is not None and name not in _HARMLESS:
+                raise UsageError(_SHARDING.format(what=name))
+        with as_only_process("accelerate"):
+            self.join_job(
+                session or connect(),
+                epochs=epochs,
+                records=records,
+                max_grad_norm=max_grad_norm,
+                overlap=overlap,
+            )
+            super().__init__(**options)
+        self.check()
+
+    def join_job(
+        self,
+        session: Session,
+        *,
+        epochs: int,
+        records: int | None = None,
+        max_grad_norm: float | None = None,
+        overlap: bool = True,
+    ) -> None:
+        """Belong to this session; for an `Accelerator` that has got this class later. See the constructor."""
+        self.session = session
+        self._epochs, self._records = epochs, records
+        self._max_grad_norm, self._overlap = max_grad_norm, overlap
+        self._elastic: ElasticOptimizer | None = None
+        self._training: EpochLoader | None = None
+        self._accumulates = self._shuffled = False
+        self._stepped_at = 0  # the number of batches at the last step
+
+    def check(self) -> None:
+        """Raises UsageError: accelerate would divide the work itself."""
+        if self.distributed_type != DistributedType.NO:
+            raise UsageError(_SHARDING.format(what=self.distributed_type))
+        if self.split_batches:
+            raise UsageError(
+                "split_batches divides a batch among processes. In a job consistency.globalBatchSize gives "
+                "the batch of all workers: leave split_batches out, and set it with `elastic-ps run SCRIPT "
+                "--set consistency.globalBatchSize=N`"
+            )
+        if self.gradient_accumulation_steps > 1:
+            self.check_accumulation(self.gradient_accumulation_steps)
+
+    def check_accumulation(self, steps: int) -> None:
+        """Raises UsageError: the job adds up gradients, and the script would, too."""
+        if self.session.spec.consistency.global_batch_size:
+            raise UsageError(
+                f"gradient_accumulation_steps is {steps}, but with consistency.globalBatchSize the job adds "
+                "up gradients until it has that many records: leave gradient_accumulation_steps out"
+            )
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is worker 0; after a loop over the training data, whether it is the chief."""
+        training = self._training
+        if training is None or training.within or not training.begun:
+            return self.is_local_main_process
+        return training.is_chief()
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is worker 0, which shows progress and logs."""
+        return self.session.worker == 0 and leads()
+
+    @property
+    def is_last_process(self) -> bool:
+        """As `is_main_process`."""
+        return self.is_main_process
+
+    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, which does nothing unless `is_main_process` is true when it is called."""
+        return lambda *args, **kwargs: function(*args, **kwargs) if self.is_main_process else None
+
+    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, which does nothing on other workers than worker 0."""
+        return lambda *args, **kwargs: function(*args, **kwargs) if self.is_local_main_process else None
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on worker 0."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+    def init_trackers(self, *args: Any, **kwargs: Any) -> None:
+        """As accelerate's on worker 0; other workers have no tracker, and log nothing."""
+        if self.is_local_main_process:
+            super().init_trackers(*args, **kwargs)
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As accelerate's. The optimizer joins the job, with the model that it trains. Blocks.
+
+        Raises:
+            UsageError: there are two optimizers, one without its model, or the wrong DataLoader comes first.
+            InvalidModel, ModelMismatch: see `Session.optimizer` and `Session.loader`.
+        """
+        order = sorted(range(len(args)), key=lambda i: not isinstance(args[i], torch.nn.Module))
+        placed = None if device_placement is None else [device_placement[i] for i in order]
+        prepared = super().prepare(*(args[i] for i in order), device_placement=placed)
+        if len(args) == 1:
+            return prepared
+        by_place = dict(zip(order, prepared, strict=True))
+        return tuple(by_place[i] for i in range(len(args)))
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:  # noqa: ARG002
+        """Move the optimizer to the job; see `prepare`. `device_placement` has no effect."""
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            return super().prepare_optimizer(optimizer)
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        models = [m for m in self._models if trained <= {id(p) for p in m.parameters()}]
+        if not models or self._elastic is not None:
+            raise UsageError(
+                "accelerator.prepare(...) takes one optimizer, in one call with the model that has its "
+                "parameters or after that, as in model, optimizer, loader = accelerator.prepare(model, "
+                "optimizer, loader). Several optimizers need a script with session.optimizer({...}, model): "
+                "One model, one or several optimizers in docs/guides/scripts.md"
+            )
+        overlap = self._overlap and self.scaler is None
+        limit = None if self._local else self._max_grad_norm
+        self._elastic = self.session.optimizer(optimizer, models[-1], overlap=overlap, max_grad_norm=limit)
+        self._elastic.register_step_post_hook(self._stepped)
+        return super().prepare_optimizer(self._elastic, device_placement=False)
+
+    @property
+    def _local(self) -> bool:
+        return self.session.spec.consistency.mode == "local"
+
+    def _stepped(self, *_: object) -> None:
+        self._stepped_at = 0 if self._training is None else self._training.batches
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, **options: Any
+    ) -> Any:
+        """The first one becomes the job's; see `Session.loader`. Others stay whole on each worker."""
+        shuffled = isinstance(data_loader.sampler, RandomSampler)
+        if self._training is not None:
+            if shuffled and not self._shuffled:
+                raise UsageError(
+                    "the first DataLoader that accelerator.prepare(...) got has a fixed order, and this one "
+                    "a random one. The first one has the records that are trained: prepare the training "
+                    "DataLoader before those for evaluation"
+                )
+            return super().prepare_data_loader(data_loader, device_placement=device_placement, **options)
+        self._shuffled = shuffled
+        places = self.device_placement if device_placement is None else device_placement
+        self._training = EpochLoader(
+            self.session.loader(data_loader, epochs=self._epochs, records=self._records),
+            self.session,
+            epochs=self._epochs,
+            place=(lambda batch: send_to_device(batch, self.device)) if places else (lambda batch: batch),
+            ended=self._step_with_rest,
+        )
+        return self._training
+
+    def _step_with_rest(self) -> None:
+        """At the end of an epoch, as accelerate does with the last batch."""
+        self.step = 0
+        if self._training is not None and self._training.batches > self._stepped_at:
+            self.gradient_state._set_sync_gradients(True)  # noqa: SLF001 (no other way)
+            self._optimizers[-1].step()
+            self._optimizers[-1].zero_grad()
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """The job steps it, once for each optimizer step that one process would make; see `prepare`.
+
+        So the schedule of a script that counts `len(loader) * epochs` steps ends with the job, whatever the
+        number of workers. The script's `step()` does nothing, but for ReduceLROnPlateau.
+        """
+        if getattr(scheduler, "_is_accelerate_prepared", False):
+            return scheduler
+        if self._training is None or self._elastic is None:
+            raise UsageError(
+                "accelerator.prepare(...) needs the optimizer and the training DataLoader before a "
+                "scheduler, or in the same call: the job steps a scheduler by the records that are trained"
+            )
+        plateau = isinstance(scheduler, ReduceLROnPlateau)
+        self.session.scheduler(scheduler, interval=None if plateau else self._steps_of_one_process)
+        wrapped = _Scheduler(scheduler, self._optimizers, self._is_stepped_by_mistake)
+        self._schedulers.append(wrapped)
+        return wrapped
+
+    @property
+    def batches_of_step(self) -> int:
+        """How many batches an optimizer step of one process has."""
+        return int(self.gradient_accumulation_steps)
+
+    def _is_stepped_by_mistake(self) -> bool:
+        """Whether the script steps a scheduler between two epochs."""
+        return self._training is not None and self._training.begun > 0 and not self._training.within
+
+    def _steps_of_one_process(self, samples: int) -> int:
+        """The optimizer steps that one process would have made with so many records."""
+        assert self._training is not None
+        epoch, steps = self._training.records, self.batches_of_step
+        of_epoch = -(-len(self._training) // steps)
+        complete, rest = divmod(samples, epoch)
+        return complete * of_epoch + min(of_epoch, -(-rest // (self._training.batch_size * steps)))
+
+    def epochs(self) -> Iterator[int]:
+        """The number of each epoch, from the one that the job has reached.
+
+        With `for epoch in range(...)` a worker that joins late also comes to the end of each earlier epoch,
+        without records.
+        """
+        if self._training is None:
+            raise UsageError("call accelerator.prepare(...) with the training DataLoader first")
+        return self._training.epochs()
+
+    @contextmanager
+    def accumulate(self, *models: Any) -> Iterator[None]:
+        """As accelerate's. At the end of an epoch a step is made with what is left."""
+        self._accumulates = True
+        try:
+            with super().accumulate(*models):
+                yield
+        finally:
+            self._accumulates = False
+
+    @contextmanager
+    def no_sync(self, model: Any = None) -> Iterator[None]:  # noqa: ARG002
+        """While this is open, backward() adds up gradients on the worker and sends none."""
+        with nullcontext() if self._elastic is None else self._elastic.no_sync():
+            yield
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """As accelerate's. Sends gradients only in `accumulate`, where it is known that a step follows."""
+        with nullcontext() if self._accumulates and self.sync_gradients else self.no_sync():
+            super().backward(loss, **kwargs)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """The parameter server clips the gradient of all workers in the next step. Does not change gradients.
+
+        Returns the 2-norm of this worker's own gradient. In mode `local` it is accelerate's own, which clips.
+
+        Raises:
+            UsageError: `max_grad_norm` was not given at the start, or it is another norm.
+        """
+        if self._local:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[no-any-return]
+        only_tells = max_norm == float("inf")
+        if norm_type != 2 or self._elastic is None or (self._max_grad_norm is None and not only_tells):
+            raise UsageError(
+                "clip_grad_norm_ limits the norm of the gradient of all workers, which the parameter server "
+                "does for the 2-norm if it knows so at the start: "
+                f"ElasticAccelerator(max_grad_norm={max_norm})"
+            )
+        self.unscale_gradients()
+        for group in () if only_tells else self._elastic.param_groups:
+            group[MAX_GRAD_NORM] = float(max_norm)
+        each = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        norms = [torch.linalg.vector_norm(p.grad.detach()) for p in each if p.grad is not None]
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """As accelerate's where `is_main_process` is true."""
+        if self.is_main_process:
+            super().save(obj, f, safe_serialization)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> str | None:
+        """As accelerate's where `is_main_process` is true; None elsewhere. Blocks.
+
+        A job does not need it: it writes checkpoints of its own.
+        """
+        return super().save_state(*args, **kwargs) if self.is_main_process else None
+
+    def load_state(self, *_: Any, **__: Any) -> None:
+        """Raises UsageError: a job resumes otherwise."""
+        raise UsageError(_RESUME.format(call="accelerator.load_state(...)"))
+
+    def skip_first_batches(self, *_: Any, **__: Any) -> None:
+        """Raises UsageError: a job resumes otherwise."""
+        raise UsageError(_RESUME.format(call="accelerator.skip_first_batches(...)"))
+
+
+class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
+    """One that the job steps, as the script sees it."""
+
+    def __init__(self, scheduler: Any, optimizers: list[Any], by_mistake: Callable[[], bool]) -> None:
+        super().__init__(scheduler, optimizers)
+        self._by_mistake = by_mistake
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing; but a ReduceLROnPlateau is stepped with its value.
+
+        Raises:
+            UsageError: the script steps it between two epochs, so it counts these.
+        """
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(*args, **kwargs)
+        elif self._by_mistake():
+            raise UsageError(
+                f"the {type(self.scheduler).__name__} is stepped between two epochs, but a scheduler that "
+                "accelerator.prepare(...) got is stepped by the records, as if the script did so after each "
+                "optimizer step. Do not prepare it: call accelerator.session.scheduler(scheduler, "
+                "interval='epoch'), and remove scheduler.step()"
+            )

@@ -1,0 +1,126 @@
+"""The job's records for a script, or a library, that begins a loop over its loader in each epoch.
+
+A script with `for epoch in range(3)` counts epochs itself, while the job says which epoch has records: a
+worker that joins late begins with a later one, and an epoch comes again if another worker gives back records
+of it. `EpochLoader` brings the two together: what its loop 2 yields is of epoch 2, or of an earlier one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from elastic_ps.errors import UsageError
+from elastic_ps.worker.loader import ElasticLoader
+from elastic_ps.worker.session import Session
+
+logger = logging.getLogger(__name__)
+
+_END = object()
+_LEFT = "the script left its loop over the training data"
+
+
+class EpochLoader:
+    """A loader with a loop for each epoch, as torch's. For the thread that has made the session.
+
+    A loop yields nothing if other workers have trained the epoch meanwhile. If the script leaves a loop with
+    `break` and goes on, the training ends on all workers, as `Session.stop` does it.
+
+    Args:
+        epochs: how many loops there are.
+        place: moves a batch to the device.
+        ended: called at the end of the records of an epoch, to make a step with what was accumulated.
+
+    Attributes:
+        within: whether a loop is under way.
+        begun: how many loops have begun.
+        batches: how many batches this worker was given.
+        dataset: with all records.
+        records: in an epoch.
+        batch_size: of one worker.
+    """
+
+    def __init__(
+        self,
+        loader: ElasticLoader,
+        session: Session,
+        *,
+        epochs: int,
+        place: Callable[[Any], Any],
+        ended: Callable[[], object],
+    ) -> None:
+        self.within, self.begun, self.batches = False, 0, 0
+        self.dataset, self.records, self.batch_size = loader.dataset, loader.records, loader.batch_size
+        self._loader, self._session, self._epochs = loader, session, epochs
+        self._place, self._ended = place, ended
+        self._numbers = loader.epochs()
+        self._upcoming: int | None = None  # an epoch that has been asked for, and not looped over
+        self._is_of_job = False  # the last loop had an epoch of the job's
+        self._running: Iterator[Any] | None = None  # what the loop under way takes from, or one that was left
+
+    def __len__(self) -> int:
+        """The batches of an epoch for a single worker. Several workers share them."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Loop over the records of the next epoch. Blocks as `ElasticLoader` does, and raises the same.
+
+        Raises:
+            UsageError: all loops have ended.
+        """
+        self.heed_break()
+        if self.begun == self._epochs:
+            raise UsageError(
+                f"loop {self.begun + 1} over the training data begins, but epochs={self._epochs} was given, "
+                "so the job has no further records. Give the number of epochs that the script trains"
+            )
+        self._running = self._loop(self.begun)
+        self.begun, self.within = self.begun + 1, True
+        try:
+            for batch in self._running:
+                self.batches += 1
+                yield self._place(batch)
+            self._running = None
+        finally:
+            self.within = False
+
+    def _loop(self, number: int) -> Iterator[Any]:
+        """The batches of this loop, of which the last one goes on until all records are in the model."""
+        self._is_of_job = last = number == self._epochs - 1
+        while (epoch := self.upcoming()) is not None and (last or epoch <= number):
+            self._upcoming, self._is_of_job = None, True
+            yield from self._loader
+            self._ended()
+            if epoch == number and not last:
+                return
+        if not self._is_of_job and self._upcoming is not None:
+            self._session.pause()  # it may take the script a while to come to that epoch
+
+    def upcoming(self) -> int | None:
+        """The job's next epoch that this worker has records of; None after the last one. Blocks."""
+        if self._upcoming is None:
+            self._upcoming = next(self._numbers, None)
+        return self._upcoming
+
+    def epochs(self) -> Iterator[int]:
+        """The number of each epoch, for a script that begins with the one that the job has reached."""
+        while True:
+            self.heed_break()
+            if self.begun == self._epochs or (upcoming := self.upcoming()) is None:
+                return
+            self.begun = max(self.begun, min(upcoming, self._epochs - 1))
+            yield self.begun
+
+    def heed_break(self) -> None:
+        """The script goes on after a loop: if it has left batches there, the training ends. May block."""
+        running, self._running = self._running, None
+        if running is None or next(running, _END) is _END:
+            return
+        self._session.stop(_LEFT)
+        logger.warning("%s with `break`, so the training ends on all workers", _LEFT)
+
+    def is_chief(self) -> bool:
+        """`Session.is_chief` after a loop: also false if the loop had no epoch of the job's. May block."""
+        self.heed_break()
+        return (self._is_of_job or bool(self._session.stopped)) and self._session.is_chief

@@ -1,0 +1,261 @@
+"""A script of accelerate trains in a job as it does alone, with one changed line."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState, GradientState
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.utils.data import DataLoader
+
+from elastic_ps.errors import UsageError
+from elastic_ps.integrations.accelerate import ElasticAccelerator
+from elastic_ps.worker.session import Session
+from tests.testing.harness import Job, Numbers, make_mlp, running_job
+from tests.testing.oracle import assert_each_record_once
+from tests.testing.tiers import per_change
+
+EPOCHS, RECORDS, BATCH = 3, 50, 4
+IN_ORDER = {"shuffle": False}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    yield
+    reset()
+
+
+def reset() -> None:
+    """accelerate keeps its state in classes, also of a loop that was left."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001 (no other way)
+    GradientState._reset_state()  # noqa: SLF001
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    rates: list[float]
+    evaluations: list[float]
+    model: torch.nn.Module
+
+
+def script(
+    accelerator: Any,
+    *,
+    clip: float | None = None,
+    batch: int = BATCH,
+    records: int = RECORDS,
+    max_steps: int | None = None,
+    at_end_of_epoch: Callable[[int], object] = lambda epoch: None,
+) -> Trained:
+    """Hugging Face's `*_no_trainer` scripts have this shape."""
+    data, dtype = Numbers(records), torch.float64
+    model = make_mlp().to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    loader, evaluation = DataLoader(data, batch_size=batch), DataLoader(data, batch_size=7)
+    of_epoch = math.ceil(len(loader) / accelerator.gradient_accumulation_steps)
+    total = max_steps or EPOCHS * of_epoch
+    schedule = LambdaLR(optimizer, lambda step: 1 - step / (EPOCHS * of_epoch))
+    model, optimizer, loader, evaluation, schedule = accelerator.prepare(
+        model, optimizer, loader, evaluation, schedule
+    )
+    losses, rates, evaluations, completed = list[float](), list[float](), list[float](), 0
+    for epoch in range(EPOCHS):
+        model.train()
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                loss = torch.nn.functional.mse_loss(model(x.to(dtype)), y.to(dtype))
+                accelerator.backward(loss)
+                if clip and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), clip)
+                rates += schedule.get_last_lr()
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+            completed += accelerator.sync_gradients
+            if completed >= total:
+                break
+        model.eval()
+        errors = []
+        for x, y in evaluation:
+            with torch.no_grad():
+                error = (model(x.to(dtype)) - y.to(dtype)).square().mean(1)
+            errors.append(accelerator.gather_for_metrics(error))
+        evaluations.append(torch.cat(errors).mean().item())
+        assert len(torch.cat(errors)) == records
+        accelerator.wait_for_everyone()
+        at_end_of_epoch(epoch)
+    return Trained(losses, rates, evaluations, model)
+
+
+def by_itself(*, steps: int = 1, **options: Any) -> Trained:
+    trained = script(Accelerator(cpu=True, gradient_accumulation_steps=steps), **options)
+    reset()
+    return trained
+
+
+def elastic(session: Session, **options: Any) -> ElasticAccelerator:
+    return ElasticAccelerator(epochs=EPOCHS, session=session, cpu=True, **options)
+
+
+def in_job(job: Job, make: Callable[[Session], Trained], *, workers: int = 1) -> dict[int, Trained]:
+    trained = dict[int, Trained]()
+    job.run(lambda session: trained.update({session.worker: make(session)}), workers=workers)
+    return trained
+
+
+def assert_same(ours: Trained, theirs: Trained) -> None:
+    """Up to round-off."""
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-12)
+    assert ours.evaluations == pytest.approx(theirs.evaluations, rel=1e-12)
+    assert ours.rates == theirs.rates
+    for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(("steps", "clip"), per_change([(1, None), (2, 0.1), (4, 0.1)], keep=[(2, 0.1)]))
+def test_the_curve_is_that_of_accelerate_alone(tmp_path: Path, steps: int, clip: float | None) -> None:
+    """50 records in batches of 4: the last batch of an epoch is smaller, and the last step has fewer."""
+    alone = by_itself(steps=steps, clip=clip)
+    options = {"gradient_accumulation_steps": steps, "max_grad_norm": clip}
+    with running_job(tmp_path, data=IN_ORDER) as job:
+        ours = in_job(job, lambda session: script(elastic(session, **options), clip=clip))[0]
+        assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
+        assert len(job.commits()) == EPOCHS * math.ceil(13 / steps)
+    assert_same(ours, alone)
+
+
+def test_two_workers_share_the_batches_of_accelerate_alone(tmp_path: Path) -> None:
+    records = 48  # the last batch of an epoch is as large as the others
+    alone = by_itself(batch=2 * BATCH, records=records, clip=0.1)
+    chiefs, lock = list[int](), threading.Lock()
+
+    def make(session: Session) -> Trained:
+        accelerator = elastic(session, max_grad_norm=0.1)
+
+        def note(epoch: int) -> None:
+            if accelerator.is_main_process:
+                with lock:
+                    chiefs.append(epoch)
+
+        return script(accelerator, records=records, clip=0.1, at_end_of_epoch=note)
+
+    together = {"globalBatchSize": 2 * BATCH}
+    with running_job(tmp_path, consistency=together, data=IN_ORDER) as job:
+        trained = in_job(job, make, workers=2)
+        commits = job.commits()
+    assert_each_record_once(commits, records=records, epochs=EPOCHS)
+    assert chiefs == [*range(EPOCHS)], "one worker saves in each epoch"
+    assert trained[0].evaluations[-1] == trained[1].evaluations[-1] == pytest.approx(alone.evaluations[-1])
+    for a, b in zip(trained[1].model.parameters(), alone.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_a_break_ends_the_training(tmp_path: Path) -> None:
+    alone = by_itself(max_steps=5)
+    with running_job(tmp_path, data=IN_ORDER) as job:
+        ours = in_job(job, lambda session: script(elastic(session), max_steps=5))[0]
+        assert "left its loop" in job.status().progress.stopped
+        assert len(job.commits()) == 5
+    assert ours.losses == alone.losses[:5]
+
+
+def test_the_chief_saves_what_accelerate_loads(tmp_path: Path) -> None:
+    def make(session: Session) -> Trained:
+        accelerator = elastic(session)
+        done = script(
+            accelerator, at_end_of_epoch=lambda epoch: accelerator.save_state(str(tmp_path / str(epoch)))
+        )
+        with pytest.raises(UsageError, match="--resume DIR"):
+            accelerator.load_state(str(tmp_path / "2"))
+        return done
+
+    with running_job(tmp_path / "job") as job:
+        trained = in_job(job, make, workers=2)
+    assert {path.name for path in tmp_path.iterdir()} >= {"0", "1", "2"}
+    model = make_mlp().to(torch.float64)
+    plain = Accelerator(cpu=True)
+    model, optimizer, _ = plain.prepare(
+        model, adam := torch.optim.AdamW(model.parameters()), LambdaLR(adam, float)
+    )
+    plain.load_state(str(tmp_path / "2"))
+    for a, b in zip(model.parameters(), trained[0].model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert all(float(state["step"]) > 0 for state in optimizer.state.values())
+
+
+Refused = Callable[[Session], object]
+REFUSED: dict[str, tuple[str, Refused]] = {
+    "sharding": ("holds the whole model", lambda s: elastic(s, fsdp_plugin=object())),
+    "split_batches": (
+        "consistency.globalBatchSize",
+        lambda s: elastic(s, dataloader_config=DataLoaderConfiguration(split_batches=True)),
+    ),
+    "load_state": ("--resume DIR", lambda s: elastic(s).load_state("out")),
+    "skip_first_batches": ("--resume DIR", lambda s: elastic(s).skip_first_batches(None, 3)),
+    "no model": (
+        "takes one optimizer, in one call with the model",
+        lambda s: elastic(s).prepare(torch.optim.SGD(make_mlp().parameters(), lr=0.1)),
+    ),
+    "schedule first": (
+        "needs the optimizer and the training DataLoader before a scheduler",
+        lambda s: elastic(s).prepare(StepLR(torch.optim.SGD(make_mlp().parameters(), lr=0.1), 3)),
+    ),
+    "evaluation first": (
+        "prepare the training DataLoader before",
+        lambda s: elastic(s).prepare(*(DataLoader(Numbers(8), 4, shuffle=each) for each in (False, True))),
+    ),
+    "clipping": (
+        r"ElasticAccelerator\(max_grad_norm=0.1\)",
+        lambda s: script(elastic(s), clip=0.1),
+    ),
+    "epochs": (
+        "loop 2 over the training data begins, but epochs=1 was given",
+        lambda s: script(ElasticAccelerator(epochs=1, session=s, cpu=True)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_with_a_sentence(tmp_path: Path, case: str) -> None:
+    said, refused = REFUSED[case]
+    with running_job(tmp_path) as job, pytest.raises(UsageError, match=said):
+        job.run(refused, workers=1)
+
+
+def test_the_job_accumulates_where_it_has_a_global_batch_size(tmp_path: Path) -> None:
+    said = "leave gradient_accumulation_steps out"
+    batch = {"globalBatchSize": 8}
+    with running_job(tmp_path, consistency=batch) as job, pytest.raises(UsageError, match=said):
+        elastic(job.session(0), gradient_accumulation_steps=2)
+
+
+def test_a_scheduler_of_epochs_is_not_one_to_prepare(tmp_path: Path) -> None:
+    def make(session: Session) -> None:
+        accelerator = elastic(session)
+        model = make_mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader, schedule = accelerator.prepare(
+            model, optimizer, DataLoader(Numbers(8), 4), StepLR(optimizer, 1)
+        )
+        for x, y in loader:
+            optimizer.zero_grad()
+            accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+        schedule.step()
+
+    with running_job(tmp_path) as job, pytest.raises(UsageError, match="interval='epoch'"):
+        job.run(make, workers=1)
+
+
+def test_ranks_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="elastic-ps run SCRIPT --workers N"):
+        ElasticAccelerator(epochs=1)
