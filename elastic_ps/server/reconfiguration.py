@@ -29,7 +29,7 @@ from elastic_ps.server.state import JobState
 logger = logging.getLogger(__name__)
 
 PAUSE = timedelta(seconds=10)
-"""The time between two attempts to write a change to disk. Training waits during each."""
+"""The time between two attempts of a term to write a change to disk. Training waits during each."""
 
 
 class Reconfiguration:
@@ -51,7 +51,7 @@ class Reconfiguration:
         self._desired = desired
         self._objective = Objective()
         self._wanted: MutableFields | None = None
-        self._not_before = 0.0
+        self._not_before = 0, 0.0  # a term, and until when it makes no other attempt
 
     def look(self) -> None:
         """Carry out a change if one is wanted and possible now. Blocks while it is written."""
@@ -93,7 +93,7 @@ class Reconfiguration:
                 job.turn(CourseEvent.ROLL_BACK)
             else:
                 state.mutable = before
-                self._not_before = job.clock() + PAUSE.total_seconds()
+                self._not_before = state.term, job.clock() + PAUSE.total_seconds()
                 self.problem = self._checkpoints.failure or "the current version could not be written to disk"
         if kept:
             for what, (now, then) in wanted.news(before).items():
@@ -134,7 +134,8 @@ class Reconfiguration:
         """Whether a new term can begin from the present version. The lock is held."""
         job, rounds = self._job, state.rounds
         busy = job.closing or job.rolling_back or rounds.committing or rounds.decided
-        return state.initialised and not busy and job.clock() >= self._not_before
+        term, until = self._not_before
+        return state.initialised and not busy and (state.term != term or job.clock() >= until)
 
     def _unreachable(self, wanted: MutableFields, state: JobState) -> str:
         """Why no version could be made with the wanted fields; "" if no cause is known. The lock is held."""

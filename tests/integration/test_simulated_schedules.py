@@ -18,7 +18,10 @@ FIRST = 1_000
 SCHEDULES = [(0, 40), (40, 60), (100, 100), (200, 100)]
 """The first one, and how many. Each part is a test of its own, so that none takes long."""
 
-FOUND = {"a worker is asked to leave, and no parameter server comes for longer than it waits": 1795713117}
+FOUND = {
+    "a worker is asked to leave, and no parameter server comes for longer than it waits": 1795713117,
+    "a change cannot be written because a shard is lost": 771201996,
+}
 """Seeds of single schedules, each with its event, which no other test has."""
 
 

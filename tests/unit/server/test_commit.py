@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -26,6 +28,11 @@ from elastic_ps.server.orders import Advance, Configuration, Report, Written
 from elastic_ps.server.reconfiguration import DesiredConfiguration
 from tests.testing.coordinator import AskedShardZero, Notes, finish, join, start, take, unwritten
 from tests.testing.polling import eventually
+
+TWO_SHARDS = TrainingJobSpec.model_validate({"entrypoint": "train:main", "parameterServer": {"replicas": 2}})
+INT8 = MutableFields.of(
+    TWO_SHARDS.model_copy(update={"compression": Compression(codec="int8")}), generation=1
+).to_json()
 
 
 class Part(Notes):
@@ -66,10 +73,9 @@ class Job:
             shards=2,
             times=Times(interval=timedelta(hours=1), keep=2),
         )
-        spec = TrainingJobSpec.model_validate(
-            {"entrypoint": "train:main", "parameterServer": {"replicas": 2}}
+        self.zero = AskedShardZero(
+            "job", TWO_SHARDS, 1, self.shards, checkpoints=self.checkpoints, limits=limits
         )
-        self.zero = AskedShardZero("job", spec, 1, self.shards, checkpoints=self.checkpoints, limits=limits)
         self.zero.start(None)
         self._closed = False
 
@@ -180,6 +186,13 @@ def test_a_commit_coordinator_that_is_closed_lets_nobody_give_orders() -> None:
     checkpoints.close()
 
 
+def go_back(zero: AskedShardZero) -> None:
+    """A shard has lost the model."""
+    with zero.job.lock:
+        zero.job.turn(CourseEvent.ROLL_BACK)
+    zero.commit.drive()
+
+
 class GoingBack(Checkpointer):
     """While a change is being written to disk, the job goes back to a checkpoint, and makes a version."""
 
@@ -189,32 +202,61 @@ class GoingBack(Checkpointer):
         kept, zero = super().write(amend=amend), self.zero
         if amend and zero is not None:
             self.zero = None
-            with zero.job.lock:
-                zero.job.turn(CourseEvent.ROLL_BACK)
-            zero.commit.drive()
+            go_back(zero)
             stay = start(zero.coordinator)
             finish(zero.coordinator, stay, take(zero.coordinator, stay, call=1))
         return kept
 
 
-def test_a_job_that_goes_back_during_a_change_loses_no_version_by_that(tmp_path: Path) -> None:
-    store = Store(tmp_path / "checkpoints")
+class Failing(Checkpointer):
+    """The first time that a change is to be written, it cannot be."""
+
+    tried = False
+
+    def write(self, *, amend: bool = False) -> bool:
+        if amend and not self.tried:
+            self.tried = True
+            return False
+        return super().write(amend=amend)
+
+
+C = TypeVar("C", bound=Checkpointer)
+
+
+@contextmanager
+def changing(directory: Path, kind: type[C], **job: Any) -> Iterator[tuple[AskedShardZero, C, Path]]:
+    """A job of two shards with a model. Its file of wanted fields, which is not there yet, is to say int8."""
+    store = Store(directory / "checkpoints")
     shards = [Part(store, index) for index in range(2)]
     times = Times(interval=timedelta(hours=1), keep=2)
-    checkpoints = GoingBack(store, job="job", term=store.next_term(), shards=2, times=times)
-    spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", "parameterServer": {"replicas": 2}})
-    wanted = spec.model_copy(update={"compression": Compression(codec="int8")})
-    file = tmp_path / "wanted.json"
-    desired = DesiredConfiguration(file, "")
-    zero = AskedShardZero("job", spec, 1, shards, checkpoints=checkpoints, desired=desired)
+    checkpoints = kind(store, job="job", term=store.next_term(), shards=2, times=times)
+    file, desired = directory / "wanted.json", DesiredConfiguration(directory / "wanted.json", "")
+    zero = AskedShardZero("job", TWO_SHARDS, 1, shards, checkpoints=checkpoints, desired=desired, **job)
     zero.start(None)
     try:
         start(zero.coordinator)
-        checkpoints.zero = zero
-        file.write_text(MutableFields.of(wanted, generation=1).to_json())
-        eventually(lambda: zero.status().progress.version == 1, "a version is made during the change")
+        yield zero, checkpoints, file
     finally:
         zero.close(keep=False)
+
+
+def test_a_job_that_goes_back_during_a_change_loses_no_version_by_that(tmp_path: Path) -> None:
+    with changing(tmp_path, GoingBack) as (zero, checkpoints, wanted):
+        checkpoints.zero = zero
+        wanted.write_text(INT8)
+        eventually(lambda: zero.status().progress.version == 1, "a version is made during the change")
     assert zero.status().progress.version == 1
     assert zero.job.course is Course.CLOSING, "and is to be kept"
     assert zero.status().tuning.generation == 1
+
+
+def test_a_change_that_could_not_be_written_is_made_at_once_after_the_job_has_gone_back(
+    tmp_path: Path,
+) -> None:
+    """It could not because a shard was lost. The clock stands still."""
+    with changing(tmp_path, Failing, clock=lambda: 0.0) as (zero, _, wanted):
+        wanted.write_text(INT8)
+        eventually(lambda: bool(zero.status().tuning.problem), "the change could not be written")
+        assert zero.status().tuning.generation == 0
+        go_back(zero)
+        eventually(lambda: zero.status().tuning.generation == 1, "it is made")
