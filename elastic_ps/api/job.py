@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from elastic_ps.api import manifest, rules
+from elastic_ps.api.checkpoints import Checkpoint
 from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.fields import AUTO, CamelModel, Duration, PodTemplate
@@ -41,104 +42,7 @@ _ENTRYPOINT = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Z
 ImportPath: TypeAlias = Annotated[str, Field(pattern=_ENTRYPOINT, max_length=253)]
 """A user's class or function, as `module:name`."""
 
-_CLAIM = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
 _M = TypeVar("_M", bound=BaseModel)
-
-
-class VolumeClaim(CamelModel):
-    """The volume that holds the checkpoints on a cluster."""
-
-    storage: str = Field(
-        default="1Gi",
-        pattern=r"^[0-9]+(\.[0-9]+)?([EPTGM]i?|Ki|k)?$",
-        description="The size to request. It has to hold checkpoint.keep checkpoints and one more. With an "
-        "evaluator, it also has to hold evaluator.backlog checkpoints and the best one.",
-    )
-    storage_class_name: str | None = Field(
-        default=None, description="The storage class. If unset, the cluster's default is used."
-    )
-    access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] | None = Field(
-        default=None,
-        description="ReadWriteOnce if unset. With ReadWriteMany, a standby and its parameter server may run "
-        "on different nodes.",
-    )
-    retain: bool = Field(
-        default=False,
-        description="If true, the claim stays when the job is deleted. Another job can continue from it with "
-        "checkpoint.resumeFrom. Delete it yourself when it is no longer needed.",
-    )
-
-
-class ResumeFrom(CamelModel):
-    """The checkpoints of an earlier job, to continue from."""
-
-    job: str | None = Field(
-        default=None,
-        pattern=_CLAIM,
-        description="The earlier job, whose volumeClaim had retain. It must have ended.",
-    )
-    claim: str | None = Field(default=None, pattern=_CLAIM, description="The PersistentVolumeClaim itself.")
-
-    @model_validator(mode="after")
-    def _check_one(self) -> ResumeFrom:
-        if (self.job is None) == (self.claim is None):
-            raise ValueError("resumeFrom needs either job or claim, and not both")
-        return self
-
-
-class Times(CamelModel):
-    """When checkpoints are written, and how many are kept."""
-
-    interval: Annotated[Duration, rules.SET] = Field(
-        default=timedelta(seconds=30), description="The time between two checkpoints."
-    )
-    every_versions: Annotated[int | None, rules.SET] = Field(
-        default=None,
-        ge=1,
-        description="Also write a checkpoint whenever this many versions have been made since the last one.",
-    )
-    keep: Annotated[int, rules.SET] = Field(
-        default=3, ge=1, description="How many checkpoints to keep. Older ones are deleted."
-    )
-
-
-class Checkpoint(Times):
-    """When the parameter server writes its state to disk, and where."""
-
-    path: Annotated[str | None, rules.IGNORED] = Field(
-        default=None,
-        description="The directory for checkpoints of local runs. On a cluster, the volume is used instead.",
-    )
-    volume_claim: Annotated[VolumeClaim | None, rules.NEVER] = Field(
-        default=None,
-        description=(
-            "The PersistentVolumeClaim to create on a cluster. All parameter servers mount it. A job with "
-            "existingClaim or resumeFrom has a claim already. A job with one parameter server and no standby "
-            "may do without any: its checkpoints are then in an emptyDir, and are lost with the pod."
-        ),
-    )
-    existing_claim: Annotated[str | None, rules.NEVER] = Field(
-        default=None,
-        pattern=_CLAIM,
-        description="A PersistentVolumeClaim that exists already, to write checkpoints to. It is not deleted "
-        "with the job. If it holds checkpoints of a job of the same name, this job continues from them.",
-    )
-    resume_from: Annotated[ResumeFrom | None, rules.NEVER] = Field(
-        default=None,
-        description="Continue from the checkpoints of an earlier job, on a cluster. This job takes the claim "
-        "over and writes its own checkpoints to it.",
-    )
-
-    @model_validator(mode="after")
-    def _check_one_volume(self) -> Checkpoint:
-        given = {
-            "volumeClaim": self.volume_claim,
-            "existingClaim": self.existing_claim,
-            "resumeFrom": self.resume_from,
-        }
-        if len(named := [name for name, value in given.items() if value is not None]) > 1:
-            raise ValueError(f"{' and '.join(named)} are given; a job has one volume, so keep one of them")
-        return self
 
 
 Durability: TypeAlias = Literal["checkpoint", "standby"]

@@ -14,10 +14,11 @@ from typing import Any
 from pydantic import Field, ValidationError
 from pydantic.alias_generators import to_camel
 
+from elastic_ps.api.checkpoints import Times
 from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import LOCAL_STAYS, MODES_OF, Consistency
 from elastic_ps.api.fields import AUTO, CamelModel
-from elastic_ps.api.job import Times, TrainingJobSpec
+from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.rules import NOT_LOCALLY, fields_of, names_of
 from elastic_ps.errors import InvalidJob
 

@@ -19,7 +19,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
-from elastic_ps.api.job import Times
+from elastic_ps.api.checkpoints import Times
 from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Check, Store
 from elastic_ps.core.stages import Stage, StageEvent

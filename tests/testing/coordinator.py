@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from elastic_ps.api.checkpoints import Times
 from elastic_ps.api.consistency import Consistency
-from elastic_ps.api.job import Times, TrainingJobSpec
+from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.membership import Member

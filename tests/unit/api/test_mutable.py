@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from elastic_ps.api.checkpoints import Times
 from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import Consistency
-from elastic_ps.api.job import Times, parse_job, parse_spec
+from elastic_ps.api.job import parse_job, parse_spec
 from elastic_ps.api.mutable import MutableFields, describe, read_mutable
 from elastic_ps.api.status import TuningStatus
 from elastic_ps.checkpoint.manifest import Manifest

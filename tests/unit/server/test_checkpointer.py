@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ps.api.job import Times
+from elastic_ps.api.checkpoints import Times
 from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from elastic_ps.api.checkpoints import Times
 from elastic_ps.api.compression import Compression
-from elastic_ps.api.job import Times, TrainingJobSpec
+from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.mutable import MutableFields
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.codec.state import Stored

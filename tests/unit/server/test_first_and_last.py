@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from elastic_ps.api.checkpoints import Times
 from elastic_ps.api.consistency import Consistency
-from elastic_ps.api.job import Times, TrainingJobSpec
+from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store

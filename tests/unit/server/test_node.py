@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from elastic_ps.api.checkpoints import Times
 from elastic_ps.api.consistency import Consistency
-from elastic_ps.api.job import Times
 from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.codec import as_bytes, checksum, dtype_of

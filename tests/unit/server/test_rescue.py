@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 import torch
 
+from elastic_ps.api.checkpoints import Times
 from elastic_ps.api.consistency import Consistency
-from elastic_ps.api.job import Times
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.partition import Rule, TensorSpec

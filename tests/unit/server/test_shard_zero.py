@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from elastic_ps.api.job import Times, TrainingJobSpec
+from elastic_ps.api.checkpoints import Times
+from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.status import MemberStatus
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.store import Store
