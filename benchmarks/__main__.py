@@ -91,6 +91,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         "Processor time of a commit, beside a step of torch's optimizer; and of the parameter server for a "
         "step and worker, beside the same with one worker.",
     ),
+    "rows": Benchmark(
+        "Rows of a table that grows",
+        "Look-ups and updates with Adagrad of a million rows of 16 values, one core, batches by Zipf's law, "
+        "beside torch on the same rows, which has no hash table, and beside a dictionary of rows.",
+    ),
     "memory": Benchmark(
         "Memory of a parameter server",
         "26.2 million parameters with Adam (values, state and one sum: 400 MiB), and a checkpoint every two "

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 import elastic_ps
 from elastic_operator.crd import crd, flags, structural, write_or_check
 from elastic_operator.metrics import Metrics
-from elastic_ps import collectives
+from elastic_ps import collectives, embedding
 from elastic_ps.api import rules
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.status import EvaluationStatus, Progress, ServerStatus, Staleness
@@ -276,7 +276,7 @@ def _options(command: argparse.ArgumentParser) -> str:
 def api_page() -> str:
     """Directives that show the docstrings of the public names."""
     text = _API
-    for module in (elastic_ps, collectives):
+    for module in (elastic_ps, collectives, embedding):
         text += f"\n## {module.__name__}\n"
         for name in module.__all__:
             public = getattr(module, name)

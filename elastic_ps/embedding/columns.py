@@ -1,0 +1,133 @@
+"""Rows in columns of memory: what is known of each id, and the numbers that belong to it."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from elastic_ps.embedding.index import Index
+from elastic_ps.embedding.init import Ids
+
+_SMALLEST = 1 << 12
+_GROWTH = 1.25
+NEVER = -1
+"""The last version of a row that is free."""
+
+
+class Column:
+    """`width` numbers for each row, in memory that grows without a copy: the kernel moves the pages.
+
+    Pages that no row has used take no memory. A view must not outlive the call that made it, because memory
+    that is in use cannot grow.
+    """
+
+    def __init__(self, dtype: npt.DTypeLike, width: int = 1, *, rows: int = _SMALLEST) -> None:
+        self._dtype, self._width = np.dtype(dtype), width
+        size = rows * self.row_bytes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        self._memory = mmap.mmap(-1, size, flags=flags)
+        self._advise()
+
+    @property
+    def row_bytes(self) -> int:
+        return self._dtype.itemsize * self._width
+
+    def _advise(self) -> None:
+        if len(self._memory) >= 1 << 24:  # rows that are used come together, so large pages do not stay empty
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+
+    def reserve(self, rows: int) -> None:
+        """Have room for so many rows. New ones are 0."""
+        if rows * self.row_bytes > len(self._memory):
+            page = mmap.PAGESIZE
+            size = int(rows * _GROWTH) * self.row_bytes
+            self._memory.resize(-(-size // page) * page)
+            self._advise()
+
+    @property
+    def array(self) -> npt.NDArray[Any]:
+        """All rows, of shape (rows,) if the width is 1, else (rows, width)."""
+        rows = len(self._memory) // self.row_bytes
+        flat = np.frombuffer(self._memory, dtype=self._dtype, count=rows * self._width)
+        return flat if self._width == 1 else flat.reshape(rows, self._width)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All rows, of shape (rows, width)."""
+        return torch.from_numpy(self.array).view(-1, self._width)
+
+
+class Rows:
+    """Rows by ids. Not thread-safe.
+
+    For each row it has its id, how often the id has occurred (`counts`), and the last version in which it did
+    (`seen`), beside the columns that are given. A row costs 21.3 to 24 bytes beside its columns.
+    """
+
+    def __init__(self, columns: Sequence[Column] = ()) -> None:
+        self.ids, self.counts, self.seen = Column(np.int64), Column(np.int32), Column(np.int32)
+        self._columns = (self.ids, self.counts, self.seen, *columns)
+        self._index = Index()
+        self._free = np.empty(0, dtype=np.int64)
+        self._last = 0  # rows that were ever used
+
+    def __len__(self) -> int:
+        return self._last - len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of all rows that were ever used, in bytes."""
+        return self._last * sum(each.row_bytes for each in self._columns) + self._index.nbytes
+
+    def find(self, ids: Ids) -> Ids:
+        """The row of each id, or -1. Ids may be repeated."""
+        return self._index.find(ids, self.ids.array)
+
+    def add(self, ids: Ids, counts: Ids, seen: int | Ids) -> Ids:
+        """Make rows of ids that have none, each once; returns the rows. Free ones are used first."""
+        reused = min(len(ids), len(self._free))
+        fresh = np.arange(self._last, self._last + len(ids) - reused)
+        rows = np.concatenate([self._free[len(self._free) - reused :][::-1], fresh])
+        self._free = self._free[: len(self._free) - reused]
+        self._last += len(fresh)
+        for column in self._columns:
+            column.reserve(self._last)
+        self.ids.array[rows] = ids
+        self.counts.array[rows] = np.minimum(counts, np.iinfo(np.int32).max)
+        self.seen.array[rows] = seen
+        self._index.add(ids, rows, self.ids.array, self._last)
+        return rows
+
+    def touch(self, rows: Ids, counts: Ids, version: int) -> None:
+        """Note that the ids of these rows have occurred so often in a version."""
+        total = self.counts.array[rows] + counts
+        self.counts.array[rows] = np.minimum(total, np.iinfo(np.int32).max)
+        self.seen.array[rows] = version
+
+    def remove(self, rows: Ids) -> None:
+        """Free these rows."""
+        if len(rows):
+            self._index.remove(self.ids.array[rows], self.ids.array)
+            self.seen.array[rows] = NEVER
+            self._free = np.concatenate([self._free, rows[::-1]])
+
+    def seen_before(self, version: int, start: int = 0, stop: int | None = None) -> Ids:
+        """The rows from `start` to `stop` whose last version is before this one."""
+        stop = self._last if stop is None else min(stop, self._last)
+        part = self.seen.array[start:stop]
+        return start + np.flatnonzero((part < version) & (part != NEVER))
+
+    def all(self) -> Ids:
+        """All rows, in order of their ids."""
+        rows = np.flatnonzero(self.seen.array[: self._last] != NEVER)
+        return rows[np.argsort(self.ids.array[rows])]
+
+    @property
+    def extent(self) -> int:
+        """The number of rows that were ever used: row numbers are below it."""
+        return self._last

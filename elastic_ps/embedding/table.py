@@ -1,0 +1,372 @@
+"""A table of rows by ids, which grows as ids are trained.
+
+A look-up creates nothing: an id without a row has its first values. A row is made in the first version in
+which its id has occurred in training `admit_after` times. Everything is decided by what was trained, never by
+time or chance, so the same steps make the same table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+import torch
+
+from elastic_ps.codec import dtype_of, name_of
+from elastic_ps.core.names import LONGEST_NAME, is_name
+from elastic_ps.embedding.columns import Column, Rows
+from elastic_ps.embedding.init import Ids, Init, Uniform, key_of
+from elastic_ps.embedding.optimizers import RowOptimizer, Touched, check_optimizer
+from elastic_ps.errors import ModelMismatch, UsageError
+
+WhenFull: TypeAlias = Literal["refuse", "expire"]
+State: TypeAlias = dict[str, Any]
+
+OVERHEAD = 24
+"""The bytes that a row takes beside its values and those of its optimizer, at most."""
+
+_SWEEPS = 8
+_EVICTED = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec:
+    """What a table is.
+
+    Args:
+        name: the table's own; layers with the same name share one.
+        dim: the number of values in a row.
+        init: the first values of a row.
+        optimizer: that of its rows.
+        seed: another seed gives other first values.
+        dtype: "float32" or "float64".
+        admit_after: how often an id has to occur in training before it gets a row.
+        expire_after: after how many versions without its id a row is dropped; None: never.
+        table_bytes: the most bytes of all rows with their overhead; None: no limit.
+        when_full: what happens at that limit: "refuse" makes no more rows, and "expire" drops those whose ids
+            have not occurred for the longest time.
+
+    Raises:
+        UsageError: an argument is out of its range.
+    """
+
+    name: str
+    dim: int
+    init: Init
+    optimizer: RowOptimizer
+    seed: int = 0
+    dtype: str = "float32"
+    admit_after: int = 1
+    expire_after: int | None = None
+    table_bytes: int | None = None
+    when_full: WhenFull = "refuse"
+
+    def __post_init__(self) -> None:
+        self._require("name", is_name(self.name), f"1 to {LONGEST_NAME} printable characters")
+        self._require("dim", _is_count(self.dim), "a whole number above 0")
+        self._require(
+            "init", hasattr(self.init, "first_values"), "uniform(...), normal(...) or constant(...)"
+        )
+        check_optimizer(self.optimizer)
+        self._require("seed", isinstance(self.seed, int), "a whole number")
+        self._require("dtype", self.dtype in ("float32", "float64"), "torch.float32 or torch.float64")
+        self._require("admit_after", _is_count(self.admit_after), "a whole number above 0")
+        versions = self.expire_after is None or _is_count(self.expire_after)
+        self._require(
+            "expire_after", versions, "a number of versions above 0, or None; times are not supported"
+        )
+        enough = self.table_bytes is None or (_is_count(self.table_bytes) and self.rows_in_budget > 0)
+        self._require("table_bytes", enough, f"None, or at least {self.row_bytes}, the bytes of one row")
+        self._require("when_full", self.when_full in get_args(WhenFull), '"refuse" or "expire"')
+
+    def _require(self, option: str, holds: bool, expected: str) -> None:
+        if not holds:
+            raise UsageError(
+                f"the table {str(self.name)[:LONGEST_NAME]!r} has {option}={getattr(self, option)!r}; "
+                f"expected {expected}"
+            )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return dtype_of(self.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row, with its optimizer's and the overhead."""
+        values = self.dim + sum(slot.width or self.dim for slot in self.optimizer.slots)
+        return values * self.torch_dtype.itemsize + OVERHEAD
+
+    @property
+    def rows_in_budget(self) -> int:
+        """The most rows."""
+        return np.iinfo(np.int32).max if self.table_bytes is None else self.table_bytes // self.row_bytes
+
+    def require_same(self, other: TableSpec) -> None:
+        """Raise ModelMismatch if another layer has described the table differently."""
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if mine != theirs:
+                raise ModelMismatch(
+                    f"the table {self.name!r} has {field.name}={mine} in one layer and {theirs} in another. "
+                    "Layers with the same name share a table: describe it the same, or use two names"
+                )
+
+
+@dataclass
+class Counts:
+    """What a table has done since it was made."""
+
+    admitted: int = 0
+    expired: int = 0
+    refused: int = 0
+    looked_up: int = 0
+    hits: int = 0
+
+
+class Table:
+    """The rows of one table, in this process. Not thread-safe.
+
+    Attributes:
+        version: the last version that it has.
+        steps: the number of versions in which it had a gradient.
+    """
+
+    def __init__(self, spec: TableSpec) -> None:
+        self.spec = spec
+        self.version = 0
+        self.steps = 0
+        self.counts = Counts()
+        self._key = key_of(spec.seed, spec.name)
+        dtype = np.dtype(spec.dtype)
+        self._values = Column(dtype, spec.dim)
+        self._slots = [Column(dtype, slot.width or spec.dim) for slot in spec.optimizer.slots]
+        self._rows = Rows([self._values, *self._slots])
+        self._waiting = Rows()  # ids that are not admitted yet
+        self._swept = [0, 0]
+
+    def __len__(self) -> int:
+        """The number of rows, with those that have expired and are not swept yet."""
+        return len(self._rows)
+
+    @property
+    def waiting(self) -> int:
+        """The number of ids that have occurred, but not often enough to be admitted."""
+        return len(self._waiting)
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of the table, in bytes."""
+        return self._rows.nbytes + self._waiting.nbytes
+
+    def lookup(self, ids: Ids) -> torch.Tensor:
+        """The values of the rows of these ids, a new tensor of shape (ids, dim) on the CPU.
+
+        Ids may be repeated. Creates nothing.
+        """
+        rows = self._rows.find(ids)
+        if self.spec.expire_after is not None:
+            rows[self._expired(self._rows, rows)] = -1
+        missing = np.flatnonzero(rows < 0)
+        self.counts.looked_up += len(ids)
+        self.counts.hits += len(ids) - len(missing)
+        if len(missing):
+            rows[missing] = 0
+        values = self._values.tensor.index_select(0, torch.from_numpy(rows))
+        if len(missing):
+            values[torch.from_numpy(missing)] = self._first_values(ids[missing])
+        return values
+
+    def update(self, ids: Ids, gradient: torch.Tensor, counts: Ids, version: int) -> None:
+        """Make the optimizer's step of a version, and create the rows of new ids.
+
+        Args:
+            ids: each once.
+            gradient: the sum of each id's gradients, of shape (ids, dim) and the table's dtype. It may be
+                overwritten.
+            counts: how often each id has occurred.
+            version: the one that this makes; at least the last one.
+        """
+        if len(ids):
+            self.steps += 1
+            rows = self._rows_of(ids, counts, version)
+            known = np.flatnonzero(rows >= 0)
+            if len(known) < len(ids):
+                rows, gradient = rows[known], gradient[torch.from_numpy(known)]
+            self._step(torch.from_numpy(rows), gradient)
+        self.version = version
+        for place, rows_ in enumerate((self._rows, self._waiting)):
+            self._sweep(place, rows_)
+
+    def _step(self, rows: torch.Tensor, gradient: torch.Tensor) -> None:
+        columns = [column.tensor for column in (self._values, *self._slots)]
+        values, *slots = (column.index_select(0, rows) for column in columns)
+        self.spec.optimizer.step(Touched(values, slots, gradient, self.steps))
+        for column, changed in zip(columns, (values, *slots), strict=True):
+            column.index_copy_(0, rows, changed)
+
+    def _rows_of(self, ids: Ids, counts: Ids, version: int) -> Ids:
+        """The row of each id, after new ones are made; -1 for those that are not admitted.
+
+        A row has expired if it had at the version before, whose look-ups the gradients are of.
+        """
+        rows = self._rows.find(ids)
+        gone = self._expired(self._rows, rows)
+        self._drop(rows[gone])
+        rows[gone] = -1
+        there = rows >= 0
+        self._rows.touch(rows[there], counts[there], version)
+        missing = np.flatnonzero(~there)
+        if len(missing):
+            total = self._admit(ids[missing], counts[missing], version)
+            admitted = missing[total >= self.spec.admit_after]
+            total = total[total >= self.spec.admit_after]
+            room = self._make_room(len(admitted), version)
+            self.counts.refused += len(admitted) - room
+            admitted = admitted[:room]
+            rows[admitted] = self._create(ids[admitted], total[:room], version)
+        return rows
+
+    def _create(self, ids: Ids, counts: Ids, version: int) -> Ids:
+        rows = self._rows.add(ids, counts, version)
+        self.counts.admitted += len(ids)
+        where = torch.from_numpy(rows)
+        self._values.tensor.index_copy_(0, where, self._first_values(ids))
+        for column, slot in zip(self._slots, self.spec.optimizer.slots, strict=True):
+            column.tensor.index_fill_(0, where, slot.first)
+        return rows
+
+    def _first_values(self, ids: Ids) -> torch.Tensor:
+        drawn = self.spec.init.first_values(self._key, ids, self.spec.dim)
+        return torch.from_numpy(drawn.astype(self.spec.dtype, copy=False))
+
+    def _admit(self, ids: Ids, counts: Ids, version: int) -> Ids:
+        """How often each id has occurred, now included; remember those that are not admitted."""
+        need, waiting = self.spec.admit_after, self._waiting
+        if need == 1:
+            return counts
+        rows = waiting.find(ids)
+        gone = self._expired(waiting, rows)
+        waiting.remove(rows[gone])
+        rows[gone] = -1
+        there = rows >= 0
+        total = counts.copy()
+        total[there] += waiting.counts.array[rows[there]]
+        admitted = total >= need
+        waiting.remove(rows[there & admitted])
+        stay = there & ~admitted
+        waiting.touch(rows[stay], counts[stay], version)
+        new = np.flatnonzero(~there & ~admitted)
+        if self.spec.table_bytes is not None:
+            free = self.spec.table_bytes - len(self._rows) * self.spec.row_bytes - len(waiting) * OVERHEAD
+            new = new[: max(0, free // OVERHEAD)]
+        waiting.add(ids[new], counts[new], version)
+        return total
+
+    def _make_room(self, wanted: int, version: int) -> int:
+        """How many of so many new rows there is room for, perhaps after others were dropped."""
+        most = self.spec.rows_in_budget
+        room = most - len(self._rows)
+        if wanted > room and self.spec.when_full == "expire":
+            old = self._rows.seen_before(version)
+            # More than are needed, because finding them takes a look at all.
+            count = min(len(old), max(wanted - room, most // _EVICTED))
+            order = np.lexsort((self._rows.ids.array[old], self._rows.seen.array[old]))
+            self._drop(np.sort(old[order[:count]]))
+            room = most - len(self._rows)
+        return min(wanted, max(room, 0))
+
+    def _expired(self, rows: Rows, numbers: Ids) -> Ids:
+        """Which of these row numbers are of rows that have expired; -1 has not."""
+        if self.spec.expire_after is None:
+            return np.empty(0, dtype=np.int64)
+        seen = np.take(rows.seen.array, numbers, mode="clip")
+        expired: Ids = np.flatnonzero((numbers >= 0) & (seen < self.version - self.spec.expire_after))
+        return expired
+
+    def _sweep(self, place: int, rows: Rows) -> None:
+        """Drop some of the rows that have expired: all are looked at `_SWEEPS` times in `expire_after`."""
+        after = self.spec.expire_after
+        if after is None or not rows.extent:
+            return
+        start = self._swept[place] if self._swept[place] < rows.extent else 0
+        stop = start + max(1 << 12, -(-rows.extent * _SWEEPS // after))
+        old = rows.seen_before(self.version - after, start, stop)
+        if place == 0:
+            self._drop(old)
+        else:
+            rows.remove(old)
+        self._swept[place] = stop
+
+    def _drop(self, rows: Ids) -> None:
+        self._rows.remove(rows)
+        self.counts.expired += len(rows)
+
+    def state(self) -> State:
+        """Copies of all rows, as tensors by names, in order of the ids; rows that have expired are left out.
+
+        `ids`, `counts` and `seen` (the last version) have the shape (rows,), `values` and the optimizer's
+        slots (rows, width); `waiting_ids` and so on are of the ids that are not admitted yet.
+        """
+        state: State = {"version": self.version, "steps": self.steps}
+        for prefix, rows in (("", self._rows), ("waiting_", self._waiting)):
+            numbers = rows.all()
+            numbers = np.delete(numbers, self._expired(rows, numbers))
+            for name in ("ids", "counts", "seen"):
+                column: Column = getattr(rows, name)
+                state[prefix + name] = torch.from_numpy(column.array[numbers].astype(np.int64))
+            if not prefix:
+                for name, column in self._named():
+                    state[name] = column.tensor.index_select(0, torch.from_numpy(numbers))
+        return state
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Replace everything by what `state` has given.
+
+        Raises:
+            ModelMismatch: it is of a table with another dim, dtype or optimizer.
+        """
+        count = len(state.get("ids", ()))
+        for name, column in self._named():
+            given, shape = state.get(name), (count, column.tensor.shape[1])
+            if given is None or tuple(given.shape) != shape or name_of(given.dtype) != self.spec.dtype:
+                what = "nothing" if given is None else f"{tuple(given.shape)} of {given.dtype}"
+                raise ModelMismatch(
+                    f"the rows are not of the table {self.spec.name!r}, or not of its optimizer "
+                    f"{type(self.spec.optimizer).__name__}: {name} should be {shape} of {self.spec.dtype}, "
+                    f"but is {what}"
+                )
+        new = Table(self.spec)
+        new.version, new.steps = int(state["version"]), int(state["steps"])
+        for prefix, rows in (("", new._rows), ("waiting_", new._waiting)):
+            ids, counts, seen = (state[prefix + name].numpy() for name in ("ids", "counts", "seen"))
+            numbers = torch.from_numpy(rows.add(np.ascontiguousarray(ids), counts, seen))
+            if not prefix:
+                for name, column in new._named():
+                    column.tensor.index_copy_(0, numbers, state[name])
+        self.__dict__.update(new.__dict__)
+
+    def _named(self) -> list[tuple[str, Column]]:
+        names = ("values", *(slot.name for slot in self.spec.optimizer.slots))
+        return list(zip(names, (self._values, *self._slots), strict=True))
+
+    def __reduce__(self) -> Any:
+        """For `copy.deepcopy` and pickle."""
+        return _restored, (self.spec, self.state())
+
+
+def _restored(spec: TableSpec, state: State) -> Table:
+    table = Table(spec)
+    table.load_state(state)
+    return table
+
+
+def default_init(dim: int) -> Init:
+    """Uniform, with the standard deviation 1 / sqrt(dim), so that a row has a norm of about 1."""
+    bound = float(np.sqrt(3 / dim))
+    return Uniform(-bound, bound)
+
+
+def _is_count(given: object) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool) and given > 0
