@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from elastic_ps.api.job import TrainingJob, load_job
     from elastic_ps.checkpoint.plain import load_checkpoint
     from elastic_ps.contrib.engine import Engine
+    from elastic_ps.embedding.module import Embedding, EmbeddingBag
     from elastic_ps.errors import (
         ConnectionLost,
         ElasticPSError,
@@ -45,6 +46,8 @@ _PLACES = {
     "ElasticOptimizer": "elastic_ps.worker.optimizer",
     "load_checkpoint": "elastic_ps.checkpoint.plain",
     "Engine": "elastic_ps.contrib.engine",
+    "Embedding": "elastic_ps.embedding.module",
+    "EmbeddingBag": "elastic_ps.embedding.module",
     "checkpoints": "elastic_ps.evaluation.checkpoints",
     "Checkpoint": "elastic_ps.evaluation.checkpoints",
     "TrainingJob": "elastic_ps.api.job",
@@ -66,6 +69,8 @@ __all__ = [
     "Drained",
     "ElasticOptimizer",
     "ElasticPSError",
+    "Embedding",
+    "EmbeddingBag",
     "Engine",
     "InvalidJob",
     "InvalidModel",

@@ -15,8 +15,11 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import torch
+
 from elastic_ps.api.job import ParameterServer, TrainingJobSpec, Worker, load_job
 from elastic_ps.contract import env
+from elastic_ps.embedding.tables import Tables, tables_alone
 from elastic_ps.transport.base import Connection
 from elastic_ps.worker import current
 from elastic_ps.worker.session import Session
@@ -88,6 +91,9 @@ class _Standalone(Session):
         )
         self._server = process.ParameterServer(environment, transport, _no_other_shard)
         super().__init__(NAME, spec, 0, [connect(transport)])
+
+    def _tables_of(self, model: torch.nn.Module) -> Tables | None:
+        return tables_alone(model, self.spec)
 
     def close(self, *, failed: bool = False) -> None:
         if os.getpid() != self._process:  # a forked child: the threads are the parent's

@@ -70,6 +70,10 @@ def load_checkpoint(
         _require_same(model, values, left)
         optimizers = _listed(optimizer)
         states = _optimizer_states(reader, model, optimizers, left)
+        if tables := [load for module in model.modules() if (load := getattr(module, "load_rows", None))]:
+            parts = list(reader.rows())
+            for load in tables:
+                load(parts)
         names = {uncompiled(name): name for name in model.state_dict()}
         model.load_state_dict({names[name]: value for name, value in values.items()}, strict=False)
         for each, state in zip(optimizers, states, strict=True):

@@ -51,6 +51,7 @@ DTYPES = {
 """The format's names of dtypes, with torch's."""
 
 _CODES = {name: code for code, name in DTYPES.items()}
+_ROWS = re.compile(r"rows/(\d{1,6})/(\w{1,100})", re.ASCII)
 _NAME = re.compile(r"(\d{1,9})/(\d{1,15})/(\w{1,100})/(elements|scalar)", re.ASCII)
 
 
@@ -89,7 +90,10 @@ def _parts(header: bytes, tensors: Iterable[Stored]) -> Iterator[bytes | memoryv
 
 @dataclass(frozen=True)
 class Entry:
-    """The place of a tensor in a file: `offset` in bytes, `length` in elements."""
+    """The place of a tensor in a file: `offset` in bytes, `length` in elements.
+
+    `rows`: it is a column of the file's embedding table number `tensor`.
+    """
 
     file: str
     tensor: int
@@ -99,6 +103,7 @@ class Entry:
     dtype: str
     length: int
     offset: int
+    rows: bool = False
 
     @property
     def stop(self) -> int:
@@ -123,11 +128,15 @@ class Reader:
         self._described = {file.file: file for file in manifest.files}
         self._verified: set[str] = set()
         self._places: defaultdict[tuple[int, str], list[Entry]] = defaultdict(list)
+        self._rows: defaultdict[tuple[str, int], list[Entry]] = defaultdict(list)
         try:
             for file in manifest.files:
                 self._files[file.file] = opened = files.open_to_read(directory / file.file)
                 for entry in _entries(opened, file):
-                    self._places[entry.tensor, entry.key].append(entry)
+                    if entry.rows:
+                        self._rows[entry.file, entry.tensor].append(entry)
+                    else:
+                        self._places[entry.tensor, entry.key].append(entry)
             self._check()
         except BaseException:
             self.close()
@@ -200,6 +209,11 @@ class Reader:
             if bad:
                 found[spec.name if key == VALUE else f"{spec.name} ({key})"] = bad
         return found
+
+    def rows(self) -> Iterator[dict[str, torch.Tensor]]:
+        """The flattened columns of each embedding table of each file, one after the other, by their names."""
+        for columns in self._rows.values():
+            yield {entry.key: self._read(entry, 0, entry.length) for entry in columns}
 
     def value(self, tensor: int, start: int, length: int) -> torch.Tensor:
         """See `Source`."""
@@ -282,9 +296,10 @@ def _parsed(file: BinaryIO, described: ShardFile) -> Iterator[Entry]:
     for name, about in header.items():
         if name == "__metadata__":
             continue
-        match = _NAME.fullmatch(name)
+        match = _NAME.fullmatch(name) or _ROWS.fullmatch(name)
         if match is None:
             raise ValueError(f"the name {name!r}")
+        tensor, start, key, how = match.groups() if match.re is _NAME else (match[1], "0", match[2], "rows")
         dtype, shape, (first, last) = DTYPES[about["dtype"]], about["shape"], about["data_offsets"]
         if not all(is_count(n, below=1 << 63) for n in (*shape, first, last)):
             raise ValueError(f"{name}: shape {shape}, from {first} to {last}")
@@ -293,13 +308,14 @@ def _parsed(file: BinaryIO, described: ShardFile) -> Iterator[Entry]:
             raise ValueError(f"{name}: shape {shape} from byte {first} to {last} of {described.size - data}")
         yield Entry(
             file=described.file,
-            tensor=int(match[1]),
-            start=int(match[2]),
-            key=match[3],
-            scalar=match[4] == "scalar",
+            tensor=int(tensor),
+            start=int(start),
+            key=key,
+            scalar=how == "scalar",
             dtype=dtype,
             length=elements,
             offset=data + first,
+            rows=how == "rows",
         )
 
 

@@ -1,4 +1,8 @@
-"""Embeddings in tables that grow: rows are made when they are first trained."""
+"""Embeddings in tables that grow: rows are made when they are first trained.
+
+The layers are `elastic_ps.Embedding` and `elastic_ps.EmbeddingBag`; here are the optimizers of rows and their
+first values. See docs/guides/embeddings.md.
+"""
 
 from __future__ import annotations
 

@@ -127,6 +127,7 @@ class Node:
                 raise CheckpointError(f"shard {self.index} has no checkpoint directory to load from")
             with self.store.open(configuration.load_version) as stored:
                 shard.load(stored, configuration.load_version)
+                shard.tables.load(stored)
         with self._lock:
             if not self._log.is_last(order):
                 return  # the order was repeated meanwhile

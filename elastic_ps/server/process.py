@@ -16,6 +16,7 @@ from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.plan import Plan
 from elastic_ps.contract.env import ProcessEnvironment
 from elastic_ps.core import scales
+from elastic_ps.embedding.served import TableCalls
 from elastic_ps.errors import InvalidJob, NoCheckpoint
 from elastic_ps.evaluation.decisions import Evaluation
 from elastic_ps.evaluation.queue import EvaluationQueue
@@ -265,7 +266,7 @@ def service_of(
     """
     callers = Callers(job, node, shard_zero.job if shard_zero is not None else None)
     steps = StepCalls(callers, shard_zero) if shard_zero is not None else None
-    parts = [ShardService(callers, node, steps), steps, *beside]
+    parts = [ShardService(callers, node, steps), steps, *beside, TableCalls(lambda: node.shard.tables)]
     if shard_zero is not None:
         parts.append(MemberCalls(callers, shard_zero, lambda: node.shard))
         if shard_zero.evaluation_queue is not None:

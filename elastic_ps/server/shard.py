@@ -35,6 +35,7 @@ from elastic_ps.codec.values import ValueEncoder
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
 from elastic_ps.core.settings import clip_divisor
+from elastic_ps.embedding.served import ShardTables
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
@@ -61,6 +62,7 @@ class Shard:
 
     Attributes:
         encoder: encodes the values that workers pull.
+        tables: the rows of embedding tables that are on this shard.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Shard:
         self.codecs = codecs or Plan(Compression())
         self._decoder, self.encoder = Decoder(self.codecs, layout), ValueEncoder(self.codecs, layout)
         self.index = index
+        self.tables = ShardTables(index, layout.shards)
         self._advancing = threading.RLock()
         self._log = PushLog(term=model.term, several=consistency.several_steps)
         self._consistency, self._trace, self._model = consistency, trace, model
@@ -360,13 +363,14 @@ class Shard:
 
     def _apply(self, version: int, apply: Application, attempt: int, expected: Mapping[int, int]) -> None:
         self._require_complete(version, apply)
+        contributors = frozenset(apply.contributors)
+        self.tables.apply(version, () if apply.assigns else contributors, apply.samples)
         started, stepped = time.monotonic_ns(), self._to_step
         with self._lock:
             for values in self._buckets.values():
                 if values.bucket.rule is Rule.CONSTANT:
                     values.version = version
             self._round.torn = bool(stepped)
-        contributors = frozenset(apply.contributors)
         basis = Basis(version, apply.attempt, contributors, apply.samples, tuple(apply.settings.groups))
         clip, norm = apply.clips, apply.norm
         divisor = 1.0 if clip is None else clip_divisor(self._norm() if norm is None else norm, clip)
@@ -445,6 +449,8 @@ class Shard:
                     f"gradients on shard {self.index} for version {version} weigh {max(wrong)} samples, but "
                     f"their steps {apply.samples}",
                 )
+        if not apply.assigns and not apply.elsewhere:
+            self.tables.require(apply.contributors, apply.samples)
 
     # --- standby
 
@@ -527,13 +533,18 @@ class Shard:
                     f"asked for a checkpoint of version {version}, but shard {self.index} is at version "
                     f"{self.version}",
                 )
-            return self._snapshot(BucketValues.stored, patience=self._limits.written)
+            rows = self.tables.stored()
+            return self._snapshot(BucketValues.stored, rows, patience=self._limits.written)
 
     def _snapshot(
-        self, part: Callable[[BucketValues], Iterable[Stored]], *, patience: timedelta = timedelta(0)
+        self,
+        part: Callable[[BucketValues], Iterable[Stored]],
+        rows: Sequence[Stored] = (),
+        *,
+        patience: timedelta = timedelta(0),
     ) -> Snapshot:
-        """`part` of each bucket, in the order of steps. The caller holds `_advancing`."""
-        tensors = {}
+        """`part` of each bucket, in the order of steps, and `rows`. The caller holds `_advancing`."""
+        tensors = {-1: rows} if rows else {}
         for index in (b.index for b in self.layout.pull_order if b.index in self._buckets):
             with self._stepping[index]:
                 tensors[index] = list(part(self._buckets[index]))

@@ -59,7 +59,13 @@ class Client(Protocol):
         """Make a call; returns its answer. Blocks. Raises Refused, ConnectionLost."""
 
     def ask_all(
-        self, call: Call[Q, A], request: Q, read: Callable[[A, Incoming], T], *, shard: int = 0
+        self,
+        call: Call[Q, A],
+        request: Q,
+        read: Callable[[A, Incoming], T],
+        *,
+        shard: int = 0,
+        body: memoryview = EMPTY,
     ) -> list[T]:
         """The same; returns what `read` makes of each answer."""
 

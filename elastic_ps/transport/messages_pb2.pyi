@@ -1005,3 +1005,30 @@ class FreeTensorRequest(_message.Message):
     name: str
     birth: Birth
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., name: _Optional[str] = ..., birth: _Optional[_Union[Birth, _Mapping]] = ...) -> None: ...
+
+class LookupRequest(_message.Message):
+    __slots__ = ("caller", "table")
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    table: str
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., table: _Optional[str] = ...) -> None: ...
+
+class PushRowsRequest(_message.Message):
+    __slots__ = ("caller", "step", "samples", "tables")
+    class Rows(_message.Message):
+        __slots__ = ("table", "rows")
+        TABLE_FIELD_NUMBER: _ClassVar[int]
+        ROWS_FIELD_NUMBER: _ClassVar[int]
+        table: str
+        rows: int
+        def __init__(self, table: _Optional[str] = ..., rows: _Optional[int] = ...) -> None: ...
+    CALLER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    caller: Caller
+    step: int
+    samples: int
+    tables: _containers.RepeatedCompositeFieldContainer[PushRowsRequest.Rows]
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PushRowsRequest.Rows, _Mapping]]] = ...) -> None: ...

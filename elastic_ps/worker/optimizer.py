@@ -16,7 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from elastic_ps.codec.several import Several, parameters_of, parts_of
 from elastic_ps.codec.state import state_dict_of
 from elastic_ps.core.working import Event, State
-from elastic_ps.errors import RefusalCode, Refused, UsageError
+from elastic_ps.embedding.tables import Tables
+from elastic_ps.errors import InvalidModel, RefusalCode, Refused, UsageError
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.gradients import Gradients
 from elastic_ps.worker.local_steps import LocalSteps
@@ -65,6 +66,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         *,
         check: bool = False,
         own: Sequence[torch.Tensor] = (),
+        tables: Tables | None = None,
     ) -> None:
         # Optimizer.__init__ would copy the groups; schedulers and scripts must see the wrapped one's.
         self.defaults = wrapped.defaults
@@ -72,10 +74,16 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._runtime = runtime
         self._flat = flat
         self._stepping = False
+        self._tables = tables
         parts = wrapped.parts if isinstance(wrapped, Several) else {}
         local = runtime.strategy.exchanges
         self._gradients = Gradients(flat, runtime, overlap=runtime.overlap.in_hooks, check=check)
         self._local = LocalSteps(flat, runtime, self._gradients, self._make_step) if local else None
+        if parts and tables is not None:
+            raise InvalidModel(
+                "the model has tables that grow, which are trained with one optimizer. Pass "
+                "session.optimizer one torch optimizer of all other parameters"
+            )
         self._parts = {name: Part(self, name, part) for name, part in parts.items()}
         self._trained = {
             id(part): frozenset(id(p) for group in part.param_groups for p in group["params"])
@@ -169,6 +177,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._runtime.batches.lost:
+            self._clear_tables()
             logger.info("no step is made: its records went to other workers when this worker joined again")
             return loss
         if self._runtime.has_no_step:
@@ -177,7 +186,10 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._flat.check()
         self._gradients.take_rest(None if part is None else self._trained[id(part)])
         self._gradients.reset()
-        self._runtime.finish_step()
+        if self._tables is not None:
+            self._tables.prepare()
+        if self._runtime.finish_step() and self._tables is not None:
+            self._tables.applied(self._runtime.version)
         for each in parts_of(self._wrapped):  # for a scheduler that was made before `session.optimizer`
             vars(each)["_opt_called"] = True
         return loss
@@ -257,7 +269,12 @@ class ElasticOptimizer(torch.optim.Optimizer):
         A batch that no backward() runs for, or whose gradients `zero_grad` drops before `step`, counts as
         skipped without this call.
         """
+        self._clear_tables()
         self._runtime.skip()
+
+    def _clear_tables(self) -> None:
+        if self._tables is not None:
+            self._tables.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. If this drops gradients that no step was made with, their records count as skipped."""
@@ -265,6 +282,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
 
     def zero_grad_of(self, wrapped: torch.optim.Optimizer, set_to_none: bool) -> None:
         """As `zero_grad`, of the wrapped optimizer, or of one of several."""
+        self._clear_tables()  # also of gradients that a step has failed with
         if not self._runtime.working.in_step:  # it makes no step with what it has computed
             self._runtime.note_skipped(self._runtime.batches.reopen())
         if not (set_to_none and type(wrapped).zero_grad is torch.optim.Optimizer.zero_grad):

@@ -82,6 +82,7 @@ class Runtime(Membership):
         self.repeats += [self._stopped.repeat, self.state.repeat, self.records.repeat]
         self.phases = Phases(client.trace)
         self._warned = False
+        self.send_rows: Callable[[pb.Caller, int, int], None] = lambda *_: None
 
     @property
     def closed(self) -> bool:
@@ -227,11 +228,12 @@ class Runtime(Membership):
         self.phases.backward_ended()
         self.strategy.backward_ended()
 
-    def finish_step(self) -> None:
+    def finish_step(self) -> bool:
         """End the step that has begun, and wait for the version that it is part of. Blocks.
 
-        In mode `accumulate` it does not wait if the version needs more steps than are under way. The records
-        of a step that came too late, or was lost because this worker had to join again, go to others.
+        Returns whether the step counts. In mode `accumulate` it does not wait if the version needs more steps
+        than are under way. The records of a step that came too late, or was lost because this worker had to
+        join again, go to others.
 
         Raises:
             UsageError: several batches were computed on with the gradients of one.
@@ -239,10 +241,16 @@ class Runtime(Membership):
             Refused, ConnectionLost: the parameter server did not take the step.
         """
         step, ending, settings = self.ending()
-        if self.await_version(lambda: self.strategy.finish(ending), settings, step.number):
+
+        def finish() -> bool:
+            self.send_rows(step.member_id.caller(), step.number, step.samples)
+            return self.strategy.finish(ending)
+
+        if counts := self.await_version(finish, settings, step.number):
             self.batches.step_made()
         if self.records.part is Part.LAST_STEP:
             self.records.stop_computing()
+        return counts
 
     def ending(self) -> tuple[Step, pb.FinishRequest, Settings]:
         """The step under way, the request that ends it, and its settings. Raises UsageError, InvalidModel."""

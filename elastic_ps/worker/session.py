@@ -18,6 +18,8 @@ from elastic_ps.codec.state import ImportedState
 from elastic_ps.core.metrics import Reduction
 from elastic_ps.core.settings import CLAMP, MAX_GRAD_NORM
 from elastic_ps.data.seed import seed_everything
+from elastic_ps.embedding.remote import tables_in_job
+from elastic_ps.embedding.tables import Tables
 from elastic_ps.errors import UsageError
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.tensors.client import Tensors
@@ -227,6 +229,7 @@ class Session:
                 "docs/cookbook.md. To train anew in a notebook without a job, call connect() first"
             )
         check_model(model)
+        tables = self._tables_of(model)
         if isinstance(optimizer, Mapping):
             optimizer = together(optimizer, model)
         check_wrapper(optimizer)
@@ -288,8 +291,16 @@ class Session:
             self._runtime,
             check=check_gradients,
             own=described.own,
+            tables=tables,
         )
         return self._optimizer
+
+    def _tables_of(self, model: torch.nn.Module) -> Tables | None:
+        """The tables of the model that grow. Raises InvalidModel: the job cannot train them."""
+        tables = tables_in_job(model, self.spec, self._client)
+        if tables is not None:
+            self._runtime.send_rows = tables.send
+        return tables
 
     def _require_whole_gradient(self) -> None:
         """Raise UsageError where the gradient that is to be clipped is not known as a whole."""

@@ -1,0 +1,415 @@
+"""`Embedding` and `EmbeddingBag`: layers whose rows are in a table that grows.
+
+In forward a layer looks up the rows of the ids of its batch, each once, and makes them a leaf of the graph.
+Backward leaves the sum of each row's gradients there, and a hook hands it to the `Pending` of the
+layer's `Source`, which keeps it until the step.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from elastic_ps.codec import name_of
+from elastic_ps.embedding.init import Ids, Init, hashed
+from elastic_ps.embedding.optimizers import RowOptimizer
+from elastic_ps.embedding.stored import tables_in
+from elastic_ps.embedding.table import State, Table, TableSpec, WhenFull, default_init
+from elastic_ps.errors import ModelMismatch, UsageError
+
+Mode: TypeAlias = Literal["sum", "mean", "max"]
+Given: TypeAlias = torch.Tensor | npt.NDArray[Any] | Sequence[Any]
+
+
+class Gradient(NamedTuple):
+    """What one backward has given the rows of a batch.
+
+    Attributes:
+        ids: each once, ascending.
+        values: the sum of the gradients of each, of shape (ids, dim).
+        counts: how often each id has occurred.
+    """
+
+    ids: Ids
+    values: torch.Tensor
+    counts: Ids
+
+
+class Pending:
+    """The gradients of a table's next step. `add` may be called from any thread."""
+
+    def __init__(self, spec: TableSpec) -> None:
+        self.spec = spec
+        self._lock = threading.Lock()
+        self._gradients: list[Gradient] = []
+
+    def add(self, gradient: Gradient) -> None:
+        """Keep a gradient."""
+        with self._lock:
+            self._gradients.append(gradient)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._gradients = []
+
+    def take(self) -> Gradient:
+        """The sum of the gradients that have come since the last call."""
+        taken, self._gradients = self._gradients, []
+        return coalesced(taken, self.spec)
+
+    def __reduce__(self) -> Any:
+        """A copy of a model has no gradients."""
+        return Pending, (self.spec,)
+
+
+class Source(Protocol):
+    """Where a layer's rows are.
+
+    Attributes:
+        pending: takes the gradients that backward makes.
+    """
+
+    pending: Pending
+
+    def lookup(self, ids: Ids) -> torch.Tensor:
+        """The values of these rows, each id once; see `Table.lookup`."""
+
+
+class LocalSource:
+    """A table in this process."""
+
+    def __init__(self, spec: TableSpec) -> None:
+        self.table = Table(spec)
+        self.pending = Pending(spec)
+
+    def lookup(self, ids: Ids) -> torch.Tensor:
+        """See `Source`."""
+        return self.table.lookup(ids)
+
+
+def coalesced(gradients: Sequence[Gradient], spec: TableSpec) -> Gradient:
+    """The sum of several gradients of a table, in the order in which they are given."""
+    if len(gradients) == 1:
+        ids, values, counts = gradients[0]
+        return Gradient(ids, values.to("cpu", spec.torch_dtype), counts)
+    every = [each.ids for each in gradients] or [np.empty(0, dtype=np.int64)]
+    ids, inverse = np.unique(np.concatenate(every), return_inverse=True)
+    total = torch.zeros(len(ids), spec.dim, dtype=spec.torch_dtype)
+    counts = np.zeros(len(ids), dtype=np.int64)
+    start = 0
+    for each in gradients:
+        places = inverse[start : start + len(each.ids)]
+        total.index_add_(0, torch.from_numpy(places), each.values.to("cpu", spec.torch_dtype))
+        counts[places] += each.counts
+        start += len(each.ids)
+    return Gradient(ids, total, counts)
+
+
+class _Rows(NamedTuple):
+    """The rows of a batch: `places` has that of each id given, `padding` that of the padding's id."""
+
+    values: torch.Tensor
+    places: torch.Tensor
+    padding: int | None
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self, spec: TableSpec, padding_idx: int | None) -> None:
+        super().__init__()
+        self.spec = spec
+        self.padding_idx = padding_idx
+        self.source: Source = LocalSource(spec)
+        # Where rows go that strings ask for; `Module.to` moves it.
+        self.register_buffer("_where", torch.empty(0), persistent=False)
+        self._where: torch.Tensor
+
+    @property
+    def table(self) -> Table:
+        """The table, which is in this process.
+
+        Raises:
+            UsageError: it is elsewhere.
+        """
+        if isinstance(self.source, LocalSource):
+            return self.source.table
+        raise UsageError(f"the rows of the table {self.spec.name!r} are not in this process")
+
+    def _rows(self, given: Given) -> tuple[_Rows, torch.Size]:
+        """The rows of some ids, and the shape in which the ids were given."""
+        ids, shape, device = as_ids(given, self.spec.name, self._where.device)
+        unique, places, counts = np.unique(ids, return_inverse=True, return_counts=True)
+        values = self.source.lookup(unique)
+        padding = None
+        if self.padding_idx is not None:
+            place = int(np.searchsorted(unique, self.padding_idx))
+            if place < len(unique) and unique[place] == self.padding_idx:
+                padding = place
+                values[place] = 0
+        values = values.to(device)
+        if torch.is_grad_enabled() and len(unique):
+            values.requires_grad_()
+            self._watch(values, unique, counts, padding)
+        where = torch.from_numpy(places.reshape(-1)).to(device)
+        return _Rows(values, where, padding), shape
+
+    def _watch(self, values: torch.Tensor, ids: Ids, counts: Ids, padding: int | None) -> None:
+        """Hand the gradient of these rows to the source when backward has made it."""
+        pending = self.source.pending
+
+        def computed(rows: torch.Tensor) -> None:
+            gradient, rows.grad = rows.grad, None
+            assert gradient is not None
+            if padding is None:
+                pending.add(Gradient(ids, gradient, counts))
+                return
+            keep = np.delete(np.arange(len(ids)), padding)
+            part = gradient[torch.from_numpy(keep).to(gradient.device)]
+            pending.add(Gradient(ids[keep], part, counts[keep]))
+
+        values.register_post_accumulate_grad_hook(computed)
+
+    def get_extra_state(self) -> State:
+        """The table's rows, for `state_dict`; empty if they are not in this process."""
+        return self.table.state() if isinstance(self.source, LocalSource) else {}
+
+    def set_extra_state(self, state: State) -> None:
+        """Load the table's rows, for `load_state_dict`. Raises ModelMismatch, see `Table.load_state`."""
+        if state:
+            self.table.load_state(state)
+
+    def load_rows(self, parts: Sequence[dict[str, torch.Tensor]]) -> None:
+        """Replace the table's rows by those of a checkpoint, as `Reader.rows` gives them.
+
+        Raises:
+            ModelMismatch: the checkpoint has no such table.
+            CheckpointCorrupt: see `tables_in`.
+        """
+        tables = tables_in(parts, lambda ids: np.ones(len(ids), dtype=np.bool_))
+        if self.spec.name not in tables:
+            known = ", ".join(map(repr, tables)) or "none"
+            raise ModelMismatch(
+                f"the checkpoint has no table {self.spec.name!r}; it has {known}. Before the first step of a "
+                "job it has none"
+            )
+        spec, state = tables[self.spec.name]
+        self.spec.require_same(spec)
+        self.table.load_state(state)
+
+    def extra_repr(self) -> str:
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.spec.name!r}, {self.spec.dim}{padding}"
+
+
+class Embedding(_Layer):
+    """As `torch.nn.Embedding`, with a table that has no size: any id of int64 has a row.
+
+    An id that was never trained has its first values, which depend on the seed, the table's name and the id
+    only. Its row is made in the step that trains it. Evaluation makes none.
+
+    The rows are no parameters of the model: they have an optimizer of their own, whose step is made with that
+    of `session.optimizer(...)`. In a job they are on the parameter servers. docs/guides/embeddings.md says
+    which jobs train them.
+
+    Args:
+        name: the table's. Layers with the same name share one table, if they are in one model.
+        dim: the number of values in a row.
+        init: `elastic_ps.embedding.uniform(low, high)`, `normal(mean, std)` or `constant(value)`. By default
+            uniform, with the standard deviation 1 / sqrt(dim).
+        optimizer: one of `elastic_ps.embedding`, such as `RowwiseAdagrad(lr=0.05)`.
+        admit_after: an id gets a row when it has occurred so often in training. Before, it has its first
+            values, and its gradients are dropped.
+        expire_after: a row is dropped when so many versions were made without its id. None: never.
+        padding_idx: an id whose row is 0 and is never trained.
+        table_bytes, when_full: see `TableSpec`.
+        seed: another one gives other first values.
+        dtype: torch.float32 or torch.float64.
+
+    Raises:
+        UsageError: an argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dim: int,
+        *,
+        optimizer: RowOptimizer,
+        init: Init | None = None,
+        admit_after: int = 1,
+        expire_after: int | None = None,
+        padding_idx: int | None = None,
+        table_bytes: int | None = None,
+        when_full: WhenFull = "refuse",
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        spec = TableSpec(
+            name=name,
+            dim=dim,
+            init=default_init(dim) if init is None else init,
+            optimizer=optimizer,
+            seed=seed,
+            dtype=name_of(dtype),
+            admit_after=admit_after,
+            expire_after=expire_after,
+            table_bytes=table_bytes,
+            when_full=when_full,
+        )
+        super().__init__(spec, padding_idx)
+
+    def forward(self, ids: Given) -> torch.Tensor:
+        """The rows of some ids.
+
+        Args:
+            ids: a tensor of whole numbers of any shape and on any device, or a list or array of strings or of
+                whole numbers. A string's id is `elastic_ps.embedding.hashed`.
+
+        Returns:
+            A tensor of shape (*ids, dim), on the device of the ids; for lists, on the module's.
+
+        Raises:
+            UsageError: these are no ids.
+        """
+        rows, shape = self._rows(ids)
+        found = torch.nn.functional.embedding(rows.places, rows.values, padding_idx=rows.padding)
+        return found.view(*shape, self.spec.dim)
+
+
+class EmbeddingBag(Embedding):
+    """As `torch.nn.EmbeddingBag`, with a table that has no size: the sum, mean or maximum of each bag's rows.
+
+    Args:
+        mode: "sum", "mean" or "max". An empty bag gives 0.
+        include_last_offset: the last of `offsets` is the number of ids, as in torch.
+
+    The other arguments are those of `Embedding`. Ids that are `padding_idx` are left out of their bags.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dim: int,
+        *,
+        mode: Mode = "mean",
+        include_last_offset: bool = False,
+        **options: Any,
+    ) -> None:
+        if mode not in get_args(Mode):
+            raise UsageError(f"EmbeddingBag has mode={mode!r}; expected one of {', '.join(get_args(Mode))}")
+        super().__init__(name, dim, **options)
+        self.mode: Mode = mode
+        self.include_last_offset = include_last_offset
+
+    def forward(
+        self,
+        ids: Given,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The reduction of each bag.
+
+        Args:
+            ids: of shape (bags, ids of a bag), or of shape (ids,) with `offsets`.
+            offsets: where each bag begins, of shape (bags,), ascending from 0.
+            per_sample_weights: by which each row is multiplied, of the shape of the ids; for mode "sum".
+
+        Returns:
+            A tensor of shape (bags, dim).
+
+        Raises:
+            UsageError: these are no ids, offsets or weights.
+        """
+        rows, shape = self._rows(ids)
+        places, weights = rows.places, per_sample_weights
+        if len(shape) == 2 and offsets is None:
+            offsets = torch.arange(0, max(places.numel(), 1), max(shape[1], 1), device=places.device)
+            if not places.numel():
+                offsets = torch.zeros(shape[0], dtype=torch.int64, device=places.device)
+            last = False
+        elif len(shape) == 1 and offsets is not None:
+            offsets, last = self._checked(offsets, len(places)).to(places.device), self.include_last_offset
+        else:
+            raise UsageError(
+                f"EmbeddingBag takes ids of shape (bags, ids of a bag), or ids of shape (ids,) with offsets; "
+                f"the ids have shape {tuple(shape)}, with{'out' * (offsets is None)} offsets"
+            )
+        if weights is not None:
+            if self.mode != "sum" or weights.shape != shape:
+                raise UsageError(
+                    f"per_sample_weights needs mode='sum' and the shape of the ids, {tuple(shape)}; given: "
+                    f"mode={self.mode!r}, {tuple(weights.shape)}"
+                )
+            weights = weights.reshape(-1).to(rows.values)
+        values = rows.values
+        if not len(values):  # torch wants a row, even if all bags are empty
+            values = values.new_zeros(1, self.spec.dim)
+        return torch.nn.functional.embedding_bag(
+            places,
+            values,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=weights,
+            include_last_offset=last,
+            padding_idx=rows.padding,
+        )
+
+    def _checked(self, offsets: torch.Tensor, ids: int) -> torch.Tensor:
+        """Raise UsageError if these are no offsets of so many ids."""
+        if not isinstance(offsets, torch.Tensor) or offsets.dim() != 1 or offsets.dtype not in _WHOLE:
+            raise UsageError("EmbeddingBag: offsets is a tensor of whole numbers with one dimension")
+        given = offsets.to(torch.int64)
+        last = ids if not self.include_last_offset or not len(given) else int(given[-1])
+        right = (
+            (len(given) or not ids)
+            and (not len(given) or int(given[0]) == 0)
+            and bool((given.diff() >= 0).all())
+            and (not len(given) or int(given[-1]) <= ids)
+            and last == ids
+        )
+        if not right:
+            ending = f", and end with {ids}" if self.include_last_offset else f", none above {ids}"
+            raise UsageError(
+                f"EmbeddingBag: offsets begin with 0 and ascend{ending}, for {ids} ids; given: "
+                f"{given[:20].tolist()}{'...' * (len(given) > 20)}"
+            )
+        return given
+
+
+_WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+
+
+def as_ids(given: Given, table: str, device: torch.device) -> tuple[Ids, torch.Size, torch.device]:
+    """Ids as a flat array, the shape that they have, and the device for their rows.
+
+    Raises:
+        UsageError: these are no ids.
+    """
+    if isinstance(given, torch.Tensor):
+        if given.dtype not in _WHOLE:
+            raise _no_ids(table, f"a tensor of {given.dtype}")
+        flat = given.detach().reshape(-1).to("cpu", torch.int64)
+        return flat.numpy(), given.shape, given.device
+    try:
+        array = np.asarray(given)
+    except ValueError as error:
+        raise _no_ids(table, str(error)) from error
+    shape = torch.Size(array.shape)
+    if array.dtype.kind in "US" or (array.dtype == object and all(isinstance(s, str) for s in array.flat)):
+        return hashed([str(each) for each in array.flat]), shape, device
+    if array.size == 0:
+        return np.empty(0, dtype=np.int64), shape, device
+    if array.dtype.kind not in "iu" or (array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max):
+        raise _no_ids(table, f"an array of {array.dtype}")
+    return np.ascontiguousarray(array, dtype=np.int64).reshape(-1), shape, device
+
+
+def _no_ids(table: str, given: str) -> UsageError:
+    return UsageError(
+        f"the ids of the table {table!r} are whole numbers from -2**63 to 2**63 - 1, or strings; given: "
+        f"{given}"
+    )

@@ -1,0 +1,294 @@
+"""Models with tables that grow: in a script that runs alone, and in a job."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import elastic_ps
+from elastic_ps.embedding import RowwiseAdagrad, Table, uniform
+from elastic_ps.embedding.optimizers import SGD, RowOptimizer
+from elastic_ps.errors import InvalidModel, ModelMismatch
+from elastic_ps.standalone import connect
+from elastic_ps.worker.session import Session
+from tests.testing.harness import running_job
+
+IDS, DIM, BATCH = 30, 4, 5
+
+
+class Clicks(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]):
+    """Two ids for each record, most of them small, and a number to be predicted."""
+
+    def __init__(self, records: int = 40) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.ids = (torch.rand(records, 2, generator=generator) ** 3 * IDS).long()
+        self.targets = torch.randn(records, 1, generator=generator, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.ids[index, 0], self.ids[index, 1], self.targets[index]
+
+
+class Model(torch.nn.Module):
+    """Two layers that share a table, and a linear layer."""
+
+    def __init__(self, one: torch.nn.Module, other: torch.nn.Module) -> None:
+        super().__init__()
+        self.one, self.other = one, other
+        self.head = torch.nn.Linear(2 * DIM, 1, dtype=torch.float64)
+        torch.nn.init.constant_(self.head.weight, 0.1)
+        torch.nn.init.zeros_(self.head.bias)
+
+    def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(torch.cat([self.one(one), self.other(other)], 1))
+        return found
+
+
+def layer(optimizer: RowOptimizer | None = None, **options: Any) -> elastic_ps.Embedding:
+    optimizer = optimizer or SGD(lr=0.5)
+    return elastic_ps.Embedding(
+        "click", DIM, optimizer=optimizer, init=uniform(-0.5, 0.5), dtype=torch.float64, **options
+    )
+
+
+def growing() -> Model:
+    return Model(layer(), layer())
+
+
+def table_of(model: Model) -> Table:
+    assert isinstance(model.one, elastic_ps.Embedding)
+    return model.one.table
+
+
+@pytest.fixture
+def session() -> Iterator[Session]:
+    made = connect()
+    yield made
+    made.close()
+
+
+def test_a_script_alone_trains_as_plain_torch_with_a_dense_table(session: Session) -> None:
+    model = growing()
+    table = torch.nn.Embedding(IDS, DIM, dtype=torch.float64)
+    table.weight.data = model.one(torch.arange(IDS)).detach().clone()
+    dense = Model(table, table)
+    optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    assert model.one.source is model.other.source
+    for one, other, target in session.loader(Clicks(), batch_size=BATCH, epochs=3):
+        for network in (model, dense):
+            network.zero_grad()
+            ((network(one, other) - target) ** 2).mean().backward()
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, lr in ((table.weight, 0.5), (dense.head.weight, 0.1), (dense.head.bias, 0.1)):
+                assert parameter.grad is not None
+                parameter.sub_(lr * parameter.grad)
+    assert session.version == 24
+    seen = table_of(model).state()
+    assert seen["ids"].tolist() == sorted(set(Clicks().ids.flatten().tolist()))
+    assert seen["counts"].sum() == 3 * 2 * 40
+    torch.testing.assert_close(seen["values"], table.weight.detach()[seen["ids"]], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model.head.weight, dense.head.weight, rtol=1e-12, atol=1e-12)
+
+
+def test_no_row_is_trained_by_gradients_that_are_dropped(session: Session) -> None:
+    model = growing()
+    optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for number, (one, other, target) in enumerate(session.loader(Clicks(), batch_size=BATCH)):
+        if number != 1:
+            optimizer.zero_grad()
+        ((model(one, other) - target) ** 2).mean().backward()
+        if number == 0:
+            optimizer.skip()
+        elif number == 2:
+            optimizer.zero_grad()
+        else:
+            optimizer.step()
+            first = {*one.tolist(), *other.tolist()}
+            break
+    assert {*table_of(model).state()["ids"].tolist()} == first
+    assert table_of(model).steps == 1
+
+
+def test_a_gradient_of_a_table_that_is_not_finite_is_an_error(session: Session) -> None:
+    model = growing()
+    optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    batches = iter(session.loader(Clicks(), batch_size=BATCH))
+    batch = next(batches)
+    (model.one(batch[0]).sum() * math.inf + model.head.bias.sum()).backward()
+    with pytest.raises(InvalidModel, match="the gradient of the table 'click' holds NaN or Inf"):
+        optimizer.step()
+    assert not len(table_of(model))
+
+
+def test_layers_that_describe_a_table_differently_are_refused(session: Session) -> None:
+    model = Model(layer(), layer(RowwiseAdagrad(lr=0.1)))
+    with pytest.raises(ModelMismatch, match="the table 'click' has optimizer=SGD"):
+        session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ("{strategy: all-reduce}", "strategy: all-reduce"),
+        ("{consistency: {mode: local, steps: 2}}", "consistency.mode: local"),
+    ],
+)
+def test_modes_whose_workers_make_the_steps_are_refused(tmp_path: Path, fields: str, said: str) -> None:
+    job = tmp_path / "job.yaml"
+    spec = fields[:-1] + ", entrypoint: 'x:main'}"
+    job.write_text(
+        f"{{apiVersion: elastic-ps.dev/v1alpha1, kind: TrainingJob, metadata: {{name: a}}, spec: {spec}}}"
+    )
+    session, model = connect(job), growing()
+    try:
+        with pytest.raises(InvalidModel, match=f"tables that grow, which are not trained with {said}"):
+            session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    finally:
+        session.close(failed=True)
+
+
+def test_several_optimizers_are_refused(session: Session) -> None:
+    model = growing()
+    parts = {
+        "w": torch.optim.SGD([model.head.weight], lr=1.0),
+        "b": torch.optim.SGD([model.head.bias], lr=1.0),
+    }
+    with pytest.raises(InvalidModel, match="tables that grow, which are trained with one optimizer"):
+        session.optimizer(parts, model)
+
+
+def test_the_script_of_the_guide_runs() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "embeddings.md").read_text()
+    users, tags = (
+        torch.arange(192) % 40,
+        torch.randint(9, (192, 3), generator=torch.Generator().manual_seed(0)),
+    )
+    names: dict[str, Any] = {"dataset": torch.utils.data.TensorDataset(users, tags, torch.ones(192, 1))}
+    exec(text.split("```python\n")[1].split("```")[0], names)
+    names["session"].close()
+    model = names["model"]
+    assert model.user.table.state()["ids"].tolist() == list(range(40))
+    assert len(model.tags.table) == 9
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"consistency": {"mode": "bounded", "maxStaleness": 1}}, "consistency.mode: bounded"),
+        ({"consistency": {"globalBatchSize": 8}}, "consistency.globalBatchSize"),
+        ({"worker": {"replicas": 1, "processes": 2}}, "worker.processes above 1"),
+    ],
+)
+def test_jobs_that_cannot_train_a_table_refuse_it(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
+    with running_job(tmp_path, **fields) as job:
+        session, model = job.session(0), growing()
+        with pytest.raises(InvalidModel, match=f"tables that grow, which are not trained with {said}"):
+            session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+Batch = Sequence[torch.Tensor]
+
+
+def test_a_job_trains_as_one_process_on_the_same_records(tmp_path: Path) -> None:
+    """Two workers, and rows on two shards; the checkpoint goes on with three, and plain torch loads it."""
+    checkpoints, batches = tmp_path / "checkpoints", defaultdict[int, dict[int, Batch]](dict)
+
+    def script(session: Session) -> None:
+        model = growing()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for batch in session.loader(Clicks(), batch_size=BATCH):
+            optimizer.zero_grad()
+            ((model(batch[0], batch[1]) - batch[2]) ** 2).mean().backward()
+            optimizer.step()
+            batches[session.version][session.worker] = batch
+
+    for shards, resume in ((2, "no"), (3, "require")):
+        server = {"replicas": shards}
+        with running_job(
+            tmp_path / str(shards),
+            checkpoints=checkpoints,
+            resume=resume,  # type: ignore[arg-type]
+            parameterServer=server,
+            worker={"replicas": 2},
+            data={"shuffle": False},
+        ) as job:
+            if resume == "no":
+                job.run(script, workers=2)
+            else:
+                again, session = growing(), job.session(0)
+                session.optimizer(torch.optim.SGD(again.parameters(), lr=0.1), again)
+                resumed = again.one(torch.arange(IDS)).detach()
+    model, expected = growing(), growing()
+    table = torch.nn.Embedding(IDS, DIM, dtype=torch.float64)
+    table.weight.data = expected.one(torch.arange(IDS)).detach().clone()
+    dense = Model(table, table)
+    for version in sorted(batches):
+        one, other, target = (torch.cat(each) for each in zip(*batches[version].values(), strict=True))
+        dense.zero_grad()
+        ((dense(one, other) - target) ** 2).mean().backward()
+        with torch.no_grad():
+            for parameter, lr in ((table.weight, 0.5), (dense.head.weight, 0.1), (dense.head.bias, 0.1)):
+                assert parameter.grad is not None
+                parameter.sub_(lr * parameter.grad)
+    assert sum(len(batch[0]) for each in batches.values() for batch in each.values()) == 40
+    assert elastic_ps.load_checkpoint(checkpoints, model) == max(batches)
+    torch.testing.assert_close(
+        model.eval().one(torch.arange(IDS)), table.weight.detach(), rtol=1e-12, atol=1e-12
+    )
+    torch.testing.assert_close(resumed, table.weight.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model.head.weight, dense.head.weight, rtol=1e-12, atol=1e-12)
+
+
+class Itself(torch.utils.data.Dataset[torch.Tensor]):
+    """Each record is its own number."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize(("mode", "lost"), [("sync", 0), ("sync", 1), ("async", 1)])
+def test_each_record_is_trained_once_when_a_shard_is_lost(tmp_path: Path, mode: str, lost: int) -> None:
+    """A record is an id of its own, so its row counts how often it was trained."""
+    epochs, checkpoints = 2, tmp_path / "checkpoints"
+    restarted = threading.Lock()
+
+    def script(session: Session) -> None:
+        table = layer()
+        model = torch.nn.ModuleDict({"rows": table, "head": torch.nn.Linear(DIM, 1, dtype=torch.float64)})
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for ids in session.loader(Itself(), batch_size=3, epochs=epochs):
+            optimizer.zero_grad()
+            model["head"](table(ids)).mean().backward()
+            if session.version == 6 and restarted.acquire(blocking=False):
+                job.restart(lost)
+            optimizer.step()
+
+    with running_job(
+        tmp_path,
+        checkpoints=checkpoints,
+        parameterServer={"replicas": 2, "checkpoint": {"everyVersions": 4}},
+        worker={"replicas": 2},
+        consistency={"mode": mode},
+    ) as job:
+        job.run(script, workers=2)
+        assert job.status().term > 1
+    model = torch.nn.ModuleDict({"rows": layer(), "head": torch.nn.Linear(DIM, 1, dtype=torch.float64)})
+    elastic_ps.load_checkpoint(checkpoints, model)
+    table = model["rows"]
+    assert isinstance(table, elastic_ps.Embedding)
+    rows = table.table.state()
+    assert rows["ids"].tolist() == list(range(60))
+    assert rows["counts"].tolist() == [epochs] * 60

@@ -1,0 +1,210 @@
+"""The layers beside torch's own on the same rows, and ids that are none."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_ps.embedding import SGD, Adagrad, hashed, uniform
+from elastic_ps.embedding.module import Embedding, EmbeddingBag, LocalSource, Mode
+from elastic_ps.errors import UsageError
+
+DIM = 3
+EDGES = [-(2**63), -1, 0, 2**63 - 1]
+
+
+def make(kind: type[Embedding] = Embedding, **options: Any) -> Any:
+    return kind("a", DIM, optimizer=SGD(lr=0.1), init=uniform(-1, 1), dtype=torch.float64, **options)
+
+
+def dense(layer: Embedding, ids: torch.Tensor) -> torch.nn.Parameter:
+    """The rows of ids 0 to 9, as the weight of torch's own layer."""
+    return torch.nn.Parameter(layer.table.lookup(ids.numpy()))
+
+
+def gradient(layer: Embedding) -> dict[int, list[float]]:
+    assert isinstance(layer.source, LocalSource)
+    ids, values, _ = layer.source.pending.take()
+    return dict(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.sampled_from([None, 0, 3]))
+def test_an_embedding_is_that_of_torch_on_the_same_rows(ids: list[int], padding_idx: int | None) -> None:
+    layer, given_ = make(padding_idx=padding_idx), torch.tensor(ids, dtype=torch.int64).reshape(-1, 1)
+    weight = dense(layer, torch.arange(10))
+    if padding_idx is not None:
+        weight.data[padding_idx] = 0
+    expected = torch.nn.functional.embedding(given_, weight, padding_idx=padding_idx)
+    found = layer(given_)
+    assert torch.equal(found, expected)
+    if not ids:
+        return
+    (found**2).sum().backward()
+    (expected**2).sum().backward()
+    assert weight.grad is not None
+    trained = sorted({*ids} - {padding_idx})
+    ours = gradient(layer)
+    assert sorted(ours) == trained
+    torch.testing.assert_close(
+        torch.tensor(list(ours.values()), dtype=torch.float64).reshape(-1, DIM), weight.grad[trained]
+    )
+
+
+@given(
+    bags=st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=5),
+    mode=st.sampled_from(["sum", "mean", "max"]),
+    weighted=st.booleans(),
+    padding_idx=st.sampled_from([None, 0, 3]),
+    include_last_offset=st.booleans(),
+)
+def test_a_bag_is_that_of_torch_on_the_same_rows(
+    bags: list[list[int]], mode: Mode, weighted: bool, padding_idx: int | None, include_last_offset: bool
+) -> None:
+    options: dict[str, Any] = {"mode": mode, "include_last_offset": include_last_offset}
+    layer = make(EmbeddingBag, padding_idx=padding_idx, **options)
+    ids = torch.tensor([each for bag in bags for each in bag], dtype=torch.int64)
+    ends = np.cumsum([0, *map(len, bags)])
+    offsets = torch.from_numpy(ends if include_last_offset else ends[:-1])
+    weights = torch.linspace(-1, 1, len(ids), dtype=torch.float64) if weighted and mode == "sum" else None
+    weight = dense(layer, torch.arange(10))
+    options |= {"per_sample_weights": weights, "padding_idx": padding_idx}
+    expected = torch.nn.functional.embedding_bag(ids, weight, offsets, **options)
+    found = layer(ids, offsets, weights)
+    torch.testing.assert_close(found, expected)
+    if not len(ids):
+        return
+    (found**2).sum().backward()
+    (expected**2).sum().backward()
+    assert weight.grad is not None
+    ours = gradient(layer)
+    trained = sorted({*ids.tolist()} - {padding_idx})
+    assert sorted(ours) == trained
+    torch.testing.assert_close(
+        torch.tensor(list(ours.values()), dtype=torch.float64).reshape(-1, DIM), weight.grad[trained]
+    )
+
+
+def test_bags_of_one_length_need_no_offsets() -> None:
+    layer = make(EmbeddingBag, mode="sum")
+    ids = torch.tensor([[1, 2], [3, 3]])
+    rows = layer.table.lookup(ids.reshape(-1).numpy()).view(2, 2, DIM)
+    torch.testing.assert_close(layer(ids).detach(), rows.sum(1))
+    weights = torch.tensor([[1.0, 2.0], [0.0, -1.0]], dtype=torch.float64)
+    found = layer(ids, None, weights).detach()
+    torch.testing.assert_close(found, (rows * weights[..., None]).sum(1))
+    for shape in ((2, 0), (0, 3)):
+        assert layer(torch.empty(shape, dtype=torch.int64)).tolist() == [[0.0] * DIM] * shape[0]
+
+
+def test_all_ids_of_int64_have_rows_of_their_own() -> None:
+    layer = make()
+    found = layer(torch.tensor(EDGES))
+    assert len({tuple(row) for row in found.tolist()}) == len(EDGES)
+    found.sum().backward()
+    assert sorted(gradient(layer)) == sorted(EDGES)
+
+
+@pytest.mark.parametrize(
+    ("given_", "ids"),
+    [
+        (["b", "a"], hashed(["b", "a"]).tolist()),
+        (np.array([["b"], ["a"]]), hashed(["b", "a"]).tolist()),
+        (np.array(["b", "a"], dtype=object), hashed(["b", "a"]).tolist()),
+        ((3, -1), [3, -1]),
+        (np.array([3, 4], dtype=np.uint32), [3, 4]),
+        (torch.tensor([3, 4], dtype=torch.int32), [3, 4]),
+    ],
+)
+def test_ids_are_whole_numbers_or_strings(given_: Any, ids: list[int]) -> None:
+    layer = make()
+    expected = layer.table.lookup(np.array(ids, dtype=np.int64))
+    found = layer(given_)
+    assert found.shape[:-1] == np.asarray(given_).shape
+    assert torch.equal(found.detach().reshape(-1, DIM), expected)
+
+
+@pytest.mark.parametrize(
+    "given_",
+    [
+        torch.tensor([1.0]),
+        torch.tensor([True]),
+        [1.5],
+        [[1], [1, 2]],
+        [None],
+        np.array([2**63], dtype=np.uint64),
+        ["a", 3.5, None],
+    ],
+)
+def test_what_are_no_ids_is_refused(given_: Any) -> None:
+    with pytest.raises(UsageError, match="the ids of the table 'a' are whole numbers"):
+        make()(given_)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "said"),
+    [
+        ({}, (torch.tensor([1, 2]),), r"shape \(2,\), without offsets"),
+        ({}, (torch.tensor([[1]]), torch.tensor([0])), r"shape \(1, 1\), with offsets"),
+        ({}, (torch.tensor([1, 2]), torch.tensor([1, 2])), r"begin with 0 .* \[1, 2\]"),
+        ({}, (torch.tensor([1, 2]), torch.tensor([0, 2, 1])), r"ascend, none above 2"),
+        ({}, (torch.tensor([1, 2]), torch.tensor([0, 3])), r"none above 2"),
+        ({}, (torch.tensor([1, 2]), torch.tensor([0.5])), "offsets is a tensor of whole numbers"),
+        ({}, (torch.tensor([1, 2]), torch.empty(0, dtype=torch.int64)), "begin with 0"),
+        ({"include_last_offset": True}, (torch.tensor([1, 2]), torch.tensor([0, 1])), "end with 2"),
+        ({}, (torch.tensor([1]), torch.tensor([0]), torch.tensor([1.0])), "needs mode='sum'"),
+        (
+            {"mode": "sum"},
+            (torch.tensor([1]), torch.tensor([0]), torch.tensor([1.0, 1.0])),
+            r"the shape of the ids, \(1,\)",
+        ),
+    ],
+)
+def test_bags_that_cannot_be_are_refused(
+    options: dict[str, Any], arguments: tuple[Any, ...], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        make(EmbeddingBag, **options)(*arguments)
+
+
+def test_another_mode_is_refused() -> None:
+    with pytest.raises(UsageError, match="mode='median'; expected one of sum, mean, max"):
+        make(EmbeddingBag, mode="median")
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_evaluation_leaves_no_gradient(context: Callable[[], Any]) -> None:
+    layer = make()
+    with context():
+        assert not layer(torch.tensor([1])).requires_grad
+
+
+def test_gradients_of_several_backwards_add_up() -> None:
+    layer = make()
+    for ids in ([1, 2, 2], [2, 5]):
+        layer(torch.tensor(ids)).sum().backward()
+    taken = layer.source.pending.take()
+    assert taken.ids.tolist() == [1, 2, 5]
+    assert taken.values[:, 0].tolist() == [1.0, 3.0, 1.0]
+    assert taken.counts.tolist() == [1, 3, 1]
+    assert not len(layer.source.pending.take().ids)
+
+
+def test_rows_are_in_the_state_dict_of_the_model() -> None:
+    layer = Embedding("a", DIM, optimizer=Adagrad(lr=0.1))
+    model = torch.nn.ModuleDict({"a": layer})
+    ids = np.array([3, -4], dtype=np.int64)
+    layer.table.update(ids, torch.ones(2, DIM), np.array([1, 1]), 1)
+    written = io.BytesIO()
+    torch.save(model.state_dict(), written)
+    written.seek(0)
+    other = Embedding("a", DIM, optimizer=Adagrad(lr=0.1))
+    torch.nn.ModuleDict({"a": other}).load_state_dict(torch.load(written, weights_only=True))
+    assert torch.equal(other(ids), layer(ids))
+    assert other.table.state()["ids"].tolist() == [-4, 3]

@@ -1,0 +1,131 @@
+"""A shard's tables: the rows of steps, the versions made of them, and their columns in checkpoints."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from elastic_ps.codec.state import Stored
+from elastic_ps.embedding import SGD, Adagrad, TableSpec, normal, uniform
+from elastic_ps.embedding.module import Gradient
+from elastic_ps.embedding.placing import shard_of
+from elastic_ps.embedding.served import ShardTables, Step
+from elastic_ps.embedding.stored import spec_from_text, spec_to_text, tables_in
+from elastic_ps.errors import CheckpointCorrupt, Malformed, RefusalCode, Refused
+
+DIM = 2
+SPEC = TableSpec(
+    name="a", dim=DIM, init=uniform(-1, 1), optimizer=SGD(lr=1.0), dtype="float64", admit_after=2
+)
+
+
+def gradient(ids: Sequence[int], value: float = 1.0, count: int = 2) -> Gradient:
+    values = torch.full((len(ids), DIM), value, dtype=torch.float64)
+    return Gradient(np.array(ids, dtype=np.int64), values, np.full(len(ids), count))
+
+
+def push(
+    tables: ShardTables, worker: int, number: int, rows: Gradient, *, samples: int = 1, incarnation: int = 1
+) -> bool:
+    return tables.push(worker, Step(incarnation, number, samples, {"a": rows}), [SPEC])
+
+
+def change(tables: ShardTables, id_: int) -> float:
+    """How far the row has come from its first values."""
+    ids = np.array([id_])
+    return float((tables.lookup(SPEC, ids) - ShardTables(0, 1).lookup(SPEC, ids))[0, 0])
+
+
+def test_a_version_has_the_mean_over_all_records_of_its_steps() -> None:
+    tables = ShardTables(0, 1)
+    push(tables, 1, 0, gradient([5, 7], 4.0), samples=3)
+    push(tables, 0, 0, gradient([5], 8.0), samples=1)
+    steps = {(0, 1, 0), (1, 1, 0)}
+    tables.require(steps, 4)
+    tables.apply(1, steps, 4)
+    assert [change(tables, 5), change(tables, 7)] == pytest.approx([-5.0, -3.0])
+
+
+def test_a_step_counts_once_and_only_if_it_is_chosen() -> None:
+    tables = ShardTables(0, 1)
+    assert push(tables, 0, 0, gradient([1]))
+    assert not push(tables, 0, 0, gradient([1], 100.0))
+    tables.apply(1, {(0, 1, 0)}, 1)
+    assert not push(tables, 0, 0, gradient([1], 100.0))  # a late copy
+    tables.apply(2, (), 0)
+    assert change(tables, 1) == pytest.approx(-1.0)
+    push(tables, 0, 1, gradient([1]))
+    assert push(tables, 0, 0, gradient([1], 3.0), incarnation=2)  # the worker has joined again
+    tables.apply(3, {(0, 2, 0)}, 1)
+    assert change(tables, 1) == pytest.approx(-4.0)
+
+
+def test_a_version_needs_the_rows_of_all_its_steps() -> None:
+    tables = ShardTables(0, 1)
+    tables.require({(0, 1, 0)}, 1)  # a model without tables
+    push(tables, 0, 1, gradient([1]), samples=2)
+    for steps, samples in (({(0, 1, 0)}, 2), ({(0, 1, 1), (1, 1, 1)}, 2), ({(0, 1, 1)}, 3)):
+        with pytest.raises(Refused) as refused:
+            tables.require(steps, samples)
+        assert refused.value.code is RefusalCode.INVALID
+    tables.require({(0, 1, 1)}, 2)
+
+
+def test_rows_that_are_not_finite_or_of_another_table_are_refused() -> None:
+    tables = ShardTables(0, 1)
+    with pytest.raises(Refused, match="the table 'a' of worker 3 holds NaN or Inf") as refused:
+        push(tables, 3, 0, gradient([1], float("nan")))
+    assert refused.value.code is RefusalCode.NOT_FINITE
+    push(tables, 0, 0, gradient([1]))
+    with pytest.raises(Refused, match="has init=Uniform") as refused:
+        tables.lookup(replace(SPEC, init=normal(0, 1)), np.array([1]))
+    assert refused.value.code is RefusalCode.MODEL_MISMATCH
+
+
+def parts_of(stored: Sequence[Stored]) -> list[dict[str, torch.Tensor]]:
+    """The columns of each table as a reader of their file gives them."""
+    found: defaultdict[int, dict[str, torch.Tensor]] = defaultdict(dict)
+    for each in stored:
+        assert each.value.numel()
+        found[each.tensor][each.key] = each.value.reshape(-1)
+    return list(found.values())
+
+
+def test_all_rows_are_in_the_columns_of_two_shards_once() -> None:
+    other = replace(SPEC, name="b", optimizer=Adagrad(lr=1.0))
+    parts: list[dict[str, torch.Tensor]] = []
+    for shard in range(2):
+        tables = ShardTables(shard, 2)
+        ids = np.arange(50)[shard_of(np.arange(50), 2) == shard]
+        new, old = gradient(ids[::2].tolist(), count=1), gradient(ids[1::2].tolist())
+        tables.push(0, Step(1, 0, 1, {"a": new, "b": old}), [SPEC, other])
+        tables.apply(1, {(0, 1, 0)}, 1)
+        parts += parts_of(tables.stored())
+    found = tables_in(parts, lambda ids: ids % 5 != 0)
+    assert {name: spec for name, (spec, _) in found.items()} == {"a": SPEC, "b": other}
+    a, b = (found[name][1] for name in "ab")
+    assert (len(a["ids"]), a["version"], a["steps"]) == (0, 1, 1)
+    assert sorted([*a["waiting_ids"].tolist(), *b["ids"].tolist()]) == [i for i in range(50) if i % 5]
+    assert b["sum"].tolist() == [[1.0, 1.0]] * len(b["ids"])
+    with pytest.raises(CheckpointCorrupt, match="no whole table"):
+        tables_in([{**parts[1], "counts": parts[1]["counts"][1:]}], lambda ids: ids > 0)
+    with pytest.raises(CheckpointCorrupt, match="no whole table"):
+        tables_in([{**parts[1], "spec": parts[1]["spec"][1:]}], lambda ids: ids > 0)
+
+
+def test_a_description_survives_the_way() -> None:
+    assert spec_from_text(spec_to_text(SPEC)) == SPEC
+    for text in (
+        "{}",
+        "[",
+        "x" * 5000,
+        spec_to_text(SPEC).replace("SGD", "Adam"),
+        spec_to_text(SPEC).replace('"dim": 2', '"dim": 0'),
+    ):
+        with pytest.raises(Malformed, match="this describes no table"):
+            spec_from_text(text)
