@@ -67,7 +67,8 @@ class _Scheduler:
 
     def load(self, stored: Mapping[str, Any] | None) -> None:
         """Go to a state of the job's, or to the first one."""
-        self.scheduler.load_state_dict(dict(stored["state"] if stored else self._initial))
+        state = stored["state"] if stored else self._initial
+        self.scheduler.load_state_dict(_completed(state, self.scheduler.state_dict()))
         self.steps = int(stored["steps"]) if stored else 0
         self._left = self._seen()
 
@@ -201,6 +202,15 @@ class Schedule:
         self._in_force = settings
         for each in self._schedulers:
             each.go_to(settings.position)
+
+
+def _completed(plain: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A state that was sent, with the rest of this worker's, such as the objects that a LambdaLR calls."""
+    result = {**own, **plain}
+    if "_schedulers" in plain:
+        inner = zip(plain["_schedulers"], own["_schedulers"], strict=True)
+        result["_schedulers"] = [_completed(*pair) for pair in inner]
+    return result
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ SCHEDULERS: dict[str, Scheduler] = {
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.03, total_steps=100),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, cooldown=1),
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "LambdaLR of an object": lambda o: lr_scheduler.LambdaLR(o, partial(pow, 0.9)),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(
         o,
         [lr_scheduler.LinearLR(o, start_factor=0.1, total_iters=5), lr_scheduler.ExponentialLR(o, 0.9)],
