@@ -24,6 +24,8 @@ class Stage(enum.Enum):
     """A worker is sending its values."""
     ARRIVED = "there"
     """All values have arrived, so that the worker is not needed any more."""
+    BEGUN = "begun"
+    """Workers compute on the first values, but no version is made before these are on disk."""
     RESUMED = "resumed"
     """The model comes from a checkpoint, and no worker has taken records since."""
     TRAINING = "being trained"
@@ -39,6 +41,7 @@ class StageEvent(enum.Enum):
     BRING = "bring"
     LOSE = "lose"
     ARRIVE = "arrive"
+    BEGIN = "begin"
     KEEP = "keep"
     RESUME = "resume"
     TAKE = "take"
@@ -54,7 +57,9 @@ STAGES = Transitions(
         (Stage.LAID_OUT, StageEvent.BRING): Stage.LOADING,
         (Stage.LOADING, StageEvent.LOSE): Stage.EMPTY,
         (Stage.LOADING, StageEvent.ARRIVE): Stage.ARRIVED,
+        (Stage.ARRIVED, StageEvent.BEGIN): Stage.BEGUN,
         (Stage.ARRIVED, StageEvent.KEEP): Stage.TRAINING,
+        (Stage.BEGUN, StageEvent.KEEP): Stage.TRAINING,
         (Stage.RESUMED, StageEvent.TAKE): Stage.TRAINING,
     },
 )

@@ -436,10 +436,13 @@ class Checkpointer:
         state = self._job.state
         return self.durable_version == state.version and state.end in (None, self._durable_end)
 
-    def keep_what_must_be(self, *, patience: timedelta = timedelta()) -> None:
+    def keep_what_must_be(self, *, patience: timedelta = timedelta(), begun: bool = False) -> None:
         """Write the first version before training begins, and the last one before it ends.
 
         Blocks while it does that. While another thread does it, blocks for `patience` at most.
+
+        Args:
+            begun: also write the first version while workers compute on it already.
         """
         job = self._job
         with job.lock:
@@ -450,7 +453,7 @@ class Checkpointer:
             state = job.state
             if job.clock() < self._not_before:
                 return
-            first = state.stage is Stage.ARRIVED
+            first = state.stage is Stage.ARRIVED or (begun and state.stage is Stage.BEGUN)
             last = state.initialised and state.finished and not self.is_kept() and state.values_are_here
             if not (first or last) or self._writing or job.closing or job.rolling_back or self.fenced:
                 return

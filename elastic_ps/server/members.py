@@ -169,9 +169,10 @@ class MemberCalls:
     def init_done(self, request: pb.InitDoneRequest, _: Incoming) -> None:
         """Note that a worker has sent the first values, or, with a version, those of that version.
 
-        After the first values the model can be trained. Blocks for a while, until version 0 is on disk, so
-        the job can go back to it. If the worker ends meanwhile, its values stay: they may be on disk already.
-        Later values are written to disk if a checkpoint waits for them.
+        After the first values the model can be trained. If the worker cannot repeat them, this blocks for a
+        while, until version 0 is on disk, so the job can go back to it. If the worker ends meanwhile, its
+        values stay: they may be on disk already. Later values are written to disk if a checkpoint waits for
+        them.
 
         Raises:
             Refused: NOT_READY; version 0 is not on disk yet. STALE_TERM; a shard has lost the values.
@@ -181,7 +182,7 @@ class MemberCalls:
             self._shard().require_values(request.version)
             self._take_version(request)
         else:
-            self._take_first(request.caller)
+            self._take_first(request.caller, repeatable=request.repeatable)
         self._callers.model_header = self._join_header
 
     def _take_version(self, request: pb.InitDoneRequest) -> None:
@@ -196,16 +197,20 @@ class MemberCalls:
         if wanted:
             self._checkpoints.order()
 
-    def _take_first(self, caller: pb.Caller) -> None:
+    def _take_first(self, caller: pb.Caller, *, repeatable: bool) -> None:
         with self._job.member(caller) as (state, _):
             if state.initialiser == caller.worker:
                 state.note(StageEvent.ARRIVE)
+                if repeatable:
+                    state.note(StageEvent.BEGIN)
+                    self._job.ticking.notify_all()
                 self._job.note_change()
-            elif state.stage not in (Stage.ARRIVED, Stage.TRAINING):
+            elif state.stage not in (Stage.ARRIVED, Stage.BEGUN, Stage.TRAINING):
                 text = f"worker {caller.worker} with incarnation {caller.incarnation} is not the one that"
                 raise Refused(RefusalCode.STALE_INCARNATION, f"{text} brings the model")
         self._commit.drive()
-        self._checkpoints.keep_what_must_be(patience=self._job.limits.answer)
+        if not repeatable:
+            self._checkpoints.keep_what_must_be(patience=self._job.limits.answer)
         with self._job.settled() as now:
             if now is not state:
                 raise Refused(RefusalCode.STALE_TERM, f"term {state.term} is over")

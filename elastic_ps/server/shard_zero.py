@@ -85,7 +85,8 @@ class ShardZero:
                 if self.commit.asks_shards:
                     job.note_order(OrderEvent.CHANGE)
             self.commit.drive()
-            self.checkpoints.keep_what_must_be()
+            self.checkpoints.keep_what_must_be(begun=True)
+            self.commit.drive()  # the round may have waited for version 0
             self._reconfiguration.look()
 
     def status(self) -> ServerStatus:

@@ -153,7 +153,9 @@ class JobState:
 
     @property
     def ready(self) -> bool:
-        """Whether the open round can be committed."""
+        """Whether the open round can be committed. None is before version 0 is on disk."""
+        if self.stage is Stage.BEGUN:
+            return False
         complete = self.rounds.can_commit() or self.rounds.can_commit(last=self._all_in_hand)
         return complete and self.required <= self.rounds.done.keys()
 
@@ -220,7 +222,7 @@ class JobState:
     @property
     def initialised(self) -> bool:
         """Whether there is a model to train."""
-        return self.stage in (Stage.RESUMED, Stage.TRAINING)
+        return self.stage in (Stage.BEGUN, Stage.RESUMED, Stage.TRAINING)
 
     @property
     def resumed(self) -> bool:
@@ -369,8 +371,12 @@ class JobState:
         return self.ledger.take(incarnation, batch=batch, workers=len(self.members.live), fresh=fresh)
 
     def admit(self, worker: int, now: float) -> None:
-        """Note that a worker has records to compute on. With a fixed schedule the open round waits for it."""
-        self.rounds.admit(worker, at_once=isinstance(self.ledger, FixedSchedule))
+        """Note that a worker has records to compute on. With a fixed schedule the open round waits for it.
+
+        So does the first round while it waits for version 0 to be on disk.
+        """
+        first = self.stage is Stage.BEGUN and type(self.rounds) is SyncRounds and self.rounds.assigner is None
+        self.rounds.admit(worker, at_once=first or isinstance(self.ledger, FixedSchedule))
         self._begins(self.members.live[worker].incarnation, now)
 
     def _begins(self, incarnation: int, now: float) -> None:

@@ -189,12 +189,14 @@ class InitStateRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., bucket: _Optional[int] = ..., piece: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[InitStateRequest.Entry, _Mapping]]] = ..., version: _Optional[int] = ...) -> None: ...
 
 class InitDoneRequest(_message.Message):
-    __slots__ = ("caller", "version")
+    __slots__ = ("caller", "version", "repeatable")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    REPEATABLE_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     version: int
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ...) -> None: ...
+    repeatable: bool
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., version: _Optional[int] = ..., repeatable: bool = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ("duplicate",)

@@ -228,9 +228,9 @@ class Client:
 
         self.retry(send)
 
-    def initialised(self, version: int | None = None) -> None:
-        """All first values were sent, or all of this version."""
-        self.ask(calls.INIT_DONE, pb.InitDoneRequest(version=version))
+    def initialised(self, version: int | None = None, *, repeatable: bool = False) -> None:
+        """All first values were sent, or all of this version. `repeatable`: see `InitDoneRequest`."""
+        self.ask(calls.INIT_DONE, pb.InitDoneRequest(version=version, repeatable=repeatable))
 
     def heartbeat(self, *, computes_on: int | None = None) -> None:
         """Raises Refused (STALE_INCARNATION) if this worker was declared gone.

@@ -21,7 +21,7 @@ from elastic_ps.codec.plan import Plan
 from elastic_ps.codec.several import Several
 from elastic_ps.codec.state import ImportedState
 from elastic_ps.core.overlap import Overlap, choose
-from elastic_ps.core.partition import TensorSpec
+from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.core.working import Event, State, Working
 from elastic_ps.data.batches import Batches, Slices
@@ -77,6 +77,7 @@ class Membership:
     overlap: Overlap
     make_step: Callable[[], object]
     _described: ModelDescription
+    _settings: Settings  # as the script began with them
     _choose_overlap: Callable[[Consistency], Overlap]
 
     def __init__(
@@ -98,6 +99,7 @@ class Membership:
         self.repeats: list[Callable[[], None]] = []
         self.has_been_chief = False
         self._strategy: Strategy | None = None
+        self._first: Flat | None = None  # the memory of the model, if it has all values of version 0
         self._host, self._on_hung, self._on_joined = host, on_hung, on_joined
         self._heartbeat: Heartbeat | None = None
         self._layout: pb.Layout | None = None  # of the memory that the model has; None before `enter`
@@ -183,6 +185,8 @@ class Membership:
         self._strategy = strategy = self._make_strategy(flat, optimizer)
         strategy.steps_here, strategy.exchanges = local or self.spec.all_reduce, local
         joined = self._initialise(strategy, joined, flat, imported)
+        if imported is None and self._keeps_first(strategy, flat):
+            self._first = flat
         if not joined.initialise:
             self.schedule.joined(self.in_force)
         self._note_join(joined.version)
@@ -197,7 +201,7 @@ class Membership:
             ModelMismatch, InvalidModel: the parameter server cannot train this model in this job; or the
                 processes of this worker do not have the same one.
         """
-        self._described = described
+        self._described, self._settings = described, settings
 
         def join(models: list[tuple[Sequence[TensorSpec], str]]) -> pb.JoinReply:
             _check_same(models)
@@ -259,7 +263,8 @@ class Membership:
         while True:
             try:
                 if joined.initialise:
-                    self.world.decide("session.optimizer(...)", lambda: self._bring(flat, imported))
+                    bring = partial(self._bring, strategy, flat, imported)
+                    self.world.decide("session.optimizer(...)", bring)
                     flat.publish()
                 if not joined.initialise or self._codecs.encodes_values:
                     own = False
@@ -311,16 +316,21 @@ class Membership:
         self.overlap = self._choose_overlap(self.spec.consistency)
         self.client.traffic.overlap = "" if self.spec.all_reduce else self.overlap.name
 
-    def _bring(self, flat: Flat, imported: ImportedState | None) -> None:
+    def _bring(self, strategy: Strategy, flat: Flat, imported: ImportedState | None = None) -> None:
         for bucket in flat.layout.buckets:
             self.client.initialise(bucket, flat.value_bytes(bucket))
             for piece in imported.pieces(bucket, flat.tensors) if imported is not None else ():
                 self.client.initialise_state(bucket, *piece)
-        self.client.initialised()
+        self.client.initialised(repeatable=imported is None and self._keeps_first(strategy, flat))
+
+    def _keeps_first(self, strategy: Strategy, flat: Flat) -> bool:
+        """Whether the model has the values of version 0, bit for bit, until it gets those of version 1."""
+        unchanged = all(bucket.rule in (Rule.GRADIENT, Rule.CONSTANT) for bucket in flat.layout.buckets)
+        return unchanged and not (strategy.steps_here or self._codecs.encodes_values)
 
     def _join_anew(self, strategy: Strategy, *, trained: bool) -> pb.JoinReply:
         """Begin another incarnation. Blocks. `trained`: the model no longer has its first values."""
-        described, settings = self._described, self.schedule.current()
+        described, settings = self._described, self.schedule.current() if trained else self._settings
         joined = self.world.decide(
             "the place where it joins again",
             lambda: self.client.join(described.specs, described.optimizer, settings, again=trained),
@@ -344,9 +354,18 @@ class Membership:
         logger.warning("joining again: %s", reason)
         while True:
             self.drop_step()
-            version = self._join_anew(self.strategy, trained=True).version
+            first = None if self.version else self._first
+            joined = self._join_anew(self.strategy, trained=first is None)
+            version = joined.version
             try:
+                if joined.initialise and first is not None:
+                    first.check(thorough=True)
+                    self.world.decide(
+                        "the place where it joins again", partial(self._bring, self.strategy, first)
+                    )
+                self._first = None
                 self.strategy.fetch(version, contributor=False)
+                self._first = first
                 for repeat in self.repeats:
                     repeat()
                 break
