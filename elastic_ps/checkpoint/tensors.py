@@ -13,8 +13,10 @@ import json
 import math
 import os
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +31,9 @@ from elastic_ps.codec.optimizers import VALUE
 from elastic_ps.codec.state import Stored
 from elastic_ps.core.partition import ITEM_SIZE, Rule
 from elastic_ps.errors import CheckpointCorrupt
+
+LARGE = 1 << 20
+"""The bytes whose digest is worth a thread, and after which the disk begins to write."""
 
 CHUNK = 1 << 24
 """The bytes to read at a time for a digest, and the elements to check at a time for NaN."""
@@ -70,15 +75,36 @@ def write(path: Path, described: Sequence[Stored], tensors: Iterable[Stored]) ->
         header[stored.name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    digest, size = hashlib.sha256(), 0
+    digest, size, begun = hashlib.sha256(), 0, 0
     with files.create(path) as file:
         for part in _parts(text, tensors):
-            file.write(part)
-            digest.update(part)
-            size += len(part)
+            with _digesting(digest, part):
+                file.write(part)
+                size += len(part)
+                if size - begun >= LARGE:
+                    files.begin_to_flush(file, begun, size)
+                    begun = size
     assert size == 8 + len(text) + end, "the tensors are not those that were described"
     files.flush(path)
     return ShardFile(path.name, digest.hexdigest(), size)
+
+
+@contextmanager
+def _digesting(digest: hashlib._Hash, part: bytes | memoryview) -> Iterator[None]:
+    """Add `part` to the digest, on a thread beside the block if it is large."""
+    beside = threading.Thread(target=digest.update, args=(part,), name="digest")
+    try:
+        if len(part) >= LARGE:
+            beside.start()
+    except RuntimeError:  # the system allows no more threads
+        pass
+    if beside.ident is None:
+        digest.update(part)
+    try:
+        yield
+    finally:
+        if beside.ident is not None:
+            beside.join()
 
 
 def _parts(header: bytes, tensors: Iterable[Stored]) -> Iterator[bytes | memoryview]:
