@@ -422,6 +422,13 @@ class ServerStatus(CamelModel):
         description="The bucket size that was chosen, in bytes, if parameterServer.bucketBytes is 0. 0 if "
         "none was chosen.",
     )
+    model_bytes: int = Field(
+        default=0,
+        description="The size of the model's parameters and buffers, in bytes. 0 before it is known.",
+    )
+    state_bytes: int = Field(
+        default=0, description="The size of the optimizer's state once it has made a step, in bytes."
+    )
     members: list[MemberStatus] = Field(
         default_factory=list,
         description="All workers that have ever joined, in the order of joining.",

@@ -30,7 +30,7 @@ from elastic_ps.contract import exits
 from elastic_ps.contract.deaths import cause_of, describe_exit
 from elastic_ps.contract.env import ProcessEnvironment, Resume, Role, inherited
 from elastic_ps.errors import ElasticPSError, InvalidJob, UserError
-from elastic_ps.local import issuer
+from elastic_ps.local import issuer, room
 from elastic_ps.local import plan as planning
 from elastic_ps.local.forks import Fork, ForkServer
 from elastic_ps.local.options import Options, Outcome
@@ -106,6 +106,8 @@ class Launcher:
         self._http: tuple[str, ...] = ()
         self._standbys_http: tuple[str, ...] = ()
         self._began = time.time()
+        self._free_memory = room.free_memory()
+        self._measured = False  # whether the job has been found to fit, or not
         self._written = -1.0
         self._answered_last = False
         self._start_at: dict[str, float] = {}
@@ -354,6 +356,8 @@ class Launcher:
         if polled.status is not None and polled.status is not self.record.last:
             self._note_whether_finished_before(polled.status)
             self.record.add(polled.status, now - self._observed.started)
+            if polled.status.model_bytes and not self._measured:
+                self._measure(polled.status)
             self._observed = replace(
                 self._observed,
                 progress=polled.status.progress,
@@ -368,6 +372,14 @@ class Launcher:
         changed = processes != tuple(self._observed.processes)
         self._observed = replace(self._observed, processes=processes)
         return changed
+
+    def _measure(self, status: ServerStatus) -> None:
+        """Warn if the model, which is known now, needs more memory or disk than there is."""
+        self._measured = True
+        here = self._most_workers if self.options.slots is None else 0
+        need = room.needed(self.job.spec, status.model_bytes, status.state_bytes, workers=here)
+        for problem in room.shortages(need, room.Room(self._free_memory, room.free_disk(self.checkpoints))):
+            self._event("warning", problem)
 
     def _stopped(self, process: Process, now: float) -> float | None:
         """Since when a process has been stopped that keeps a finished job open; None if it runs."""

@@ -223,7 +223,10 @@ class ParameterServer:
         else:
             status = bare_status(self._environment, term=self.term, ready=self.node.configured)
         ready = status.ready or self._tensors.used
-        return status.model_copy(update={"ready": ready, "tensor_bytes": self._tensors.nbytes})
+        more = {"ready": ready, "tensor_bytes": self._tensors.nbytes}
+        if self.node.configured:
+            more["model_bytes"], more["state_bytes"] = self.node.shard.model_bytes
+        return status.model_copy(update=more)
 
     @property
     def fenced(self) -> bool:

@@ -16,8 +16,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 
@@ -41,7 +43,7 @@ from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Application, Configuration
 from elastic_ps.server.pulls import Basis, Drafts, OpenRound, Pull, Pulled, Pulls, RestartedAs
-from elastic_ps.server.values import BucketValues, bytes_of
+from elastic_ps.server.values import BucketValues, bytes_of, state_bytes
 from elastic_ps.transport.base import Incoming
 from elastic_ps.transport.buffers import Buffers
 from elastic_ps.transport.memory import shared_if_possible
@@ -123,6 +125,15 @@ class Shard:
         settings = self._model.settings
         kinds = self._optimizers.classes_of(self._model.optimizer, len(settings.groups))
         return bytes_of(list(self._buckets.values()), kinds, settings.groups, self.layout.tensors)
+
+    @cached_property
+    def model_bytes(self) -> tuple[int, int]:
+        """The bytes of the whole model's values, and of its optimizer's state, 0 if that is not known."""
+        layout, groups, state = self.layout, self._model.settings.groups, 0
+        kinds = self._optimizers.classes_of(self._model.optimizer, len(groups))
+        with suppress(TypeError, ValueError, RuntimeError):
+            state = state_bytes(layout.buckets, kinds, groups, layout.tensors)
+        return sum(bucket.nbytes for bucket in layout.buckets), state
 
     @property
     def term(self) -> int:

@@ -324,25 +324,33 @@ class BucketValues:
 
 
 def bytes_of(
-    buckets: Iterable[BucketValues], kinds: Sequence[Kind], groups: Groups, tensors: Sequence[TensorSpec]
+    buckets: Sequence[BucketValues], kinds: Sequence[Kind], groups: Groups, tensors: Sequence[TensorSpec]
 ) -> int:
     """The bytes that these buckets take with sums and optimizer's state, once they were stepped.
 
     The other arguments are those of `BucketValues.build_optimizer`. Raises what `usual_state` raises.
     """
+    total = state_bytes((values.bucket for values in buckets), kinds, groups, tensors)
+    for values in buckets:
+        copies = 1 if values.master is values.values else 2  # of the sum's dtype
+        total += values.bucket.nbytes + copies * values.bucket.elements * wide(values.values.dtype).itemsize
+    return total
+
+
+def state_bytes(
+    buckets: Iterable[Bucket], kinds: Sequence[Kind], groups: Groups, tensors: Sequence[TensorSpec]
+) -> int:
+    """The bytes of the optimizer's state of these buckets. Arguments and exceptions: see `bytes_of`."""
 
     @cache
     def state_of(group: int, dtype: torch.dtype) -> list[tuple[int, bool]]:
         usual = usual_state(kinds[group], groups[group], dtype)
         return [(ITEM_SIZE[name], scalar) for name, scalar in usual.values()]
 
-    total = 0
-    for values in buckets:
-        bucket = values.bucket
-        stepped = wide(values.values.dtype)
-        copies = 1 if values.master is values.values else 2  # of the sum's dtype
-        total += bucket.nbytes + copies * bucket.elements * stepped.itemsize
-        for piece in bucket.pieces if bucket.rule is Rule.GRADIENT else ():
-            state = state_of(tensors[piece.tensor].group, stepped)
-            total += sum(size if scalar else size * piece.length for size, scalar in state)
-    return total
+    return sum(
+        size if scalar else size * piece.length
+        for bucket in buckets
+        if bucket.rule is Rule.GRADIENT
+        for piece in bucket.pieces
+        for size, scalar in state_of(tensors[piece.tensor].group, wide(dtype_of(bucket.dtype)))
+    )

@@ -200,6 +200,16 @@ def test_what_is_deleted_for_a_new_run_is_told(tmp_path: Path) -> None:
     assert [path.is_dir() for path in old] == [True, False, True]
 
 
+def test_a_model_that_does_not_fit_is_told_once_and_trained(tmp_path: Path) -> None:
+    with launched(make_job(records=80, workers=1, model_bytes=10**15), tmp_path) as launcher:
+        outcome = end_of(launcher)
+    assert outcome.verdict.phase == "Succeeded", outcome.verdict
+    warnings = [event.text for event in outcome.record.events if event.kind == "warning"]
+    memory, disk = (text for text in warnings if "GB" in text)
+    assert "of memory on this host" in memory
+    assert "checkpoint.keep" in disk
+
+
 def test_a_killed_worker_is_replaced_and_told_about(tmp_path: Path) -> None:
     told: list[tuple[int, str]] = []
     options = Options(

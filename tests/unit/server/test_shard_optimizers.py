@@ -185,3 +185,11 @@ def test_state_is_complete_and_of_one_version_whenever_it_is_read(read: int) -> 
         (t, key, key == "step") for t in (0, 1) for key in ("step", "exp_avg", "exp_avg_sq")
     }
     assert all(torch.equal(entry.value, before[entry.name]) for entry in entries)
+
+
+@pytest.mark.parametrize(("name", "states"), [("SGD", 0), ("Adam", 2), ("Adagrad", 1)])
+def test_the_size_of_the_optimizers_state_is_known_before_the_first_step(name: str, states: int) -> None:
+    rig = Rig(one_bucket(tensor("w", 100)), optimizer=name)
+    values, state = rig.shard.model_bytes
+    assert values == 400
+    assert state - states * values in (0, 4), "Adam and Adagrad count their steps, too"

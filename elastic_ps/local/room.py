@@ -1,0 +1,91 @@
+"""Whether a job fits in the memory and on the disk of this host, as far as its model tells.
+
+`shortages` follows the tables of docs/guides/resources.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from elastic_ps.api.job import TrainingJobSpec
+
+PROCESS = 300_000_000
+"""The bytes of a process with Python, torch and its libraries."""
+
+
+class Room(NamedTuple):
+    """Bytes of memory and of disk."""
+
+    memory: float
+    disk: float
+
+
+def free_memory(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> float:
+    """The bytes of memory that new processes can have; infinite if the system does not tell.
+
+    Args:
+        proc: where Linux tells of the host.
+        cgroup: the directory in which a container sees its own cgroup (version 2).
+    """
+    free = math.inf
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = (proc / "meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    with contextlib.suppress(OSError, ValueError):  # there may be no limit
+        limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, max(0, limit - used))
+    return free
+
+
+def free_disk(directory: Path) -> float:
+    """The bytes that the disk of a directory has left; infinite if that cannot be told."""
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(next(each for each in (directory, *directory.parents) if each.exists())).free
+    return math.inf
+
+
+def needed(spec: TrainingJobSpec, values: int, state: int, *, workers: int) -> Room:
+    """What a job needs with `workers` on this host, besides what its scripts compute.
+
+    Args:
+        values: the bytes of the model's parameters and buffers.
+        state: the bytes of the optimizer's state.
+    """
+    server, worker, evaluator = spec.parameter_server, spec.worker, spec.evaluator
+    standbys = server.durability == "standby"
+    encoded = 0 if spec.compression.values == "none" else values
+    stepped_here = spec.all_reduce or spec.consistency.mode == "local"
+    servers = 2 * values + state + max(1 << 24, (values + state) // 16) + encoded
+    each = 3 * values + (state if stepped_here else 0) + (worker.processes - 1) * values
+    processes = server.replicas * (1 + standbys) + workers * worker.processes + (evaluator is not None)
+    beside = values if evaluator is not None else 0
+    memory = (1 + standbys) * servers + workers * each + beside + processes * PROCESS
+    kept = server.checkpoint.keep + 1 + (0 if evaluator is None else evaluator.backlog + 2)
+    copies = 0 if spec.compression.values == "changed" else encoded
+    return Room(memory, kept * (values + state + copies))
+
+
+def shortages(need: Room, free: Room) -> Iterator[str]:
+    """What a job lacks, in words: the figures, and what to change."""
+    if need.memory > free.memory:
+        yield (
+            f"the job needs some {_size(need.memory)} of memory on this host, and what its scripts compute; "
+            f"{_size(free.memory)} were free when it started, so the system may kill processes. Lower "
+            "worker.replicas, use an optimizer with less state, or use a host with more memory "
+            "(docs/guides/resources.md)"
+        )
+    if need.disk > free.disk:
+        yield (
+            f"the job's checkpoints need {_size(need.disk)} of disk, and {_size(free.disk)} are free. Lower "
+            "parameterServer.checkpoint.keep, or name a directory on a larger disk in "
+            "parameterServer.checkpoint.path"
+        )
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.2f} GB"
