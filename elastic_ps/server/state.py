@@ -73,6 +73,7 @@ class JobState:
         model: None before the first worker has joined.
         stage: the stage of the model.
         initialiser: the worker that sends the first values; None if no worker does.
+        together: in mode `sync`, workers that come during the first round take part in it.
         ledger: None before a worker has described its data set.
         fingerprint: identifies the records. The first worker that has one names it.
         stopped: why a script has stopped the training, so that no records are handed out; "" if none has.
@@ -103,6 +104,7 @@ class JobState:
     model: Model | None = None
     stage: Stage = Stage.EMPTY
     initialiser: int | None = None
+    together: bool = False
     settings: Settings = field(default_factory=lambda: Settings(groups=()))
     opened_with: Settings | None = None
     stopped: str = ""
@@ -232,6 +234,7 @@ class JobState:
     def note(self, event: StageEvent, *, initialiser: int | None = None) -> None:
         """Note an event of the model, and set `initialiser`. Raises ImpossibleTransition."""
         self.stage, self.initialiser = STAGES.after(self.stage, event), initialiser
+        self.together |= event is StageEvent.BEGIN and type(self.rounds) is SyncRounds
 
     def begin(self, member: Member, *, version: int, step: int) -> Entry:
         """Let a worker push a step. If it is LATE, its records go to others. See `SyncRounds.begin`.
@@ -373,9 +376,11 @@ class JobState:
     def admit(self, worker: int, now: float) -> None:
         """Note that a worker has records to compute on. With a fixed schedule the open round waits for it.
 
-        So does the first round while it waits for version 0 to be on disk.
+        So does the first round until version 0 is on disk and a worker has finished its step: workers come
+        one after the other.
         """
-        first = self.stage is Stage.BEGUN and type(self.rounds) is SyncRounds and self.rounds.assigner is None
+        early = self.stage is Stage.BEGUN or not (self.version or self.rounds.done)
+        first = self.together and early and self.rounds.assigner is None
         self.rounds.admit(worker, at_once=first or isinstance(self.ledger, FixedSchedule))
         self._begins(self.members.live[worker].incarnation, now)
 
