@@ -483,8 +483,13 @@ class Checkpointer:
             return True
         job = self._job
         patience, over = job.limits.patience, lambda: self.fenced
+        again = True
         try:
-            retry(partial(self._write, amend), TransportError, patience=patience, over=over, clock=job.clock)
+            while again:
+                write = partial(self._write, amend)
+                retry(write, TransportError, patience=patience, over=over, clock=job.clock)
+                with job.lock:  # the chief may have been chosen meanwhile
+                    again = self.durable_version == job.state.version and not self._holds()
         except (Refused, TransportError, CheckpointError) as error:
             logger.warning("no checkpoint of the current version was written: %s", error)
             if amend and not isinstance(error, TransportError):

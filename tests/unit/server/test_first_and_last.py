@@ -157,6 +157,20 @@ def test_a_checkpoint_of_the_last_version_is_told_of_the_end(rig: Rig) -> None:
     assert rig.disk.newest()[0].state["chiefs"] == [[0, 1]]
 
 
+def test_a_chief_that_is_chosen_while_the_last_version_is_written_is_written_at_once(rig: Rig) -> None:
+    rig.finish()
+    rig.job.state.chiefs.of.clear()
+
+    def choose() -> None:
+        rig.job.state.chiefs.of[rig.job.state.last_epoch] = 0
+
+    rig.disk.before_write = choose
+    rig.checkpoints.keep_what_must_be()
+    assert rig.may_finish(), "no time has passed"
+    assert rig.disk.newest()[0].state["chiefs"] == [[0, 0]]
+    assert rig.written == 1, "the tensors are not written again"
+
+
 def test_the_last_version_is_kept_before_anybody_asks_for_the_end(rig: Rig) -> None:
     rig.finish()
     rig.job.state.chiefs.of.clear()
