@@ -181,9 +181,12 @@ def main() -> int:
     packets.send({"programs": list(programs)})
     order = _Forks(packets).serve()
     if order is None:
-        return 0
+        lifecycle.end_now(0)
     _become(order)
-    return programs[order["program"]]()
+    status = programs[order["program"]]()
+    if order["program"] == "elastic_ps.server":  # as its own `__main__` does
+        lifecycle.end_now(status)
+    return status
 
 
 if __name__ == "__main__":
