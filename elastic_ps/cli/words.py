@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from elastic_ps.api.status import EvaluationStatus, MemberStatus, Progress, ServerStatus, Traffic
+from elastic_ps.api.status import EvaluationStatus, MemberStatus, Progress, ServerStatus
+from elastic_ps.api.traffic import Traffic
 from elastic_ps.local import LocalStatus, Outcome
 from elastic_ps.local.plan import WAS_FINISHED, name_of
 from elastic_ps.local.state import being_written

@@ -13,7 +13,8 @@ from dataclasses import asdict, fields
 from datetime import UTC, datetime
 
 from elastic_ps.api.compression import Compression
-from elastic_ps.api.status import Divergence, MemberStatus, Progress, ServerStatus, Staleness, Traffic
+from elastic_ps.api.status import Divergence, MemberStatus, Progress, ServerStatus, Staleness
+from elastic_ps.api.traffic import Traffic
 from elastic_ps.core.divergence import advice
 from elastic_ps.core.membership import Member
 from elastic_ps.errors import CannotListen

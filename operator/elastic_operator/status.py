@@ -21,10 +21,10 @@ from elastic_ps.api.status import (
     MemberStatus,
     Progress,
     Summary,
-    TrafficStatus,
     TrainingJobStatus,
     WorkerStatus,
 )
+from elastic_ps.api.traffic import TrafficStatus
 
 RECOVERING = "Recovering"
 """The reason of Degraded while the job still has less than it asks for, after the last problem is gone."""

@@ -11,15 +11,8 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from elastic_ps.api.status import (
-    Divergence,
-    EvaluationStatus,
-    MemberStatus,
-    Phase,
-    Progress,
-    ServerStatus,
-    Traffic,
-)
+from elastic_ps.api.status import Divergence, EvaluationStatus, MemberStatus, Phase, Progress, ServerStatus
+from elastic_ps.api.traffic import Traffic
 from elastic_ps.cli import words
 from elastic_ps.cli.view import frame
 from elastic_ps.local import LocalStatus

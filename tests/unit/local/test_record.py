@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from elastic_ps.api.job import parse_job
-from elastic_ps.api.status import JOINS_AGAIN, Divergence, MemberStatus, Progress, ServerStatus, Traffic
+from elastic_ps.api.status import JOINS_AGAIN, Divergence, MemberStatus, Progress, ServerStatus
+from elastic_ps.api.traffic import Traffic
 from elastic_ps.checkpoint.owner import Claim
 from elastic_ps.cli.view import sparkline
 from elastic_ps.cli.words import duration, member_line

@@ -17,14 +17,8 @@ from elastic_operator.plan import DeleteJob, Observed, Options, Plan
 from elastic_operator.pods import Pod
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import dump_status, explained, holds, model_lost, turned, with_counts
-from elastic_ps.api.status import (
-    MemberStatus,
-    Progress,
-    ServerStatus,
-    Traffic,
-    TrainingJobStatus,
-    WorkerStatus,
-)
+from elastic_ps.api.status import MemberStatus, Progress, ServerStatus, TrainingJobStatus, WorkerStatus
+from elastic_ps.api.traffic import Traffic
 from tests.testing.simulation import START, Simulation, finish, job_document, running, tell
 
 ENDED = "2026-01-01T00:00:00Z"
