@@ -44,10 +44,18 @@ from elastic_ps.process.retrying import RETRY, Patience, Pauses
 from elastic_ps.process.telemetry import History
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.server.orders import Advance, Application, Configuration, RemoteShard, Report, ShardControl
+from elastic_ps.server.orders import (
+    Advance,
+    Application,
+    Configuration,
+    Model,
+    RemoteShard,
+    Report,
+    ShardControl,
+)
 from elastic_ps.server.record import JobRecord, foreseen, mutable_of, of_same_run, to_checkpoint
 from elastic_ps.server.standby import Rescue
-from elastic_ps.server.state import JobState, Model
+from elastic_ps.server.state import JobState
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,11 @@ from elastic_ps.core.partition import TensorSpec, difference
 from elastic_ps.core.sizing import LARGEST, Link, Turn
 from elastic_ps.core.stages import Stage, StageEvent
 from elastic_ps.errors import Malformed, RefusalCode, Refused
+from elastic_ps.server.orders import Model
 from elastic_ps.server.service import Callers, refuse_to_end, require_permitted
 from elastic_ps.server.shard import Shard
 from elastic_ps.server.shard_zero import ShardZero
-from elastic_ps.server.state import JobState, Model
+from elastic_ps.server.state import JobState
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming

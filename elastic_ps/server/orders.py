@@ -9,9 +9,10 @@ import itertools
 import threading
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Protocol
+from functools import cached_property
+from typing import Any, Protocol
 
 from elastic_ps.api.mutable import MutableFields
 from elastic_ps.checkpoint.manifest import ShardFile
@@ -26,7 +27,7 @@ from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame
 from elastic_ps.transport.calls import Call, Q
-from elastic_ps.transport.convert import from_message, to_message
+from elastic_ps.transport.convert import from_message, layout_to_message, to_message
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,24 @@ class Application:
     def clips(self) -> float | None:
         """The limit of the gradient's norm, if it has one."""
         return None if self.assigns else self.settings.max_grad_norm
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model of the job: the layout of its tensors and the class of its optimizer."""
+
+    layout: Layout
+    optimizer: str
+
+    @cached_property
+    def tensors(self) -> list[dict[str, Any]]:
+        """The tensors as plain data."""
+        return [asdict(t) for t in self.layout.tensors]
+
+    @cached_property
+    def message(self) -> pb.Layout:
+        """The layout for workers."""
+        return layout_to_message(self.layout)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ from elastic_ps.core.settings import NOT_SENT, Settings, check_constraints
 from elastic_ps.core.sizing import CROWDED, SMALLEST
 from elastic_ps.core.stages import StageEvent
 from elastic_ps.errors import CheckpointCorrupt, CheckpointUnreadable, InvalidJob, InvalidModel, UserError
-from elastic_ps.server.state import INCARNATIONS_PER_TERM, JobState, Model
+from elastic_ps.server.orders import Model
+from elastic_ps.server.state import INCARNATIONS_PER_TERM, JobState
 
 
 class JobRecord(BaseModel):

@@ -6,9 +6,8 @@ It has no threads, clocks or I/O: `guarded` guards it, `commit` gives orders.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
 from typing import Any
 
 from elastic_ps.api.consistency import Consistency
@@ -26,39 +25,20 @@ from elastic_ps.core.ledger import Ledger, LedgerError, Range
 from elastic_ps.core.membership import Member, Members
 from elastic_ps.core.modes import rounds_of
 from elastic_ps.core.pace import Pace, Waiting
-from elastic_ps.core.partition import Layout
 from elastic_ps.core.portions import LEAST, PortionedLedger
 from elastic_ps.core.results import Results
 from elastic_ps.core.script_state import EMPTY
 from elastic_ps.core.settings import Settings
 from elastic_ps.core.stages import STAGES, Stage, StageEvent
 from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.server.orders import Model
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.transport.convert import layout_to_message
 
 INCARNATIONS_PER_TERM = 1 << 32
 """Each term's incarnations start at a multiple of this, so none is used twice after a roll-back."""
 
 GRACE = 0.25
 """With `grace: auto`, a round waits for this share of a worker's mean time between two exchanges."""
-
-
-@dataclass(frozen=True)
-class Model:
-    """The model of the job: the layout of its tensors and the class of its optimizer."""
-
-    layout: Layout
-    optimizer: str
-
-    @cached_property
-    def tensors(self) -> list[dict[str, Any]]:
-        """The tensors as plain data."""
-        return [asdict(t) for t in self.layout.tensors]
-
-    @cached_property
-    def message(self) -> pb.Layout:
-        """The layout for workers."""
-        return layout_to_message(self.layout)
 
 
 @dataclass

@@ -30,8 +30,7 @@ from elastic_ps.server.checkpointer import LAST, Checkpointer
 from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
-from elastic_ps.server.orders import Advance, Configuration
-from elastic_ps.server.state import Model
+from elastic_ps.server.orders import Advance, Configuration, Model
 from tests.testing.shard import LR, one_bucket, tensor
 
 LAYOUT = one_bucket(tensor("w", 4))
