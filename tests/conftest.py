@@ -26,6 +26,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Jitter(os.environ["ELASTIC_PS_JITTER"]))
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name a failure at once: the summary comes an hour later, or never if the run is ended."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\nFAILED {report.nodeid}", flush=True)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before tests are chosen by their marks."""
