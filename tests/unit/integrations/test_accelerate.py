@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.state import AcceleratorState, GradientState
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader
 
@@ -24,18 +23,6 @@ from tests.testing.tiers import per_change
 
 EPOCHS, RECORDS, BATCH = 3, 50, 4
 IN_ORDER = {"shuffle": False}
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    yield
-    reset()
-
-
-def reset() -> None:
-    """accelerate keeps its state in classes, also of a loop that was left."""
-    AcceleratorState._reset_state(reset_partial_state=True)  # noqa: SLF001 (no other way)
-    GradientState._reset_state()  # noqa: SLF001
 
 
 class Trained(NamedTuple):
@@ -96,9 +83,7 @@ def script(
 
 
 def by_itself(*, steps: int = 1, **options: Any) -> Trained:
-    trained = script(Accelerator(cpu=True, gradient_accumulation_steps=steps), **options)
-    reset()
-    return trained
+    return script(Accelerator(cpu=True, gradient_accumulation_steps=steps), **options)
 
 
 def elastic(session: Session, **options: Any) -> ElasticAccelerator:
