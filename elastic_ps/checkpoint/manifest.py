@@ -81,6 +81,7 @@ class Manifest:
                 group=t["group"],
                 aliases=tuple(t["aliases"]),
                 frozen=t["frozen"],
+                sparse=t.get("sparse", False),  # checkpoints of older versions do not say so
             )
             for t in self.tensors
         )
@@ -173,6 +174,8 @@ def _faults_of_tensors(tensors: list[dict[str, Any]]) -> Iterator[str]:
             yield f"tensor {name!r} is in group {tensor['group']!r}"
         if not isinstance(tensor["frozen"], bool):
             yield f"tensor {name!r} has {tensor['frozen']!r} for whether it is frozen"
+        if not isinstance(sparse := tensor.get("sparse", False), bool) or (sparse and len(shape) < 2):
+            yield f"tensor {name!r} of shape {shape!r} has {sparse!r} for whether its gradients are sparse"
 
 
 def is_count(value: object, *, below: int, least: int = 0) -> bool:

@@ -15,6 +15,7 @@ from elastic_ps.codec.base import FEW, Codec, Encoded, Payload, Sparse, unpack
 from elastic_ps.codec.lossless import MORE
 from elastic_ps.codec.memory import Body, Scratch, dtype_of
 from elastic_ps.codec.plan import Plan, Run
+from elastic_ps.codec.rows import ROWS, Rows
 from elastic_ps.core.partition import Bucket, Layout
 from elastic_ps.errors import Malformed, RefusalCode, Refused
 
@@ -31,14 +32,17 @@ class Decoder:
     def __init__(self, plan: Plan, layout: Layout) -> None:
         self._name = plan.name
         self._runs = {bucket.index: plan.runs(layout, bucket) for bucket in layout.pushed}
+        self._widths = {bucket.index: layout.width(bucket) for bucket in layout.pushed}
         self._places: queue.SimpleQueue[tuple[Scratch, Scratch]] = queue.SimpleQueue()
         for _ in range(AT_A_TIME):
             self._places.put((Scratch(), Scratch()))
 
     def open(
         self, bucket: Bucket, sent: Payload, incoming: Body, *, worker: int
-    ) -> AbstractContextManager[torch.Tensor | Sparse] | None:
+    ) -> AbstractContextManager[torch.Tensor | Sparse | Rows] | None:
         """A context manager that gives the received elements: flat, of the bucket's dtype, or sparse.
+
+        Rows of a table have memory of their own, which nobody changes.
 
         None: they are sent unchanged, like values that a script assigns and gradients that are not finite. A
         push without a codec that does not say so comes from a worker whose codec differs from the job's.
@@ -55,6 +59,8 @@ class Decoder:
                 are taken.
         """
         who, runs = f"push of worker {worker} for bucket {bucket.index}", self._runs.get(bucket.index, [])
+        if sent.codec == ROWS:
+            return self._rows(bucket, incoming, who)
         as_it_is = sent.plain or not runs or not incoming.size
         if sent.codec == NONE and not sent.runs and as_it_is:
             return None
@@ -69,6 +75,19 @@ class Decoder:
             text = f"{who}: {incoming.size} bytes; the plain gradient has {bucket.nbytes}"
             raise Refused(RefusalCode.MALFORMED, text)
         return self._decoded(bucket, sent, runs, incoming, who) if incoming.size else None
+
+    @contextmanager
+    def _rows(self, bucket: Bucket, incoming: Body, who: str) -> Iterator[Rows]:
+        width, dtype = self._widths.get(bucket.index, 0), dtype_of(bucket.dtype)
+        if not width or incoming.size > bucket.nbytes + 8 * (bucket.elements // width):
+            text = f"{who}: {incoming.size} bytes as rows; the bucket has {bucket.elements} elements"
+            raise Refused(RefusalCode.MALFORMED, f"{text}, in rows of {width or 'no'} elements")
+        incoming.read_into(body := memoryview(bytearray(incoming.size)))
+        try:
+            made = Rows.unpacked(body, rows=bucket.elements // width, width=width, dtype=dtype)
+        except ValueError as error:
+            raise Refused(RefusalCode.MALFORMED, f"{who}: {error}") from error
+        yield made
 
     @contextmanager
     def _decoded(

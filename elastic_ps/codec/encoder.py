@@ -32,6 +32,7 @@ from elastic_ps.codec.feedback import BucketFeedback, Feedback, Update
 from elastic_ps.codec.finite import is_finite
 from elastic_ps.codec.memory import Scratch, as_bytes
 from elastic_ps.codec.plan import Plan
+from elastic_ps.codec.rows import ROWS, Rows
 from elastic_ps.core.partition import Bucket, Layout
 from elastic_ps.process.telemetry import Trace
 
@@ -140,7 +141,7 @@ class Encoder:
     def encode(
         self,
         bucket: Bucket,
-        gradient: torch.Tensor,
+        gradient: torch.Tensor | Rows,
         present: Sequence[bool],
         *,
         step: int,
@@ -153,7 +154,7 @@ class Encoder:
         a codec might hide it, or keep it for later steps.
 
         Args:
-            gradient: flat, of the bucket's dtype. It is not copied if it is sent unchanged.
+            gradient: flat, of the bucket's dtype, and not copied if it is sent unchanged; or rows of a table.
             present: whether each piece has a gradient; empty: all have.
             step: the number of the step. Results of an earlier step than the present one are not kept.
             version: the version that the step is computed on.
@@ -162,6 +163,10 @@ class Encoder:
         with self._lock:
             if step == self._step:
                 self._feedback.pushed((self._term, *(into or (version, 0))))
+        if isinstance(gradient, Rows):
+            packed = gradient.packed(bucket.elements // self._layout.width(bucket))
+            self._traffic.pushed(packed.nbytes, plain=packed.nbytes)
+            return Payload(packed.body[0], ROWS, present=present)
         started = time.monotonic_ns()
         with self._encoding[bucket.index]:  # two threads push it, if the round starts again meanwhile
             with self._lock:

@@ -7,6 +7,7 @@ import math
 import torch
 
 from elastic_ps.codec.base import Sparse
+from elastic_ps.codec.rows import Rows
 from elastic_ps.errors import RefusalCode, Refused
 
 ALONE = 32 * 1024
@@ -22,7 +23,11 @@ WHAT_TO_DO = (
 
 
 def require_finite(
-    contribution: torch.Tensor | Sparse, who: str, *, usual: torch.Tensor | None = None, advice: str = ""
+    contribution: torch.Tensor | Sparse | Rows,
+    who: str,
+    *,
+    usual: torch.Tensor | None = None,
+    advice: str = "",
 ) -> float:
     """Raise Refused (NOT_FINITE) if a floating-point tensor holds NaN or Inf, besides the Infs of `usual`.
 
@@ -36,6 +41,8 @@ def require_finite(
         if largest <= torch.finfo(contribution.values.dtype).max:
             return largest
         contribution = contribution.at_once()
+    if isinstance(contribution, Rows):
+        contribution = contribution.values.view(-1)
     if not contribution.is_floating_point() or contribution.numel() == 0:
         return 0.0
     largest = _bound(contribution)

@@ -16,8 +16,8 @@ import torch
 from elastic_ps.codec.delayed import OURS
 from elastic_ps.codec.memory import name_of
 from elastic_ps.codec.several import SEPARATOR, Kind, name_of_all, parts_of
-from elastic_ps.core.partition import ITEM_SIZE
-from elastic_ps.core.settings import check_optimizer
+from elastic_ps.core.partition import ITEM_SIZE, TensorSpec
+from elastic_ps.core.settings import KEEP_ZEROS, LIMITS, check_optimizer
 from elastic_ps.errors import InvalidJob, InvalidModel
 from elastic_ps.process.lifecycle import import_own
 
@@ -29,6 +29,56 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     Training").
     """
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+LAZY: Mapping[str, Sequence[str]] = {
+    "SGD": ("momentum", "weight_decay"),
+    "Adagrad": ("weight_decay",),
+    "SparseAdam": (),
+}
+"""The optimizers that can leave rows without a gradient alone, and their hyperparameters that must be 0."""
+
+
+def check_tables(tensors: Iterable[TensorSpec], optimizer: str, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InvalidModel if an optimizer would change rows of a table that have no gradient.
+
+    Or if `SparseAdam` would get a dense gradient, which it does not take.
+
+    Args:
+        optimizer: the name of its class, or those of each parameter group; see `Optimizers.name_of`.
+        groups: the hyperparameters of each parameter group.
+    """
+    names = optimizer.split(SEPARATOR)
+    for tensor in tensors:
+        if tensor.group < 0:
+            continue
+        name, group = names[tensor.group % len(names)], groups[tensor.group]
+        if not tensor.sparse:
+            if name == "SparseAdam":
+                raise InvalidModel(
+                    f"{tensor.name} has dense gradients here, which SparseAdam does not take. Use it for the "
+                    "weights of nn.Embedding(..., sparse=True) and nn.EmbeddingBag(..., sparse=True) alone, "
+                    f"on parameter servers and with one process for each worker. {_SEVERAL}"
+                )
+            continue
+        if name not in LAZY:
+            raise InvalidModel(
+                f"{tensor.name} has sparse gradients, but {name} changes all rows in each step, also those "
+                f"without a gradient. Use one of {', '.join(LAZY)} for it, or sparse=False. {_SEVERAL}"
+            )
+        for key in (*LAZY[name], *LIMITS, KEEP_ZEROS):
+            if group.get(key):
+                raise InvalidModel(
+                    f"{tensor.name} has sparse gradients, but {key}={group[key]!r} of parameter group "
+                    f"{tensor.group} is about all rows in each step, also those without a gradient. Leave "
+                    f"{key} out for it, by a parameter group of its own, or use sparse=False"
+                )
+
+
+_SEVERAL = (
+    "A job may have several optimizers: session.optimizer({'tables': torch.optim.SparseAdam(tables), 'rest': "
+    "torch.optim.Adam(rest)}, model)"
+)
 
 
 def second_momentum(groups: Iterable[Mapping[str, Any]], sent: float) -> str:
@@ -222,7 +272,7 @@ def usual_state(kind: Kind, group: Mapping[str, Any], dtype: torch.dtype) -> dic
 
 def usual_numbers(kind: Kind, group: Mapping[str, Any]) -> dict[str, type]:
     """The keys of that state that are numbers of Python, and of which type they are: int, float or bool."""
-    if is_of_torch(kind):
+    if is_of_torch(kind) and kind is not torch.optim.SparseAdam:
         return {}
     state = _first_state(kind, group, torch.zeros(2, device="cpu"))
     return {key: type(value) for key, value in state.items() if not torch.is_tensor(value)}
@@ -234,6 +284,8 @@ def _first_state(kind: Kind, group: Mapping[str, Any], values: torch.Tensor) -> 
         parameter = torch.nn.Parameter(values)
         optimizer = make(kind, group, [parameter])
         parameter.grad = torch.ones_like(parameter)
+        if kind is torch.optim.SparseAdam:
+            parameter.grad = parameter.grad.to_sparse()
         step_unseen(optimizer)
         state: Mapping[str, Any] = optimizer.state[parameter]
     return state

@@ -182,10 +182,11 @@ class Plan:
         return decoded
 
     def runs(self, layout: Layout, bucket: Bucket) -> list[Run]:
-        """The runs of a bucket; empty if it is sent unchanged. Only gradients are encoded."""
+        """The runs of a bucket; empty if it is sent unchanged. Only gradients are encoded, and no tables."""
         if (
             not self.encodes
             or bucket.rule is not Rule.GRADIENT
+            or layout.width(bucket)
             or not bucket.dtype.endswith(("16", "32", "64"))
         ):
             return []
@@ -227,9 +228,10 @@ def _share(codec: Codec | None) -> float:
 
 
 def _changes(layout: Layout, bucket: Bucket) -> bool:
-    """Whether an optimizer steps the bucket, in single precision."""
+    """Whether an optimizer steps the bucket, in single precision, and it is of no table."""
     frozen = all(layout.tensors[piece.tensor].frozen for piece in bucket.pieces)
-    return bucket.rule is Rule.GRADIENT and not frozen and bucket.dtype == "float32"
+    dense = bucket.rule is Rule.GRADIENT and not layout.width(bucket)
+    return dense and not frozen and bucket.dtype == "float32"
 
 
 def _named(name: str, codec: Codec | None) -> tuple[str, Codec | None]:

@@ -83,7 +83,9 @@ class Stepper:
     def take(self, index: int, state: Mapping[str, Any]) -> None:
         """Continue from a saved state of a piece; see `usual_state`."""
         one = self._one(index)
-        one.optimizer.state[self._pieces[index]] = with_numbers(state, one.numbers)
+        piece = self._pieces[index]
+        shaped = {key: value.view(piece.shape) if value.dim() else value for key, value in state.items()}
+        one.optimizer.state[piece] = with_numbers(shaped, one.numbers)
 
     def mirror(self, index: int, state: Mapping[str, Any]) -> None:
         """Copy this state of a piece, into existing memory if the keys are the same."""
@@ -122,7 +124,10 @@ class _One:
         members = [[pieces[i] for i, group in enumerate(group_of) if group == number] for number in numbers]
         first = groups[numbers[0]]
         arguments = constructor_arguments(kind, first)
-        if is_of_torch(kind) and "fused" in inspect.signature(kind).parameters:  # one pass over memory
+        dense = all(piece.dim() == 1 for piece in self.pieces.values())  # matrices get sparse gradients
+        if (
+            dense and is_of_torch(kind) and "fused" in inspect.signature(kind).parameters
+        ):  # one pass over memory
             arguments["fused"] = True
         try:
             self.optimizer = kind(

@@ -26,6 +26,10 @@ BUCKETS_WANTED = 8
 OVERLAPPING_BYTES = 4 * 1024 * 1024
 """With a larger bucket size `BUCKETS_WANTED` is ignored: few buckets are wanted."""
 
+TABLE_BYTES = 128 * 1024 * 1024
+"""A table is cut into buckets of at most about this size. A step sends only few of its rows, so small buckets
+would cost calls and save nothing."""
+
 ITEM_SIZE = {
     "float16": 2,
     "bfloat16": 2,
@@ -96,6 +100,8 @@ class TensorSpec:
         group: index of the optimizer's parameter group; -1 where `rule` is not GRADIENT.
         aliases: its other names in `state_dict`, where several modules share it.
         frozen: given to the optimizer, but not trained when the first worker joined. It may be later.
+        sparse: it is a table: its gradients are sparse (`nn.Embedding(..., sparse=True)`), so that it has
+            buckets of its own, and only the rows that a step has touched are sent.
     """
 
     name: str
@@ -105,6 +111,7 @@ class TensorSpec:
     group: int = -1
     aliases: tuple[str, ...] = field(default=(), compare=False)
     frozen: bool = field(default=False, compare=False)
+    sparse: bool = field(default=False, compare=False)
 
     @property
     def elements(self) -> int:
@@ -172,6 +179,11 @@ class Layout:
         """The buckets that `shard` owns, in order of push."""
         return [bucket for bucket in self.buckets if bucket.shard == shard]
 
+    def width(self, bucket: Bucket) -> int:
+        """The elements of a row, if the bucket is of a table; else 0."""
+        tensor = self.tensors[bucket.pieces[0].tensor]
+        return tensor.row if tensor.sparse else 0
+
     @cached_property
     def pushed(self) -> list[Bucket]:
         """The buckets that a worker pushes in each step."""
@@ -199,25 +211,41 @@ def partition(
     each shard and each of `parts` fragments gets some, and transfers can overlap. A larger tensor is cut,
     between rows if a row has at most `bucket_bytes`. Each bucket goes to the shard with the fewest bytes so
     far, so shards differ by less than a bucket. Frozen tensors have buckets of their own, which cost nothing
-    while they are frozen. Deterministic.
+    while they are frozen. Each table has buckets of its own, cut between rows: one for each shard if it is
+    large enough for that. Deterministic.
     """
     load = [0] * shards
     buckets: list[Bucket] = []
-    for rule, frozen in itertools.product(Rule, (False, True)):
+    for rule, frozen, sparse in itertools.product(Rule, (False, True), (False, True)):
+        kind = (rule, frozen, sparse)
         numbered = [
-            (i, t) for i, t in enumerate(tensors) if (t.rule, t.frozen) == (rule, frozen) and t.elements
+            (i, t) for i, t in enumerate(tensors) if (t.rule, t.frozen, t.sparse) == kind and t.elements
         ]
         # Each rule by itself: a few trained parameters must not cut a large frozen model into tiny buckets.
         total = sum(t.elements * ITEM_SIZE[t.dtype] for _, t in numbered)
         wanted = max(smallest, math.ceil(total / BUCKETS_WANTED))
         most = min(bucket_bytes, wanted) if bucket_bytes <= OVERLAPPING_BYTES else bucket_bytes
         target = min(most, math.ceil(total / max(shards, parts)))
-        for dtype, pieces in _fill(reversed(numbered), target, bucket_bytes):
+        filled = _cut_tables(reversed(numbered), shards, min(smallest, bucket_bytes)) if sparse else None
+        for dtype, pieces in filled or _fill(reversed(numbered), target, bucket_bytes):
             nbytes = sum(piece.length for piece in pieces) * ITEM_SIZE[dtype]
             shard = min(range(shards), key=lambda s: (load[s], s))
             load[shard] += nbytes
             buckets.append(Bucket(len(buckets), shard, dtype, rule, tuple(pieces)))
     return Layout(tuple(tensors), tuple(buckets), shards)
+
+
+def _cut_tables(
+    tables: Iterable[tuple[int, TensorSpec]], shards: int, smallest: int
+) -> Iterable[tuple[str, list[Piece]]]:
+    """Cut tables between rows, into one piece for each shard, or fewer of `smallest` bytes."""
+    for index, table in tables:
+        rows, nbytes = table.shape[0], table.elements * ITEM_SIZE[table.dtype]
+        parts = max(min(shards, math.ceil(nbytes / smallest)), math.ceil(nbytes / TABLE_BYTES))
+        bounds = [rows * part // parts * table.row for part in range(parts + 1)]
+        for start, stop in itertools.pairwise(bounds):
+            if start < stop:
+                yield table.dtype, [Piece(index, start, stop - start)]
 
 
 def _fill(

@@ -31,6 +31,9 @@ ALLOWED = (
 )
 """Classes of torch.optim that may run on the parameter server."""
 
+OF_TABLES = ("SparseAdam",)
+"""Classes of torch.optim that take sparse gradients alone."""
+
 OUTER = ("DelayedNesterov",)
 """Own classes that treat every element separately: outer rules of mode `local`."""
 
@@ -283,10 +286,10 @@ def _kind(value: object) -> object:
 
 def check_optimizer(name: str) -> None:
     """Raise InvalidModel unless the class may run on the parameter server."""
-    if name not in ALLOWED + OUTER:
+    if name not in ALLOWED + OF_TABLES + OUTER:
         raise InvalidModel(
             f"the optimizer {name} cannot run on the parameter server; use one of torch.optim's "
-            f"{', '.join(ALLOWED)} (those that treat every element by itself), or consistency: "
+            f"{', '.join(ALLOWED + OF_TABLES)} (those that treat every element by itself), or consistency: "
             "{mode: local}, where the worker runs any optimizer itself"
         )
 

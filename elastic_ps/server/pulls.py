@@ -336,7 +336,7 @@ class Pulls:
             return log.version == asked.version - 1 and not self._round.torn and log.has_all(index)
 
         for index in asked.buckets:
-            if index in have:
+            if index in have or not self._round.buckets[index].may_be_drafted:
                 continue
             there = self._await(asked, index, may_be_made)
             if there is True:

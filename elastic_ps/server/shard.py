@@ -25,13 +25,13 @@ import torch
 
 from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import Consistency
-from elastic_ps.codec import as_bytes
 from elastic_ps.codec.base import Payload, Sparse
 from elastic_ps.codec.decoder import Decoder
 from elastic_ps.codec.finite import WHAT_TO_DO, require_finite
 from elastic_ps.codec.memory import Scratch
 from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.plan import Plan
+from elastic_ps.codec.rows import Rows
 from elastic_ps.codec.state import Catching, Part, Snapshot, Source, Stored, read_state
 from elastic_ps.codec.values import ValueEncoder
 from elastic_ps.core.partition import Bucket, Rule
@@ -43,7 +43,7 @@ from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Application, Configuration
 from elastic_ps.server.pulls import Basis, Drafts, OpenRound, Pull, Pulled, Pulls, RestartedAs
-from elastic_ps.server.values import BucketValues, bytes_of, state_bytes
+from elastic_ps.server.values import BucketValues, TableValues, bytes_of, state_bytes
 from elastic_ps.transport.base import Incoming
 from elastic_ps.transport.buffers import Buffers
 from elastic_ps.transport.memory import shared_if_possible
@@ -90,10 +90,11 @@ class Shard:
         self._log = PushLog(term=model.term, several=consistency.several_steps)
         self._consistency, self._trace, self._model = consistency, trace, model
         self._receiving: set[tuple[int, int]] = set()
-        self._round = OpenRound(self._log, self._make_buckets(), limits)
+        self._round = OpenRound(self._log, self._make_buckets(layout.of_shard(index)), limits)
         self._lock, self._buckets = self._round.lock, self._round.buckets
         self._adding, self._stepping = self._round.adding, self._round.stepping
-        self._drafts = Drafts(self._make_buckets, lambda: self._copy_bytes <= draft_bytes)
+        dense = [b for b in layout.of_shard(index) if not layout.width(b)]
+        self._drafts = Drafts(lambda: self._make_buckets(dense), lambda: self._copy_bytes <= draft_bytes)
         self._pulls = Pulls(self._round, self._drafts, consistency=consistency, limits=limits, trace=trace)
         self._stepped = [
             b for b in layout.pull_order if b.index in self._buckets and b.rule is not Rule.CONSTANT
@@ -103,19 +104,22 @@ class Shard:
         self._buffers = Buffers(largest)
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()  # those that a thread may still read
 
-    def _make_buckets(self) -> dict[int, BucketValues]:
+    def _make_buckets(self, buckets: Sequence[Bucket]) -> dict[int, BucketValues]:
         groups = self._model.settings.groups
         kinds = self._optimizers.classes_of(self._model.optimizer, len(groups))
-        buckets = self.layout.of_shard(self.index)
         allocate = shared_if_possible([bucket.nbytes for bucket in buckets])
-        made = {}
+        made: dict[int, BucketValues] = {}
         for bucket in buckets:
-            values = BucketValues(
-                bucket,
-                stale=self._consistency.may_be_stale,
-                allocate=allocate,
-                deltas=self.codecs.of_deltas(self.layout, bucket),
-            )
+            values: BucketValues
+            if width := self.layout.width(bucket):
+                values = TableValues(bucket, width=width, allocate=allocate)
+            else:
+                values = BucketValues(
+                    bucket,
+                    stale=self._consistency.may_be_stale,
+                    allocate=allocate,
+                    deltas=self.codecs.of_deltas(self.layout, bucket),
+                )
             values.build_optimizer(kinds, groups, self.layout.tensors)
             made[bucket.index] = values
         return made
@@ -124,7 +128,8 @@ class Shard:
     def _copy_bytes(self) -> int:
         settings = self._model.settings
         kinds = self._optimizers.classes_of(self._model.optimizer, len(settings.groups))
-        return bytes_of(list(self._buckets.values()), kinds, settings.groups, self.layout.tensors)
+        dense = [values for values in self._buckets.values() if values.may_be_drafted]
+        return bytes_of(dense, kinds, settings.groups, self.layout.tensors)
 
     @cached_property
     def model_bytes(self) -> tuple[int, int]:
@@ -293,7 +298,7 @@ class Shard:
                 self._round.added.notify_all()  # those that pull would be woken up in vain
 
     def _add(
-        self, key: PushKey, samples: int, present: Sequence[bool], contribution: torch.Tensor | Sparse
+        self, key: PushKey, samples: int, present: Sequence[bool], contribution: torch.Tensor | Sparse | Rows
     ) -> bool:
         bucket = self._buckets[key.bucket]
         usual = bucket.values if bucket.bucket.rule in (Rule.MEAN, Rule.BROADCAST) else None
@@ -475,14 +480,7 @@ class Shard:
         Raises:
             Refused: STALE_TERM, WRONG_VERSION; MALFORMED; NOT_READY: the same sum is being received already.
         """
-        bucket = self.bucket(key.bucket)
-        values = self._buckets[key.bucket]
-        if incoming.size != values.sum.nbytes or len(present) != len(bucket.pieces):
-            raise Refused(
-                RefusalCode.MALFORMED,
-                f"sum of {incoming.size} bytes and {len(present)} flags for bucket {key.bucket}, "
-                f"which has {values.sum.nbytes} bytes and {len(bucket.pieces)} pieces",
-            )
+        self.bucket(key.bucket)
         slot = (key.bucket, key.worker)
         with self._lock:
             self._log.require_open(key)
@@ -492,10 +490,9 @@ class Shard:
                 raise Refused(RefusalCode.NOT_READY, f"the sum of bucket {key.bucket} is being received")
             self._receiving.add(slot)
         try:
-            incoming.read_into(as_bytes(values.sum))
+            self._buckets[key.bucket].take_sum(incoming, present)
             with self._lock:
                 self._log.require_open(key)
-                values.present = list(present)
                 self._log.add(key)
         finally:
             with self._lock:

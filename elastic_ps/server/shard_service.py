@@ -188,7 +188,10 @@ class ShardService:
 
 def answer_of(shard: Shard, pulled: Pulled) -> tuple[pb.PullReply, memoryview]:
     """The answer for a pulled bucket of `shard`, and its body."""
-    packed = pulled.delta.packed._replace(codec=shard.codecs.deltas) if pulled.delta is not None else None
+    packed = None
+    if pulled.delta is not None:
+        packed = pulled.delta.packed
+        packed = packed._replace(codec=packed.codec or shard.codecs.deltas)
     if not (packed or pulled.unchanged or pulled.stands):
         version = pulled.version, pulled.draft
         bucket = shard.bucket(pulled.bucket)

@@ -171,7 +171,7 @@ class Follower:
         for values in shard.sums():
             if (index := values.bucket.index) in copy.buckets:
                 key = sum_key(shard.term, index, version, attempt)
-                self._standby.sum(key, as_bytes(values.sum), values.present)
+                self._standby.sum(key, values.sum_bytes, values.present)
         if copy.state is StandbyState.CATCHING_UP and shard.buckets <= copy.buckets:
             logger.info("the standby has every round from version %d on", version)
             copy.note(StandbyEvent.COMPLETE)

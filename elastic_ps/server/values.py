@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from elastic_ps.codec import as_tensor, dtype_of
+from elastic_ps.codec import as_bytes, as_tensor, dtype_of
 from elastic_ps.codec.base import Codec, Sparse
 from elastic_ps.codec.changes import Delta, make_delta
 from elastic_ps.codec.optimizers import (
@@ -20,11 +20,14 @@ from elastic_ps.codec.optimizers import (
     wide,
 )
 from elastic_ps.codec.reductions import REDUCTIONS
+from elastic_ps.codec.rows import History, Rows, RowSum
 from elastic_ps.codec.several import Kind
 from elastic_ps.codec.state import Source, Stored
 from elastic_ps.codec.stepper import Groups, Stepper
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Rule, TensorSpec
 from elastic_ps.core.settings import CLAMP, KEEP_ZEROS, LIMITS, MAX_NORM
+from elastic_ps.errors import RefusalCode, Refused
+from elastic_ps.transport.base import Incoming
 from elastic_ps.transport.memory import Allocate, plain
 
 
@@ -37,6 +40,7 @@ class BucketValues:
         deltas: encodes the change to a new version; None: workers get all values. Only for float32.
 
     Attributes:
+        may_be_drafted: whether a step may be made on a copy of the bucket, before its round is decided.
         bucket: its place in the layout.
         values: the values that workers pull, flat, of the bucket's dtype.
         memory: the bytes of `values`.
@@ -49,6 +53,8 @@ class BucketValues:
         weight: the samples of all contributions to the open round's sum.
         present: for each piece, whether a contribution has a gradient for it. The list is never changed.
     """
+
+    may_be_drafted = True
 
     def __init__(
         self,
@@ -137,7 +143,7 @@ class BucketValues:
 
     def add(
         self,
-        contribution: torch.Tensor | Sparse,
+        contribution: torch.Tensor | Sparse | Rows,
         samples: int,
         present: Sequence[bool],
         *,
@@ -151,6 +157,7 @@ class BucketValues:
             worker: index of the worker. For a BROADCAST the values of the lowest index count.
             largest: a bound of the values' magnitudes.
         """
+        assert not isinstance(contribution, Rows), "only tables have rows"
         present = present or [True] * len(self.bucket.pieces)
         rule, total, begins = self.bucket.rule, self._memory(), first or self._blank
         self.weight = samples if first else self.weight + samples
@@ -170,6 +177,22 @@ class BucketValues:
         self.present = (
             list(present) if begins else [a or b for a, b in zip(self.present, present, strict=True)]
         )
+
+    @property
+    def sum_bytes(self) -> memoryview:
+        """The sum, for a standby."""
+        return as_bytes(self.sum)
+
+    def take_sum(self, incoming: Incoming, present: Sequence[bool]) -> None:
+        """As a standby: receive the result of `sum_bytes`. Blocks. Raises Refused (MALFORMED)."""
+        if incoming.size != self.sum.nbytes or len(present) != len(self.bucket.pieces):
+            raise Refused(
+                RefusalCode.MALFORMED,
+                f"sum of {incoming.size} bytes and {len(present)} flags for bucket {self.bucket.index}, "
+                f"which has {self.sum.nbytes} bytes and {len(self.bucket.pieces)} pieces",
+            )
+        incoming.read_into(as_bytes(self.sum))
+        self.present = list(present)
 
     def norm(self) -> float:
         """The 2-norm of the round's mean gradient, in float64."""
@@ -321,6 +344,129 @@ class BucketValues:
                 self.take_state(index, state)
         self.version = self.changed = version
         self.draft, self.delta = 0, None
+
+
+class TableValues(BucketValues):
+    """One bucket of a table, with one piece. Optimizers get it as a matrix, and a sparse gradient.
+
+    Args:
+        width: the elements of a row.
+    """
+
+    may_be_drafted = False
+
+    def __init__(self, bucket: Bucket, *, width: int, allocate: Allocate = plain) -> None:
+        super().__init__(bucket, allocate=allocate)
+        self._shape = (bucket.elements // width, width)
+        self._matrix = self.master.view(self._shape)
+        self._parameters = [torch.nn.Parameter(self._matrix)]
+        self._mean = RowSum(width, self.master.dtype)
+        self._history = History(self._shape[0])
+        self._made: dict[int, Delta | None] = {}  # the changes since versions
+
+    @property
+    def sum(self) -> torch.Tensor:
+        """See `BucketValues`: a copy, as large as the table."""
+        return self._mean.dense(self._shape[0]).view(-1)
+
+    def add_nothing(self, samples: int, *, first: bool) -> None:
+        """See `BucketValues`."""
+        self._begin(samples, first, [False])
+        self._mean.add(None, samples)
+
+    def add(
+        self,
+        contribution: torch.Tensor | Sparse | Rows,
+        samples: int,
+        present: Sequence[bool],
+        *,
+        first: bool,
+        worker: int = 0,
+        largest: float = math.inf,
+    ) -> None:
+        """See `BucketValues`. Rows are kept, everything else is copied."""
+        del worker, largest
+        assert not isinstance(contribution, Sparse), "no codec is for tables"
+        self._begin(samples, first, present or [True])
+        if isinstance(contribution, torch.Tensor):  # assigned, or the gradient was dense
+            contribution = Rows.of(contribution.view(self._shape).clone())
+        self._mean.add(contribution, samples)
+
+    def _begin(self, samples: int, first: bool, present: Sequence[bool]) -> None:
+        if first:
+            self._mean.begin()
+            self.weight, self.present = 0, [False]
+        self.weight += samples
+        self.present = [self.present[0] or present[0]]
+
+    @property
+    def sum_bytes(self) -> memoryview:
+        """See `BucketValues`."""
+        return self._mean.mean().packed(self._shape[0]).body[0]
+
+    def take_sum(self, incoming: Incoming, present: Sequence[bool]) -> None:
+        """See `BucketValues`."""
+        incoming.read_into(body := memoryview(bytearray(incoming.size)))
+        rows, width = self._shape
+        try:
+            if len(present) != 1:
+                raise ValueError(f"{len(present)} flags for one piece")
+            mean = Rows.unpacked(body, rows=rows, width=width, dtype=self.master.dtype)
+        except ValueError as error:
+            raise Refused(RefusalCode.MALFORMED, f"sum for bucket {self.bucket.index}: {error}") from error
+        self._mean.set(mean)
+        self.present = list(present)
+
+    def norm(self) -> float:
+        """See `BucketValues`."""
+        return float(torch.linalg.vector_norm(self._mean.mean().values, dtype=torch.float64))
+
+    def initialise(self, values: torch.Tensor, *, version: int | None = None) -> None:
+        """See `BucketValues`."""
+        super().initialise(values, version=version)
+        self._all_changed()
+
+    def assign(self, version: int) -> None:
+        """See `BucketValues`."""
+        super().assign(version)
+        self._all_changed()
+
+    def load(self, stored: Source, version: int) -> None:
+        """See `BucketValues`."""
+        super().load(stored, version)
+        self._all_changed()
+
+    def _all_changed(self) -> None:
+        self._history.begin(self.version)
+        self._made.clear()
+
+    def _step(self, groups: Groups, divisor: float) -> None:
+        assert self._stepper is not None
+        mean = self._mean.mean()
+        if divisor != 1:
+            mean.values.div_(divisor)
+        self._stepper.prepare(groups)
+        self._stepper.step([0], [mean.gradient(self._shape[0])])
+
+    def _publish(self, version: int) -> None:
+        numbers = self._mean.mean().numbers
+        if self.master is not self.values:
+            self.values.view(self._shape)[numbers] = self._matrix[numbers].to(self.values.dtype)
+        self._history.note(version, numbers)
+        self._made.clear()
+
+    def delta_for(self, held: int | None) -> Delta | None:
+        """The rows that have changed since version `held`; None: the worker needs the table."""
+        if held is None:
+            return None
+        if held not in self._made:
+            numbers, (rows, _) = self._history.since(held), self._shape
+            if numbers is None or 2 * len(numbers) > rows:
+                self._made[held] = None
+            else:
+                changed = Rows(numbers, self.values.view(self._shape)[numbers]).packed(rows)
+                self._made[held] = Delta(held, self.version, changed)
+        return self._made[held]
 
 
 def bytes_of(

@@ -441,7 +441,7 @@ class _Reducer:
                 if not int(self.counts[self._place[index]]):
                     tensor.grad = None
                     continue
-                if tensor.grad is None:
+                if tensor.grad is None or tensor.grad.is_sparse:
                     tensor.grad = torch.empty_like(tensor)
                 made.append((tensor.grad, flat.contribution(index)))
             elif spec.rule is Rule.SUM:

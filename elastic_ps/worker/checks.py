@@ -173,7 +173,8 @@ class WriteDetector:
 
     Args:
         trained, constant: flat memory that values are pulled into, of parameters with and without optimizer;
-            none of those that the script trains on this worker.
+            none of those that the script trains on this worker, and no tables: torch's counters alone notice
+            changes of a table, so that a step does not look at all of it.
         tensors: the model's, in the layout's order.
         apart: which of these have memory of their own.
         pulled: gives the pulled values of one of these.
@@ -194,7 +195,8 @@ class WriteDetector:
         self._fixed = [i for i, rule in enumerate(rules) if rule is Rule.CONSTANT]
         watched = {Rule.GRADIENT, Rule.CONSTANT} if trained else {Rule.CONSTANT}
         self._watched = [i for i, rule in enumerate(rules) if rule in watched]
-        self._apart = [i for i in apart if i in set(self._watched)]
+        self._tables = {i for i, spec in enumerate(layout.tensors) if spec.sparse}
+        self._apart = [i for i in apart if i in set(self._watched) - self._tables]
         self._closed = False
         self._written = False  # the script writes to values that only the job can change, as counters say
         self._arrivals = 0
@@ -234,7 +236,8 @@ class WriteDetector:
             if before != now
         ]
         self._written |= bool(touched)
-        broken = self._sums != [bits.sum(self._part) for bits in self._trained]
+        broken = not self._tables.isdisjoint(touched)
+        broken |= self._sums != [bits.sum(self._part) for bits in self._trained]
         if thorough or touched or self._whole:
             broken |= self._constant_sums != [bits.sum() for bits in self._constant]
             different = self._different()

@@ -18,11 +18,12 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from typing import Protocol, SupportsInt
+from typing import NamedTuple, Protocol, SupportsInt
 
 import torch
 
 from elastic_ps.codec import as_bytes, as_tensor, dtype_of
+from elastic_ps.codec.rows import Rows
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule
 from elastic_ps.errors import UsageError
 from elastic_ps.transport.memory import Allocate, shared_if_possible
@@ -69,24 +70,27 @@ class Flat:
         else:
             self._changing = frozenset(Rule) - {Rule.CONSTANT, Rule.GRADIENT}
         self._own_values = world.leads
-        sizes: dict[tuple[str, Rule], int] = {}
+        sizes: dict[Key, int] = {}
         self._offsets: list[int] = []
         starts: dict[int, int] = {}
         self.buckets_of: list[list[int]] = [[] for _ in layout.tensors]
         for bucket in layout.buckets:
-            place = sizes.get((bucket.dtype, bucket.rule), 0)
+            key = _key(layout, bucket)
+            place = sizes.get(key, 0)
             self._offsets.append(place)
             for piece in bucket.pieces:
                 starts.setdefault(piece.tensor, place - piece.start)
                 place += piece.length
                 self.buckets_of[piece.tensor].append(bucket.index)
-            sizes[bucket.dtype, bucket.rule] = place
-        pushed = {k: n * ITEM_SIZE[k[0]] for k, n in sizes.items() if k[1] is not Rule.CONSTANT}
+            sizes[key] = place
+        pushed = {k: n * ITEM_SIZE[k.dtype] for k, n in sizes.items() if k.rule is not Rule.CONSTANT}
         if world.alone:
-            self._values = {k: torch.zeros(n, dtype=dtype_of(k[0]), device="cpu") for k, n in sizes.items()}
+            self._values = {
+                k: torch.zeros(n, dtype=dtype_of(k.dtype), device="cpu") for k, n in sizes.items()
+            }
             parts = [shared_if_possible(list(pushed.values()))]
         else:
-            whole = {k: n * ITEM_SIZE[k[0]] for k, n in sizes.items()}
+            whole = {k: n * ITEM_SIZE[k.dtype] for k, n in sizes.items()}
             self._values = _tensors(world.allocate(list(whole.values())), whole)
             parts = [world.allocate(list(pushed.values())) for _ in range(world.size)]
         self._parts = [_tensors(allocate, pushed) for allocate in parts]
@@ -94,7 +98,7 @@ class Flat:
         self._sent: dict[int, torch.Tensor] = {}  # what summed tensors were when their changes were put
         self._written: set[int] = set()  # tensors whose contribution may be something else than zero
         self._places = [
-            ((spec.dtype, spec.rule), starts.get(index, 0), spec.elements)
+            (Key(spec.dtype, spec.rule, spec.sparse), starts.get(index, 0), spec.elements)
             for index, spec in enumerate(layout.tensors)
         ]
         changing = [i for i, spec in enumerate(layout.tensors) if spec.rule is not Rule.CONSTANT]
@@ -104,7 +108,10 @@ class Flat:
         self._contribution_of = {b.index: self._slice(self._contributions, b) for b in layout.pushed}
         # The processes of a worker tell each other when a contribution is there, not when it will be.
         devices = {tensor.device for tensor in tensors} if world.alone else set()
-        self._staging = Staging(devices, [*self._values.values(), *self._contributions.values()])
+        staged = [memory for key, memory in self._contributions.items() if not key.sparse]
+        self._staging = Staging(devices, [*self._values.values(), *staged])
+        self._rows: dict[int, Rows] = {}  # gradients of tables
+        self._arrived: dict[int, list[torch.Tensor] | None] = {}  # rows that a device lacks; None: all
         self._tensors_of = [[piece.tensor for piece in bucket.pieces] for bucket in layout.buckets]
         self._addresses: list[int] = []
         self._apart: list[int] = []  # tensors with memory of their own
@@ -123,7 +130,7 @@ class Flat:
         )
 
     def _of_rule(self, rule: Rule) -> list[torch.Tensor]:
-        return [flat for (_, own), flat in self._values.items() if own is rule]
+        return [flat for key, flat in self._values.items() if key.rule is rule and not key.sparse]
 
     def _adopt(self, index: int, tensor: torch.Tensor) -> None:
         view = self.value(index)
@@ -146,10 +153,10 @@ class Flat:
         """The pulled values of a tensor, in its shape."""
         return self._view(self._values, index)
 
-    def _view(self, memory: dict[tuple[str, Rule], torch.Tensor], index: int) -> torch.Tensor:
+    def _view(self, memory: dict[Key, torch.Tensor], index: int) -> torch.Tensor:
         key, start, elements = self._places[index]
         if not elements:
-            return torch.empty(self.layout.tensors[index].shape, dtype=dtype_of(key[0]), device="cpu")
+            return torch.empty(self.layout.tensors[index].shape, dtype=dtype_of(key.dtype), device="cpu")
         return memory[key][start : start + elements].view(self.layout.tensors[index].shape)
 
     def contribution(self, index: int) -> torch.Tensor:
@@ -159,6 +166,8 @@ class Flat:
         """
         self._staging.arrived((index,))
         self._written.add(index)
+        if (rows := self._rows.pop(index, None)) is not None:
+            self._contribution[index].zero_().view(len(self._contribution[index]), -1).index_copy_(0, *rows)
         return self._contribution[index]
 
     def put(self, index: int, gradient: torch.Tensor) -> None:
@@ -173,7 +182,14 @@ class Flat:
             torch.sub(now, before, out=self.contribution(index))
             self._sent[index] = now
             return
+        if gradient.is_sparse:
+            rows = Rows.of(gradient)
+            if self.layout.tensors[index].sparse:
+                self._rows[index] = rows
+                return
+            gradient = rows.dense(len(gradient)).view(gradient.shape)
         self._written.add(index)
+        self._rows.pop(index, None)
         self._staging.down(index, self._contribution[index], gradient)
 
     def give(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -187,13 +203,34 @@ class Flat:
 
     def clear_contribution(self, index: int) -> None:
         """Make a tensor's contribution zero, if anything was put there since it was."""
+        self._rows.pop(index, None)
         if index in self._written:
             self.contribution(index).zero_()
             self._written.discard(index)
 
-    def _slice(self, memory: dict[tuple[str, Rule], torch.Tensor], bucket: Bucket) -> torch.Tensor:
+    def rows_of(self, bucket: Bucket) -> Rows | None:
+        """A bucket's contribution, if it has rows of a table."""
+        piece = bucket.pieces[0]
+        if (rows := self._rows.get(piece.tensor)) is None:
+            return None
+        width = self.layout.width(bucket)
+        return rows.between(piece.start // width, (piece.start + piece.length) // width)
+
+    def note_whole(self, bucket: Bucket) -> None:
+        """All values of a bucket were received."""
+        if self.layout.width(bucket):
+            self._arrived[bucket.pieces[0].tensor] = None
+
+    def take_rows(self, bucket: Bucket, rows: Rows) -> None:
+        """Write the values of some rows of a bucket, which a version has changed."""
+        self._value_of[bucket.index].view(-1, rows.values.shape[1])[rows.numbers] = rows.values
+        index, first = bucket.pieces[0].tensor, bucket.pieces[0].start // rows.values.shape[1]
+        if (arrived := self._arrived.setdefault(index, [])) is not None:
+            arrived.append(rows.numbers + first)
+
+    def _slice(self, memory: dict[Key, torch.Tensor], bucket: Bucket) -> torch.Tensor:
         start = self._offsets[bucket.index]
-        return memory[bucket.dtype, bucket.rule][start : start + bucket.elements]
+        return memory[_key(self.layout, bucket)][start : start + bucket.elements]
 
     def value_of(self, bucket: Bucket) -> torch.Tensor:
         """A bucket's values, flat, of its dtype."""
@@ -338,8 +375,16 @@ class Flat:
         """
         self._sent.clear()
         pulled = [index for index in self._apart if excluded.isdisjoint(self.buckets_of[index])]
+        arrived, self._arrived = self._arrived, {}
+        some = {index: rows for index, rows in arrived.items() if rows is not None}
+        tables = {i for i, spec in enumerate(self.layout.tensors) if spec.sparse}
+        whole = [index for index in pulled if index not in tables or arrived.get(index, ()) is None]
         with torch.no_grad():
-            self._staging.up((self.tensors[index], self.value(index)) for index in pulled)
+            self._staging.up((self.tensors[index], self.value(index)) for index in whole)
+            for index, rows in some.items():
+                for numbers in rows if index in pulled else ():
+                    tensor, values = self.tensors[index], self.value(index)[numbers]
+                    tensor[numbers.to(tensor.device)] = values.to(tensor.device)
         if Rule.GRADIENT in self._changing:
             self._staging.settle()  # the script's own steps may write to the values, too
         for index in self._received:
@@ -348,11 +393,21 @@ class Flat:
         self._writes.close()
 
 
-def _tensors(
-    allocate: Allocate, sizes: Mapping[tuple[str, Rule], int]
-) -> dict[tuple[str, Rule], torch.Tensor]:
-    """A flat tensor of so many bytes for each dtype and rule."""
-    return {key: as_tensor(allocate(nbytes), dtype_of(key[0])) for key, nbytes in sizes.items()}
+class Key(NamedTuple):
+    """What the tensors in one flat memory have in common."""
+
+    dtype: str
+    rule: Rule
+    sparse: bool
+
+
+def _key(layout: Layout, bucket: Bucket) -> Key:
+    return Key(bucket.dtype, bucket.rule, layout.width(bucket) > 0)
+
+
+def _tensors(allocate: Allocate, sizes: Mapping[Key, int]) -> dict[Key, torch.Tensor]:
+    """A flat tensor of so many bytes for each key."""
+    return {key: as_tensor(allocate(nbytes), dtype_of(key.dtype)) for key, nbytes in sizes.items()}
 
 
 def _one_after_the_other(tensor: torch.Tensor) -> bool:

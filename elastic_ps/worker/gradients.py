@@ -17,8 +17,9 @@ from functools import partial
 
 import torch
 
+from elastic_ps.codec.rows import Rows
 from elastic_ps.core.partition import Bucket, Rule
-from elastic_ps.errors import InvalidModel, UsageError
+from elastic_ps.errors import UsageError
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.runtime import Runtime
 
@@ -83,7 +84,9 @@ class Gradients:
 
     def finite(self) -> bool:
         """Whether there is no infinity or NaN among them. Waits for the device."""
-        return all(bool(torch.isfinite(gradient).all()) for _, gradient in self._present_ones())
+        gradients = (gradient for _, gradient in self._present_ones())
+        values = (gradient._values() if gradient.is_sparse else gradient for gradient in gradients)  # noqa: SLF001
+        return all(bool(torch.isfinite(each).all()) for each in values)
 
     @property
     def sent(self) -> bool:
@@ -166,9 +169,6 @@ class Gradients:
         """Copy a gradient to where it is sent from; hand over the buckets that are full by it."""
         gradient = parameter.grad
         assert gradient is not None
-        if gradient.is_sparse:
-            name = self._flat.layout.tensors[index].name
-            raise InvalidModel(f"the gradient of {name} is sparse; use nn.Embedding(..., sparse=False)")
         with self._lock:
             if index in self._taken:
                 raise UsageError(_TWICE)
@@ -204,6 +204,8 @@ class Gradients:
             return True
         if not self._check:
             return False
+        if gradient.is_sparse:
+            gradient = Rows.of(gradient).dense(len(gradient)).view(gradient.shape)
         sent = self._flat.contribution(index)
         return not torch.allclose(sent, gradient.to(sent.device), rtol=0, atol=0, equal_nan=True)
 

@@ -16,7 +16,7 @@ from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.mutable import MutableFields, read_mutable
 from elastic_ps.codec.encoder import Encoder
-from elastic_ps.codec.optimizers import second_momentum
+from elastic_ps.codec.optimizers import check_tables, second_momentum
 from elastic_ps.codec.plan import Plan
 from elastic_ps.codec.several import Several
 from elastic_ps.codec.state import ImportedState
@@ -217,7 +217,10 @@ class Membership:
         return joined
 
     def check(self, settings: Settings) -> None:
-        """Raise InvalidModel if the codec's momentum does not fit the mode, or `settings` add another one."""
+        """Raise InvalidModel if the codec's momentum does not fit the mode, or `settings` add another one.
+
+        Or if an optimizer of a table would change rows that have no gradient.
+        """
         sent = self._codecs.momentum
         if sent and self.spec.consistency.mode == "local":
             raise InvalidModel(
@@ -227,6 +230,7 @@ class Membership:
             )
         if problem := second_momentum(settings.groups, sent):
             raise InvalidModel(problem)
+        check_tables(self._described.tables, self._described.optimizer, settings.groups)
 
     def _make_strategy(self, flat: Flat, optimizer: torch.optim.Optimizer) -> Strategy:
         same = self.spec.consistency.mode == "local"

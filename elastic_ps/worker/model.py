@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from elastic_ps.codec import name_of, naming
-from elastic_ps.codec.optimizers import Optimizers, try_out
+from elastic_ps.codec.optimizers import Optimizers, check_tables, try_out
 from elastic_ps.codec.several import kinds_of, parts_of
 from elastic_ps.core.partition import ITEM_SIZE, Rule, TensorSpec, uncompiled, within
 from elastic_ps.core.settings import (
@@ -45,6 +46,7 @@ class ModelDescription:
         own: Sequence[str] = (),
         summed: Sequence[str] = (),
         optimizers: Optimizers | None = None,
+        tables: bool = True,
     ) -> None:
         """Look at both; nothing is changed.
 
@@ -53,6 +55,7 @@ class ModelDescription:
                 not train: those that the script changes, of which the job keeps the mean, or one worker's
                 values, those that the job leaves alone, and those to which it adds all workers' changes.
             optimizers: those that the job may have; torch's without it.
+            tables: whether only the rows of sparse gradients are sent. Else the job makes them dense.
 
         Raises:
             InvalidModel: the parameter server cannot train this; the message says what to do.
@@ -101,6 +104,7 @@ class ModelDescription:
         _check_normalisation(model)
         _check_embeddings(model, {*parameters} - said.keys())
         self.registered = Registered(model, [uncompiled(name) for name in own])
+        self._tables = _sparse_weights(model) if tables else set()
         self.own = [tensor for name, tensor in {**parameters, **buffers}.items() if said.get(name) == "own"]
         for name, parameter in parameters.items():
             group = group_of.get(id(parameter), -1)
@@ -114,6 +118,7 @@ class ModelDescription:
                 self._add(name, parameter, Rule.GRADIENT if group >= 0 else Rule.CONSTANT, group)
         for name, buffer in buffers.items():
             self._add_changing(name, buffer, said.get(name, "averaged"))
+        check_tables(self.specs, self.optimizer, optimizer.param_groups)
         pairs = zip(self.specs, self.tensors, strict=True)
         if not any(
             spec.rule is Rule.GRADIENT and tensor.requires_grad and tensor.numel() for spec, tensor in pairs
@@ -122,6 +127,11 @@ class ModelDescription:
                 f"{type(model).__name__} has no trainable parameter: no parameter of the optimizer has "
                 "requires_grad=True and at least one element"
             )
+
+    @cached_property
+    def tables(self) -> list[TensorSpec]:
+        """The tensors with sparse gradients."""
+        return [spec for spec in self.specs if spec.sparse]
 
     def require_apart(self, model: torch.nn.Module) -> None:
         """Raise InvalidModel if a parameter that is trained shares memory with another tensor of the model.
@@ -163,7 +173,8 @@ class ModelDescription:
             )
         aliases = tuple(other for other in self._names.get(id(tensor), []) if other != name)
         frozen = rule is Rule.GRADIENT and not tensor.requires_grad
-        self.specs.append(TensorSpec(name, tuple(tensor.shape), dtype, rule, group, aliases, frozen))
+        sparse = rule is Rule.GRADIENT and id(tensor) in self._tables
+        self.specs.append(TensorSpec(name, tuple(tensor.shape), dtype, rule, group, aliases, frozen, sparse))
         self.tensors.append(tensor)
 
     @staticmethod
@@ -272,6 +283,15 @@ def _check_normalisation(model: torch.nn.Module) -> None:
                 "the workers (BatchNorm and other buffers in docs/guides/scripts.md). If a worker's batch is "
                 "too small for that, use GroupNorm, or a larger batch_size and fewer workers"
             )
+
+
+def _sparse_weights(model: torch.nn.Module) -> set[int]:
+    """The ids of the weights of embeddings that have sparse gradients."""
+    return {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+    }
 
 
 def _check_embeddings(model: torch.nn.Module, names: Collection[str]) -> None:

@@ -449,9 +449,10 @@ class PushPull(Strategy):
         present = self._progress.present[bucket.index]
         if present and not any(present):
             return Payload(EMPTY, present=present)
+        rows = self.flat.rows_of(bucket)
         return self.encoder.encode(
             bucket,
-            self.flat.contribution_of(bucket),
+            self.flat.contribution_of(bucket) if rows is None else rows,
             present,
             step=step.number,
             version=step.base,

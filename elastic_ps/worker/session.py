@@ -281,6 +281,7 @@ class Session:
             own=own,
             summed=summed,
             optimizers=Optimizers(self.spec.parameter_server.optimizers),
+            tables=not (self.spec.all_reduce or self.spec.consistency.mode == "local") and self._world.alone,
         )
         flat = self._runtime.enter(described, model, runs_there, imported, overlap=overlap)
         self._runtime.phases.watch(model)

@@ -20,6 +20,7 @@ from elastic_ps.codec.base import Codec, Sparse, few, unpack
 from elastic_ps.codec.changes import FewChanges, follow
 from elastic_ps.codec.memory import Scratch
 from elastic_ps.codec.plan import Plan
+from elastic_ps.codec.rows import ROWS, Rows
 from elastic_ps.core.partition import Bucket
 from elastic_ps.errors import Malformed
 from elastic_ps.process.telemetry import Trace
@@ -148,6 +149,9 @@ class Values:
             ConnectionLost, DeadlineExceeded: the rest does not come; the values are undefined.
         """
         delta = reply.HasField("delta")
+        if reply.encoded.codec == ROWS:
+            self._receive_rows(bucket, reply, incoming)
+            return None
         codec = (self._deltas if delta else self._codecs)[bucket.index]
         name = self._plan.deltas if delta else self._plan.values
         theirs, ours = reply.encoded.codec or NONE, NONE if codec is None else name
@@ -175,9 +179,23 @@ class Values:
             self._trace.complete("decode", started, ended, bucket=bucket.index, bytes=len(body))
             seconds = (ended - started) / 1e9
         if into is None:
+            self._flat.note_whole(bucket)
             self.arrived(bucket, reply.version)
         self._traffic.pulled(incoming.size, plain=bucket.nbytes, seconds=seconds)
         return changes
+
+    def _receive_rows(self, bucket: Bucket, reply: pb.PullReply, incoming: Incoming) -> None:
+        """Write the rows of a table that have changed since the present values. Raises as `receive`."""
+        width, dtype = self._flat.layout.width(bucket), dtype_of(bucket.dtype)
+        if not width:
+            raise Malformed(f"shard {bucket.shard} sends rows of bucket {bucket.index}, which is of no table")
+        incoming.read_into(body := memoryview(bytearray(incoming.size)))
+        with self._decoding(bucket):
+            rows = Rows.unpacked(body, rows=bucket.elements // width, width=width, dtype=dtype)
+        if not self.has(bucket, reply.delta):
+            self._flat.take_rows(bucket, rows)
+        self.arrived(bucket, reply.version)
+        self._traffic.pulled(incoming.size, plain=incoming.size)
 
     def has(self, bucket: Bucket, version: int) -> bool:
         """Whether the values that are there are of the version, or of a newer one."""

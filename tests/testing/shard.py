@@ -78,6 +78,7 @@ def arrived(decoder: Decoder, bucket: Bucket, payload: Payload, *, worker: int =
     with opened as made:
         if isinstance(made, Sparse):
             return result.index_add_(0, made.places, made.values)
+        assert isinstance(made, torch.Tensor)
         return made.clone()
 
 

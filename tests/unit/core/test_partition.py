@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -52,6 +53,24 @@ def test_every_element_is_in_exactly_one_bucket_and_pieces_ascend(
         assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces[:-1])][: len(pieces)]
         assert (pieces[-1][1] if pieces else 0) == tensor.elements
     assert not found
+
+
+@given(st.lists(st.tuples(st.integers(1, 3000), st.integers(1, 40)), min_size=1, max_size=4), cuts)
+def test_a_table_is_cut_between_rows_into_few_buckets_of_its_own(
+    shapes: list[tuple[int, int]], cut: tuple[int, int]
+) -> None:
+    tables = [replace(spec(f"table {i}", *shape), sparse=True) for i, shape in enumerate(shapes)]
+    model = [spec("dense", 70, 80), *tables]
+    layout = partition(model, bucket_bytes=cut[0], shards=cut[1])
+    for index, pieces in ranges(layout).items():
+        if model[index].sparse:
+            assert all(start % model[index].row == 0 for start, _ in pieces)
+            assert len(pieces) <= cut[1]
+            assert pieces[-1][1] == model[index].elements
+    for bucket in layout.buckets:
+        owner = model[bucket.pieces[0].tensor]
+        assert layout.width(bucket) == (owner.row if owner.sparse else 0)
+        assert len(bucket.pieces) == 1 or not any(model[piece.tensor].sparse for piece in bucket.pieces)
 
 
 @given(models(), cuts)

@@ -1,0 +1,203 @@
+"""Rows of a table: what a step of `nn.Embedding(..., sparse=True)` sends, adds up and changes.
+
+A table is a parameter with sparse gradients. Its gradient has the rows that a batch has looked up. So the
+worker sends these rows with their numbers, the shard adds up only them, and workers get only the rows that a
+version has changed. No step looks at a whole table, however large that is.
+
+Rows are exact: no codec changes them, since the remainder that a biased codec keeps would be as large as the
+table.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from elastic_ps.codec.base import Packed
+from elastic_ps.codec.memory import as_bytes, as_tensor
+
+ROWS = "rows"
+"""The name of this encoding, beside those of codecs."""
+
+MOST_VERSIONS = 64
+"""Of so many versions a shard knows which rows they have changed. A worker further behind gets the table."""
+
+
+class Rows(NamedTuple):
+    """Some rows of a matrix.
+
+    Attributes:
+        numbers: which they are, int64, ascending.
+        values: their elements; of the shape (numbers, width).
+    """
+
+    numbers: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor) -> Rows:
+        """The rows of a gradient on the CPU: sparse in its first dimension, or dense with all rows.
+
+        Gradients of the same row are summed. A dense gradient is not copied.
+        """
+        if not gradient.is_sparse:
+            return cls(torch.arange(len(gradient), device="cpu"), gradient.view(len(gradient), -1))
+        found = gradient.detach().coalesce().cpu()
+        numbers, width = found.indices()[0], gradient.shape[1:].numel()
+        values = torch.empty(len(numbers), width, dtype=found.dtype, device="cpu")
+        return cls(numbers, values.copy_(found.values().view(len(numbers), width)))
+
+    def dense(self, rows: int) -> torch.Tensor:
+        """A matrix with so many rows, zero in the others. `Tensor.to_dense` loses values with stride 0."""
+        width, dtype = self.values.shape[1], self.values.dtype
+        return torch.zeros(rows, width, dtype=dtype, device="cpu").index_copy_(0, *self)
+
+    def between(self, start: int, stop: int) -> Rows:
+        """Those with numbers from `start` to below `stop`, counted from `start`."""
+        first, end = torch.searchsorted(self.numbers, torch.tensor([start, stop], device="cpu")).tolist()
+        return Rows(self.numbers[first:end] - start, self.values[first:end])
+
+    def gradient(self, rows: int) -> torch.Tensor:
+        """The sparse gradient of a matrix with so many rows, with the same memory."""
+        checks = torch.sparse.check_sparse_tensor_invariants
+        if not checks.is_enabled():
+            checks.disable()  # else torch warns, in the optimizer's step, that nobody has chosen
+        return torch.sparse_coo_tensor(
+            self.numbers[None],
+            self.values,
+            (rows, self.values.shape[1]),
+            is_coalesced=True,
+            check_invariants=False,
+        )
+
+    def packed(self, rows: int) -> Packed:
+        """The rows of a matrix with so many rows, to send: their values, then their numbers."""
+        width = _width_of_numbers(rows)
+        numbers = self.numbers.to(width)
+        body = bytearray(self.values.nbytes + numbers.nbytes)
+        body[: self.values.nbytes] = as_bytes(self.values.contiguous())
+        body[self.values.nbytes :] = as_bytes(numbers)
+        return Packed((), "", [memoryview(body)], ROWS)
+
+    @classmethod
+    def unpacked(cls, body: memoryview, *, rows: int, width: int, dtype: torch.dtype) -> Rows:
+        """The inverse of `packed`, for a matrix of this shape and dtype. The values are a view of `body`.
+
+        Raises:
+            ValueError: these are not rows of such a matrix.
+        """
+        kind = _width_of_numbers(rows)
+        size = width * dtype.itemsize
+        count, rest = divmod(len(body), size + kind.itemsize)
+        if rest or count > rows:
+            raise ValueError(
+                f"{len(body)} bytes as rows of {size} bytes with their numbers, of a table with {rows} rows"
+            )
+        values = as_tensor(body[: count * size], dtype).view(count, width)
+        numbers = as_tensor(memoryview(bytearray(body[count * size :])), kind).to(torch.int64)
+        if count and not (
+            int(numbers[0]) >= 0 and int(numbers[-1]) < rows and bool((numbers.diff() > 0).all())
+        ):
+            raise ValueError(f"the numbers of {count} rows do not ascend from 0 to {rows - 1}")
+        return cls(numbers, values)
+
+
+def _width_of_numbers(rows: int) -> torch.dtype:
+    return torch.int32 if rows < 1 << 31 else torch.int64
+
+
+class RowSum:
+    """The weighted mean of gradients of a matrix with few rows each. Not thread-safe.
+
+    Contributions are kept until the mean is asked for. Each then gets its share of the weight of all, and for
+    each row they are added in the order in which they came.
+
+    Args:
+        width: the elements of a row.
+        dtype: of the sum.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self._width, self._dtype = width, dtype
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a new sum."""
+        self._parts: list[tuple[Rows, float]] = []
+        self._mean: Rows | None = None
+        self.weight = 0.0
+
+    def add(self, rows: Rows | None, weight: float) -> None:
+        """Add a contribution, whose memory must not change afterwards; None: one without any gradient."""
+        self.weight += weight
+        self._mean = None
+        if rows is not None:
+            self._parts.append((rows, weight))
+
+    def set(self, mean: Rows) -> None:
+        """Let the mean be this."""
+        self.begin()
+        self._mean = mean
+
+    def mean(self) -> Rows:
+        """The mean of each row that a contribution has, over the weight of all."""
+        if self._mean is None:
+            self._mean = self._merged()
+        return self._mean
+
+    def dense(self, rows: int) -> torch.Tensor:
+        """The mean of a matrix with so many rows, with zeros where no contribution has a row."""
+        return self.mean().dense(rows)
+
+    def _merged(self) -> Rows:
+        if len(self._parts) == 1 and self._parts[0][1] == self.weight:
+            rows, _ = self._parts[0]
+            return Rows(rows.numbers, rows.values.to(self._dtype))
+        numbers = _union([rows.numbers for rows, _ in self._parts])
+        total = torch.zeros(len(numbers), self._width, dtype=self._dtype, device="cpu")
+        for rows, weight in self._parts:
+            share = rows.values.to(self._dtype) * (weight / self.weight)
+            total.index_add_(0, torch.searchsorted(numbers, rows.numbers), share)
+        return Rows(numbers, total)
+
+
+class History:
+    """Which rows the last versions of a table have changed. Not thread-safe.
+
+    Args:
+        rows: how many rows the table has.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._most = rows // 2  # else most of the table is sent anyway
+        self.begin(0)
+
+    def begin(self, version: int) -> None:
+        """All rows may have changed with this version."""
+        self._since, self._kept = version, 0
+        self._changed: deque[tuple[int, torch.Tensor]] = deque()
+
+    def note(self, version: int, numbers: torch.Tensor) -> None:
+        """A version has changed these rows."""
+        self._changed.append((version, numbers))
+        self._kept += len(numbers)
+        while self._changed and (self._kept > self._most or len(self._changed) > MOST_VERSIONS):
+            self._since, dropped = self._changed.popleft()
+            self._kept -= len(dropped)
+
+    def since(self, version: int) -> torch.Tensor | None:
+        """The rows that have changed after this version, ascending; None: that is not known any more."""
+        if version < self._since:
+            return None
+        return _union([numbers for number, numbers in self._changed if number > version])
+
+
+def _union(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    none = torch.empty(0, dtype=torch.int64, device="cpu")
+    union: torch.Tensor = torch.cat([none, *parts]).sort().values.unique_consecutive()
+    return union
