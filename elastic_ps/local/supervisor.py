@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import threading
 import time
 import uuid
@@ -57,7 +56,7 @@ from elastic_ps.local.state import (
     newest_checkpoint,
     start_time,
 )
-from elastic_ps.local.trace import merge_traces
+from elastic_ps.local.trace import collect_traces
 from elastic_ps.process.lifecycle import Alarm, usable_cores
 
 TICK = timedelta(milliseconds=50)
@@ -588,13 +587,9 @@ class Launcher:
 
     def _finish(self) -> None:
         """Write the last status and the trace, after everything has ended."""
-        traces = self._trace_directory()
-        if traces is not None and self.options.trace is not None:
-            try:
-                merge_traces(traces, self.options.trace)
-                shutil.rmtree(traces)
-            except OSError as error:
-                self._event("warning", f"the trace cannot be written: {error}")
+        traces, target = self._trace_directory(), self.options.trace
+        if traces is not None and target is not None and (problem := collect_traces(traces, target)):
+            self._event("warning", problem)
         with self._lock:
             self._status = self._build_status(ended=True)
         self._write_status()

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
+
+
+def collect_traces(directory: Path, target: Path) -> str:
+    """Merge the traces below `directory`, and delete them. Returns why that failed; "" if it did not."""
+    try:
+        merge_traces(directory, target)
+        shutil.rmtree(directory)
+    except OSError as error:
+        return f"the trace cannot be written: {error}"
+    return ""
 
 
 def merge_traces(directory: Path, target: Path) -> int:
