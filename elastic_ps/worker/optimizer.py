@@ -333,8 +333,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         raise UsageError(
             "a worker cannot load the optimizer's state, because the state is on the parameter server. To "
             "continue from a checkpoint, start the job with `elastic-ps run JOB --resume DIR`. If accelerate "
-            "or Hugging Face's Trainer called this, write the training loop without them: they divide the "
-            "work among processes themselves"
+            "or Hugging Face's Trainer called this, use elastic_ps.integrations: docs/guides/huggingface.md"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

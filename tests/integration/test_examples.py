@@ -91,8 +91,22 @@ def test_a_stream_without_an_end_is_trained_as_far_as_the_job_says(tmp_path: Pat
     assert progress.loss < 4, "it begins with the logarithm of 256, which is 5.5"
 
 
-def test_a_script_of_accelerate_is_a_job(tmp_path: Path) -> None:
-    assert metrics(trained("accelerate", tmp_path, records=8 * 1437))["test_accuracy"] > 0.8
+@pytest.mark.nightly
+@pytest.mark.parametrize(("example", "records"), [("accelerate", 8 * 1437), ("transformers", 4 * 2000)])
+def test_a_script_of_hugging_face_survives_its_workers_and_its_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: str, records: int
+) -> None:
+    """One worker leaves and comes back, another one and the server are killed."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    job, output = load_job(ROOT / command(example).job), tmp_path / "model"
+    job.spec.arguments = {"output": str(output)} if example == "transformers" else {}
+    job.spec.parameter_server.checkpoint.path = str(tmp_path / "checkpoints")
+    faults = [Fault("stop-worker", 10.0), Fault("kill-worker", 25.0, worker=1), Fault("kill-ps", 50.0)]
+    done = proven(job, tmp_path, *faults)
+    assert {each.fault.kind for each in done.injections} == {each.kind for each in faults}
+    assert done.records == records
+    assert metrics(done)["test_accuracy"] > 0.8
+    assert output.exists() == (example == "transformers")
 
 
 def test_two_networks_learn_in_turn(tmp_path: Path) -> None:

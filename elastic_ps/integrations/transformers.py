@@ -1,0 +1,352 @@
+"""Hugging Face's `Trainer`, and those that TRL makes of it, train as part of a job.
+
+`prepare_trainer(trainer)` gives a trainer that is made already a class of its own; `ElasticMixin` is for a
+class that a script defines. The Trainer's loop stays: the job says which records it gets, makes its steps,
+and ends it. See docs/guides/huggingface.md.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import Trainer, TrainerCallback
+
+from elastic_ps.errors import UsageError
+from elastic_ps.integrations.accelerate import ElasticAccelerator
+from elastic_ps.integrations.epochs import EpochLoader
+from elastic_ps.integrations.processes import as_only_process
+from elastic_ps.standalone import connect
+from elastic_ps.worker.session import Session
+
+T = TypeVar("T", bound=Trainer)
+
+_RESUME = (
+    "trainer.train(resume_from_checkpoint=...) is not for a job, which continues from its own checkpoints: "
+    "model, optimizer, schedule and the records that are left. Start it with `elastic-ps run JOB --resume "
+    "DIR`"
+)
+
+
+def prepare_trainer(trainer: T, *, session: Session | None = None, records: int | None = None) -> T:
+    """Let a trainer train as part of a job; returns it. To be called before `trainer.train()`.
+
+    It may be any whose class leaves the DataLoader for training to `Trainer`, such as TRL's SFTTrainer,
+    DPOTrainer and RewardTrainer.
+
+    Args:
+        session: by default the process's own, see `elastic_ps.connect`.
+        records: the items that make an epoch, if the data are a stream; see `Session.loader`.
+
+    Raises:
+        UsageError: what the trainer is set up for cannot work in a job; the message says what to do.
+    """
+    if not isinstance(trainer, ElasticMixin):
+        kind = type(trainer)
+        trainer.__class__ = type(f"Elastic{kind.__name__}", (ElasticMixin, kind), {})
+    trainer.join_job(session or connect(), records=records)
+    return trainer
+
+
+class ElasticMixin:
+    """For a class of trainers of one's own: `class MyTrainer(ElasticMixin, Trainer)`.
+
+    It takes the arguments of the other class, and `session` and `records` as `prepare_trainer` does, which is
+    not to be called. In a worker of several processes it also keeps transformers from beginning a process
+    group.
+    """
+
+    def __init__(
+        self, *args: Any, session: Session | None = None, records: int | None = None, **kwargs: Any
+    ) -> None:
+        with as_only_process("transformers"):
+            super().__init__(*args, **kwargs)
+        self.join_job(session or connect(), records=records)
+
+    def join_job(self: Any, session: Session, *, records: int | None = None) -> None:
+        """Belong to this session; see `prepare_trainer`, which raises the same."""
+        _check(self)
+        self.session = session
+        self._group = self._left_of_group = 0
+        self._rate: Any = None
+        self.accelerator.__class__ = _OfTrainer
+        self.accelerator.join_job(
+            session,
+            epochs=math.ceil(self.args.num_train_epochs),
+            records=records,
+            max_grad_norm=self.args.max_grad_norm or None,
+        )
+        self.accelerator.check()
+        self.accelerator.take_over(self.args)
+        self.state.is_world_process_zero = self.state.is_local_process_zero = self.is_world_process_zero()
+        self.add_callback(_Flow(self))
+
+    # Where the work is.
+
+    def is_world_process_zero(self: Any) -> bool:
+        """Whether this is worker 0, which logs and shows progress."""
+        return bool(self.accelerator.is_local_main_process)
+
+    def is_local_process_zero(self: Any) -> bool:
+        """As `is_world_process_zero`."""
+        return bool(self.accelerator.is_local_main_process)
+
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's. Blocks until all records of the job are in the model.
+
+        Raises:
+            UsageError: `resume_from_checkpoint` is given: a job resumes otherwise.
+        """
+        if resume_from_checkpoint:
+            raise UsageError(_RESUME)
+        return super().train(None, *args, **kwargs)  # type: ignore[misc]
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> None:
+        """Raises UsageError: a job trains one model."""
+        raise UsageError(
+            "trainer.hyperparameter_search(...) trains several models, but a job trains one. Start a job for "
+            "each set of hyperparameters: examples/sweep"
+        )
+
+    def get_train_dataloader(self: Any) -> Any:
+        """The job's records, as `Session.loader` gives them."""
+        self.accelerator.is_for_training = True
+        try:
+            return super().get_train_dataloader()  # type: ignore[misc]
+        finally:
+            self.accelerator.is_for_training = False
+
+    def set_initial_training_values(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """As the Trainer's, but that the job says when an epoch and the training end."""
+        _, _, *others = super().set_initial_training_values(*args, **kwargs)  # type: ignore[misc]
+        return (sys.maxsize, sys.maxsize, *others)
+
+    def create_scheduler(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's. The job steps it, once for each step that one process would make."""
+        scheduler = super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
+        wrapped = self.accelerator.prepare_scheduler(scheduler)
+        self.lr_scheduler = scheduler if isinstance(scheduler, ReduceLROnPlateau) else wrapped
+        return self.lr_scheduler
+
+    def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's: the batches of one optimizer step. There are fewer at the end of an epoch."""
+        samples, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        self._group = self._left_of_group = len(samples)
+        self._rate = super()._get_learning_rate()  # type: ignore[misc]
+        self.control.should_epoch_stop |= not samples
+        return samples, items
+
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As the Trainer's. Reports the loss to the job."""
+        loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        self.session.report(loss=loss * self._group)  # the Trainer divides it by their number
+        self._left_of_group -= 1
+        if not self._left_of_group:
+            self.accelerator.step_if_trainer_does_not()
+        return loss
+
+    def _get_learning_rate(self: Any) -> Any:
+        """Of the step under way: the session sets the next one within `optimizer.step()`."""
+        return super()._get_learning_rate() if self._rate is None else self._rate  # type: ignore[misc]
+
+    def _maybe_log_save_evaluate(self: Any, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
+        training = self.accelerator.training
+        if self.control.should_training_stop and not (training.finished or self.session.stopped):
+            self.session.stop("a callback of the Trainer has ended the training")
+
+    def _save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.accelerator.is_main_process:
+            super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def save_model(self: Any, *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's on the chief, for which it may block; in the middle of an epoch on worker 0."""
+        if self.accelerator.is_main_process:
+            super().save_model(*args, **kwargs)  # type: ignore[misc]
+
+
+class _OfTrainer(ElasticAccelerator):
+    """The `Accelerator` of a trainer."""
+
+    training: _Loader
+
+    def take_over(self, args: Any) -> None:
+        """Heed what the trainer's arguments say. Raises as `check_accumulation`."""
+        if args.gradient_accumulation_steps > 1:
+            self.check_accumulation(args.gradient_accumulation_steps)
+        self.is_for_training = False
+        self._accumulates = True  # the Trainer says with which backward() a step follows
+        self._max_steps, self._steps = args.max_steps, args.gradient_accumulation_steps
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """The job's records, if it is for training."""
+        if not self.is_for_training:
+            return Accelerator.prepare_data_loader(self, data_loader, *args, **kwargs)
+        if self._max_steps > 0:
+            self._epochs = math.ceil(self._max_steps / max(1, math.ceil(len(data_loader) / self._steps)))
+        loader = self.session.loader(data_loader, epochs=self._epochs, records=self._records)
+        self._training = self.training = _Loader(
+            loader, self.session, epochs=self._epochs, place=lambda batch: batch, ended=lambda: None
+        )
+        return self.training
+
+    @property
+    def batches_of_step(self) -> int:
+        """How many batches an optimizer step of one process has."""
+        return int(self._steps)
+
+    def _is_stepped_by_mistake(self) -> bool:
+        return False
+
+    def step_if_trainer_does_not(self) -> None:
+        """After a group's last batch: the Trainer makes no step with fewer batches than it expects."""
+        if not self.sync_gradients and self._elastic is not None:
+            self._elastic.step()
+            self._elastic.zero_grad()
+
+
+class _Loader(EpochLoader):
+    """The epochs as they come, for a loop that ends when the job says so.
+
+    Attributes:
+        number: the job's number of the epoch of the last loop.
+        loops: how many loops the Trainer has begun.
+        was_empty: whether this worker had no records in that epoch.
+        finished: whether there is no further epoch.
+    """
+
+    number = 0
+    loops = 0
+    was_empty = finished = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.loops += 1
+        while not self.ends():
+            assert self._upcoming is not None
+            self.number, self._upcoming = self._upcoming, None
+            self.within, self.was_empty, self.begun = True, True, self.begun + 1
+            try:
+                for batch in self._loader:
+                    self.batches += 1
+                    self.was_empty = False
+                    yield batch
+            finally:
+                self.within = False
+            if not self.was_empty or self._session.is_chief:  # who saves it, though others have trained it
+                return
+
+    def ends(self) -> bool:
+        """Whether there is no further epoch. Blocks."""
+        self.finished = self.finished or self.upcoming() is None
+        return self.finished
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last epoch."""
+        return self.number == self._epochs - 1
+
+    def is_chief(self) -> bool:
+        """Between two loops and after the last one: `Session.is_chief`."""
+        return self._session.is_chief
+
+
+class _Flow(TrainerCallback):  # type: ignore[misc]
+    """Ends the Trainer's loop when the job's records are trained, and not before."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        state.num_train_epochs = math.ceil(args.num_train_epochs)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A worker may make more steps than the Trainer expects, or fewer."""
+        session, training = self._trainer.session, self._trainer.accelerator.training
+        state.epoch = training.number + min(1.0, state.epoch - training.loops + 1)
+        if state.global_step >= state.max_steps:
+            control.should_training_stop = False
+        if 0 < args.max_steps <= session.version:
+            session.stop(f"max_steps={args.max_steps}")
+            control.should_training_stop = True
+
+    def on_epoch_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+        session, training = self._trainer.session, self._trainer.accelerator.training
+        state.epoch = training.number + 1.0
+        if training.was_empty:  # the Trainer would end
+            control.should_training_stop = False
+        if training.finished or ((training.is_last or session.stopped) and training.ends()):
+            control.should_training_stop = True
+
+
+def _check(trainer: Any) -> None:
+    """Raises UsageError: what the trainer is set up for cannot work in a job."""
+    args, kind = trainer.args, type(trainer).__name__.removeprefix("Elastic")
+    sampling = getattr(args, "train_sampling_strategy", "random")
+    by_length = getattr(args, "group_by_length", False) or sampling not in ("random", "sequential")
+    whole = float(args.num_train_epochs).is_integer() or args.max_steps > 0
+    problems: list[tuple[bool, str]] = [
+        (
+            args.world_size > 1 or args.parallel_mode.value in ("distributed", "tpu"),
+            "another launcher has started this process as one of several. In a job each worker uses "
+            "transformers alone, and the job adds up gradients: start the script with `elastic-ps run SCRIPT "
+            "--workers N`. With worker.processes, make the trainer of a class (ElasticMixin, Trainer)",
+        ),
+        (
+            args.n_gpu > 1,
+            f"the Trainer would divide a batch among {args.n_gpu} GPUs itself. Give each worker one with "
+            "CUDA_VISIBLE_DEVICES, or start a process for each with worker.processes",
+        ),
+        (
+            trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled,
+            "DeepSpeed and FSDP divide the model, but each worker of a job holds the whole model. Leave out "
+            "deepspeed and fsdp",
+        ),
+        (
+            by_length,
+            "group_by_length chooses records itself, and a job trains every record once in each epoch. "
+            "Leave it out, or sort the data set by length and set `data.shuffle: false`",
+        ),
+        (
+            args.auto_find_batch_size,
+            "auto_find_batch_size begins the training again, which a job cannot. Leave it out, and set "
+            "per_device_train_batch_size",
+        ),
+        (
+            not whole,
+            f"num_train_epochs is {args.num_train_epochs}, but a job counts whole epochs. Set a whole "
+            "number, or max_steps",
+        ),
+        (
+            args.load_best_model_at_end,
+            "load_best_model_at_end needs the checkpoints of one process. Leave it out, and let an evaluator "
+            "keep the best checkpoint: docs/guides/evaluator.md",
+        ),
+        (
+            str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) == "greedy",
+            "lr_scheduler_type is greedy, which steps by the loss of one process. Use another schedule",
+        ),
+        (
+            _own_loader(trainer),
+            f"{kind} makes the batches that it trains itself (get_train_dataloader), so the job would not "
+            "know of which records they are. Trainers that leave it to transformers work, as SFTTrainer, "
+            "DPOTrainer and RewardTrainer of TRL",
+        ),
+    ]
+    for given, said in problems:
+        if given:
+            raise UsageError(said)
+
+
+def _own_loader(trainer: Any) -> bool:
+    """Whether its class replaces what gives the Trainer its batches."""
+    replaced: list[Callable[..., Any]] = [
+        vars(kind)["get_train_dataloader"]
+        for kind in type(trainer).__mro__
+        if "get_train_dataloader" in vars(kind) and kind not in (ElasticMixin, Trainer)
+    ]
+    return bool(replaced)

@@ -1,0 +1,216 @@
+"""A Trainer trains in a job as it does alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+
+from elastic_ps.errors import UsageError
+from elastic_ps.integrations.transformers import ElasticMixin, prepare_trainer
+from elastic_ps.worker.session import Session
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import assert_each_record_once
+from tests.testing.tiers import per_change
+
+EPOCHS, RECORDS, BATCH = 3, 50, 4
+IN_ORDER = {"shuffle": False}
+
+
+class Records(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, records: int) -> None:
+        self._data = Numbers(records)
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        x, y = self._data[index]
+        return {"x": x.double(), "labels": y.double()}
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = make_mlp().double()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.mlp(x)
+        return {"loss": torch.nn.functional.mse_loss(found, labels), "logits": found}
+
+
+def arguments(directory: Path, **options: Any) -> TrainingArguments:
+    usual = {
+        "num_train_epochs": EPOCHS,
+        "per_device_train_batch_size": BATCH,
+        "learning_rate": 0.01,
+        "warmup_steps": 3,
+        "max_grad_norm": 0.1,
+        "train_sampling_strategy": "sequential",
+        "logging_steps": 1,
+        "eval_strategy": "epoch",
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(output_dir=str(directory), **(usual | options))
+
+
+def make(
+    directory: Path, *, records: int = RECORDS, kind: Any = Trainer, given: Any = None, **options: Any
+) -> Any:
+    return kind(
+        Net(),
+        arguments(directory, **options),
+        train_dataset=Records(records),
+        eval_dataset=Records(20),
+        **(given or {}),
+    )
+
+
+def by_itself(directory: Path, **options: Any) -> Any:
+    trainer = make(directory, **options)
+    trainer.train()
+    return trainer
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def assert_same_model(ours: Any, theirs: Any) -> None:
+    for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("steps", "schedule"), per_change([(1, "cosine"), (2, "linear"), (4, "linear")], keep=[(2, "linear")])
+)
+def test_the_curve_is_that_of_the_trainer_alone(tmp_path: Path, steps: int, schedule: str) -> None:
+    """50 records in batches of 4: the last batch of an epoch is smaller, and the last step has fewer."""
+    options: dict[str, Any] = {"gradient_accumulation_steps": steps, "lr_scheduler_type": schedule}
+    alone = by_itself(tmp_path / "alone", **options)
+    trainers = list[Any]()
+
+    def script(session: Session) -> None:
+        trainer = prepare_trainer(make(tmp_path / "job", save_strategy="epoch", **options), session=session)
+        trainer.train()
+        trainer.save_model()
+        trainers.append(trainer)
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        job.run(script, workers=1)
+        assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
+        assert job.status().progress.loss is not None
+    ours = trainers[0]
+    assert ours.state.global_step == alone.state.global_step
+    for name in ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch"):
+        assert logged(ours, name) == pytest.approx(logged(alone, name), rel=1e-12), name
+    assert_same_model(ours, alone)
+    of_epoch = alone.state.global_step // EPOCHS
+    assert {path.name for path in (tmp_path / "job").glob("checkpoint-*")} == {
+        f"checkpoint-{of_epoch * epoch}" for epoch in (1, 2, 3)
+    }
+    assert (tmp_path / "job" / "model.safetensors").exists()
+
+
+def test_two_workers_share_the_batches_of_the_trainer_alone(tmp_path: Path) -> None:
+    records = 48  # the last batch of an epoch is as large as the others
+    alone = by_itself(
+        tmp_path / "alone", per_device_train_batch_size=2 * BATCH, records=records, warmup_steps=0
+    )
+    trainers, lock, saved = dict[int, Any](), threading.Lock(), list[int]()
+
+    class Saving(Trainer):  # type: ignore[misc]
+        def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            with lock:
+                saved.append(round(self.state.epoch))
+
+    def script(session: Session) -> None:
+        trainer = make(tmp_path, records=records, kind=Saving, save_strategy="epoch", warmup_steps=0)
+        trainers[session.worker] = prepare_trainer(trainer, session=session)
+        trainer.train()
+
+    together = {"globalBatchSize": 2 * BATCH}
+    with running_job(tmp_path / "job", consistency=together, data=IN_ORDER) as job:
+        job.run(script, workers=2)
+        assert_each_record_once(job.commits(), records=records, epochs=EPOCHS)
+    assert_same_model(trainers[0], alone)
+    assert_same_model(trainers[1], alone)
+    assert saved == [1, 2, 3], "the chief saves"
+    assert trainers[0].state.is_world_process_zero
+    assert not trainers[1].state.is_world_process_zero
+
+
+@pytest.mark.parametrize("how", per_change(["max_steps", "early stopping"], keep=["early stopping"]))
+def test_a_stop_of_the_trainer_ends_the_job(tmp_path: Path, how: str) -> None:
+    options: dict[str, Any] = {"max_steps": 5, "eval_strategy": "no"}
+    if how == "early stopping":
+        options = {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    given = {} if how == "max_steps" else {"callbacks": [EarlyStoppingCallback(1)]}
+    alone = by_itself(tmp_path / "alone", given=given, **options)
+    trainers = list[Any]()
+
+    def script(session: Session) -> None:
+        trainers.append(make(tmp_path / "job", given=given, **options))
+        prepare_trainer(trainers[0], session=session).train()
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        job.run(script, workers=1)
+        assert job.status().progress.stopped
+        assert len(job.commits()) == alone.state.global_step < EPOCHS * 13
+    assert_same_model(trainers[0], alone)
+
+
+class OwnLoader(Trainer):  # type: ignore[misc]
+    """As TRL's GRPOTrainer."""
+
+    def get_train_dataloader(self) -> Any:
+        return []
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "group_by_length": ("chooses records itself", {"train_sampling_strategy": "group_by_length"}),
+    "auto_find_batch_size": ("set per_device_train_batch_size", {"auto_find_batch_size": True}),
+    "half an epoch": ("a job counts whole epochs", {"num_train_epochs": 1.5}),
+    "best model": (
+        "let an evaluator keep the best",
+        {"load_best_model_at_end": True, "save_strategy": "epoch"},
+    ),
+    "own loader": ("OwnLoader makes the batches that it trains itself", {"kind": OwnLoader}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_before_training(tmp_path: Path, case: str) -> None:
+    said, options = REFUSED[case]
+    with pytest.raises(UsageError, match=said):
+        prepare_trainer(make(tmp_path, **options))
+
+
+def test_a_class_of_ones_own_resumes_through_the_job(tmp_path: Path) -> None:
+    class Own(ElasticMixin, Trainer):  # type: ignore[misc]
+        pass
+
+    with running_job(tmp_path / "job", consistency={"globalBatchSize": 8}) as job:
+        trainer = make(tmp_path, kind=Own, given={"session": job.session(0)})
+        refused: list[tuple[str, Callable[[], object]]] = [
+            ("--resume DIR", lambda: trainer.train(resume_from_checkpoint=True)),
+            ("examples/sweep", trainer.hyperparameter_search),
+            (
+                "leave gradient_accumulation_steps out",
+                lambda: make(
+                    tmp_path, kind=Own, given={"session": job.session(1)}, gradient_accumulation_steps=2
+                ),
+            ),
+        ]
+        for said, call in refused:
+            with pytest.raises(UsageError, match=said):
+                call()
