@@ -92,7 +92,7 @@ def test_how_long_it_takes_is_said_of_a_job_that_runs(phase: Phase, shown: bool)
     server = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, progress=progress)
     status = LocalStatus(job="j", phase=phase, launcher_pid=1, started=0, updated=0, workers=1, server=server)
     console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(frame(status))
+    console.print(frame(status, width=console.width))
     assert ("left" in console.export_text()) is shown
 
 
@@ -103,7 +103,7 @@ def test_the_status_says_what_problem_the_parameter_server_has(ready: bool) -> N
         job="j", phase="Running", launcher_pid=1, started=0, updated=0, workers=1, server=server
     )
     console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(frame(status))
+    console.print(frame(status, width=console.width))
     assert "problem: No space left on device" in console.export_text()
 
 
@@ -114,7 +114,7 @@ def test_the_status_says_why_the_job_learns_nothing() -> None:
         job="j", phase="Running", launcher_pid=1, started=0, updated=0, workers=1, server=server
     )
     console = Console(width=80, file=io.StringIO(), record=True)
-    console.print(frame(status))
+    console.print(frame(status, width=console.width))
     assert "diverged: the loss is 2.3" in console.export_text()
 
 
@@ -178,7 +178,7 @@ def process(worker: int, **fields: Any) -> ProcessStatus:
 
 def shown(status: LocalStatus) -> str:
     console = Console(width=100, file=io.StringIO(), record=True)
-    console.print(frame(status))
+    console.print(frame(status, width=console.width))
     return console.export_text()
 
 
