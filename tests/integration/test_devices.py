@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ps.codec import devices
 from elastic_ps.codec.encoder import CodecSelection
-from elastic_ps.worker import flat
 from elastic_ps.worker.session import Session
 from tests.testing.devices import LateDevice, Said
 from tests.testing.harness import Numbers, make_mlp, running_job
@@ -29,7 +29,7 @@ BUCKETS = {"bucketBytes": 1024}
 def late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
     """The CPU is a device whose copies are late."""
     late = LateDevice()
-    monkeypatch.setattr(flat, "streams_of", lambda device: late.streams())
+    monkeypatch.setattr(devices, "streams_of", lambda device: late.streams())
     return late
 
 
