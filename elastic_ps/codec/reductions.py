@@ -21,7 +21,7 @@ class Reduction(NamedTuple):
     """How contributions to buckets with one rule become one.
 
     Attributes:
-        name: "mean" is weighted by samples; "first" is the contribution of the lowest index.
+        name: "mean" is weighted; "first" is the contribution of the lowest index.
         dtype: the dtype in which a group adds up contributions of a dtype.
         add: adds a contribution to a sum of others. It gets the sum, the contribution, the contribution's
             share of the weight, the share of the others, and a bound of all magnitudes. If a share is small,

@@ -32,7 +32,9 @@ class Contribution:
 
     Attributes:
         worker, incarnation, step: the worker, its incarnation, and its own number of the step.
-        samples: the weight in the mean; by default the number of records.
+        samples: how many records it counts as: its own, or in mode `local` with fragments those that the
+            fragment was trained on.
+        weight: the weight in the mean; 0: `samples`.
         records: the records that it was computed on.
         skipped: the records that the script has skipped before it.
         assigns: whether its values were assigned and become the version, without a step on records.
@@ -50,6 +52,11 @@ class Contribution:
     reductions: Mapping[str, str] = field(default_factory=dict)
     skipped: tuple[Range, ...] = ()
     assigns: bool = False
+    weight: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.weight:
+            object.__setattr__(self, "weight", float(self.samples))
 
     @property
     def ranges(self) -> tuple[Range, ...]:
@@ -58,8 +65,9 @@ class Contribution:
 
     def record(self, staleness: int) -> dict[str, Any]:
         """The entry for histories. `staleness`: the step's staleness in its version."""
-        said = {"worker": self.worker, "incarnation": self.incarnation, "step": self.step}
+        said: dict[str, Any] = {"worker": self.worker, "incarnation": self.incarnation, "step": self.step}
         said |= {"samples": self.samples, "staleness": staleness}
+        said |= {} if self.weight == self.samples else {"weight": self.weight}
         skipped = {"skipped": [list(r) for r in self.skipped]} if self.skipped else {}
         return {**said, "records": [list(r) for r in self.records], **skipped}
 

@@ -7,7 +7,7 @@ starts again, so it does not grow with time.
 from __future__ import annotations
 
 import enum
-from collections import Counter
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -47,7 +47,7 @@ class PushLog:
             of the workers is the order of additions.
         several: whether a worker may push several steps for one round.
         added: for each bucket, the (worker, incarnation, step) whose values are in its sum.
-        weights: for each bucket with pushes in its sum, their total weight in samples.
+        weights: for each bucket with pushes in its sum, their weights.
         adding: the buckets to which a push is being added, so that their sums are incomplete.
     """
 
@@ -57,7 +57,7 @@ class PushLog:
     expected: Mapping[int, int] = field(default_factory=dict)
     several: bool = False
     added: dict[int, set[tuple[int, int, int]]] = field(default_factory=dict)
-    weights: Counter[int] = field(default_factory=Counter)
+    weights: dict[int, list[float]] = field(default_factory=dict)
     asked: set[tuple[int, int]] = field(default_factory=set)
     adding: set[int] = field(default_factory=set)
 
@@ -132,12 +132,16 @@ class PushLog:
         """Note that the push is being added to its bucket's sum. No other one may be meanwhile."""
         self.adding.add(key.bucket)
 
-    def add(self, key: PushKey, *, samples: int = 0) -> None:
-        """Note that the push, of the open round and with the weight `samples`, is in its bucket's sum."""
+    def add(self, key: PushKey, *, weight: float = 0.0) -> None:
+        """Note that the push, of the open round and with this weight, is in its bucket's sum."""
         self.adding.discard(key.bucket)
-        if samples:
-            self.weights[key.bucket] += samples
+        if weight:
+            self.weights.setdefault(key.bucket, []).append(weight)
         self.added.setdefault(key.bucket, set()).add((key.worker, key.incarnation, key.step))
+
+    def weight(self, bucket: int) -> float:
+        """The total weight of the pushes in a bucket's sum, rounded once: the order makes no difference."""
+        return math.fsum(self.weights.get(bucket, ()))
 
     def turn(self, worker: int, bucket: int) -> bool:
         """Whether all expected workers with a lower index are in the sum of `bucket`."""

@@ -7,6 +7,7 @@ batch without any is skipped when a step is made with later ones, or when the lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from elastic_ps.core.ledger import Range
 from elastic_ps.core.metrics import REDUCTIONS, reduce_values
 from elastic_ps.core.names import LONGEST_NAME, is_name
 from elastic_ps.core.portions import apportion
+from elastic_ps.core.weights import is_weight
 from elastic_ps.data.states import HANDS, Hand, HandEvent
 from elastic_ps.errors import UsageError
 
@@ -25,6 +27,7 @@ class _Batch:
 
     Attributes:
         sizes: how many they are; of several batches that are to be computed on again, of each.
+        weight: what the script said that it weighs; 0: nothing.
         values: for each name, values with their weights. Tensors stay on their device: nothing waits for it
             before the step ends.
     """
@@ -32,6 +35,7 @@ class _Batch:
     def __init__(self, ranges: Iterable[Range], sizes: Sequence[int] = ()) -> None:
         self.ranges = list(ranges)
         self.sizes = sizes or [sum(each.records for each in self.ranges)]
+        self.weight = 0.0
         self.values: dict[str, list[tuple[Any, int]]] = {}
 
 
@@ -46,6 +50,7 @@ class Batches:
     def __init__(self) -> None:
         self.hand, self.grouped = Hand.EMPTY, False
         self._open: list[_Batch] = []  # that no backward() has run for
+        self._weighed = False  # since the last batch was handed out, and the last backward()
         self._new = 0  # how many of the last of these were handed out since the last backward()
         self._computed: list[_Batch] = []
         self._kept: list[list[_Batch]] = []  # of the steps that the parameter server does not know of
@@ -109,9 +114,35 @@ class Batches:
         """How many records the next step is computed on."""
         return sum(self.sizes)
 
+    @property
+    def weight(self) -> float:
+        """What the script said that the next step weighs; 0: nothing."""
+        return sum(batch.weight for batch in self._computed)
+
+    def weigh(self, weight: float) -> None:
+        """The script says what the next backward() weighs; see `Session.weigh`."""
+        if not (self._open or self._computed):
+            if self.lost:
+                return
+            raise UsageError(
+                "session.weigh was called without a batch. Call it after a batch of session.loader(...) is "
+                "loaded, and before its backward()"
+            )
+        if self._weighed:
+            raise UsageError(
+                "session.weigh was called twice for one backward(). Call it once before each, with the "
+                "number of all tokens that its loss is a mean of"
+            )
+        self._weighed = True
+        if self._open:  # computed on again, it keeps what was said, or gets another weight
+            self._open[-1 if self._new else 0].weight = weight
+        else:
+            self._computed[-1].weight += weight
+
     def add(self, ranges: Iterable[Range]) -> None:
         """A batch of these records is handed to the script."""
         self._open.append(_Batch(ranges))
+        self._weighed = False
         self._new += 1
         self.note(HandEvent.HAND_OUT)
 
@@ -120,7 +151,7 @@ class Batches:
         self.grouped |= bool(self._open) and not self._new
         if self._open:
             self._computed.append(self._open.pop(-1 if self._new else 0))
-        self._new = 0
+        self._new, self._weighed = 0, False
 
     def under_way(self, *, begins: bool) -> int:
         """How many records the batch of a backward() has that `begins`, or has begun; 0 if there is none."""
@@ -155,6 +186,7 @@ class Batches:
             return self.skip_computed()
         if self._computed:
             again = _Batch(self.computed, self.sizes)
+            again.weight = self.weight
             for name, value in self._values(self._computed):
                 again.values.setdefault(name, []).append(value)
             self._open.append(again)
@@ -262,6 +294,20 @@ def _checked(name: str, value: Any) -> Any:
         except (TypeError, ValueError, OverflowError):
             what = repr(value)[:300]
     raise UsageError(f"the value that is reported as {name!r} has to be one number, but is {what}")
+
+
+def checked_weight(weight: Any) -> float:
+    """The weight as a number. Raises UsageError: see `Session.weigh`."""
+    try:
+        given = float(weight)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        given = math.nan
+    if not is_weight(given):
+        raise UsageError(
+            "session.weigh takes a positive number, such as the number of tokens in the batch, and at most "
+            f"2**64; given: {repr(weight)[:300]}. If a batch has nothing to train on, call optimizer.skip()"
+        )
+    return given
 
 
 def slice_sizes(records: int, processes: int, *, least: int = 1) -> list[int]:

@@ -82,17 +82,17 @@ class RemoteTables(Tables):
         super().__init__(dict(sources))
         self._client, self._remote = client, sources
 
-    def send(self, caller: pb.Caller, step: int, samples: int) -> None:
+    def send(self, caller: pb.Caller, step: int, weight: float) -> None:
         """Send the rows of a step to all shards, before it is ended. Blocks. Raises Refused, ConnectionLost.
 
         Args:
             caller, step: the incarnation, and its number for the step.
-            samples: the weight of the step.
+            weight: that of the step in the mean.
         """
         shards = self._client.shards
         places = {name: shard_of(each.ids, shards) for name, each in self._taken.items()}
         for shard in range(shards):
-            request = pb.PushRowsRequest(caller=caller, step=step, samples=samples)
+            request = pb.PushRowsRequest(caller=caller, step=step, weight=weight)
             body: list[bytes] = []
             for name, (ids, values, counts) in self._taken.items():
                 own = np.flatnonzero(places[name] == shard)

@@ -8,6 +8,7 @@ given up the earlier one, so each worker has one step here at most.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
@@ -17,6 +18,7 @@ import torch
 from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec import as_bytes
 from elastic_ps.codec.state import Stored
+from elastic_ps.core.weights import is_weight
 from elastic_ps.embedding.init import Ids
 from elastic_ps.embedding.module import Gradient, coalesced
 from elastic_ps.embedding.placing import shard_of
@@ -40,7 +42,7 @@ class Step(NamedTuple):
 
     incarnation: int
     number: int
-    samples: int
+    weight: float
     gradients: Mapping[str, Gradient]
 
 
@@ -81,29 +83,30 @@ class ShardTables:
             self._steps[worker] = step
             return True
 
-    def require(self, contributors: Collection[Contributor], samples: int) -> None:
+    def require(self, contributors: Collection[Contributor], weight: float) -> None:
         """Raise Refused (INVALID) unless the rows of all these steps are here, if workers train tables."""
         with self._lock:
             if not self._steps:
                 return
             steps = self._of(contributors)
-        if len(steps) < len(contributors) or sum(step.samples for step in steps) != samples:
+        found = math.fsum(step.weight for step in steps)
+        if len(steps) < len(contributors) or found != weight:
             raise Refused(
                 RefusalCode.INVALID,
                 f"shard {self._shard} has the rows of {len(steps)} of {len(contributors)} steps, with "
-                f"{sum(step.samples for step in steps)} of {samples} records",
+                f"{found:g} of their weight of {weight:g}",
             )
 
-    def apply(self, version: int, contributors: Collection[Contributor], samples: int) -> None:
-        """Make a version of the rows of these steps: the mean over all records, in the order of workers."""
+    def apply(self, version: int, contributors: Collection[Contributor], weight: float) -> None:
+        """Make a version of the rows of these steps: their weighted mean, in the order of workers."""
         with self._lock:
             steps = self._of(contributors)
             for name, table in self._tables.items():
-                found = [(each, step.samples) for step in steps if (each := step.gradients.get(name))]
+                found = [(each, step.weight) for step in steps if (each := step.gradients.get(name))]
                 if len(steps) > 1:  # else the mean is the step's own, bit for bit
-                    found = [(each._replace(values=each.values * weight), weight) for each, weight in found]
+                    found = [(each._replace(values=each.values * own), own) for each, own in found]
                 ids, values, counts = coalesced([each for each, _ in found], table.spec)
-                table.update(ids, values / samples if len(steps) > 1 else values, counts, version)
+                table.update(ids, values / weight if len(steps) > 1 else values, counts, version)
 
     def _of(self, contributors: Collection[Contributor]) -> list[Step]:
         found = [(self._steps.get(worker), place) for worker, *place in sorted(contributors)]
@@ -166,14 +169,14 @@ class TableCalls:
         specs = [spec_from_text(each.table) for each in request.tables]
         sizes = [gradient_bytes(spec, each.rows) for spec, each in zip(specs, request.tables, strict=True)]
         twice = len({spec.name for spec in specs}) < len(specs)
-        if sum(sizes) != incoming.size or twice or not request.samples:
+        if sum(sizes) != incoming.size or twice or not is_weight(request.weight):
             raise Malformed(f"a step with {incoming.size} bytes of rows; expected {sum(sizes)}")
         tables, body, start = self._tables(), _read(incoming), 0
         gradients = {}
         for spec, each, size in zip(specs, request.tables, sizes, strict=True):
             gradients[spec.name] = gradient_from_bytes(body[start : start + size], spec, each.rows)
             start += size
-        step = Step(request.caller.incarnation, request.step, request.samples, gradients)
+        step = Step(request.caller.incarnation, request.step, request.weight, gradients)
         return pb.Done(duplicate=not tables.push(request.caller.worker, step, specs))
 
 

@@ -354,7 +354,7 @@ class CommitCoordinator:
         application = Application(
             attempt=rounds.attempt,
             contributors=[(c.worker, c.incarnation, c.step) for c in contributions],
-            samples=sum(c.samples for c in contributions),
+            weight=math.fsum(c.weight for c in contributions),
             settings=state.settings_to_step_with(contributions),
             assigns=any(c.assigns for c in contributions),
             elsewhere=state.state_holders is not None,

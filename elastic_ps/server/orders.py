@@ -41,7 +41,7 @@ class Application:
 
     attempt: int
     contributors: Collection[tuple[int, int, int]]
-    samples: int
+    weight: float
     settings: Settings
     assigns: bool = False
     elsewhere: bool = False

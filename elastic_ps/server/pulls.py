@@ -71,14 +71,14 @@ class Basis:
         version: the version that the step makes.
         attempt: the attempt of the round.
         contributors: (worker, incarnation, step) of all contributions.
-        samples: the sum of their weights.
+        weight: the sum of their weights.
         groups: the optimizer's hyperparameters.
     """
 
     version: int
     attempt: int
     contributors: frozenset[tuple[int, int, int]]
-    samples: int
+    weight: float
     groups: Sequence[Mapping[str, Any]]
 
     def has_sums_of(self, other: Basis) -> bool:
@@ -373,7 +373,7 @@ class Pulls:
                     return None
                 live, log, version = self._round.buckets[index], self._round.log, self._round.log.version + 1
                 contributors = frozenset(log.added[index])
-                basis = Basis(version, log.attempt, contributors, live.weight, tuple(groups))
+                basis = Basis(version, log.attempt, contributors, log.weight(index), tuple(groups))
             started = time.monotonic_ns()
             draft = self._drafts.make(live, basis)
             self._trace.complete("draft", started, time.monotonic_ns(), bucket=index, version=version)

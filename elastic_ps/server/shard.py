@@ -37,6 +37,7 @@ from elastic_ps.codec.values import ValueEncoder
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
 from elastic_ps.core.settings import clip_divisor
+from elastic_ps.core.weights import is_weight
 from elastic_ps.embedding.served import ShardTables
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
@@ -239,7 +240,7 @@ class Shard:
     def push(
         self,
         key: PushKey,
-        samples: int,
+        weight: float,
         present: Sequence[bool],
         incoming: Incoming,
         sent: Payload | None = None,
@@ -268,10 +269,8 @@ class Shard:
                 f"push of {incoming.size} bytes and {len(present)} flags for bucket {key.bucket}, "
                 f"which has {bucket.nbytes} bytes and {len(bucket.pieces)} pieces",
             )
-        if samples < 1 or bucket.rule is Rule.CONSTANT:
-            raise Refused(
-                RefusalCode.MALFORMED, f"bucket {key.bucket} ({bucket.rule.name}), {samples} samples"
-            )
+        if not is_weight(weight) or bucket.rule is Rule.CONSTANT:
+            raise Refused(RefusalCode.MALFORMED, f"bucket {key.bucket} ({bucket.rule.name}), weight {weight}")
         slot = (key.bucket, key.worker)
         with self._lock:
             may_go_on = self._round.wait(
@@ -288,17 +287,17 @@ class Shard:
             self._receiving.add(slot)
         try:
             if empty:
-                return self._add_by(key, samples, lambda to, first: to.add_nothing(samples, first=first))
+                return self._add_by(key, weight, lambda to, first: to.add_nothing(weight, first=first))
             plain = self._buffers.receive(bucket, incoming, timeout=self._limits.shard_answer)
             with encoded or plain as contribution:
-                return self._add(key, samples, present, contribution)
+                return self._add(key, weight, present, contribution)
         finally:
             with self._lock:
                 self._receiving.discard(slot)
                 self._round.added.notify_all()  # those that pull would be woken up in vain
 
     def _add(
-        self, key: PushKey, samples: int, present: Sequence[bool], contribution: torch.Tensor | Sparse | Rows
+        self, key: PushKey, weight: float, present: Sequence[bool], contribution: torch.Tensor | Sparse | Rows
     ) -> bool:
         bucket = self._buckets[key.bucket]
         usual = bucket.values if bucket.bucket.rule in (Rule.MEAN, Rule.BROADCAST) else None
@@ -306,11 +305,11 @@ class Shard:
         largest = require_finite(contribution, who, usual=usual, advice=WHAT_TO_DO)
 
         def add(values: BucketValues, first: bool) -> None:
-            values.add(contribution, samples, present, first=first, worker=key.worker, largest=largest)
+            values.add(contribution, weight, present, first=first, worker=key.worker, largest=largest)
 
-        return self._add_by(key, samples, add)
+        return self._add_by(key, weight, add)
 
-    def _add_by(self, key: PushKey, samples: int, add: Callable[[BucketValues, bool], None]) -> bool:
+    def _add_by(self, key: PushKey, weight: float, add: Callable[[BucketValues, bool], None]) -> bool:
         """Call `add` with the bucket and whether it begins a new sum. See `push`."""
         with self._adding[key.bucket]:
             with self._lock:
@@ -323,7 +322,7 @@ class Shard:
                 # A round that was restarted meanwhile has no sum yet: the next push begins one. A worker that
                 # was dropped from the same attempt is in the sum, and the log has to record that.
                 self._log.require_open(key)
-                self._log.add(key, samples=samples)
+                self._log.add(key, weight=weight)
         return True
 
     def _may_add(self, key: PushKey) -> bool:
@@ -380,14 +379,14 @@ class Shard:
     def _apply(self, version: int, apply: Application, attempt: int, expected: Mapping[int, int]) -> None:
         self._require_complete(version, apply)
         contributors = frozenset(apply.contributors)
-        self.tables.apply(version, () if apply.assigns else contributors, apply.samples)
+        self.tables.apply(version, () if apply.assigns else contributors, apply.weight)
         started, stepped = time.monotonic_ns(), self._to_step
         with self._lock:
             for values in self._buckets.values():
                 if values.bucket.rule is Rule.CONSTANT:
                     values.version = version
             self._round.torn = bool(stepped)
-        basis = Basis(version, apply.attempt, contributors, apply.samples, tuple(apply.settings.groups))
+        basis = Basis(version, apply.attempt, contributors, apply.weight, tuple(apply.settings.groups))
         clip, norm = apply.clips, apply.norm
         divisor = 1.0 if clip is None else clip_divisor(self._norm() if norm is None else norm, clip)
         for bucket in stepped:
@@ -458,15 +457,15 @@ class Shard:
                 raise Refused(
                     RefusalCode.INVALID, f"shard {self.index} lacks gradients for version {version}"
                 )
-            weights = () if apply.assigns else self._log.weights.values()
-            if wrong := {weight for weight in weights if weight != apply.samples}:
+            weights = () if apply.assigns else map(self._log.weight, self._log.weights)
+            if wrong := {weight for weight in weights if weight != apply.weight}:
                 raise Refused(
                     RefusalCode.INVALID,
-                    f"gradients on shard {self.index} for version {version} weigh {max(wrong)} samples, but "
-                    f"their steps {apply.samples}",
+                    f"gradients on shard {self.index} for version {version} weigh {max(wrong):g}, but their "
+                    f"steps {apply.weight:g}",
                 )
         if not apply.assigns and not apply.elsewhere:
-            self.tables.require(apply.contributors, apply.samples)
+            self.tables.require(apply.contributors, apply.weight)
 
     # --- standby
 

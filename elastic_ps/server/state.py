@@ -30,6 +30,7 @@ from elastic_ps.core.results import Results
 from elastic_ps.core.script_state import EMPTY
 from elastic_ps.core.settings import Settings
 from elastic_ps.core.stages import STAGES, Stage, StageEvent
+from elastic_ps.core.weights import is_weight
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server.orders import Model
 from elastic_ps.transport import messages_pb2 as pb
@@ -495,15 +496,17 @@ class JobState:
     def check_records(self, step: Contribution) -> None:
         """Raise LedgerError unless a worker holds its step's records, each once, for this step alone.
 
-        Raise it, too, if the step weighs more than its records: it would dominate the mean. A fragment may
-        weigh more, since it was trained on the records of earlier exchanges.
+        Raise it, too, if the step counts as more than its records, unless it is of a fragment, which was
+        trained on the records of earlier exchanges; or if its weight is none.
         """
         records = sum(r.records for r in step.records)
         if step.samples > max(1, records) and not self.consistency.fragments:
             raise LedgerError(
-                f"step {step.step} of worker {step.worker} weighs {step.samples} samples, but it has "
+                f"step {step.step} of worker {step.worker} counts as {step.samples} samples, but it has "
                 f"{records} records"
             )
+        if not (is_weight(step.weight) or step.assigns):
+            raise LedgerError(f"step {step.step} of worker {step.worker} has the weight {step.weight}")
         if self.ledger is None:
             return
         before = self.rounds.done.get(step.worker)  # the same step, if its round was restarted

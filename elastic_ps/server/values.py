@@ -50,7 +50,7 @@ class BucketValues:
         changed: the first version with the present values.
         delta: the change from the previous values to these; None: it is not known.
         draft: the number with which the values were sent before their round was decided; 0: they were not.
-        weight: the samples of all contributions to the open round's sum.
+        weight: the weight of all contributions to the open round's sum.
         present: for each piece, whether a contribution has a gradient for it. The list is never changed.
     """
 
@@ -71,7 +71,8 @@ class BucketValues:
         self.memory = allocate(bucket.nbytes)
         self.values = as_tensor(self.memory, dtype_of(bucket.dtype))
         self.master = self.values
-        self.version = self.changed = self.draft = self.weight = 0
+        self.version = self.changed = self.draft = 0
+        self.weight = 0.0
         self._sum: torch.Tensor | None = None
         self._sums: list[torch.Tensor] = []  # of each piece
         self._bound = 0.0  # no element of the open round's sum has a larger magnitude
@@ -117,7 +118,7 @@ class BucketValues:
     def sum(self) -> torch.Tensor:
         """The sum of the open round's contributions so far: flat, of the dtype of sums.
 
-        For gradients it is the mean, weighted by samples. The mean takes one pass over memory for each
+        For gradients it is their weighted mean. The mean takes one pass over memory for each
         contribution, as a sum does, and the step need not divide.
         """
         total = self._memory()
@@ -132,19 +133,19 @@ class BucketValues:
             self._sums = [self._piece(self._sum, index) for index in range(len(self.bucket.pieces))]
         return self._sum
 
-    def add_nothing(self, samples: int, *, first: bool) -> None:
+    def add_nothing(self, weight: float, *, first: bool) -> None:
         """Add a worker's step without any gradient. `first` begins a new sum."""
-        self.weight = samples if first else self.weight + samples
+        self.weight = weight if first else self.weight + weight
         if first:
             self._blank, self._bound = True, 0.0
             self.present = [False] * len(self.bucket.pieces)
         elif self.bucket.rule is Rule.GRADIENT and not self._blank:
-            self._memory().mul_((self.weight - samples) / self.weight)
+            self._memory().mul_((self.weight - weight) / self.weight)
 
     def add(
         self,
         contribution: torch.Tensor | Sparse | Rows,
-        samples: int,
+        weight: float,
         present: Sequence[bool],
         *,
         first: bool,
@@ -160,8 +161,8 @@ class BucketValues:
         assert not isinstance(contribution, Rows), "only tables have rows"
         present = present or [True] * len(self.bucket.pieces)
         rule, total, begins = self.bucket.rule, self._memory(), first or self._blank
-        self.weight = samples if first else self.weight + samples
-        share, rest = samples / self.weight, (self.weight - samples) / self.weight
+        self.weight = weight if first else self.weight + weight
+        share, rest = weight / self.weight, (self.weight - weight) / self.weight
         self._bound = largest if begins else max(self._bound, largest)
         if isinstance(contribution, Sparse):
             total.zero_() if begins else total.mul_(rest)
@@ -369,15 +370,15 @@ class TableValues(BucketValues):
         """See `BucketValues`: a copy, as large as the table."""
         return self._mean.dense(self._shape[0]).view(-1)
 
-    def add_nothing(self, samples: int, *, first: bool) -> None:
+    def add_nothing(self, weight: float, *, first: bool) -> None:
         """See `BucketValues`."""
-        self._begin(samples, first, [False])
-        self._mean.add(None, samples)
+        self._begin(weight, first, [False])
+        self._mean.add(None, weight)
 
     def add(
         self,
         contribution: torch.Tensor | Sparse | Rows,
-        samples: int,
+        weight: float,
         present: Sequence[bool],
         *,
         first: bool,
@@ -387,16 +388,16 @@ class TableValues(BucketValues):
         """See `BucketValues`. Rows are kept, everything else is copied."""
         del worker, largest
         assert not isinstance(contribution, Sparse), "no codec is for tables"
-        self._begin(samples, first, present or [True])
+        self._begin(weight, first, present or [True])
         if isinstance(contribution, torch.Tensor):  # assigned, or the gradient was dense
             contribution = Rows.of(contribution.view(self._shape).clone())
-        self._mean.add(contribution, samples)
+        self._mean.add(contribution, weight)
 
-    def _begin(self, samples: int, first: bool, present: Sequence[bool]) -> None:
+    def _begin(self, weight: float, first: bool, present: Sequence[bool]) -> None:
         if first:
             self._mean.begin()
-            self.weight, self.present = 0, [False]
-        self.weight += samples
+            self.weight, self.present = 0.0, [False]
+        self.weight += weight
         self.present = [self.present[0] or present[0]]
 
     @property

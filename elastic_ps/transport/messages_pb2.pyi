@@ -391,13 +391,13 @@ class Part(_message.Message):
     def __init__(self, name: _Optional[str] = ..., dtype: _Optional[str] = ..., elements: _Optional[int] = ...) -> None: ...
 
 class PushRequest(_message.Message):
-    __slots__ = ("caller", "step", "bucket", "version", "attempt", "samples", "present", "codec", "finish", "runs", "plain", "pull")
+    __slots__ = ("caller", "step", "bucket", "version", "attempt", "weight", "present", "codec", "finish", "runs", "plain", "pull")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     PRESENT_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
@@ -409,17 +409,17 @@ class PushRequest(_message.Message):
     bucket: int
     version: int
     attempt: int
-    samples: int
+    weight: float
     present: _containers.RepeatedScalarFieldContainer[bool]
     codec: str
     finish: FinishRequest
     runs: _containers.RepeatedCompositeFieldContainer[Run]
     plain: bool
     pull: PullRequest
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., bucket: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ..., codec: _Optional[str] = ..., finish: _Optional[_Union[FinishRequest, _Mapping]] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., plain: bool = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., bucket: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., weight: _Optional[float] = ..., present: _Optional[_Iterable[bool]] = ..., codec: _Optional[str] = ..., finish: _Optional[_Union[FinishRequest, _Mapping]] = ..., runs: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., plain: bool = ..., pull: _Optional[_Union[PullRequest, _Mapping]] = ...) -> None: ...
 
 class FinishRequest(_message.Message):
-    __slots__ = ("caller", "step", "version", "attempt", "samples", "ranges", "settings", "metrics", "skipped", "assigns", "traffic", "reductions")
+    __slots__ = ("caller", "step", "version", "attempt", "samples", "weight", "ranges", "settings", "metrics", "skipped", "assigns", "traffic", "reductions")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -439,6 +439,7 @@ class FinishRequest(_message.Message):
     VERSION_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     RANGES_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
@@ -451,6 +452,7 @@ class FinishRequest(_message.Message):
     version: int
     attempt: int
     samples: int
+    weight: float
     ranges: _containers.RepeatedCompositeFieldContainer[Range]
     settings: str
     metrics: _containers.ScalarMap[str, float]
@@ -458,7 +460,7 @@ class FinishRequest(_message.Message):
     assigns: bool
     traffic: Traffic
     reductions: _containers.ScalarMap[str, str]
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., settings: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., assigns: bool = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., reductions: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., samples: _Optional[int] = ..., weight: _Optional[float] = ..., ranges: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., settings: _Optional[str] = ..., metrics: _Optional[_Mapping[str, float]] = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., assigns: bool = ..., traffic: _Optional[_Union[Traffic, _Mapping]] = ..., reductions: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class MeetRequest(_message.Message):
     __slots__ = ("caller", "version", "attempt", "barrier", "holds", "broken", "finish", "parts")
@@ -794,20 +796,20 @@ class HeldReply(_message.Message):
     def __init__(self, orders: _Optional[_Iterable[_Union[AdvanceRequest, _Mapping]]] = ...) -> None: ...
 
 class Apply(_message.Message):
-    __slots__ = ("attempt", "contributors", "samples", "settings", "assigns", "norm")
+    __slots__ = ("attempt", "contributors", "weight", "settings", "assigns", "norm")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
-    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     ASSIGNS_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     contributors: _containers.RepeatedCompositeFieldContainer[Contributor]
-    samples: int
+    weight: float
     settings: str
     assigns: bool
     norm: float
-    def __init__(self, attempt: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., samples: _Optional[int] = ..., settings: _Optional[str] = ..., assigns: bool = ..., norm: _Optional[float] = ...) -> None: ...
+    def __init__(self, attempt: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., weight: _Optional[float] = ..., settings: _Optional[str] = ..., assigns: bool = ..., norm: _Optional[float] = ...) -> None: ...
 
 class Contributor(_message.Message):
     __slots__ = ("worker", "incarnation", "step")
@@ -1019,7 +1021,7 @@ class LookupRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., table: _Optional[str] = ...) -> None: ...
 
 class PushRowsRequest(_message.Message):
-    __slots__ = ("caller", "step", "samples", "tables")
+    __slots__ = ("caller", "step", "weight", "tables")
     class Rows(_message.Message):
         __slots__ = ("table", "rows")
         TABLE_FIELD_NUMBER: _ClassVar[int]
@@ -1029,10 +1031,10 @@ class PushRowsRequest(_message.Message):
         def __init__(self, table: _Optional[str] = ..., rows: _Optional[int] = ...) -> None: ...
     CALLER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
-    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     step: int
-    samples: int
+    weight: float
     tables: _containers.RepeatedCompositeFieldContainer[PushRowsRequest.Rows]
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., samples: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PushRowsRequest.Rows, _Mapping]]] = ...) -> None: ...
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., weight: _Optional[float] = ..., tables: _Optional[_Iterable[_Union[PushRowsRequest.Rows, _Mapping]]] = ...) -> None: ...

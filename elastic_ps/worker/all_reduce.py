@@ -110,7 +110,7 @@ class AllReduce(Strategy):
             self._overlap = self._same_group(met) if met and met.version == step.version else None
         if self._overlap is not None:
             self._adding = True
-            self._sums.begin(step.samples)
+            self._sums.begin(step.weighs)
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         self._present[bucket.index] = present
@@ -329,7 +329,7 @@ class AllReduce(Strategy):
             raise self._broken
         if not self._adding:
             self._adding = True
-            self._sums.begin(step.samples)
+            self._sums.begin(step.weighs)
         while (due := self._sums.due(self._present)) is not None:
             self._sums.add(due, self._present[due.index], group)
         assert self._sums.begun == len(self._flat.layout.pushed), "all buckets are complete"
@@ -370,22 +370,22 @@ class _Reducer:
 
     Attributes:
         begun: how many buckets are being added up.
-        counts: of samples, and, for each gradient, of those that have it.
+        counts: the total weight, and, for each gradient, how many have it.
     """
 
     def __init__(self, flat: Flat) -> None:
         self._flat = flat
         self._gradients = [i for i, spec in enumerate(flat.layout.tensors) if spec.rule is Rule.GRADIENT]
         self._place = {tensor: 1 + place for place, tensor in enumerate(self._gradients)}
-        self.counts = torch.zeros(1 + len(self._gradients), dtype=torch.int64, device="cpu")
+        self.counts = torch.zeros(1 + len(self._gradients), dtype=torch.float64, device="cpu")
         self._totals: dict[int, torch.Tensor] = {}
-        self._samples = self.begun = 0
+        self._weight, self.begun = 0.0, 0
 
-    def begin(self, samples: int) -> None:
-        """A step of so many samples begins. All of a group begin with the same bucket."""
+    def begin(self, weight: float) -> None:
+        """A step of this weight begins. All of a group begin with the same bucket."""
         self.counts.zero_()
-        self.counts[0] = samples
-        self._samples, self.begun = samples, 0
+        self.counts[0] = weight
+        self._weight, self.begun = weight, 0
 
     def due(self, complete: Container[int]) -> Bucket | None:
         """The bucket that comes next, in the layout's order, if it is among the complete ones."""
@@ -413,7 +413,7 @@ class _Reducer:
             for piece, has in zip(bucket.pieces, present, strict=True):
                 self.counts[self._place[piece.tensor]] = int(has)
         if reduction.name == "mean":
-            total.mul_(self._samples)
+            total.mul_(self._weight)
         if reduction.name == "first":
             group.broadcast(total, 0)
         else:
@@ -426,12 +426,12 @@ class _Reducer:
         Args:
             norm: the 2-norm that the mean gradient has at most.
         """
-        flat, samples = self._flat, int(self.counts[0])
-        divisor = samples * self._clipped(norm, samples)
+        flat, weight = self._flat, float(self.counts[0])
+        divisor = weight * self._clipped(norm, weight)
         for bucket in flat.layout.pushed:
             total = self._totals[bucket.index]
             if REDUCTIONS[bucket.rule].name == "mean":
-                total.div_(divisor if bucket.rule is Rule.GRADIENT else samples)
+                total.div_(divisor if bucket.rule is Rule.GRADIENT else weight)
             flat.contribution_of(bucket).copy_(total)
             flat.written(bucket)
         made: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -451,13 +451,13 @@ class _Reducer:
                 flat.value(index).copy_(flat.contribution(index))
         flat.give(made)
 
-    def _clipped(self, norm: float | None, samples: int) -> float:
+    def _clipped(self, norm: float | None, weight: float) -> float:
         """By what the mean is divided."""
         if norm is None:
             return 1.0
         gradients = [b.index for b in self._flat.layout.pushed if b.rule is Rule.GRADIENT]
         norms = [float(torch.linalg.vector_norm(self._totals[i], dtype=torch.float64)) for i in gradients]
-        return clip_divisor(math.hypot(*norms) / samples, norm)
+        return clip_divisor(math.hypot(*norms) / weight, norm)
 
 
 def _members(met: pb.MeetReply) -> list[tuple[int, int]]:

@@ -348,7 +348,7 @@ class Client:
             bucket=bucket.index,
             version=step.version,
             attempt=attempt,
-            samples=step.samples,
+            weight=step.weighs,
             finish=None if ending is None else self._finish(step, attempt, ending),
         )
 
@@ -363,6 +363,7 @@ class Client:
             version=step.version,
             attempt=attempt,
             samples=step.samples,
+            weight=step.weight,
             traffic=self.traffic.counts(),
         )
         request.MergeFrom(ending)

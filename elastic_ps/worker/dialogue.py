@@ -37,7 +37,8 @@ class Step:
         number: the worker's own count.
         base: the version that the step is computed on.
         version: the open round's that it is pushed for; the same, unless staleness is allowed.
-        samples: weight in the mean.
+        samples: how many records it counts as.
+        weight: what the script said that it weighs in the mean; 0: nothing, so it weighs as `samples`.
     """
 
     member_id: MemberId
@@ -45,6 +46,12 @@ class Step:
     base: int
     version: int
     samples: int
+    weight: float = 0.0
+
+    @property
+    def weighs(self) -> float:
+        """Its weight in the mean."""
+        return self.weight or float(self.samples)
 
     def pushed(self, bucket: int, attempt: int) -> dict[str, Any]:
         """What a history says when a bucket is pushed."""

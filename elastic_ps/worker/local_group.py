@@ -23,6 +23,7 @@ from elastic_ps.codec import as_tensor, dtype_of
 from elastic_ps.codec.reductions import REDUCTIONS
 from elastic_ps.core.metrics import Metrics, reduce_all
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Rule
+from elastic_ps.core.weights import shares_of
 from elastic_ps.errors import InvalidModel
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.memory import Allocate
@@ -84,7 +85,7 @@ class GroupLeader(PushPull):
         self._world, self._weights = world, weights
         self._finish = _EXCHANGE if same else _STEP
         links = [link.gradients for link in world.links]
-        self._sums = _Reducer(flat, links, super().ready, same=same)
+        self._sums = _Reducer(flat, links, self._summed, same=same)
 
     def close(self) -> None:
         super().close()
@@ -96,12 +97,19 @@ class GroupLeader(PushPull):
         super().reset()
 
     def begin(self, step: Step, settings: str = "", *, excluded: Set[int] = frozenset()) -> None:
-        self._sums.begin(step.number, self._weights())
+        self._sums.begin(step, self._weights())
         super().begin(step, settings, excluded=excluded)
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """This process's part of a bucket is complete. Does not block."""
         self._sums.add(bucket, present)
+
+    def _summed(self, bucket: Bucket, present: Sequence[bool], weight: float) -> None:
+        """A bucket is the sum over the processes, which weighs what they said together."""
+        step = self.under_way
+        if step is not None and step.weight != weight:  # once: pushes of one step name the same one
+            self.under_way = replace(step, weight=weight)
+        super().ready(bucket, present)
 
     def finish(self, ending: pb.FinishRequest, *, publish: bool = True) -> bool:
         """See `Strategy`. All processes have to be here."""
@@ -175,7 +183,9 @@ class GroupFollower(Strategy):
         """This process's part of a bucket is complete."""
         assert self.under_way is not None, "begin was called"
         try:
-            self._world.links[0].gradients.send((self.under_way.number, bucket.index, list(present)))
+            self._world.links[0].gradients.send(
+                (self.under_way.number, bucket.index, _Told(list(present), self.under_way.weight))
+            )
         except OSError:
             self._world.ended(0, "backward()")
 
@@ -214,6 +224,13 @@ def _reported(ending: pb.FinishRequest) -> Metrics:
     return Metrics(dict(ending.metrics), dict(ending.reductions), 0.0)
 
 
+class _Told(NamedTuple):
+    """Which gradients of a bucket another process has, and what it says that its part of the step weighs."""
+
+    present: list[bool]
+    weight: float
+
+
 class _Part(NamedTuple):
     """Process 0's part of a bucket, which is complete."""
 
@@ -227,34 +244,35 @@ class _Reducer:
 
     Args:
         links: to the other processes, which say what they have.
-        done: called with a bucket whose sum lies in process 0's contribution.
+        done: called with a bucket whose sum lies in process 0's contribution, and what the step weighs.
         same: see `GroupLeader`.
 
     Attributes:
-        weights: of the processes in the step under way.
+        weights: the processes' shares of the records of the step under way.
     """
 
     def __init__(
         self,
         flat: Flat,
         links: Sequence[Connection],
-        done: Callable[[Bucket, Sequence[bool]], None],
+        done: Callable[[Bucket, Sequence[bool], float], None],
         *,
         same: bool,
     ) -> None:
         self.weights: Sequence[float] = ()
-        self._same = same
+        self._weight, self._same = 0.0, same
         self._flat, self._links, self._done = flat, links, done
-        self._told: list[dict[tuple[int, int], list[bool]]] = [{} for _ in links]
+        self._told: list[dict[tuple[int, int], _Told]] = [{} for _ in links]
         self._changed = threading.Condition()
         self._step, self._missing = _NO_STEP, 0
         self._error: BaseException | None = None
         self._parts = Queue("sums", self._take)
 
-    def begin(self, step: int, weights: Sequence[float]) -> None:
+    def begin(self, step: Step, weights: Sequence[float]) -> None:
         """A step begins. Nothing of an older one is added up any more."""
         with self._changed:
-            self._step, self.weights, self._missing = step, weights, len(self._flat.layout.pushed)
+            self._step, self.weights, self._missing = step.number, weights, len(self._flat.layout.pushed)
+            self._weight = step.weight
 
     def forget(self) -> None:
         """The step under way is given up, or has ended. Blocks while a bucket is added up."""
@@ -280,8 +298,9 @@ class _Reducer:
         try:
             others = [self._await(number, part) for number in range(len(self._links))]
             with self._changed:
-                if part.step == self._step and None not in others:
-                    self._add_up(part, [part.present, *(other or [] for other in others)])
+                there = [other for other in others if other is not None]
+                if part.step == self._step and len(there) == len(others):
+                    self._add_up(part, there)
                     self._missing -= 1
                     self._changed.notify_all()
         except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
@@ -289,7 +308,7 @@ class _Reducer:
                 self._error = error
                 self._changed.notify_all()
 
-    def _await(self, number: int, part: _Part) -> list[bool] | None:
+    def _await(self, number: int, part: _Part) -> _Told | None:
         """What another process has of a bucket; None if it has gone on to a later step. Blocks."""
         told, key = self._told[number], (part.step, part.bucket.index)
         for old in [each for each in told if each[0] < part.step]:
@@ -297,27 +316,37 @@ class _Reducer:
         while key not in told:
             if any(step > part.step for step, _ in told):
                 return None
-            step, bucket, present = self._links[number].recv()
-            told[step, bucket] = present
+            step, bucket, told[step, bucket] = self._links[number].recv()
         return told.pop(key)
 
-    def _add_up(self, part: _Part, present: Sequence[Sequence[bool]]) -> None:
-        gradients = part.bucket.rule is Rule.GRADIENT
+    def _add_up(self, part: _Part, told: Sequence[_Told]) -> None:
+        gradients, weight, weights = part.bucket.rule is Rule.GRADIENT, self._weight, self.weights
+        present = [part.present, *(each.present for each in told)]
+        if not self._same:
+            said = [weight, *(each.weight for each in told)]
+            weight, weights = sum(said), shares_of(said, self.weights)
         if not (gradients and self._same):
             own, *others = self._flat.contributions_of(part.bucket)
-            shares = zip(others, self.weights[1:], present[1:], strict=True)
+            shares = zip(others, weights[1:], present[1:], strict=True)
             counted = [(each, share) for each, share, has in shares if any(has) or not gradients]
             # A process without weight has computed on process 0's slice.
-            REDUCTIONS[part.bucket.rule].join(own, self.weights[0], counted)
+            REDUCTIONS[part.bucket.rule].join(own, weights[0], counted)
             self._flat.written(part.bucket)
-        self._done(part.bucket, [any(each) for each in zip(*present, strict=True)])
+        self._done(part.bucket, [any(each) for each in zip(*present, strict=True)], weight)
 
 
 class _Mine(NamedTuple):
-    """Which parameters have a gradient, and the loss, if it is a number: of a process, or the mean of all."""
+    """Of a process, or of all together.
+
+    Attributes:
+        present: which parameters have a gradient.
+        loss: the loss, or the mean; None if it is no number.
+        weight: what the script said that it weighs, or the sum; 0: nothing.
+    """
 
     present: Sequence[bool]
     loss: float | None
+    weight: float
 
 
 class _Gradients:
@@ -343,9 +372,10 @@ class MeanGradients:
     """With several processes in a worker, each local step is one step of all of them. All make it together.
 
     Before the script's optimizer makes a step, every process gets the mean of their gradients, weighted by
-    the records of their slices. All processes get the same bytes. So optimizers that begin with the same
-    values and the same state have the same afterwards, and nothing else has to be sent from process to
-    process until the next exchange. Belongs to the training thread.
+    the records of their slices, or by what the script says (`Session.weigh`). All processes get the same
+    bytes. So optimizers that begin with the same values and the same state have the same afterwards, and
+    nothing else has to be sent from process to process until the next exchange. Belongs to the training
+    thread.
 
     Gradients are added up in shared memory of their own. The memory that exchanges are pushed from may be
     under way while the next local steps are made.
@@ -353,14 +383,21 @@ class MeanGradients:
     Args:
         flat: of the model; every parameter that is trained is in it.
         world: of several processes.
-        weights: for each of them, its share of the records of the local step that is to be made.
+        parts: gives what this process's part of the local step that is to be made weighs, if the script has
+            said that, else 0; and for each process its share of the records.
+
+    Attributes:
+        weight: what the last step weighs, of all processes together; 0 if the script has not said that.
 
     Raises:
         UsageError: the system has no shared memory for the gradients.
     """
 
-    def __init__(self, flat: Flat, world: LocalWorld, weights: Callable[[], Sequence[float]]) -> None:
-        self._world, self._weights = world, weights
+    def __init__(
+        self, flat: Flat, world: LocalWorld, parts: Callable[[], tuple[float, Sequence[float]]]
+    ) -> None:
+        self._world, self._shares = world, parts
+        self.weight = 0.0
         specs = flat.layout.tensors
         trained = [i for i, spec in enumerate(specs) if spec.rule is Rule.GRADIENT and spec.elements]
         self._parameters = [flat.tensors[index] for index in trained]
@@ -403,8 +440,8 @@ class MeanGradients:
             UsageError: the step has no batch; or the processes are at different places of the script.
             InvalidModel: a gradient is sparse.
         """
-        weights = self._weights()
-        mine = _Mine([parameter.grad is not None for parameter in self._parameters], loss)
+        weight, weights = self._shares()
+        mine = _Mine([parameter.grad is not None for parameter in self._parameters], loss, weight)
         self._require_dense()
         if not self._world.leads:
             self._put()
@@ -416,6 +453,7 @@ class MeanGradients:
                 parameter.grad = torch.empty_like(parameter).copy_(view)
             else:
                 parameter.grad.copy_(view)
+        self.weight = mean.weight
         return mean.loss
 
     def _put(self) -> None:
@@ -427,15 +465,18 @@ class MeanGradients:
             else:
                 view.copy_(parameter.grad)
 
-    def _add_up(self, every: Sequence[_Mine], weights: Sequence[float]) -> _Mine:
+    def _add_up(self, every: Sequence[_Mine], records: Sequence[float]) -> _Mine:
         """In process 0, when all are here: so nobody reads the last step's mean any more, which lies here."""
         self._put()
         own, *others = self._parts
+        said = [mine.weight for mine in every]
+        weights = shares_of(said, records)
         for name, total in own.flat.items():
             shares = [(part.flat[name], share) for part, share in zip(others, weights[1:], strict=True)]
             REDUCTIONS[Rule.GRADIENT].join(total, weights[0], shares)
         counted = [mine.present for mine, share in zip(every, weights, strict=True) if share]
-        return _Mine([any(each) for each in zip(*counted, strict=True)], _mean_of(every, weights))
+        present = [any(each) for each in zip(*counted, strict=True)]
+        return _Mine(present, _mean_of(every, weights), sum(said))
 
     def _require_dense(self) -> None:
         for parameter, name in zip(self._parameters, self._names, strict=True):

@@ -89,7 +89,7 @@ class LocalSteps:
         make_step: Callable[[Callable[[], Any] | None, torch.optim.Optimizer | None], Any],
     ) -> None:
         self._gradients, self._make_step = gradients, make_step
-        self._mean = None if runtime.world.alone else MeanGradients(flat, runtime.world, self._weights)
+        self._mean = None if runtime.world.alone else MeanGradients(flat, runtime.world, self._parts)
         self._consistency = runtime.spec.consistency
         self.made = 0
         rule = self._consistency.outer_rule
@@ -102,6 +102,7 @@ class LocalSteps:
         self._fragments = fragments(flat.layout, self._consistency.fragments or 1)
         self._every = frozenset().union(*self._fragments)
         self._trained = [0] * len(self._fragments)  # records since each fragment was exchanged last
+        self._weights = [0.0] * len(self._fragments)  # what the steps on them weigh
         self._exchanges = 0
         runtime.local = self
 
@@ -136,13 +137,13 @@ class LocalSteps:
         self._runtime.require_batch()
         return True
 
-    def _weights(self) -> list[float]:
-        """For each process, its share of the records of the step that is to be made.
+    def _parts(self) -> tuple[float, list[float]]:
+        """What the script said that this process's part of the step weighs, and all processes' shares.
 
-        Raises UsageError if it belongs to no batch.
+        The shares are those of the records. Raises UsageError if the step belongs to no batch.
         """
         self._runtime.require_batch()
-        return self._runtime.weights()
+        return self._runtime.batches.weight, self._runtime.weights()
 
     def _step_made(self) -> None:
         """The script's own optimizer has made a step. Blocks if it is time for an exchange.
@@ -151,9 +152,12 @@ class LocalSteps:
         """
         runtime = self._runtime
         runtime.note_skipped(runtime.batches.decide(keep_new=True))
+        weight = runtime.batches.weight if self._mean is None else self._mean.weight
         runtime.batches.keep()
         self.made += 1
-        self._trained = [records + runtime.batches.last_kept for records in self._trained]
+        records = runtime.batches.last_kept
+        self._trained = [before + records for before in self._trained]
+        self._weights = [before + (weight or records) for before in self._weights]
         if runtime.records.part is Part.LAST_STEP:
             self.exchange()
             return
@@ -247,17 +251,19 @@ class LocalSteps:
                 fetched = True
             if not fetched:
                 return False
-        samples = max(self._trained) if fragment is None else self._trained[fragment]
+        about = range(len(self._fragments)) if fragment is None else (fragment,)
+        samples = max(self._trained[number] for number in about)
+        weight = max(self._weights[number] for number in about)
         if starts:
             self._before = self._now(excluded)
         runtime.batches.gather()  # all steps since the last exchange are one for the parameter server
-        runtime.begin(samples, excluded)
+        runtime.begin(samples, weight, excluded)
         for bucket, present in self._contribute(excluded):
             runtime.ready(bucket, present)
         self.made = 0
         self._exchanges += 1
-        for number in range(len(self._fragments)) if fragment is None else (fragment,):
-            self._trained[number] = 0
+        for number in about:
+            self._trained[number], self._weights[number] = 0, 0.0
         if starts:
             self._start()
         return True
@@ -267,6 +273,7 @@ class LocalSteps:
         self.cancel()
         self.made = 0
         self._trained = [0] * len(self._fragments)
+        self._weights = [0.0] * len(self._fragments)
         self._own.clear()
         self._before.clear()
         self._flat.publish()

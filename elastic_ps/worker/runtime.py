@@ -59,6 +59,11 @@ _FROM_ELSEWHERE = (
     "session.loader(...), and pass it your data set or DataLoader"
 )
 
+_WEIGHED_LATE = (
+    "session.weigh was called after backward(), which has begun to send gradients with the weight that the "
+    "step had. Call it before backward()"
+)
+
 
 class Runtime(Membership):
     """Drives one worker. Belongs to the training thread, except `begin_step` and `ready`.
@@ -82,7 +87,7 @@ class Runtime(Membership):
         self.repeats += [self._stopped.repeat, self.state.repeat, self.records.repeat]
         self.phases = Phases(client.trace)
         self._warned = False
-        self.send_rows: Callable[[pb.Caller, int, int], None] = lambda *_: None
+        self.send_rows: Callable[[pb.Caller, int, float], None] = lambda *_: None
 
     @property
     def closed(self) -> bool:
@@ -160,12 +165,19 @@ class Runtime(Membership):
             said = {name: float(value) for name, value in values.items()}
             self.client.ask(calls.REPORT, pb.ReportRequest(metrics=said))
 
+    def weigh(self, weight: float) -> None:
+        """The script says what this process's part of the batch weighs; see `Session.weigh`."""
+        if self.working.state is State.PUSHING:
+            raise UsageError(_WEIGHED_LATE)
+        none = self.slices.has_none(self.batches.under_way(begins=True))
+        self.batches.weigh(0.0 if none else weight)
+
     # --- steps
 
     def begin_step(self) -> None:
         """The first gradient of a step is there. Raises UsageError if it belongs to no batch."""
         self.require_batch()
-        self.begin(self.batches.samples)
+        self.begin(self.batches.samples, self.batches.weight)
 
     @property
     def has_no_step(self) -> bool:
@@ -202,20 +214,25 @@ class Runtime(Membership):
             )
         self.schedule.check()
 
-    def begin(self, samples: int, excluded: Set[int] = frozenset()) -> None:
-        """Begin a step of so many records; see `Strategy.begin`."""
+    def begin(self, samples: int, weight: float, excluded: Set[int] = frozenset()) -> None:
+        """Begin a step of so many records and this weight; see `Strategy.begin`."""
         self.phases.backward()
         strategy = self.strategy
         current, expected = self.schedule.current() if strategy.takes_drafts else None, ""
         if current is not None and current.max_grad_norm is None:  # else no drafts: the norm is not known yet
             expected = damping.warmed(current, self.spec.consistency, strategy.version).to_json()
-        strategy.begin(self.new_step(strategy.version, samples), expected, excluded=excluded)
+        strategy.begin(self.new_step(strategy.version, samples, weight), expected, excluded=excluded)
         self.working.note(Event.BEGIN)
 
-    def new_step(self, base: int, samples: int = 1) -> Step:
+    def new_step(self, base: int, samples: int = 1, weight: float = 0.0) -> Step:
         """The step that this worker makes next, on version `base`."""
         return Step(
-            member_id=self.client.member_id, number=self.steps, base=base, version=base, samples=samples
+            member_id=self.client.member_id,
+            number=self.steps,
+            base=base,
+            version=base,
+            samples=samples,
+            weight=weight,
         )
 
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
@@ -243,7 +260,7 @@ class Runtime(Membership):
         step, ending, settings = self.ending()
 
         def finish() -> bool:
-            self.send_rows(step.member_id.caller(), step.number, step.samples)
+            self.send_rows(step.member_id.caller(), step.number, step.weighs)
             return self.strategy.finish(ending)
 
         if counts := self.await_version(finish, settings, step.number):

@@ -17,6 +17,7 @@ from elastic_ps.codec.several import parts_of
 from elastic_ps.codec.state import ImportedState
 from elastic_ps.core.metrics import Reduction
 from elastic_ps.core.settings import CLAMP, MAX_GRAD_NORM
+from elastic_ps.data.batches import checked_weight
 from elastic_ps.data.seed import seed_everything
 from elastic_ps.embedding.remote import tables_in_job
 from elastic_ps.embedding.tables import Tables
@@ -490,13 +491,40 @@ class Session:
         """Report values to the job, as in `loss=loss` or `test_accuracy=0.97`: one number each.
 
         Between a batch and its `optimizer.step()` they are sent with the step. The job's value of a version
-        is the mean over the steps that it is made of, weighted by samples, and `loss` becomes part of the
-        job's loss curve. At other times values are sent at once, and are not averaged.
+        is the mean over the steps that it is made of, weighted by their records, and `loss` becomes part of
+        the job's loss curve. At other times values are sent at once, and are not averaged.
 
         Raises:
             UsageError: a value is no number.
         """
         self._runtime.report(metrics)
+
+    def weigh(self, weight: float | torch.Tensor) -> None:
+        """Say what the gradient of the next backward() weighs, such as the number of tokens in its loss.
+
+        Without this call, the weight of a step is its number of records. If the loss is a mean over tokens,
+        pass their number, before each backward() of a step. Then the gradient of a version is sum(weight *
+        gradient) / sum(weight) over its steps: the gradient of the mean over all of their tokens, as one
+        process computes it. Buffers that are averaged have the same weights. Schedules and the means of
+        `report` still count records.
+
+        If a step is made of several backward() calls, its weight is the sum of theirs, and its gradient is
+        what the script accumulates. To make that the mean over all of their tokens, divide each sum of losses
+        by the number of tokens of all.
+
+        With several processes in a worker, each passes the weight of its own part of the batch. In mode
+        `local`, the weight of an exchange is the sum over its steps. In modes `async` and `bounded`, the
+        weight counts only among the steps that become one version.
+
+        Args:
+            weight: a positive number of at most 2**64, or a tensor with such a number, whose device is
+                waited for.
+
+        Raises:
+            UsageError: it is no such number; no batch is in hand; it is called a second time for one
+                backward(), or after backward() has begun to send gradients. Nothing has changed then.
+        """
+        self._runtime.weigh(checked_weight(weight))
 
     def metric(self, name: str, value: Any, *, reduce: Reduction = "mean") -> None:
         """Report a value of this step. The job reduces the values of all steps of a version to one.
@@ -507,7 +535,7 @@ class Session:
 
         Args:
             value: a number, or a tensor with one element.
-            reduce: "mean", weighted by samples, "sum" or "max".
+            reduce: "mean", weighted by records, "sum" or "max".
 
         Raises:
             UsageError: the value is no number; or there is a sum or a maximum to be made, and this is not

@@ -243,7 +243,7 @@ def test_strangers_and_a_gradient_that_is_not_finite(tmp_path: Path) -> None:
 def stalled_calls(name: str, address: str, *, count: int) -> Iterator[list[Any]]:
     """Pushes whose senders stop: half of them within the header, the others within a body of 8 MiB."""
     leave = threading.Event()
-    request = pb.PushRequest(caller=pb.Caller(job=name, term=1, worker=1), bucket=0, samples=1, codec="none")
+    request = pb.PushRequest(caller=pb.Caller(job=name, term=1, worker=1), bucket=0, weight=1, codec="none")
     body = memoryview(bytes(8 * MIB))
 
     def send(number: int) -> Iterator[bytes]:

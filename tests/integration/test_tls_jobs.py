@@ -49,7 +49,7 @@ def calls(name: str) -> Sequence[Message]:
         pb.SumRequest(job=name, term=1),
         pb.HeldRequest(job=name, term=HUGE),
         pb.JoinRequest(caller=caller, pid=1, host="x", instance="thief"),
-        pb.PushRequest(caller=caller, samples=1, codec="none"),
+        pb.PushRequest(caller=caller, weight=1, codec="none"),
         pb.TakeRequest(caller=caller, records=RECORDS, epochs=1, batch=1),
         pb.FinishRequest(caller=caller, samples=RECORDS),
         pb.ReleaseRequest(caller=caller, abandoned=True),

@@ -109,7 +109,7 @@ class Worker:
 
     def push(self, step: int, version: int, *, value: float = 1.0, **more: Any) -> pb.Done:
         """A gradient whose elements are all `value`."""
-        fields = {"bucket": 0, "samples": 10, "attempt": 0, "codec": "none", **more}
+        fields = {"bucket": 0, "weight": 10, "attempt": 0, "codec": "none", **more}
         request = pb.PushRequest(caller=self.caller(), step=step, version=version, **fields)
         return self.answer(pb.Done, request, torch.full((4,), value))
 

@@ -141,18 +141,18 @@ class Rig:
         values: torch.Tensor | Body,
         *,
         bucket: int = 0,
-        samples: int = 1,
+        samples: float = 1,
         present: Sequence[bool] = (),
         **change: int,
     ) -> bool:
         body = values if isinstance(values, Body) else Body(values)
         return self.shard.push(self.key(worker, bucket, **change), samples, present, body)
 
-    def application(self, *workers: int, samples: int) -> Application:
+    def application(self, *workers: int, samples: float) -> Application:
         contributors = [(w, 10 + w, self.version) for w in workers]
-        return Application(self.attempt, contributors, samples, self.settings)
+        return Application(self.attempt, contributors, float(samples), self.settings)
 
-    def commit(self, *workers: int, samples: int) -> None:
+    def commit(self, *workers: int, samples: float) -> None:
         application = self.application(*workers, samples=samples)
         self.shard.advance(self.version + 1, 0, self.workers, application)
         self.version, self.attempt = self.version + 1, 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -288,12 +289,23 @@ def test_records_that_a_worker_does_not_hold_are_neither_trained_nor_skipped_by_
     assert worker.values(0) == [0.0] * 4
 
 
-def test_a_step_weighs_no_more_than_its_records(worker: Worker) -> None:
-    """Else one worker could make the mean its own."""
+def test_a_step_counts_as_no_more_than_its_records(worker: Worker) -> None:
     worker.start()
     taken = worker.take()
-    with pytest.raises(Refused, match="weighs 5000 samples, but it has 10 records") as refused:
-        worker.push(0, 0, samples=5000, finish=worker.finishing(0, taken, samples=5000))
+    with pytest.raises(Refused, match="counts as 5000 samples, but it has 10 records") as refused:
+        worker.push(0, 0, weight=5000, finish=worker.finishing(0, taken, samples=5000))
+    assert code(refused) is RefusalCode.INVALID
+
+
+@pytest.mark.parametrize("weight", [-1.0, 2.0**65, math.nan, math.inf])
+def test_a_weight_that_would_spoil_the_mean_is_refused(worker: Worker, weight: float) -> None:
+    worker.start()
+    taken = worker.take()
+    with pytest.raises(Refused, match="weight") as refused:
+        worker.push(0, 0, weight=weight)
+    assert code(refused) is RefusalCode.MALFORMED
+    with pytest.raises(Refused, match="has the weight") as refused:
+        worker.push(0, 0, finish=worker.finishing(0, taken, weight=weight))
     assert code(refused) is RefusalCode.INVALID
 
 
@@ -301,7 +313,7 @@ def test_gradients_that_weigh_more_than_their_step_are_in_no_version(worker: Wor
     """Only shard 0 knows of records: the others have to be told what the steps weigh."""
     worker.start()
     taken = worker.take()
-    worker.push(0, 0, samples=5000, finish=worker.finishing(0, taken))
+    worker.push(0, 0, weight=5000, finish=worker.finishing(0, taken))
     (answer, _), *_ = worker.pull(1, contributor=True)
     assert answer.attempt == 1, "the round has started again"
     worker.push(0, 0, attempt=1, finish=worker.finishing(0, taken, attempt=1))
@@ -540,7 +552,7 @@ def test_values_that_a_script_assigns_are_the_next_version(worker: Worker) -> No
     assert (answer.pending, answer.version) == (False, 0)
     changed = {"ranges": [], "settings": "", "assigns": True, "samples": 0, "attempt": answer.attempt}
     finish = worker.finishing(0, taken, **changed)
-    worker.push(0, 0, value=5.0, samples=1, attempt=answer.attempt, finish=finish)
+    worker.push(0, 0, value=5.0, weight=1, attempt=answer.attempt, finish=finish)
     assert worker.values(1) == [5.0] * 4
 
 
@@ -585,7 +597,7 @@ def test_a_push_that_ends_a_step_may_ask_for_the_new_values_too(worker: Worker) 
     taken = worker.take()
     request = pb.PushRequest(
         caller=worker.caller(),
-        samples=10,
+        weight=10,
         codec="none",
         finish=worker.finishing(0, taken),
         pull=pb.PullRequest(caller=worker.caller(), version=1, buckets=[0], contributor=False),

@@ -17,6 +17,18 @@ from tests.testing.polling import eventually
 from tests.testing.shard import HASTY, Rig, one_bucket, ones, refusal, tensor
 
 
+def test_weights_that_are_no_whole_numbers_add_up_in_any_order() -> None:
+    model = [tensor("a", 4), tensor("b", 4)]
+    rig = Rig(partition(model, bucket_bytes=16, shards=1, smallest=16))
+    weights = [0.1, 0.2, 0.3, 0.7]
+    for bucket, order in enumerate(([0, 1, 2], [2, 1, 0])):
+        for worker in order:
+            rig.push(worker, ones(4, float(worker)), bucket=bucket, samples=weights[worker])
+    rig.commit(0, 1, 2, samples=math.fsum(weights[:3]))
+    for bucket in (0, 1):
+        assert rig.values(bucket).tolist() == pytest.approx([-(0.2 + 0.6) / 0.6] * 4)
+
+
 def test_a_round_is_the_mean_weighted_by_samples() -> None:
     rig = Rig(one_bucket(tensor("w", 4)))
     rig.fill(0, ones(4, 10.0))

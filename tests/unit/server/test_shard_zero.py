@@ -329,7 +329,7 @@ def test_a_round_is_ordered_with_its_contributors_samples_and_settings(
     assert order.apply is not None
     assert (order.version, order.term, order.checkpoint) == (1, 1, 0)
     assert order.apply.contributors == [(0, member.incarnation, 0)]
-    assert (order.apply.samples, order.apply.attempt) == (10, 0)
+    assert (order.apply.weight, order.apply.attempt) == (10, 0)
     assert order.apply.settings.groups == ({"lr": 0.1},)
     assert zero.coordinator.job.state.settings.to_json() == order.apply.settings.to_json()
 

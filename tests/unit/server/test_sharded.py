@@ -95,7 +95,7 @@ class ShardedWorker(Worker):
                 step=step,
                 version=taken.version,
                 bucket=shard,
-                samples=10,
+                weight=10,
                 codec="none",
             )
             self.ask(request, torch.full((ELEMENTS,), 1.0 + shard), shard=shard)

@@ -1,0 +1,41 @@
+"""What a step weighs in the mean that makes a version.
+
+By default a step weighs as many as it has records. If the loss is a mean over tokens, the step has to weigh
+as many as it has tokens. The mean of the gradients g with the weights w is sum(w * g) / sum(w), which is then
+the gradient that one process computes on all of the records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elastic_ps.errors import UsageError
+
+HEAVIEST = 2.0**64
+"""The largest weight, and 1 divided by the smallest. Float32 holds their products with usual gradients."""
+
+
+def is_weight(weight: float) -> bool:
+    """Whether a step may weigh that. False for NaN."""
+    return 1 / HEAVIEST <= weight <= HEAVIEST
+
+
+def shares_of(weights: Sequence[float], records: Sequence[float]) -> Sequence[float]:
+    """The share of each process of a worker in the worker's gradient.
+
+    Args:
+        weights: what the script said in each process; 0: nothing.
+        records: its share of the records. A process without any has no share.
+
+    Raises:
+        UsageError: it said something in some of the processes only.
+    """
+    total = sum(weights)
+    if not total:
+        return records
+    if any((weight > 0) != (share > 0) for weight, share in zip(weights, records, strict=True)):
+        raise UsageError(
+            "session.weigh was called in some of this worker's processes only. Call it in each process that "
+            "has records of the batch, with the weight of the process's own part"
+        )
+    return [weight / total for weight in weights]
