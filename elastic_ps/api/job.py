@@ -114,7 +114,8 @@ class ParameterServer(CamelModel):
         max_length=16,
         description="Classes of optimizers of your own that scripts may use besides those of torch.optim, as "
         "module:Class. The parameter server imports these and no others, so its image has to have them. Each "
-        "has to treat every element of a parameter by itself.",
+        "has to treat every element of a parameter by itself, or every parameter if its attribute "
+        "whole_tensors is true.",
     )
     tensor_bytes: Annotated[int, rules.NEW_PODS] = Field(
         default=1024 * 1024 * 1024,

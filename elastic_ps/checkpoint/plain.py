@@ -19,7 +19,7 @@ from elastic_ps.checkpoint.manifest import MANIFEST
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec import naming
-from elastic_ps.codec.optimizers import MASTER, PULLED, usual_numbers, with_numbers
+from elastic_ps.codec.optimizers import MASTER, PULLED, restored
 from elastic_ps.codec.several import SEPARATOR, name_of_all
 from elastic_ps.core.partition import Rule, uncompiled, within
 from elastic_ps.core.settings import Settings
@@ -242,7 +242,6 @@ def _optimizer_state(
     state = optimizer.state_dict()
     for number, group in enumerate(optimizer.param_groups, first):
         packed, saved = state["param_groups"][number - first], groups[number]
-        numbers = usual_numbers(type(optimizer), saved)
         packed.update({key: _like(packed[key], value) for key, value in saved.items() if key in packed})
         for position, parameter in zip(packed["params"], group["params"], strict=True):
             if id(parameter) in left:
@@ -253,12 +252,8 @@ def _optimizer_state(
                 name = "a parameter" if spec is None else spec.name
                 raise ModelMismatch(f"{name} is in parameter group {number}, but not in the checkpoint")
             if entries := reader.state(index, 0, spec.elements):
-                shaped = {
-                    key: value.view(spec.shape) if value.dim() else value
-                    for key, value in entries.items()
-                    if key not in (MASTER, PULLED)
-                }
-                state["state"][position] = with_numbers(shaped, numbers)
+                kept = {key: value for key, value in entries.items() if key not in (MASTER, PULLED)}
+                state["state"][position] = restored(type(optimizer), saved, spec.shape, kept)
     return state
 
 

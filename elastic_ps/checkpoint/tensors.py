@@ -57,7 +57,7 @@ DTYPES = {
 
 _CODES = {name: code for code, name in DTYPES.items()}
 _ROWS = re.compile(r"rows/(\d{1,6})/(\w{1,100})", re.ASCII)
-_NAME = re.compile(r"(\d{1,9})/(\d{1,15})/(\w{1,100})/(elements|scalar)", re.ASCII)
+_NAME = re.compile(r"(\d{1,9})/(\d{1,15})/(\w{1,100})/(elements|scalar|whole)", re.ASCII)
 
 
 def write(path: Path, described: Sequence[Stored], tensors: Iterable[Stored]) -> ShardFile:
@@ -190,7 +190,8 @@ class Reader:
             entries.sort(key=lambda entry: entry.start)
             if len({(entry.dtype, entry.scalar) for entry in entries}) > 1:
                 raise CheckpointCorrupt(f"{where} is stored in several ways")
-            if entries[0].scalar and key != VALUE and all(entry.length == 1 for entry in entries):
+            alone = len(entries) == 1 or all(entry.length == 1 for entry in entries)
+            if entries[0].scalar and key != VALUE and alone:
                 continue
             reached = 0
             for entry in entries:
@@ -253,7 +254,8 @@ class Reader:
         for key, (_, scalar) in self.keys(tensor).items():
             entries = self._places[tensor, key]
             if scalar:
-                state[key] = self._read(entries[0], 0, 1).reshape(())
+                value = self._read(entries[0], 0, entries[0].length)
+                state[key] = value.reshape(()) if value.numel() == 1 else value
             else:
                 state[key] = self._elements(entries, start, length)
         return state
@@ -332,12 +334,14 @@ def _parsed(file: BinaryIO, described: ShardFile) -> Iterator[Entry]:
         elements = math.prod(shape)
         if not (first <= last <= described.size - data and last - first == elements * ITEM_SIZE[dtype]):
             raise ValueError(f"{name}: shape {shape} from byte {first} to {last} of {described.size - data}")
+        if how == "scalar" and elements != 1:
+            raise ValueError(f"{name}: shape {shape}")
         yield Entry(
             file=described.file,
             tensor=int(tensor),
             start=int(start),
             key=key,
-            scalar=how == "scalar",
+            scalar=how in ("scalar", "whole"),
             dtype=dtype,
             length=elements,
             offset=data + first,

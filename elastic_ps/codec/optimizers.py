@@ -1,15 +1,17 @@
 """The optimizers of the parameter server: which may run, their state, and their arguments.
 
-The permitted ones of torch and our own treat every element separately. A user's class is tried before it is
+Most treat every element separately. Those that look at whole tensors (`steps_whole_tensors`) get tensors in
+their shapes, which are divided neither into buckets nor among shards. A user's class is tried before it is
 used, see `try_out`.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,7 +19,7 @@ from elastic_ps.codec.delayed import OURS
 from elastic_ps.codec.memory import name_of
 from elastic_ps.codec.several import SEPARATOR, Kind, name_of_all, parts_of
 from elastic_ps.core.partition import ITEM_SIZE, TensorSpec
-from elastic_ps.core.settings import KEEP_ZEROS, LIMITS, check_optimizer
+from elastic_ps.core.settings import KEEP_ZEROS, LIMITS, WHOLE_TENSORS, check_optimizer
 from elastic_ps.errors import InvalidJob, InvalidModel
 from elastic_ps.process.lifecycle import import_own
 
@@ -125,7 +127,9 @@ class Optimizers:
                 )
             return self._own[name]
         check_optimizer(name)
-        kind: Kind = OURS.get(name) or getattr(torch.optim, name)
+        kind: Kind | None = OURS.get(name) or getattr(torch.optim, name, None)
+        if kind is None:
+            raise InvalidModel(f"torch {torch.__version__} of the parameter server has no optimizer {name}")
         return kind
 
     def classes_of(self, name: str, groups: int) -> list[Kind]:
@@ -211,6 +215,15 @@ def is_of_torch(kind: Kind) -> bool:
     return getattr(torch.optim, kind.__name__, None) is kind
 
 
+def steps_whole_tensors(kind: Kind) -> bool:
+    """Whether the step of a class looks at whole tensors in their shapes, as with norms of parameters.
+
+    A user's class says so by its attribute `whole_tensors`.
+    """
+    of_torch = is_of_torch(kind) and kind.__name__ in WHOLE_TENSORS
+    return of_torch or bool(getattr(kind, "whole_tensors", False))
+
+
 def constructor_arguments(kind: Kind, group: Mapping[str, Any]) -> dict[str, Any]:
     """The hyperparameters of a group that the optimizer's constructor takes.
 
@@ -250,32 +263,119 @@ def unseen_step(kind: Kind) -> Callable[[torch.optim.Optimizer], object]:
     return without_history
 
 
-def usual_state(kind: Kind, group: Mapping[str, Any], dtype: torch.dtype) -> dict[str, tuple[str, bool]]:
-    """The state that an optimizer keeps for a parameter after one step: key -> (dtype, whether a scalar).
+class Kept(NamedTuple):
+    """An entry of the state that an optimizer keeps for a parameter.
 
-    The parameter is flat, like all of them on the parameter server: one without dimensions has one element.
+    Attributes:
+        dtype: a key of `ITEM_SIZE`.
+        scalar: its shape is not the parameter's, so that it counts for all of the elements.
+        shape: its shape.
+        number: the type of a number of Python: int, float or bool; None: it is a tensor.
+    """
+
+    dtype: str
+    scalar: bool
+    shape: tuple[int, ...]
+    number: type | None
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+def kept_state(
+    kind: Kind, group: Mapping[str, Any], dtype: torch.dtype, shape: Sequence[int]
+) -> dict[str, Kept]:
+    """The state that an optimizer keeps for a parameter after one step, by key.
+
+    The parameter is flat unless the class steps whole tensors: one without dimensions has one element.
 
     Args:
         group: the hyperparameters of the parameter's group.
-        dtype: the dtype of the parameter.
+        dtype, shape: those of the parameter.
 
     Raises:
         TypeError, ValueError, RuntimeError: the optimizer does not take these hyperparameters, or cannot
-        step.
+            step.
+        InvalidModel: the shape of an entry does not follow from that of the parameter.
     """
-    state = _first_state(kind, group, torch.zeros(2, dtype=dtype, device="cpu"))
-    return {
-        key: (name_of(value.dtype), value.dim() == 0) if torch.is_tensor(value) else ("float64", True)
-        for key, value in state.items()
-    }
+    own: tuple[int, ...] = (math.prod(shape),)
+    if steps_whole_tensors(kind):
+        own = tuple(shape)
+        few, more = _small(len(own)), _small(len(own), 3)
+        state = _first_state(kind, group, torch.zeros(few, dtype=dtype, device="cpu"))
+        others = _first_state(kind, group, torch.zeros(more, dtype=dtype, device="cpu"))
+        sizes = dict(zip(zip(few, more, strict=True), own, strict=True)) | {(1, 1): 1}
+        shapes = {
+            key: _shape_for(key, list(zip(_shape_of(value), _shape_of(others.get(key)), strict=False)), sizes)
+            for key, value in state.items()
+        }
+    else:
+        state = _first_state(kind, group, torch.zeros(2, dtype=dtype, device="cpu"))
+        shapes = {key: own if _shape_of(value) else () for key, value in state.items()}
+    kept = {}
+    for key, value in state.items():
+        tensor, shape = isinstance(value, torch.Tensor), shapes[key]
+        name = name_of(value.dtype) if tensor else "float64"
+        kept[key] = Kept(name, shape != own, shape, None if tensor else type(value))
+    return kept
 
 
-def usual_numbers(kind: Kind, group: Mapping[str, Any]) -> dict[str, type]:
-    """The keys of that state that are numbers of Python, and of which type they are: int, float or bool."""
-    if is_of_torch(kind) and kind is not torch.optim.SparseAdam:
-        return {}
-    state = _first_state(kind, group, torch.zeros(2, device="cpu"))
-    return {key: type(value) for key, value in state.items() if not torch.is_tensor(value)}
+def _small(dims: int, first: int = 2) -> tuple[int, ...]:
+    """The shape of a small parameter whose dimensions differ in size, the first one having this one."""
+    return tuple(range(first, first + dims))
+
+
+def _shape_of(value: object) -> tuple[int, ...]:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def _shape_for(
+    key: str, found: Sequence[tuple[int, int]], sizes: Mapping[tuple[int, int], int]
+) -> tuple[int, ...]:
+    """The shape of an entry.
+
+    Args:
+        found: each dimension of it for two small parameters.
+        sizes: what each dimension of those is in the parameter itself.
+    """
+    if any(each not in sizes for each in found):
+        raise InvalidModel(
+            f"its state has a tensor {key!r} with a dimension that is neither 1 nor one of the parameter's; "
+            "what can be saved are numbers, and tensors with such dimensions"
+        )
+    return tuple(sizes[each] for each in found)
+
+
+def usual_state(
+    kind: Kind, group: Mapping[str, Any], dtype: torch.dtype, shape: Sequence[int] = (2,)
+) -> dict[str, tuple[str, bool]]:
+    """As `kept_state`: key -> (dtype, whether it is a scalar). Raises the same."""
+    kept = kept_state(kind, group, dtype, shape)
+    return {key: (each.dtype, each.scalar) for key, each in kept.items()}
+
+
+def restored(
+    kind: Kind, group: Mapping[str, Any], shape: Sequence[int], saved: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """The state of a parameter as the optimizer keeps it.
+
+    Args:
+        shape: of the parameter.
+        saved: the entries: flat, or without dimensions.
+    """
+    whole = steps_whole_tensors(kind)
+    plain = is_of_torch(kind) and not whole and kind is not torch.optim.SparseAdam
+    kept = {} if plain else kept_state(kind, group, torch.float32, shape)
+    state: dict[str, Any] = {}
+    for key, value in saved.items():
+        if key in kept and (number := kept[key].number) is not None:
+            state[key] = number(value.item())
+        elif key in kept and whole:
+            state[key] = value.reshape(kept[key].shape)
+        else:
+            state[key] = value.view(tuple(shape)) if value.dim() else value
+    return state
 
 
 def _first_state(kind: Kind, group: Mapping[str, Any], values: torch.Tensor) -> Mapping[str, Any]:
@@ -291,11 +391,6 @@ def _first_state(kind: Kind, group: Mapping[str, Any], values: torch.Tensor) -> 
     return state
 
 
-def with_numbers(state: Mapping[str, Any], numbers: Mapping[str, type]) -> dict[str, Any]:
-    """Restore the Python numbers of a saved state, in which all entries are tensors."""
-    return {key: numbers[key](value.item()) if key in numbers else value for key, value in state.items()}
-
-
 VALUE = "value"
 """The key of a tensor's own elements. Except for the next two, other keys are of the optimizer's state."""
 
@@ -308,25 +403,43 @@ PULLED = "pulled"
 RESERVED = (VALUE, MASTER, PULLED)
 
 
-def try_out(name: str, kind: Kind, group: Mapping[str, Any]) -> None:
-    """Make a few steps with a user's class on a matrix, and on the same elements in two pieces.
+def try_out(name: str, kind: Kind, group: Mapping[str, Any], dims: Collection[int] = (2,)) -> None:
+    """Make a few steps with a user's class on small parameters.
+
+    They are stepped together, and each by itself, as in different buckets. Unless the class steps whole
+    tensors, a matrix is also cut in two pieces.
 
     Args:
         group: the hyperparameters of a parameter group.
+        dims: how many dimensions the parameters of the group have.
 
     Raises:
-        InvalidModel: it fails; or the results differ, so that the model cannot be cut into buckets; or its
-            state cannot be saved.
+        InvalidModel: it fails; or the results differ, so that the model cannot be divided into buckets; or
+            its state cannot be saved.
     """
+    whole_tensors = steps_whole_tensors(kind)
     try:
         with torch.device("cpu"):  # whatever a script has set as its default
             random = torch.Generator("cpu").manual_seed(0)
-            values = torch.randn(2, 3, generator=random) * torch.tensor([[1.0], [4.0]])
-            gradients = [torch.randn(2, 3, generator=random) for _ in range(4)]
-            whole = _stepped(kind, group, [values], [[each] for each in gradients])
-            cut = [[*each.view(-1).split(4)] for each in gradients]
-            pieces = _stepped(kind, group, [*values.view(-1).split(4)], cut)
-            again = _stepped(kind, group, [*values.view(-1).split(4)], cut, saved_after=2)
+            matrix = torch.randn(2, 3, generator=random) * torch.tensor([[1.0], [4.0]])
+            values = [matrix.view(-1)[:4], matrix.view(-1)[4:]]
+            if whole_tensors:
+                values = [torch.randn(_small(d), generator=random) * n for d in dims for n in (1, 4)]
+            steps = [[torch.randn(each.shape, generator=random) for each in values] for _ in range(4)]
+            pieces = whole = _stepped(kind, group, values, steps)
+            if whole_tensors:
+                for count in dims:
+                    kept_state(kind, group, torch.float32, _small(count))
+            else:
+                joined = [torch.cat(step).view(2, 3) for step in steps]
+                whole = _stepped(kind, group, [matrix], [[each] for each in joined])
+            apart = torch.cat(
+                [
+                    _stepped(kind, group, [each], [[step[number]] for step in steps])
+                    for number, each in enumerate(values)
+                ]
+            )
+            again = _stepped(kind, group, values, steps, saved_after=2)
     except InvalidModel as error:
         raise InvalidModel(f"the optimizer {name} cannot run on the parameter server: {error}") from None
     except Exception as error:
@@ -338,7 +451,15 @@ def try_out(name: str, kind: Kind, group: Mapping[str, Any]) -> None:
         raise InvalidModel(
             f"the optimizer {name} cannot run on the parameter server: it steps pieces of a parameter "
             "differently from the whole. The parameter server cuts parameters into buckets, so an "
-            "optimizer has to treat every element separately, without norms, shapes or random numbers"
+            "optimizer has to treat every element separately, without norms, shapes or random numbers. If "
+            "its step looks at whole parameters, each by itself, write whole_tensors = True into its class: "
+            "they are not cut then"
+        )
+    if not _close(pieces, apart):
+        raise InvalidModel(
+            f"the optimizer {name} cannot run on the parameter server: it steps a parameter differently when "
+            "there are others. The parameter server divides them among buckets, each of which has an "
+            "optimizer of its own, so a step of a parameter must not depend on other parameters"
         )
     if not _close(pieces, again):
         raise InvalidModel(
@@ -370,29 +491,29 @@ def _stepped(
         InvalidModel: the state cannot be saved.
     """
     parameters = [torch.nn.Parameter(each.clone()) for each in values]
-    still = torch.nn.Parameter(torch.ones(1))
+    still = torch.nn.Parameter(torch.ones_like(values[0]))
     optimizer = make(kind, group, [*parameters, still])
     for number, step in enumerate(gradients):
         if number and number == saved_after:
             before, optimizer = optimizer, make(kind, group, [*parameters, still])
             for parameter in parameters:
-                optimizer.state[parameter] = _saved(before.state.get(parameter, {}), parameter)
+                optimizer.state[parameter] = _saved(kind, before.state.get(parameter, {}), parameter)
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
         optimizer.step()
-    if not torch.equal(still, torch.ones(1)):
+    if not torch.equal(still, torch.ones_like(still)):
         raise InvalidModel("it changes a parameter that has no gradient")
     return torch.cat([parameter.detach().view(-1) for parameter in parameters])
 
 
-def _saved(state: Mapping[Any, Any], parameter: torch.Tensor) -> dict[str, Any]:
+def _saved(kind: Kind, state: Mapping[Any, Any], parameter: torch.Tensor) -> dict[str, Any]:
     """A copy of a parameter's state for a checkpoint. Raises InvalidModel if it cannot be saved."""
     copies: dict[str, Any] = {}
     for key, value in state.items():
         if not isinstance(key, str) or not re.fullmatch(r"\w{1,100}", key, re.ASCII) or key in RESERVED:
             raise InvalidModel(f"its state has the key {key!r}; expected a word, and none of {RESERVED}")
         if torch.is_tensor(value):
-            fits = value.dim() == 0 or value.shape == parameter.shape
+            fits = value.dim() == 0 or value.shape == parameter.shape or steps_whole_tensors(kind)
             if not fits or name_of(value.dtype) not in ITEM_SIZE or value.is_complex():
                 raise InvalidModel(
                     f"its state has a tensor {key!r} of {value.dtype} with shape {list(value.shape)}; what "

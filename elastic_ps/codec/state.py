@@ -15,7 +15,7 @@ import torch
 
 from elastic_ps.codec.finite import require_finite
 from elastic_ps.codec.memory import Body, Scratch, as_bytes, as_tensor, dtype_of, name_of
-from elastic_ps.codec.optimizers import VALUE, usual_numbers, usual_state, wide, with_numbers
+from elastic_ps.codec.optimizers import VALUE, Kept, kept_state, restored, wide
 from elastic_ps.codec.several import Kind, Several, kinds_of, parts_of
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule
 from elastic_ps.core.settings import CONSTRAINTS, plain_group
@@ -29,7 +29,8 @@ ALIGNMENT = 64
 class Stored:
     """One tensor: elements from `start` on of the model's tensor number `tensor`.
 
-    `key` is `VALUE` or the name of an entry of the optimizer's state; a `scalar` counts for all elements.
+    `key` is `VALUE` or the name of an entry of the optimizer's state. A `scalar` counts for all elements of
+    the tensor; if that is not divided, it may have several elements of its own.
     """
 
     tensor: int
@@ -44,7 +45,8 @@ class Stored:
 
     @property
     def name(self) -> str:
-        return f"{self.tensor}/{self.start}/{self.key}/{'scalar' if self.scalar else 'elements'}"
+        what = "elements" if not self.scalar else "scalar" if self.value.numel() == 1 else "whole"
+        return f"{self.tensor}/{self.start}/{self.key}/{what}"
 
 
 class Source(Protocol):
@@ -253,7 +255,7 @@ def state_dict_of(
     for each in entries:
         value, kept = each.value, state.setdefault(numbers[id(tensors[each.tensor])], {})
         if each.scalar:
-            kept[each.key] = value.reshape(())
+            kept[each.key] = _scalar(value)
         else:
             shape = layout.tensors[each.tensor].shape
             whole = kept.setdefault(each.key, torch.zeros(shape, dtype=value.dtype, device="cpu"))
@@ -263,11 +265,8 @@ def state_dict_of(
         rest = {key: value for key, value in group.items() if key != "params"}
         plain.append({**rest, "params": [next(counter) for _ in group["params"]]})
     kinds = kinds_of(optimizer)
-    numeric = [usual_numbers(kind, plain_group(g, 0)) for kind, g in zip(kinds, groups, strict=True)]
-    group_of = [index for index, group in enumerate(groups) for _ in group["params"]]
-    ordered = {
-        number: with_numbers(kept, numeric[group_of[number]]) for number, kept in sorted(state.items())
-    }
+    each_one = [(kinds[i], plain_group(g, 0), p.shape) for i, g in enumerate(groups) for p in g["params"]]
+    ordered = {number: restored(*each_one[number], kept) for number, kept in sorted(state.items())}
     return {"state": ordered, "param_groups": plain}
 
 
@@ -275,18 +274,17 @@ def _entries(
     kind: Kind, group: Mapping[str, Any], parameter: torch.nn.Parameter, found: Mapping[str, Any], what: str
 ) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """The entries of a parameter's state: key, flat tensor in the server's dtype, and whether a scalar."""
-    usual = usual_state(kind, group, wide(parameter.dtype))
-    for key, (dtype, scalar) in usual.items():
+    for key, entry in kept_state(kind, group, wide(parameter.dtype), parameter.shape).items():
         value = found.get(key)
         if value is None and kind is torch.optim.SGD:
             continue  # its buffer is made by the first step
         value = torch.as_tensor(value if value is not None else [], device="cpu")
-        if value.numel() != (1 if scalar else parameter.numel()):
+        if value.numel() != entry.elements:
+            shape = [*entry.shape] if entry.scalar else [*parameter.shape]
             raise InvalidModel(
-                f"state has no {key!r} of the shape {[] if scalar else list(parameter.shape)} for {what}; it "
-                f"has {sorted(found)}"
+                f"state has no {key!r} of the shape {shape} for {what}; it has {sorted(found)}"
             )
-        yield key, value.detach().to("cpu", dtype_of(dtype)).reshape(-1), scalar
+        yield key, value.detach().to("cpu", dtype_of(entry.dtype)).reshape(-1), entry.scalar
 
 
 def read_state(
@@ -295,25 +293,26 @@ def read_state(
     entries: Sequence[tuple[str, str, bool]],
     incoming: Body,
     *,
-    usual: Mapping[str, tuple[str, bool]],
+    usual: Mapping[str, Kept],
 ) -> dict[str, torch.Tensor]:
     """Read the optimizer's state of a piece of a bucket. Blocks.
 
     Args:
         entries: the entries of the body, in order: key, dtype, and whether it is a scalar.
-        usual: the entries that the optimizer keeps: dtype and whether it is a scalar, by key.
+        usual: the entries that the optimizer keeps, by key.
 
     Raises:
         Refused: MALFORMED: the entries differ from `usual`. NOT_FINITE.
     """
-    length = bucket.pieces[piece].length if usual else 0
-    sizes = [(1 if scalar else length) * ITEM_SIZE.get(dtype, 0) for _, dtype, scalar in entries]
+    expected = {key: (each.dtype, each.scalar) for key, each in usual.items()}
     given = {key: (dtype, scalar) for key, dtype, scalar in entries}
-    if not given or given != usual or len(given) != len(entries) or incoming.size != sum(sizes):
+    same = given and given == expected and len(given) == len(entries)
+    sizes = [usual[key].elements * ITEM_SIZE[dtype] for key, dtype, _ in entries] if same else []
+    if not same or incoming.size != sum(sizes):
         raise Refused(
             RefusalCode.MALFORMED,
             f"{incoming.size} bytes as the state {given} of piece {piece} of bucket {bucket.index}, whose "
-            f"optimizer keeps {usual} for {length} elements",
+            f"optimizer keeps {expected} for {bucket.pieces[piece].length if usual else 0} elements",
         )
     body = memoryview(bytearray(incoming.size))
     incoming.read_into(body)
@@ -321,8 +320,13 @@ def read_state(
     for (key, dtype, scalar), size in zip(entries, sizes, strict=True):
         value = as_tensor(body[at : at + size], dtype_of(dtype)).clone()
         require_finite(value, f"{key} of bucket {bucket.index}")
-        state[key], at = value.reshape(()) if scalar else value, at + size
+        state[key], at = _scalar(value) if scalar else value, at + size
     return state
+
+
+def _scalar(value: torch.Tensor) -> torch.Tensor:
+    """An entry that counts for all elements: one number has no dimensions."""
+    return value.reshape(()) if value.numel() == 1 else value
 
 
 @dataclass(frozen=True)
@@ -353,11 +357,12 @@ class Arriving:
             Refused: MALFORMED: the bucket has no such piece, or the size is wrong.
         """
         length = self._lengths.get((part.tensor, part.start), 0)
-        elements = 1 if part.scalar else length
         wrong_dtype = part.dtype not in ITEM_SIZE or (
             part.key == VALUE and (part.dtype != self.bucket.dtype or part.scalar)
         )
-        if not length or wrong_dtype or incoming.size != elements * ITEM_SIZE[part.dtype]:
+        item = ITEM_SIZE.get(part.dtype, 1)
+        elements = max(1, incoming.size // item) if part.scalar else length
+        if not length or wrong_dtype or incoming.size != elements * item:
             raise Refused(
                 RefusalCode.MALFORMED,
                 f"{incoming.size} bytes of {part.dtype} as {part.key} of tensor {part.tensor} from element "
@@ -366,7 +371,7 @@ class Arriving:
             )
         tensor = torch.empty(elements, dtype=dtype_of(part.dtype))
         incoming.read_into(as_bytes(tensor))
-        self._tensors[part.tensor, part.start, part.key] = tensor.reshape(()) if part.scalar else tensor
+        self._tensors[part.tensor, part.start, part.key] = _scalar(tensor) if part.scalar else tensor
 
     def require_whole(self) -> None:
         """Raise Refused (MALFORMED) unless the values of all pieces have arrived."""

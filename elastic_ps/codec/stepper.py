@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from elastic_ps.codec.optimizers import (
+    Kept,
     constructor_arguments,
     is_of_torch,
+    kept_state,
+    restored,
     unseen_step,
-    usual_numbers,
-    usual_state,
-    with_numbers,
 )
 from elastic_ps.codec.several import Kind
 from elastic_ps.core.settings import CONSTRUCTED
@@ -31,7 +31,7 @@ class Stepper:
 
     Args:
         kinds, groups: the class and the hyperparameters of each parameter group of the model.
-        pieces: the parameters to step, flat.
+        pieces: the parameters to step: flat, or whole tensors for a class that steps these.
         group_of: the index of the parameter group of each.
 
     Raises:
@@ -81,11 +81,10 @@ class Stepper:
         return state
 
     def take(self, index: int, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state of a piece; see `usual_state`."""
-        one = self._one(index)
-        piece = self._pieces[index]
-        shaped = {key: value.view(piece.shape) if value.dim() else value for key, value in state.items()}
-        one.optimizer.state[piece] = with_numbers(shaped, one.numbers)
+        """Continue from a saved state of a piece; see `restored`."""
+        one, piece = self._one(index), self._pieces[index]
+        values = self._values_for(index)
+        one.optimizer.state[piece] = restored(type(one.optimizer), values, piece.shape, state)
 
     def mirror(self, index: int, state: Mapping[str, Any]) -> None:
         """Copy this state of a piece, into existing memory if the keys are the same."""
@@ -99,12 +98,16 @@ class Stepper:
             else:
                 own[key] = value.clone() if isinstance(value, torch.Tensor) else value
 
-    def usual_state(self, index: int) -> dict[str, tuple[str, bool]]:
-        """The state of a piece after a step: key -> (dtype, whether it is one number for all of it)."""
+    def usual_state(self, index: int) -> dict[str, Kept]:
+        """The state of a piece after a step."""
         one, piece = self._one(index), self._pieces[index]
+        return kept_state(type(one.optimizer), self._values_for(index), piece.dtype, piece.shape)
+
+    def _values_for(self, index: int) -> dict[str, Any]:
+        """The hyperparameters of a piece's group."""
+        one = self._one(index)
         own = one.optimizer.param_groups[one.groups.index(self._group_of[index])]
-        values = {key: value for key, value in own.items() if key != "params"}
-        return usual_state(type(one.optimizer), values, piece.dtype)
+        return {key: value for key, value in own.items() if key != "params"}
 
     def _one(self, index: int) -> _One:
         return self._of_group[self._group_of[index]]
@@ -136,7 +139,6 @@ class _One:
         except (TypeError, ValueError) as error:
             raise InvalidModel(f"{kind.__name__} does not take these hyperparameters: {error}") from error
         self.make_step: Callable[[torch.optim.Optimizer], object] = unseen_step(kind)
-        self.numbers = usual_numbers(kind, first)
 
     def parts(self, present: Sequence[int]) -> list[frozenset[int]]:
         """Divide the pieces to step: torch's fused SGD fails if only some have a momentum buffer."""

@@ -204,6 +204,7 @@ def partition(
     shards: int,
     parts: int = 1,
     smallest: int = SMALLEST_BUCKET_BYTES,
+    whole: Collection[int] = (),
 ) -> Layout:
     """Cut `tensors`, given in order of registration, into buckets for `shards` shards.
 
@@ -213,6 +214,9 @@ def partition(
     far, so shards differ by less than a bucket. Frozen tensors have buckets of their own, which cost nothing
     while they are frozen. Each table has buckets of its own, cut between rows: one for each shard if it is
     large enough for that. Deterministic.
+
+    Args:
+        whole: the parameter groups whose tensors are never cut. A bucket may be as large as one of them.
     """
     load = [0] * shards
     buckets: list[Bucket] = []
@@ -227,7 +231,7 @@ def partition(
         most = min(bucket_bytes, wanted) if bucket_bytes <= OVERLAPPING_BYTES else bucket_bytes
         target = min(most, math.ceil(total / max(shards, parts)))
         filled = _cut_tables(reversed(numbered), shards, min(smallest, bucket_bytes)) if sparse else None
-        for dtype, pieces in filled or _fill(reversed(numbered), target, bucket_bytes):
+        for dtype, pieces in filled or _fill(reversed(numbered), target, bucket_bytes, whole):
             nbytes = sum(piece.length for piece in pieces) * ITEM_SIZE[dtype]
             shard = min(range(shards), key=lambda s: (load[s], s))
             load[shard] += nbytes
@@ -249,11 +253,11 @@ def _cut_tables(
 
 
 def _fill(
-    tensors: Iterable[tuple[int, TensorSpec]], target: int, largest: int
+    tensors: Iterable[tuple[int, TensorSpec]], target: int, largest: int, whole: Collection[int]
 ) -> Iterable[tuple[str, list[Piece]]]:
     """Gather consecutive tensors of a dtype up to `target` bytes, and cut larger ones.
 
-    Rows of up to `largest` bytes stay whole.
+    Rows of up to `largest` bytes stay whole, and so do tensors of the groups `whole`.
     """
     current: list[Piece] = []
     current_dtype, used = "", 0
@@ -265,6 +269,8 @@ def _fill(
             current, used = [], 0
         current_dtype = tensor.dtype
         unit = tensor.row if tensor.row * item <= largest else 1
+        if tensor.group in whole:
+            unit = tensor.elements
         units = tensor.elements // unit
         parts = math.ceil(units / max(1, target // (unit * item)))
         bounds = [units * part // parts * unit for part in range(parts + 1)]

@@ -1,7 +1,8 @@
 """The parts of an optimizer that are sent: the name of its class and plain hyperparameters, never code.
 
-The allow-list has the classes of `torch.optim` whose step treats every element separately, so that any
-division of the parameters into buckets and shards gives the same result. A new value of a hyperparameter,
+The classes of `torch.optim` that may run on the parameter server treat every element separately, so that any
+division of the parameters into buckets and shards gives the same result; or they look at one tensor at a
+time, which is then not divided. A new value of a hyperparameter,
 from a scheduler or set by hand, is sent with the step that first uses it.
 """
 
@@ -29,7 +30,10 @@ ALLOWED = (
     "ASGD",
     "Rprop",
 )
-"""Classes of torch.optim that may run on the parameter server."""
+"""Classes of torch.optim that treat every element separately."""
+
+WHOLE_TENSORS = ("Muon", "Adafactor")
+"""Classes of torch.optim whose step looks at a whole tensor in its shape."""
 
 OF_TABLES = ("SparseAdam",)
 """Classes of torch.optim that take sparse gradients alone."""
@@ -286,10 +290,11 @@ def _kind(value: object) -> object:
 
 def check_optimizer(name: str) -> None:
     """Raise InvalidModel unless the class may run on the parameter server."""
-    if name not in ALLOWED + OF_TABLES + OUTER:
+    known = ALLOWED + WHOLE_TENSORS + OF_TABLES
+    if name not in known + OUTER:
         raise InvalidModel(
             f"the optimizer {name} cannot run on the parameter server; use one of torch.optim's "
-            f"{', '.join(ALLOWED + OF_TABLES)} (those that treat every element by itself), or consistency: "
+            f"{', '.join(known)} (those that step each parameter by itself), or consistency: "
             "{mode: local}, where the worker runs any optimizer itself"
         )
 

@@ -21,6 +21,7 @@ from functools import partial
 
 from elastic_ps.api.job import BUCKET_BYTES
 from elastic_ps.checkpoint.manifest import Manifest
+from elastic_ps.codec.optimizers import Optimizers, steps_whole_tensors
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core import scales
 from elastic_ps.core.consistency import Contribution
@@ -194,7 +195,7 @@ class CommitCoordinator:
         chosen = 0
         self._ordered = 0  # the version is 0 again
         try:
-            layout, chosen = self._laid_out(tensors, settings, link)
+            layout, chosen = self._laid_out(tensors, optimizer, settings, link)
             told = Configuration(layout, optimizer, settings, state.term, None, mutable=job.mutable)
             for shard in self.shards:
                 shard.configure(told)
@@ -213,18 +214,20 @@ class CommitCoordinator:
                 job.note_change()
 
     def _laid_out(
-        self, tensors: Sequence[TensorSpec], settings: Settings, link: Link | None
+        self, tensors: Sequence[TensorSpec], optimizer: str, settings: Settings, link: Link | None
     ) -> tuple[Layout, int]:
         """The first layout, and the chosen bucket size; 0 for none. Raises as `_cut`."""
         if link is None or not self.job.spec.chooses_buckets:
-            return self._cut(tensors, settings, 0)
+            return self._cut(tensors, optimizer, settings, 0)
         size, why = bucket_bytes(link, sent=Plan(self.job.spec.compression).sent, crowded=self._crowded)
-        layout, chosen = self._cut(tensors, settings, size)
+        layout, chosen = self._cut(tensors, optimizer, settings, size)
         if chosen:
             logger.info("buckets have %d KiB: %s", size // 1024, why)
         return layout, chosen
 
-    def _cut(self, tensors: Sequence[TensorSpec], settings: Settings, chosen: int) -> tuple[Layout, int]:
+    def _cut(
+        self, tensors: Sequence[TensorSpec], optimizer: str, settings: Settings, chosen: int
+    ) -> tuple[Layout, int]:
         """The layout with buckets of the chosen size, and that size.
 
         The size is 0 if none was chosen, or the model cannot be cut so. Then buckets have the usual size.
@@ -237,7 +240,12 @@ class CommitCoordinator:
         shards, least = len(self.shards), smallest_bucket(self._overlap, self.job.limits.smallest_bucket)
         limited = [i for i, group in enumerate(settings.groups) if group.get(MAX_NORM) is not None]
         try:
-            layout = partition(tensors, bucket_bytes=size, shards=shards, parts=parts, smallest=least)
+            known = Optimizers(self.job.spec.parameter_server.optimizers)
+            kinds = known.classes_of(optimizer, len(settings.groups))
+            whole = [i for i, kind in enumerate(kinds) if steps_whole_tensors(kind)]
+            layout = partition(
+                tensors, bucket_bytes=size, shards=shards, parts=parts, smallest=least, whole=whole
+            )
             fragments(layout, parts)
             if cut := cut_rows(layout, limited):
                 raise InvalidModel(
@@ -249,7 +257,7 @@ class CommitCoordinator:
             if not chosen:
                 raise
             logger.info("buckets have the usual size, and not %d KiB: %s", chosen // 1024, problem)
-            return self._cut(tensors, settings, 0)
+            return self._cut(tensors, optimizer, settings, 0)
         return layout, chosen
 
     def _kept_size(self, found: Manifest) -> int:
@@ -430,7 +438,7 @@ class CommitCoordinator:
         """
         job = self.job
         settings = Settings.from_json(found.state["settings"])
-        layout, chosen = self._cut(found.specs, settings, self._kept_size(found))
+        layout, chosen = self._cut(found.specs, found.optimizer, settings, self._kept_size(found))
         mutable = mutable_of(found, job.mutable)
         scales.check(mutable.consistency.staleness_scale)
         Plan(mutable.compression)  # before any shard is told

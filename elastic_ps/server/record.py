@@ -25,7 +25,7 @@ from elastic_ps.api.status import JOINS_AGAIN
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec import dtype_of, name_of
-from elastic_ps.codec.optimizers import MASTER, PULLED, Optimizers, usual_state, wide
+from elastic_ps.codec.optimizers import MASTER, PULLED, Optimizers, steps_whole_tensors, usual_state, wide
 from elastic_ps.codec.several import SEPARATOR, Kind
 from elastic_ps.core.all_reduce import StateHolders
 from elastic_ps.core.balance import Balance
@@ -297,9 +297,9 @@ def _try_optimizer(reader: Reader, settings: Settings, kinds: Sequence[Kind]) ->
             raise ValueError(f"not hyperparameters: {sorted(NOT_SENT & group.keys())}")
 
     @cache
-    def usual(group: int, dtype: str) -> dict[str, tuple[str, bool]]:
+    def usual(group: int, dtype: str, shape: Sequence[int]) -> dict[str, tuple[str, bool]]:
         """The state after one step: key -> (dtype, whether it is a scalar)."""
-        return usual_state(kinds[group], settings.groups[group], dtype_of(dtype))
+        return usual_state(kinds[group], settings.groups[group], dtype_of(dtype), shape)
 
     for index, tensor in enumerate(manifest.specs):
         if tensor.rule is not Rule.GRADIENT:
@@ -309,7 +309,8 @@ def _try_optimizer(reader: Reader, settings: Settings, kinds: Sequence[Kind]) ->
             raise ValueError(
                 f"{tensor.name} is in parameter group {tensor.group}, but there are {len(settings.groups)}"
             )
-        expected, found = usual(tensor.group, stepped), reader.keys(index)
+        shape = tensor.shape if steps_whole_tensors(kinds[tensor.group]) else (2,)
+        expected, found = usual(tensor.group, stepped, shape), reader.keys(index)
         if found.pop(MASTER, (stepped, False)) != (stepped, False):
             raise ValueError(f"{tensor.name}: its master weights are not of dtype {stepped}")
         if found.pop(PULLED, (tensor.dtype, False)) != (tensor.dtype, False):

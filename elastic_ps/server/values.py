@@ -16,7 +16,9 @@ from elastic_ps.codec.optimizers import (
     MASTER,
     PULLED,
     VALUE,
-    usual_state,
+    Kept,
+    kept_state,
+    steps_whole_tensors,
     wide,
 )
 from elastic_ps.codec.reductions import REDUCTIONS
@@ -106,6 +108,10 @@ class BucketValues:
         if self.bucket.rule is not Rule.GRADIENT:
             return
         group_of = [tensors[piece.tensor].group for piece in self.bucket.pieces]
+        for index, piece in enumerate(self.bucket.pieces):
+            if steps_whole_tensors(kinds[group_of[index]]):
+                whole = self._piece(self.master, index).view(tensors[piece.tensor].shape)
+                self._parameters[index] = torch.nn.Parameter(whole)
         self._rows = [tensors[piece.tensor].row for piece in self.bucket.pieces]
         self._stepper = Stepper(kinds, groups, self._parameters, group_of)
 
@@ -130,7 +136,7 @@ class BucketValues:
     def _memory(self) -> torch.Tensor:
         if self._sum is None:
             self._sum = torch.empty(self.bucket.elements, dtype=wide(self.values.dtype))
-            self._sums = [self._piece(self._sum, index) for index in range(len(self.bucket.pieces))]
+            self._sums = [self._piece(self._sum, i).view(p.shape) for i, p in enumerate(self._parameters)]
         return self._sum
 
     def add_nothing(self, weight: float, *, first: bool) -> None:
@@ -301,12 +307,13 @@ class BucketValues:
         """The optimizer's state. The tensors are live: the next `apply` changes them."""
         if self._stepper is None:
             return
-        for piece, state in zip(self.bucket.pieces, self.states, strict=True):
+        pieces = zip(self.bucket.pieces, self._parameters, self.states, strict=True)
+        for piece, parameter, state in pieces:
             for key, value in state.items():
                 tensor = (
                     value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
                 )
-                scalar = tensor.dim() == 0
+                scalar = tensor.shape != parameter.shape
                 yield Stored(piece.tensor, piece.start, key, tensor.reshape(-1), scalar)
 
     def stored(self) -> Iterator[Stored]:
@@ -322,12 +329,12 @@ class BucketValues:
         yield from self.state()
 
     def take_state(self, index: int, state: dict[str, torch.Tensor]) -> None:
-        """Take the optimizer's state of a piece; see `usual_state`."""
+        """Take the optimizer's saved state of a piece; see `restored`."""
         assert self._stepper is not None
         self._stepper.take(index, state)
 
-    def usual_state(self, index: int) -> dict[str, tuple[str, bool]]:
-        """The entries of the optimizer's state of a piece: key -> (dtype, whether it is one number)."""
+    def usual_state(self, index: int) -> dict[str, Kept]:
+        """The entries of the optimizer's state of a piece after a step."""
         if self._stepper is None or index >= len(self._parameters):
             return {}
         return self._stepper.usual_state(index)
@@ -475,7 +482,7 @@ def bytes_of(
 ) -> int:
     """The bytes that these buckets take with sums and optimizer's state, once they were stepped.
 
-    The other arguments are those of `BucketValues.build_optimizer`. Raises what `usual_state` raises.
+    The other arguments are those of `BucketValues.build_optimizer`. Raises what `kept_state` raises.
     """
     total = state_bytes((values.bucket for values in buckets), kinds, groups, tensors)
     for values in buckets:
@@ -490,14 +497,15 @@ def state_bytes(
     """The bytes of the optimizer's state of these buckets. Arguments and exceptions: see `bytes_of`."""
 
     @cache
-    def state_of(group: int, dtype: torch.dtype) -> list[tuple[int, bool]]:
-        usual = usual_state(kinds[group], groups[group], dtype)
-        return [(ITEM_SIZE[name], scalar) for name, scalar in usual.values()]
+    def state_of(group: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[tuple[int, Kept]]:
+        kept = kept_state(kinds[group], groups[group], dtype, shape)
+        return [(ITEM_SIZE[each.dtype], each) for each in kept.values()]
 
-    return sum(
-        size if scalar else size * piece.length
-        for bucket in buckets
-        if bucket.rule is Rule.GRADIENT
-        for piece in bucket.pieces
-        for size, scalar in state_of(tensors[piece.tensor].group, wide(dtype_of(bucket.dtype)))
-    )
+    total = 0
+    for bucket in buckets:
+        for piece in bucket.pieces if bucket.rule is Rule.GRADIENT else ():
+            tensor = tensors[piece.tensor]
+            shape = tensor.shape if steps_whole_tensors(kinds[tensor.group]) else ()
+            state = state_of(tensor.group, wide(dtype_of(bucket.dtype)), shape)
+            total += sum(size * (each.elements if each.scalar else piece.length) for size, each in state)
+    return total

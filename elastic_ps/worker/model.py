@@ -84,9 +84,10 @@ class ModelDescription:
         if ":" in self.optimizer:
             groups = self.settings(optimizer).groups
             names = [known.name_of(part) for part in parts_of(optimizer) for _ in part.param_groups]
-            for name, kind, settings in zip(names, kinds_of(optimizer), groups, strict=True):
+            dims = [{p.dim() for p in group["params"]} for group in optimizer.param_groups]
+            for name, kind, settings, each in zip(names, kinds_of(optimizer), groups, dims, strict=True):
                 if ":" in name:
-                    try_out(name, kind, settings)
+                    try_out(name, kind, settings, sorted(each) or [2])
         group_of = {
             id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]
         }

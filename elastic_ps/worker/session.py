@@ -183,11 +183,12 @@ class Session:
         into its model.
 
         Args:
-            optimizer: a new one, of one of the classes of torch.optim in `core.settings.ALLOWED`, or of one
-                that the job names in parameterServer.optimizers. In mode `local` any torch optimizer: it runs
-                on this worker, which keeps its state. Or several, by names, each of parameters of its own.
-                Then each is an item of what is returned, as in `optimizers["critic"].step()`, whose own
-                `step` is that of all at once. Each batch is for one step, and gradients are sent in it.
+            optimizer: a new one, of one of the classes of torch.optim in `core.settings.ALLOWED` and
+                `WHOLE_TENSORS`, or of one that the job names in parameterServer.optimizers. In mode `local`
+                any torch optimizer: it runs on this worker, which keeps its state. Or several, by names, each
+                of parameters of its own. Then each is an item of what is returned, as in
+                `optimizers["critic"].step()`, whose own `step` is that of all at once. Each batch is for one
+                step, and gradients are sent in it.
             model: on the device where it is to be trained.
             overlap: whether the job may send gradients while backward runs, as its field
                 `parameterServer.overlap` says. With False they are sent in `step`, for scripts that change

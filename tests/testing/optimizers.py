@@ -78,6 +78,57 @@ class Normed(Trying):
         return gradient * share
 
 
+class Lars(Trying):
+    """You et al. 2017, "Large Batch Training of Convolutional Networks"."""
+
+    whole_tensors = True
+
+    def change(self, parameter: torch.Tensor, gradient: torch.Tensor, state: Any) -> torch.Tensor:
+        if not state:
+            state["momentum"] = torch.zeros_like(parameter)
+        momentum: torch.Tensor = state["momentum"]
+        return momentum.mul_(0.9).add_(gradient * (parameter.norm() / gradient.norm()))
+
+
+class Lamb(Trying):
+    """You et al. 2020, "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"."""
+
+    whole_tensors = True
+
+    def change(self, parameter: torch.Tensor, gradient: torch.Tensor, state: Any) -> torch.Tensor:
+        if not state:
+            state |= {"step": 0, "first": torch.zeros_like(parameter), "second": torch.zeros_like(parameter)}
+        state["step"] += 1
+        first = state["first"].lerp_(gradient, 0.1) / (1 - 0.9 ** state["step"])
+        second = state["second"].lerp_(gradient.square(), 0.01) / (1 - 0.99 ** state["step"])
+        change = first / (second.sqrt() + 1e-6)
+        scaled: torch.Tensor = change * (parameter.norm() / change.norm())
+        return scaled
+
+
+class Together(Trying):
+    """Its step of a parameter depends on the others."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        del closure
+        with_gradient = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.cat([p.grad.view(-1) for p in with_gradient]).norm()
+        for parameter in with_gradient:
+            parameter.sub_(parameter.grad / norm)
+
+
+class Sketched(Trying):
+    """Its state has neither the parameter's dimensions nor single ones."""
+
+    whole_tensors = True
+
+    def change(self, parameter: torch.Tensor, gradient: torch.Tensor, state: Any) -> torch.Tensor:
+        del parameter
+        state["sketch"] = torch.zeros(4)
+        return gradient
+
+
 class Forgetful(Trying):
     """It keeps something where nobody finds it."""
 

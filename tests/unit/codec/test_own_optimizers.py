@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elastic_ps.api.job import parse_spec
-from elastic_ps.codec.optimizers import Optimizers, try_out, usual_numbers, usual_state, with_numbers
+from elastic_ps.codec.optimizers import Kept, Optimizers, kept_state, restored, try_out, usual_state
 from elastic_ps.errors import InvalidJob, InvalidModel
 from tests.testing import optimizers
 
@@ -34,10 +34,11 @@ def test_the_default_device_of_a_script_is_not_for_what_is_tried_out() -> None:
     with torch.device("meta"):
         try_out(LION, optimizers.Lion, {"lr": 0.1})
         assert usual_state(torch.optim.Adam, {"lr": 0.1}, torch.float32) == usual
-        assert usual_numbers(optimizers.Lion, {"lr": 0.1}) == {}
+        kept = kept_state(torch.optim.Adafactor, {"lr": 0.1}, torch.float32, [4, 7])
+        assert kept["row_var"].shape == (4, 1)
 
 
-@pytest.mark.parametrize("name", [LION, "os:system", "Muon", "Optimizer"])
+@pytest.mark.parametrize("name", [LION, "os:system", "LBFGS", "Optimizer"])
 def test_what_the_job_does_not_name_is_not_imported(name: str) -> None:
     with pytest.raises(InvalidModel, match=f"the optimizer {name} cannot run on the parameter server"):
         Optimizers().class_of(name)
@@ -96,7 +97,9 @@ def test_what_treats_each_element_by_itself_may_run(kind: type[torch.optim.Optim
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (optimizers.Normed, "steps pieces of a parameter differently from the whole"),
+        (optimizers.Normed, r"steps pieces of a parameter differently from the whole.* whole_tensors = True"),
+        (optimizers.Together, "steps a parameter differently when there are others"),
+        (optimizers.Sketched, "'sketch' with a dimension that is neither 1 nor one of the parameter's"),
         (optimizers.Forgetful, "after a restart from it, the optimizer steps differently"),
         (optimizers.Listed, "its state has 'before', which is a list"),
         (optimizers.Factored, r"a tensor 'first' of torch\.float32 with shape \[1\]"),
@@ -116,8 +119,30 @@ def test_hyperparameters_that_it_does_not_take_are_said() -> None:
 def test_numbers_are_numbers_again() -> None:
     group = {"lr": 0.1}
     assert usual_state(optimizers.Counted, group, torch.float32) == {"step": ("float64", True)}
-    numbers = usual_numbers(optimizers.Counted, group)
     saved = {"step": torch.tensor(7.0, dtype=torch.float64), "other": torch.ones(2)}
-    found = with_numbers(saved, numbers)
-    assert (found["step"], type(found["step"]), found["other"]) == (7, int, saved["other"])
-    assert usual_numbers(torch.optim.Adam, group) == {}
+    found = restored(optimizers.Counted, group, [2], saved)
+    assert (found["step"], type(found["step"])) == (7, int)
+    assert torch.equal(found["other"], saved["other"])
+
+
+@pytest.mark.parametrize("kind", [optimizers.Lamb, optimizers.Lars])
+@pytest.mark.parametrize("dims", [[1], [2], [0, 1, 4]])
+def test_what_steps_each_tensor_by_itself_may_run(kind: type[torch.optim.Optimizer], dims: list[int]) -> None:
+    try_out("own", kind, {"lr": 0.1}, dims)
+
+
+def test_the_shapes_of_the_state_follow_from_that_of_the_parameter() -> None:
+    group = {"lr": 0.1}
+    assert kept_state(torch.optim.Adafactor, group, torch.float64, [4, 7, 9]) == {
+        "step": Kept("float32", True, (), None),
+        "row_var": Kept("float64", True, (4, 7, 1), None),
+        "col_var": Kept("float64", True, (4, 1, 9), None),
+    }
+    assert kept_state(torch.optim.Adafactor, group, torch.float32, [5, 1])["row_var"].scalar is False
+    assert kept_state(torch.optim.Muon, group, torch.float32, [4, 7]) == {
+        "momentum_buffer": Kept("float32", False, (4, 7), None)
+    }
+    assert kept_state(torch.optim.Adam, group, torch.float32, [4, 7])["exp_avg"].shape == (28,)
+    saved = {"row_var": torch.arange(28.0), "step": torch.tensor(3.0)}
+    found = restored(torch.optim.Adafactor, group, [4, 7, 9], saved)
+    assert (found["row_var"].shape, found["step"]) == ((4, 7, 1), 3)

@@ -153,6 +153,15 @@ def test_a_row_that_is_larger_than_a_bucket_is_cut() -> None:
     assert [t.name for t in cut_rows(layout, [0])] == ["a"]
 
 
+@given(models(), cuts)
+def test_tensors_of_the_groups_that_stay_whole_are_in_one_piece(
+    model: list[TensorSpec], cut: tuple[int, int]
+) -> None:
+    layout = partition(model, bucket_bytes=cut[0], shards=cut[1], whole=[0])
+    for tensor, pieces in ranges(layout).items():
+        assert model[tensor].rule is not Rule.GRADIENT or pieces == [(0, model[tensor].elements)]
+
+
 def test_rows_that_are_larger_than_the_buckets_wanted_are_alone() -> None:
     layout = partition([spec("a", 4, 1000)], bucket_bytes=4 * 1024, shards=1, smallest=256)
     assert [bucket.elements for bucket in layout.buckets] == [1000] * 4
