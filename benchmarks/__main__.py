@@ -44,7 +44,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     ),
     "shapes": Benchmark(
         "A step of models with an unusual shape",
-        "50 parameter groups; 5,000 small tensors; 200 million parameters in bfloat16, of which the "
+        "50 parameter groups; 5,000 small tensors; 34 million parameters in bfloat16, of which the "
         "optimizer steps copies in float32.",
         ("groups", "tensors", "masters", "--rounds", "1"),
         "datapath",
