@@ -403,7 +403,9 @@ def as_ids(given: Given, table: str, device: torch.device) -> tuple[Ids, torch.S
         return hashed([str(each) for each in array.flat]), shape, device
     if array.size == 0:
         return np.empty(0, dtype=np.int64), shape, device
-    if array.dtype.kind not in "iu" or (array.dtype.kind == "u" and array.max() > np.iinfo(np.int64).max):
+    if array.dtype.kind not in "iu" or (
+        array.dtype.kind == "u" and array.max() > np.uint64(np.iinfo(np.int64).max)
+    ):
         raise _no_ids(table, f"an array of {array.dtype}")
     return np.ascontiguousarray(array, dtype=np.int64).reshape(-1), shape, device
 
