@@ -270,7 +270,7 @@ class Embedding(_Layer):
                 whole numbers. A string's id is `elastic_ps.embedding.hashed`.
 
         Returns:
-            A tensor of shape (*ids, dim), on the device of the ids; for lists, on the module's.
+            A tensor of the shape of the ids and then dim, on their device; for lists, on the module's.
 
         Raises:
             UsageError: these are no ids.
