@@ -98,11 +98,14 @@ def test_a_script_of_hugging_face_survives_its_workers_and_its_server(
 ) -> None:
     """One worker leaves and comes back, another one and the server are killed."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    job, output = load_job(ROOT / command(example).job), tmp_path / "model"
-    job.spec.arguments = {"output": str(output)} if example == "transformers" else {}
+    job, output, hurry = load_job(ROOT / command(example).job), tmp_path / "model", tmp_path / "hurry"
+    job.spec.entrypoint = "tests.testing.scripts.paced_hugging_face:main"
+    job.spec.arguments = {"example": example, "hurry": str(hurry)}
+    if example == "transformers":
+        job.spec.arguments["output"] = str(output)
     job.spec.parameter_server.checkpoint.path = str(tmp_path / "checkpoints")
-    faults = [Fault("stop-worker", 10.0), Fault("kill-worker", 25.0, worker=1), Fault("kill-ps", 50.0)]
-    done = proven(job, tmp_path, *faults)
+    faults = [Fault("stop-worker", 1.0), Fault("kill-worker", 2.0, worker=1), Fault("kill-ps", 4.0)]
+    done = proven(job, tmp_path, *faults, hurry=hurry)
     assert {each.fault.kind for each in done.injections} == {each.kind for each in faults}
     assert done.records == records
     assert metrics(done)["test_accuracy"] > 0.8
