@@ -74,6 +74,7 @@ class ElasticMixin:
         self.session = session
         self._group = self._left_of_group = 0
         self._rate: Any = None
+        self._items: Any = None
         self.accelerator.__class__ = _OfTrainer
         self.accelerator.join_job(
             session,
@@ -136,13 +137,16 @@ class ElasticMixin:
     def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's: the batches of one optimizer step. There are fewer at the end of an epoch."""
         samples, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
-        self._group = self._left_of_group = len(samples)
+        self._group, self._items = len(samples), items
+        self._left_of_group = self._group
         self._rate = super()._get_learning_rate()  # type: ignore[misc]
         self.control.should_epoch_stop |= not samples
         return samples, items
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the Trainer's. Reports the loss to the job."""
+        """As the Trainer's. Reports the loss to the job, and weighs a mean over tokens by their number."""
+        if self._items is not None:
+            self.session.weigh(self._items / self._group)
         loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
         self.session.report(loss=loss * self._group)  # the Trainer divides it by their number
         self._left_of_group -= 1

@@ -34,6 +34,14 @@ class Records(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"x": x.double(), "labels": y.double()}
 
 
+class Ragged(Records):
+    """Half of the batches have two labels for each record, and the others have one."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        x, y = super().__getitem__(index).values()
+        return {"x": x, "labels": torch.cat([y, y if index % 8 < 4 else -100 + 0 * y])}
+
+
 class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -42,6 +50,15 @@ class Net(torch.nn.Module):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         found = self.mlp(x)
         return {"loss": torch.nn.functional.mse_loss(found, labels), "logits": found}
+
+
+class TokenNet(Net):
+    """Its loss is the mean over the labels that count."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, **given: Any) -> dict[str, torch.Tensor]:
+        counted = labels != -100
+        errors = (self.mlp(x) - labels)[counted].square().sum()
+        return {"loss": errors / given.get("num_items_in_batch", counted.sum())}
 
 
 def arguments(directory: Path, **options: Any) -> TrainingArguments:
@@ -64,12 +81,18 @@ def arguments(directory: Path, **options: Any) -> TrainingArguments:
 
 
 def make(
-    directory: Path, *, records: int = RECORDS, kind: Any = Trainer, given: Any = None, **options: Any
+    directory: Path,
+    *,
+    records: int = RECORDS,
+    ragged: bool = False,
+    kind: Any = Trainer,
+    given: Any = None,
+    **options: Any,
 ) -> Any:
     return kind(
-        Net(),
+        TokenNet() if ragged else Net(),
         arguments(directory, **options),
-        train_dataset=Records(records),
+        train_dataset=(Ragged if ragged else Records)(records),
         eval_dataset=Records(20),
         **(given or {}),
     )
@@ -147,6 +170,21 @@ def test_two_workers_share_the_batches_of_the_trainer_alone(tmp_path: Path) -> N
     assert saved == [1, 2, 3], "the chief saves"
     assert trainers[0].state.is_world_process_zero
     assert not trainers[1].state.is_world_process_zero
+
+
+def test_workers_weigh_a_mean_over_tokens_by_their_number(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"ragged": True, "records": 48, "eval_strategy": "no", "warmup_steps": 0}
+    alone = by_itself(tmp_path / "alone", per_device_train_batch_size=2 * BATCH, **options)
+    trainers = list[Any]()
+
+    def script(session: Session) -> None:
+        trainers.append(prepare_trainer(make(tmp_path, **options), session=session))
+        trainers[-1].train()
+
+    together = {"globalBatchSize": 2 * BATCH}
+    with running_job(tmp_path / "job", consistency=together, data=IN_ORDER) as job:
+        job.run(script, workers=2)
+    assert_same_model(trainers[0], alone)
 
 
 @pytest.mark.parametrize("how", per_change(["max_steps", "early stopping"], keep=["early stopping"]))
