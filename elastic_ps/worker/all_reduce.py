@@ -22,6 +22,7 @@ import torch
 from elastic_ps.codec import checksum
 from elastic_ps.codec.finite import WHAT_TO_DO, require_finite
 from elastic_ps.codec.reductions import REDUCTIONS
+from elastic_ps.collectives.groups import Broken, Group, Store
 from elastic_ps.core.all_reduce import Barrier
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.settings import Settings, clip_divisor
@@ -31,7 +32,6 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import Step
 from elastic_ps.worker.flat import Flat
-from elastic_ps.worker.group import Broken, Group, Store
 from elastic_ps.worker.replica import Replica
 from elastic_ps.worker.strategy import Strategy, VersionInfo
 

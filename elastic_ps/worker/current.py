@@ -7,12 +7,12 @@ import os
 from functools import partial
 from multiprocessing.connection import Connection
 
+from elastic_ps.collectives.groups import host_towards, require_safe
 from elastic_ps.contract import env
 from elastic_ps.errors import UsageError
 from elastic_ps.process.lifecycle import end_hung, tell_joined
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.worker.dialogue import USUAL
-from elastic_ps.worker.group import host_towards, require_safe
 from elastic_ps.worker.local_world import Drained, Links, LocalWorld
 from elastic_ps.worker.session import Session
 

@@ -20,6 +20,7 @@ from elastic_ps.codec.optimizers import check_tables, second_momentum
 from elastic_ps.codec.plan import Plan
 from elastic_ps.codec.several import Several
 from elastic_ps.codec.state import ImportedState
+from elastic_ps.collectives.groups import Store
 from elastic_ps.core.overlap import Overlap, choose
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
@@ -39,7 +40,6 @@ from elastic_ps.transport.convert import layout_from_message
 from elastic_ps.worker.all_reduce import AllReduce
 from elastic_ps.worker.client import Client, expelled
 from elastic_ps.worker.flat import Flat
-from elastic_ps.worker.group import Store
 from elastic_ps.worker.local_group import GroupFollower, GroupLeader
 from elastic_ps.worker.local_world import DRAIN, LocalWorld
 from elastic_ps.worker.model import ModelDescription

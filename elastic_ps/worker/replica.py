@@ -15,12 +15,12 @@ import torch
 
 from elastic_ps.codec import dtype_of, name_of
 from elastic_ps.codec.state import OptimizerState, state_dict_of
+from elastic_ps.collectives.groups import Group
 from elastic_ps.core.partition import Rule
 from elastic_ps.errors import Malformed, RefusalCode, Refused
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.flat import Flat
-from elastic_ps.worker.group import Group
 from elastic_ps.worker.values import Values
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from elastic_ps.checkpoint.plain import load_checkpoint
+from elastic_ps.collectives.groups import Broken, Group, Store, host_towards, require_safe
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import ConnectionLost, InvalidJob, InvalidModel, Refused, UsageError
@@ -24,7 +25,6 @@ from elastic_ps.local import Launcher, Options
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame
 from elastic_ps.worker.dialogue import WorkerLimits
-from elastic_ps.worker.group import Broken, Group, Store, host_towards, require_safe
 from elastic_ps.worker.session import Session
 from tests.testing import machine
 from tests.testing.harness import Job, Numbers, make_mlp, make_spec, running_job

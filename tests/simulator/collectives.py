@@ -1,4 +1,4 @@
-"""What `elastic_ps.worker.group` has of `torch.distributed`: operations of processes that may die meanwhile.
+"""What `collectives.groups` has of `torch.distributed`: operations of processes that may die meanwhile.
 
 An operation is done when all of a group have begun it, for each of them at another moment; only then are the
 tensors read. If one dies, each of the others' operations is still done, or fails, as chance will have it.
@@ -60,7 +60,7 @@ class Collectives:
         self._groups: dict[tuple[str, str], _Group] = {}
 
     def module(self) -> SimpleNamespace:
-        """What stands in `group._c10d`."""
+        """What stands in `groups._c10d`."""
 
         def backend(place: tuple[str, str], rank: int, size: int, options: Any) -> _Backend:
             group = self._groups.setdefault(place, _Group(self, size))

@@ -18,13 +18,14 @@ import torch
 
 from elastic_ps.api.consistency import OUTER_RULES, Consistency
 from elastic_ps.checkpoint import store
+from elastic_ps.collectives import groups
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.objective import Objective
 from elastic_ps.data.batches import Batches
 from elastic_ps.errors import NoCheckpoint
 from elastic_ps.server import reconfiguration
 from elastic_ps.server.guarded import Guarded
-from elastic_ps.worker import group, membership
+from elastic_ps.worker import membership
 from tests.simulator.cluster import Cluster, Plan, halved, pid_of, scratch
 from tests.simulator.collectives import Collectives, Store
 from tests.simulator.faults import FAULTS
@@ -203,7 +204,7 @@ def run(plan: Plan, base: Path, arrange: Callable[[Cluster], None] | None = None
         parent = SimpleNamespace(getpid=os.getpid, getppid=lambda: pid_of(world().process.name))
         patch(session, "os", parent)
         patch(membership, "Store", Store)
-        patch(group, "_c10d", Collectives(here, cluster.network.process).module())
+        patch(groups, "_c10d", Collectives(here, cluster.network.process).module())
         patch(reconfiguration, "Objective", partial(Objective, needed=1))
         patch(Batches, "add", _noted(cluster))
         patch(store.Store, "commit", _watched(cluster))
