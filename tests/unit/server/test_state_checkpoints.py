@@ -54,15 +54,21 @@ def test_a_checkpoint_knows_what_scripts_have_asked_for(state: JobState) -> None
     assert again.assigned == 3
 
 
-@pytest.mark.parametrize(("change", "outcome"), [("", "lost"), ("consistency is async now", "left")])
+LOST = "it has to join again, since a parameter server was lost"
+CHANGED = "consistency is async now"
+
+
+@pytest.mark.parametrize(
+    ("change", "outcome", "reason"), [("", "lost", LOST), (CHANGED, "left", CHANGED)], ids=["lost", "changed"]
+)
 def test_members_end_with_a_term_because_it_was_lost_or_because_of_a_change(
-    state: JobState, change: str, outcome: str
+    state: JobState, change: str, outcome: str, reason: str
 ) -> None:
     join(state, 0)
     state.model = MODEL
     again = next_term(record.to_checkpoint(state), version=3, change=change)
     ended = [(member.outcome, member.reason, member.left_version) for member in again.members.departed]
-    assert set(ended) == {(outcome, change, 3)}
+    assert set(ended) == {(outcome, reason, 3)}
 
 
 def test_members_of_a_finished_job_have_left(state: JobState) -> None:
