@@ -195,6 +195,30 @@ class History:
         return _union([numbers for number, numbers in self._changed if number > version])
 
 
+class Arrivals:
+    """Which rows of tables have arrived, for a model with memory of its own.
+
+    Several threads may call `note`. None may while another one calls `take`.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[int, list[torch.Tensor]] = {}
+        self._whole: set[int] = set()
+
+    def note(self, table: int, numbers: torch.Tensor | None) -> None:
+        """These rows of a table have arrived; None: all."""
+        if numbers is None:
+            self._whole.add(table)
+        else:
+            self._rows.setdefault(table, []).append(numbers)
+
+    def take(self) -> tuple[set[int], dict[int, torch.Tensor]]:
+        """The tables that have arrived as a whole since the last call, and the rows of others."""
+        whole, rows = self._whole, self._rows
+        self._whole, self._rows = set(), {}
+        return whole, {table: _union(parts) for table, parts in rows.items() if table not in whole}
+
+
 def _union(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     if len(parts) == 1:
         return parts[0]

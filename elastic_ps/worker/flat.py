@@ -9,13 +9,12 @@ pulled bucket is received straight into the model. What is on another device, or
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import NamedTuple
 
 import torch
 
 from elastic_ps.codec import as_bytes, as_tensor, dtype_of
 from elastic_ps.codec.devices import Staging
-from elastic_ps.codec.rows import Rows
+from elastic_ps.codec.rows import Arrivals, Rows
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule
 from elastic_ps.errors import UsageError
 from elastic_ps.transport.memory import Allocate, shared_if_possible
@@ -75,14 +74,12 @@ class Flat:
                 place += piece.length
                 self.buckets_of[piece.tensor].append(bucket.index)
             sizes[key] = place
-        pushed = {k: n * ITEM_SIZE[k.dtype] for k, n in sizes.items() if k.rule is not Rule.CONSTANT}
+        pushed = {k: n * ITEM_SIZE[k[0]] for k, n in sizes.items() if k[1] is not Rule.CONSTANT}
         if world.alone:
-            self._values = {
-                k: torch.zeros(n, dtype=dtype_of(k.dtype), device="cpu") for k, n in sizes.items()
-            }
+            self._values = {k: torch.zeros(n, dtype=dtype_of(k[0]), device="cpu") for k, n in sizes.items()}
             parts = [shared_if_possible(list(pushed.values()))]
         else:
-            whole = {k: n * ITEM_SIZE[k.dtype] for k, n in sizes.items()}
+            whole = {k: n * ITEM_SIZE[k[0]] for k, n in sizes.items()}
             self._values = _tensors(world.allocate(list(whole.values())), whole)
             parts = [world.allocate(list(pushed.values())) for _ in range(world.size)]
         self._parts = [_tensors(allocate, pushed) for allocate in parts]
@@ -90,7 +87,7 @@ class Flat:
         self._sent: dict[int, torch.Tensor] = {}  # what summed tensors were when their changes were put
         self._written: set[int] = set()  # tensors whose contribution may be something else than zero
         self._places = [
-            (Key(spec.dtype, spec.rule, spec.sparse), starts.get(index, 0), spec.elements)
+            ((spec.dtype, spec.rule, spec.sparse), starts.get(index, 0), spec.elements)
             for index, spec in enumerate(layout.tensors)
         ]
         changing = [i for i, spec in enumerate(layout.tensors) if spec.rule is not Rule.CONSTANT]
@@ -100,10 +97,10 @@ class Flat:
         self._contribution_of = {b.index: self._slice(self._contributions, b) for b in layout.pushed}
         # The processes of a worker tell each other when a contribution is there, not when it will be.
         devices = {tensor.device for tensor in tensors} if world.alone else set()
-        staged = [memory for key, memory in self._contributions.items() if not key.sparse]
+        staged = [memory for key, memory in self._contributions.items() if not key[2]]
         self._staging = Staging(devices, [*self._values.values(), *staged])
         self._rows: dict[int, Rows] = {}  # gradients of tables
-        self._arrived: dict[int, list[torch.Tensor] | None] = {}  # rows that a device lacks; None: all
+        self._arrived = Arrivals()
         self._tensors_of = [[piece.tensor for piece in bucket.pieces] for bucket in layout.buckets]
         self._addresses: list[int] = []
         self._apart: list[int] = []  # tensors with memory of their own
@@ -122,7 +119,7 @@ class Flat:
         )
 
     def _of_rule(self, rule: Rule) -> list[torch.Tensor]:
-        return [flat for key, flat in self._values.items() if key.rule is rule and not key.sparse]
+        return [flat for key, flat in self._values.items() if key[1] is rule and not key[2]]
 
     def _adopt(self, index: int, tensor: torch.Tensor) -> None:
         view = self.value(index)
@@ -148,7 +145,7 @@ class Flat:
     def _view(self, memory: dict[Key, torch.Tensor], index: int) -> torch.Tensor:
         key, start, elements = self._places[index]
         if not elements:
-            return torch.empty(self.layout.tensors[index].shape, dtype=dtype_of(key.dtype), device="cpu")
+            return torch.empty(self.layout.tensors[index].shape, dtype=dtype_of(key[0]), device="cpu")
         return memory[key][start : start + elements].view(self.layout.tensors[index].shape)
 
     def contribution(self, index: int) -> torch.Tensor:
@@ -208,17 +205,13 @@ class Flat:
         width = self.layout.width(bucket)
         return rows.between(piece.start // width, (piece.start + piece.length) // width)
 
-    def note_whole(self, bucket: Bucket) -> None:
-        """All values of a bucket were received."""
-        if self.layout.width(bucket):
-            self._arrived[bucket.pieces[0].tensor] = None
-
-    def take_rows(self, bucket: Bucket, rows: Rows) -> None:
-        """Write the values of some rows of a bucket, which a version has changed."""
-        self._value_of[bucket.index].view(-1, rows.values.shape[1])[rows.numbers] = rows.values
-        index, first = bucket.pieces[0].tensor, bucket.pieces[0].start // rows.values.shape[1]
-        if (arrived := self._arrived.setdefault(index, [])) is not None:
-            arrived.append(rows.numbers + first)
+    def take_rows(self, bucket: Bucket, rows: Rows | None) -> None:
+        """Write rows of a bucket that a version has changed. None: all of the bucket has been received."""
+        if (width := self.layout.width(bucket)) and rows is not None:
+            self._value_of[bucket.index].view(-1, width)[rows.numbers] = rows.values
+            rows = Rows(rows.numbers + bucket.pieces[0].start // width, rows.values)
+        if width:
+            self._arrived.note(bucket.pieces[0].tensor, None if rows is None else rows.numbers)
 
     def _slice(self, memory: dict[Key, torch.Tensor], bucket: Bucket) -> torch.Tensor:
         start = self._offsets[bucket.index]
@@ -367,16 +360,13 @@ class Flat:
         """
         self._sent.clear()
         pulled = [index for index in self._apart if excluded.isdisjoint(self.buckets_of[index])]
-        arrived, self._arrived = self._arrived, {}
-        some = {index: rows for index, rows in arrived.items() if rows is not None}
-        tables = {i for i, spec in enumerate(self.layout.tensors) if spec.sparse}
-        whole = [index for index in pulled if index not in tables or arrived.get(index, ()) is None]
+        whole, rows = self._arrived.take()
+        copied = [i for i in pulled if i in whole or not self.layout.tensors[i].sparse]
         with torch.no_grad():
-            self._staging.up((self.tensors[index], self.value(index)) for index in whole)
-            for index, rows in some.items():
-                for numbers in rows if index in pulled else ():
-                    tensor, values = self.tensors[index], self.value(index)[numbers]
-                    tensor[numbers.to(tensor.device)] = values.to(tensor.device)
+            self._staging.up((self.tensors[index], self.value(index)) for index in copied)
+            for index in rows.keys() & set(pulled):
+                tensor, numbers = self.tensors[index], rows[index]
+                tensor[numbers.to(tensor.device)] = self.value(index)[numbers].to(tensor.device)
         if Rule.GRADIENT in self._changing:
             self._staging.settle()  # the script's own steps may write to the values, too
         for index in self._received:
@@ -385,21 +375,17 @@ class Flat:
         self._writes.close()
 
 
-class Key(NamedTuple):
-    """What the tensors in one flat memory have in common."""
-
-    dtype: str
-    rule: Rule
-    sparse: bool
+Key = tuple[str, Rule, bool]
+"""What the tensors in one flat memory have in common: dtype, rule, and whether they are tables."""
 
 
 def _key(layout: Layout, bucket: Bucket) -> Key:
-    return Key(bucket.dtype, bucket.rule, layout.width(bucket) > 0)
+    return bucket.dtype, bucket.rule, layout.width(bucket) > 0
 
 
 def _tensors(allocate: Allocate, sizes: Mapping[Key, int]) -> dict[Key, torch.Tensor]:
     """A flat tensor of so many bytes for each key."""
-    return {key: as_tensor(allocate(nbytes), dtype_of(key.dtype)) for key, nbytes in sizes.items()}
+    return {key: as_tensor(allocate(nbytes), dtype_of(key[0])) for key, nbytes in sizes.items()}
 
 
 def _one_after_the_other(tensor: torch.Tensor) -> bool:

@@ -179,7 +179,7 @@ class Values:
             self._trace.complete("decode", started, ended, bucket=bucket.index, bytes=len(body))
             seconds = (ended - started) / 1e9
         if into is None:
-            self._flat.note_whole(bucket)
+            self._flat.take_rows(bucket, None)
             self.arrived(bucket, reply.version)
         self._traffic.pulled(incoming.size, plain=bucket.nbytes, seconds=seconds)
         return changes
