@@ -27,10 +27,13 @@ class Recommender(torch.nn.Module):
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
-        torch.manual_seed(3)
+        self.version = -1  # that a worker has ended with
         self.user = torch.nn.Embedding(60, 3, sparse=True, dtype=dtype)
         self.tags = torch.nn.EmbeddingBag(40, 4, mode="sum", sparse=True, dtype=dtype)
         self.last = torch.nn.Linear(7, 1, dtype=dtype)
+        random = torch.Generator().manual_seed(3)  # workers are threads, which share the global one
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, generator=random)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         numbers = (x.float().abs() * 100).long()
@@ -91,8 +94,16 @@ def trainer(
             mse(model, x.double(), y.double()).backward()
             each(session)
             optimizer.step()
+        model.version = session.version
 
     return script
+
+
+def final(job: Job, models: Models) -> list[Recommender]:
+    """The models of the workers that have ended with the last version."""
+    found = [model for model in models.values() if model.version == job.commits()[-1]["version"]]
+    assert found
+    return found
 
 
 def check(job: Job, data: Numbers, models: Models, make: Optimizers, *, epochs: int = 1) -> None:
@@ -103,7 +114,7 @@ def check(job: Job, data: Numbers, models: Models, make: Optimizers, *, epochs: 
     exact = Recommender()
     replay(commits, data, exact, alone(make), job.spec)
     assert any(len(commit["contributions"]) > 1 for commit in commits)
-    for model in models.values():
+    for model in final(job, models):
         for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
@@ -146,7 +157,7 @@ def test_modes(tmp_path: Path, transport: str, consistency: dict[str, Any]) -> N
 @pytest.mark.parametrize("durability", ["checkpoint", "standby"])
 @pytest.mark.parametrize("make", [adagrad, two_adams])
 def test_a_lost_parameter_server_changes_no_bit(tmp_path: Path, make: Optimizers, durability: str) -> None:
-    def final(directory: Path, *, lose: bool) -> Recommender:
+    def trained(directory: Path, *, lose: bool) -> Recommender:
         models, once = Models(), threading.Lock()
         server: dict[str, Any] = {"replicas": 2, "bucketBytes": 1024, "durability": durability}
         server["checkpoint"] = {"everyVersions": 3, "interval": "1h"}
@@ -161,9 +172,10 @@ def test_a_lost_parameter_server_changes_no_bit(tmp_path: Path, make: Optimizers
 
             job.run(trainer(make, Numbers(160), models, each=each), workers=2)
             assert (job.status().term > 1) == lose
-        return models[0]
+            return final(job, models)[0]
 
-    lost, whole = final(tmp_path / "1", lose=True), final(tmp_path / "2", lose=False)
+    lost, whole = trained(tmp_path / "1", lose=True), trained(tmp_path / "2", lose=False)
+    assert lost.version == whole.version
     assert all(torch.equal(a, b) for a, b in zip(lost.parameters(), whole.parameters(), strict=True))
 
 
@@ -187,7 +199,7 @@ def test_the_whole_gradient_is_clipped(tmp_path: Path) -> None:
         job.join()
         exact = Recommender()
         replay(job.commits(), data, exact, clipping, job.spec)
-    for ours, theirs in zip(models[0].parameters(), exact.parameters(), strict=True):
+    for ours, theirs in zip(final(job, models)[0].parameters(), exact.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
