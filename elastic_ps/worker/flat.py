@@ -222,21 +222,8 @@ class Flat:
         return self._value_of[bucket.index]
 
     def value_bytes(self, bucket: Bucket) -> memoryview:
-        """A bucket's values, to receive into."""
+        """A bucket's values, to receive into, or to send."""
         return self._value_bytes[bucket.index]
-
-    def first_values(self, bucket: Bucket) -> memoryview:
-        """A bucket's values, to send them: in the memory of its contribution, which processes share.
-
-        For a worker between two steps: what was put there is lost.
-        """
-        shared = self._contribution_of.get(bucket.index)
-        if shared is None:
-            return self._value_bytes[bucket.index]
-        self.wait_for(bucket)
-        shared.copy_(self._value_of[bucket.index])
-        self.written(bucket)
-        return as_bytes(shared)
 
     def wait_for(self, bucket: Bucket) -> None:
         """Block until what was put into a bucket's contribution has arrived."""

@@ -322,7 +322,7 @@ class Membership:
 
     def _bring(self, strategy: Strategy, flat: Flat, imported: ImportedState | None = None) -> None:
         for bucket in flat.layout.buckets:
-            self.client.initialise(bucket, flat.first_values(bucket))
+            self.client.initialise(bucket, flat.value_bytes(bucket))
             for piece in imported.pieces(bucket, flat.tensors) if imported is not None else ():
                 self.client.initialise_state(bucket, *piece)
         self.client.initialised(repeatable=imported is None and self._keeps_first(strategy, flat))

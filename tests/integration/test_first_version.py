@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from elastic_ps.checkpoint.store import Store
+from elastic_ps.core.partition import Bucket
 from elastic_ps.errors import StorageUnavailable
+from elastic_ps.worker.client import Client
 from elastic_ps.worker.session import Session
 from tests.testing import machine
 from tests.testing.harness import Job, Numbers, make_mlp, running_job
@@ -94,6 +96,64 @@ def test_a_parameter_server_that_is_lost_before_version_0_is_on_disk_gets_it_aga
         assert_each_record_once(job.commits(), records=len(DATA), epochs=1)
     for found, brought in zip(scene.stored(), scene.first_values(0), strict=True):
         torch.testing.assert_close(found, brought, rtol=0, atol=0)
+
+
+def test_first_values_do_not_lie_where_gradients_are_put(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A shard that reads them late, or once more, gets the same."""
+    initialise, sent = Client.initialise, list[tuple[memoryview, bytes]]()
+
+    def noted(client: Client, bucket: Bucket, values: memoryview, *, version: int | None = None) -> None:
+        sent.append((values, bytes(values)))
+        initialise(client, bucket, values, version=version)
+
+    monkeypatch.setattr(Client, "initialise", noted)
+    with running_job(tmp_path, checkpoints=scene.store.directory) as job:
+        scene.start(job)
+        job.until(lambda: finished(job), "both have made a step with version 0")
+        assert sent
+        assert all(memory == values for memory, values in sent)
+        scene.full = False
+        job.join()
+
+
+class Assigning(Scene):
+    """A job whose worker assigns a model before it trains. `apart`: weights have memory of their own."""
+
+    apart = False
+
+    def train(self, session: Session) -> None:
+        model = self.make_model(session.worker)
+        for parameter in model.parameters() if self.apart else ():
+            parameter.data = parameter.data.t().contiguous().t()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+        self.sessions.append(session)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+        session.assign(model)
+        self.assigned = [parameter.detach().clone() for parameter in model.parameters()]
+        for x, y in session.loader(DATA, 4):
+            mse(model, x, y).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["", "apart"])
+def test_an_assigned_model_is_kept_when_the_parameter_server_is_lost(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, apart: bool
+) -> None:
+    scene = Assigning(monkeypatch, tmp_path / "checkpoints")
+    scene.apart = apart
+    with running_job(tmp_path, checkpoints=scene.store.directory) as job:
+        job.start(0, scene.train)
+        job.until(lambda: len(job.coordinator.job.state.rounds.done) == 1, "the values were pushed")
+        job.restart(0)
+        job.until(lambda: scene.sessions[0].generation, "the worker has joined again")
+        scene.full = False
+        job.join()
+    for values in scene.assigned:
+        torch.testing.assert_close(values, torch.full_like(values, 0.5), rtol=0, atol=0)
 
 
 class Normalised(Scene):
