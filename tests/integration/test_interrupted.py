@@ -31,7 +31,7 @@ from tests.testing.watched import Watched
 
 def test_while_it_asks_again_for_records(tmp_path: Path) -> None:
     """The other worker has the last ones, so the first call is answered that there are none yet."""
-    data, interrupted = Numbers(10), threading.Event()
+    data, interrupted = Numbers(15), threading.Event()
 
     def interrupt(pending: set[bytes], method: str, frame: Frame) -> None:
         if method == "Take" and frame.header in pending and not interrupted.is_set():
@@ -75,7 +75,7 @@ def test_while_it_asks_again_for_records(tmp_path: Path) -> None:
     with running_job(tmp_path, data={"shardRecords": 5}, limits=limits) as job:
         job.through = through
         job.run(script, workers=2)
-        assert_each_record_once(job.commits(), records=10, epochs=1)
+        assert_each_record_once(job.commits(), records=15, epochs=1)
     assert interrupted.is_set()
 
 
