@@ -34,12 +34,17 @@ def free_memory(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgro
     """
     free = math.inf
     with contextlib.suppress(OSError, StopIteration, ValueError):
-        lines = (proc / "meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    with contextlib.suppress(OSError, ValueError):  # there may be no limit
+        free = _field(proc / "meminfo", "MemAvailable:") * 1024
+    with contextlib.suppress(OSError, StopIteration, ValueError):  # there may be no limit
         limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
+        # The kernel frees the cache of files that were not used lately when processes need memory.
+        used -= _field(cgroup / "memory.stat", "inactive_file")
         free = min(free, max(0, limit - used))
     return free
+
+
+def _field(path: Path, name: str) -> int:
+    return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(name))
 
 
 def free_disk(directory: Path) -> float:

@@ -66,11 +66,14 @@ def test_memory_is_what_the_host_and_the_container_have_left(tmp_path: Path) -> 
     assert free_memory(proc=proc, cgroup=cgroup) == 4096
     (cgroup / "memory.max").write_text("max\n")
     (cgroup / "memory.current").write_text("1000\n")
+    (cgroup / "memory.stat").write_text("anon 1000\ninactive_file 0\n")
     assert free_memory(proc=proc, cgroup=cgroup) == 4096
     (cgroup / "memory.max").write_text("3000\n")
     assert free_memory(proc=proc, cgroup=cgroup) == 2000
     (cgroup / "memory.current").write_text("3001\n")
     assert free_memory(proc=proc, cgroup=cgroup) == 0
+    (cgroup / "memory.stat").write_text("anon 501\ninactive_anon 7\ninactive_file 2500\n")
+    assert free_memory(proc=proc, cgroup=cgroup) == 2499
 
 
 def test_the_disk_of_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
