@@ -47,10 +47,15 @@ def _field(path: Path, name: str) -> int:
     return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(name))
 
 
-def free_disk(directory: Path) -> float:
-    """The bytes that the disk of a directory has left; infinite if that cannot be told."""
+def disk_for(checkpoints: Path) -> float:
+    """The bytes that checkpoints in this directory can have; infinite if that cannot be told.
+
+    Those that lie there count as free: new ones replace them.
+    """
     with contextlib.suppress(OSError):
-        return shutil.disk_usage(next(each for each in (directory, *directory.parents) if each.exists())).free
+        there = next(each for each in (checkpoints, *checkpoints.parents) if each.exists())
+        old = sum(path.lstat().st_size for path in checkpoints.glob("*-*/*"))
+        return shutil.disk_usage(there).free + old
     return math.inf
 
 
@@ -86,9 +91,9 @@ def shortages(need: Room, free: Room) -> Iterator[str]:
         )
     if need.disk > free.disk:
         yield (
-            f"the job's checkpoints need {_size(need.disk)} of disk, and {_size(free.disk)} are free. Lower "
-            "parameterServer.checkpoint.keep, or name a directory on a larger disk in "
-            "parameterServer.checkpoint.path"
+            f"the job's checkpoints need {_size(need.disk)} of disk, and {_size(free.disk)} are free, or "
+            "taken by older ones. Lower parameterServer.checkpoint.keep, or name a directory on a larger "
+            "disk in parameterServer.checkpoint.path"
         )
 
 

@@ -377,7 +377,7 @@ class Launcher:
         self._measured = True
         here = self._most_workers if self.options.slots is None else 0
         need = room.needed(self.job.spec, status.model_bytes, status.state_bytes, workers=here)
-        for problem in room.shortages(need, room.Room(self._free_memory, room.free_disk(self.checkpoints))):
+        for problem in room.shortages(need, room.Room(self._free_memory, room.disk_for(self.checkpoints))):
             self._event("warning", problem)
 
     def _stopped(self, process: Process, now: float) -> float | None:

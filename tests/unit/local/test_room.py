@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ps.local.room import PROCESS, Room, free_disk, free_memory, needed, shortages
+from elastic_ps.local.room import PROCESS, Room, disk_for, free_memory, needed, shortages
 from tests.testing.harness import make_spec
 
 MODEL = 500_000_000
@@ -77,4 +77,13 @@ def test_memory_is_what_the_host_and_the_container_have_left(tmp_path: Path) -> 
 
 
 def test_the_disk_of_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
-    assert 0 < free_disk(tmp_path / "not" / "there") < math.inf
+    assert 0 < disk_for(tmp_path / "not" / "there") < math.inf
+
+
+def test_checkpoints_that_new_ones_replace_are_no_shortage(tmp_path: Path) -> None:
+    large = 1 << 40  # bytes that a sparse file does not take
+    for directory in ("version-3", "partial-1-2-4"):
+        (tmp_path / directory).mkdir()
+        with (tmp_path / directory / "shard-0.safetensors").open("wb") as file:
+            file.truncate(large)
+    assert disk_for(tmp_path) - disk_for(tmp_path / "elsewhere") > 1.5 * large
