@@ -358,7 +358,8 @@ class Membership:
         logger.warning("joining again: %s", reason)
         while True:
             self.drop_step()
-            first = None if self.version else self._first
+            self.strategy.reset()
+            first = None if self.version or self.strategy.trained else self._first
             joined = self._join_anew(self.strategy, trained=first is None)
             version = joined.version
             try:

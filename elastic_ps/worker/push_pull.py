@@ -521,6 +521,7 @@ class PushPull(Strategy):
                     )
                 if not self._goes_on(pull):
                     return False
+                self.trained |= kind == "bucket" and not reply.draft and reply.version > 0
             if kind == "bucket":
                 self._take(pull, self.flat.layout.buckets[reply.bucket], reply, incoming)
                 now = time.monotonic_ns()

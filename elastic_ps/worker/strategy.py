@@ -51,6 +51,8 @@ class Strategy(ABC):
 
     Attributes:
         version: of the values that the model has; with bounded staleness, some may be newer.
+        trained: a value of a version after 0 has come, or begun to come. Does not change between `reset` and
+            the next call that asks for values.
         info: of the last version that came.
         under_way: the step that has begun, until it is made or forgotten.
         steps_here: the script's own optimizer makes the steps, and its state is on this worker.
@@ -63,6 +65,7 @@ class Strategy(ABC):
 
     def __init__(self) -> None:
         self.version = 0
+        self.trained = False
         self.info = VersionInfo()
         self.under_way: Step | None = None
 

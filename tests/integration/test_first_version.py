@@ -9,9 +9,12 @@ import torch
 
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.partition import Bucket
-from elastic_ps.errors import StorageUnavailable
+from elastic_ps.errors import ConnectionLost, RefusalCode, Refused, StorageUnavailable
+from elastic_ps.transport import messages_pb2 as pb
+from elastic_ps.transport.base import Incoming
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.session import Session
+from elastic_ps.worker.values import Values
 from tests.testing import machine
 from tests.testing.harness import Job, Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, mse
@@ -154,6 +157,30 @@ def test_an_assigned_model_is_kept_when_the_parameter_server_is_lost(
         job.join()
     for values in scene.assigned:
         torch.testing.assert_close(values, torch.full_like(values, 0.5), rtol=0, atol=0)
+
+
+def test_a_model_with_some_values_of_version_1_is_not_taken_for_version_0(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    take, taken = Values.take, set[int]()
+
+    def cut(values: Values, bucket: Bucket, reply: pb.PullReply, incoming: Incoming, *, counts: bool) -> None:
+        if reply.version == 1:
+            taken.add(bucket.shard)
+            if bucket.shard == 0:
+                raise ConnectionLost("cut")
+        take(values, bucket, reply, incoming, counts=counts)
+
+    monkeypatch.setattr(Values, "take", cut)
+    scene = Scene(monkeypatch, tmp_path / "unused")
+    server = {"replicas": 2, "bucketBytes": 1024}
+    with running_job(tmp_path, checkpoints=None, parameterServer=server) as job:
+        job.start(0, scene.train)
+        job.until(lambda: taken == {0, 1}, "some values of version 1 have come")
+        job.restart(0)
+        with pytest.raises(Refused, match="has lost the model") as refused:
+            job.join()
+    assert refused.value.code is RefusalCode.MODEL_LOST
 
 
 class Normalised(Scene):
