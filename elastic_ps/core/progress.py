@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 STALL = 10
-"""A pause longer than the window, and than so many usual ones, is a stall."""
+"""A pause longer than the window, and than so many usual ones, is a stall. After one, the next pause is a
+stall only if the counter has grown for so many times its length: else such pauses are usual."""
 
 
 @dataclass
@@ -17,6 +18,8 @@ class Rate:
 
     window: float = 5.0
     _points: deque[tuple[float, int]] = field(default_factory=deque)
+    _resumed: float = -math.inf
+    """When the last stall ended. The times of older points are moved towards it."""
 
     def add(self, count: int, now: float) -> None:
         """Note the counter's value. Points closer than a hundredth of the window are merged."""
@@ -25,8 +28,12 @@ class Rate:
             return
         if len(self._points) > 1:
             usual = (self._points[-1][0] - self._points[0][0]) / (len(self._points) - 1)
-            if pause > max(self.window, STALL * usual):  # as if no time had passed meanwhile
-                self._points = deque((at + pause - usual, before) for at, before in self._points)
+            if pause > max(self.window, STALL * usual):
+                if self._points[-1][0] - self._resumed > STALL * pause:  # as if no time had passed meanwhile
+                    self._points = deque((at + pause - usual, before) for at, before in self._points)
+                    self._resumed = now
+                else:
+                    self._points = deque(point for point in self._points if point[0] >= self._resumed)
         self._points.append((now, count))
         while len(self._points) > 2 and self._points[1][0] <= now - self.window:
             self._points.popleft()

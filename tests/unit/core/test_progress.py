@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 
 import pytest
@@ -49,6 +50,28 @@ def test_a_stall_that_has_ended_does_not_change_a_rate() -> None:
     assert rate.per_second(12_000, 1000) == pytest.approx(100)
     rate.add(12_100, 1001)
     assert rate.per_second(12_100, 1001) == pytest.approx(100)
+
+
+@given(st.sampled_from([5.0, 60.0]), st.lists(st.floats(0.05, 300), min_size=1, max_size=6))
+def test_a_rate_is_right_a_window_after_steps_have_become_slower_or_faster(
+    window: float, paces: list[float]
+) -> None:
+    rate, step, now = Rate(window), 0, 0.0
+    for seconds in paces:
+        for _ in range(math.ceil(1.02 * window / seconds) + 2):
+            step, now = step + 1, now + seconds
+            rate.add(step, now)
+        assert rate.per_second(step, now) == pytest.approx(1 / seconds)
+
+
+@pytest.mark.parametrize("window", [1.0, 5.0, 60.0])
+def test_pauses_between_bursts_of_steps_are_no_stalls(window: float) -> None:
+    rate, count = Rate(window), 0
+    for second in range(0, 800, 8):
+        for now in (second, second + 0.7):
+            count += 8
+            rate.add(count, now)
+    assert rate.per_second(count, 792.7) == pytest.approx(2, rel=0.1)
 
 
 @pytest.mark.parametrize("seconds", [1, 30, 300])
