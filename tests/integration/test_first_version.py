@@ -152,7 +152,7 @@ def test_an_assigned_model_is_kept_when_the_parameter_server_is_lost(
         job.start(0, scene.train)
         job.until(lambda: len(job.coordinator.job.state.rounds.done) == 1, "the values were pushed")
         job.restart(0)
-        job.until(lambda: scene.sessions[0].generation, "the worker has joined again")
+        job.until(lambda: scene.sessions[0].generation > 0, "the worker has joined again")
         scene.full = False
         job.join()
     for values in scene.assigned:
