@@ -403,21 +403,25 @@ PULLED = "pulled"
 RESERVED = (VALUE, MASTER, PULLED)
 
 
-def try_out(name: str, kind: Kind, group: Mapping[str, Any], dims: Collection[int] = (2,)) -> None:
+def try_out(
+    name: str, kind: Kind, group: Mapping[str, Any], shapes: Collection[Sequence[int]] = ((2, 3),)
+) -> None:
     """Make a few steps with a user's class on small parameters.
 
     They are stepped together, and each by itself, as in different buckets. Unless the class steps whole
-    tensors, a matrix is also cut in two pieces.
+    tensors, a matrix is also cut in two pieces. If it does, it also steps a parameter of each shape once,
+    which takes the memory of one such parameter at a time with its gradient and state.
 
     Args:
         group: the hyperparameters of a parameter group.
-        dims: how many dimensions the parameters of the group have.
+        shapes: the shapes of the parameters of the group.
 
     Raises:
         InvalidModel: it fails; or the results differ, so that the model cannot be divided into buckets; or
             its state cannot be saved.
     """
     whole_tensors = steps_whole_tensors(kind)
+    dims = sorted({len(shape) for shape in shapes})
     try:
         with torch.device("cpu"):  # whatever a script has set as its default
             random = torch.Generator("cpu").manual_seed(0)
@@ -428,8 +432,8 @@ def try_out(name: str, kind: Kind, group: Mapping[str, Any], dims: Collection[in
             steps = [[torch.randn(each.shape, generator=random) for each in values] for _ in range(4)]
             pieces = whole = _stepped(kind, group, values, steps)
             if whole_tensors:
-                for count in dims:
-                    kept_state(kind, group, torch.float32, _small(count))
+                for shape in {(*shape,) for shape in shapes}:
+                    _check_shape(kind, group, shape)
             else:
                 joined = [torch.cat(step).view(2, 3) for step in steps]
                 whole = _stepped(kind, group, [matrix], [[each] for each in joined])
@@ -467,6 +471,24 @@ def try_out(name: str, kind: Kind, group: Mapping[str, Any], dims: Collection[in
             "steps differently. It has to keep everything that a step needs in self.state[parameter] and "
             "param_groups"
         )
+
+
+def _check_shape(kind: Kind, group: Mapping[str, Any], shape: tuple[int, ...]) -> None:
+    """Raise InvalidModel if the state of a parameter of this shape is not what `kept_state` says."""
+    expected = kept_state(kind, group, torch.float32, shape)
+    state = _first_state(kind, group, torch.zeros(shape))
+    found = {key: _shape_of(value) for key, value in state.items()}
+    if found != {key: each.shape for key, each in expected.items()}:
+        raise InvalidModel(
+            f"for a parameter of shape {list(shape)}, its state is another than for a small one: it has "
+            f"{_shapes_in_words(found)} instead of "
+            f"{_shapes_in_words({key: each.shape for key, each in expected.items()})}. Its keys and "
+            "dimensions must not depend on how large a parameter is, or no checkpoint can be resumed"
+        )
+
+
+def _shapes_in_words(shapes: Mapping[str, Sequence[int]]) -> str:
+    return ", ".join(f"{key!r} of shape {list(shape)}" for key, shape in shapes.items()) or "nothing"
 
 
 def _close(some: torch.Tensor, others: torch.Tensor) -> bool:

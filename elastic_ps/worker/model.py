@@ -84,10 +84,10 @@ class ModelDescription:
         if ":" in self.optimizer:
             groups = self.settings(optimizer).groups
             names = [known.name_of(part) for part in parts_of(optimizer) for _ in part.param_groups]
-            dims = [{p.dim() for p in group["params"]} for group in optimizer.param_groups]
-            for name, kind, settings, each in zip(names, kinds_of(optimizer), groups, dims, strict=True):
+            shapes = [{(*p.shape,) for p in group["params"]} for group in optimizer.param_groups]
+            for name, kind, settings, each in zip(names, kinds_of(optimizer), groups, shapes, strict=True):
                 if ":" in name:
-                    try_out(name, kind, settings, sorted(each) or [2])
+                    try_out(name, kind, settings, each or [(2, 3)])
         group_of = {
             id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]
         }

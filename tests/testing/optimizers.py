@@ -163,6 +163,19 @@ class Factored(Trying):
         return gradient
 
 
+class Sized(Trying):
+    """Its state is factored if a matrix is large."""
+
+    whole_tensors = True
+
+    def change(self, parameter: torch.Tensor, gradient: torch.Tensor, state: Any) -> torch.Tensor:
+        large = parameter.dim() == 2 and min(parameter.shape) >= 6
+        square = gradient.square().mean(1, keepdim=True) if large else gradient.square()
+        key = "row" if large else "full"
+        state[key] = total = square + state.get(key, 0)
+        return gradient / (total.sqrt() + 1e-3)
+
+
 class Failing(Trying):
     """It has no step."""
 

@@ -126,9 +126,20 @@ def test_numbers_are_numbers_again() -> None:
 
 
 @pytest.mark.parametrize("kind", [optimizers.Lamb, optimizers.Lars])
-@pytest.mark.parametrize("dims", [[1], [2], [0, 1, 4]])
-def test_what_steps_each_tensor_by_itself_may_run(kind: type[torch.optim.Optimizer], dims: list[int]) -> None:
-    try_out("own", kind, {"lr": 0.1}, dims)
+@pytest.mark.parametrize("shapes", [[(2,)], [(20, 3)], [(), (2,), (2, 3, 4, 5)]])
+def test_what_steps_each_tensor_by_itself_may_run(
+    kind: type[torch.optim.Optimizer], shapes: list[tuple[int, ...]]
+) -> None:
+    try_out("own", kind, {"lr": 0.1}, shapes)
+
+
+def test_a_state_that_depends_on_sizes_is_refused() -> None:
+    try_out("own", optimizers.Sized, {"lr": 0.1}, [(4, 20), (20,)])
+    with pytest.raises(
+        InvalidModel,
+        match=r"own cannot run.* of shape \[6, 20\].* has 'row' of shape \[6, 1\] instead of 'full' of shape",
+    ):
+        try_out("own", optimizers.Sized, {"lr": 0.1}, [(4, 20), (6, 20)])
 
 
 def test_the_shapes_of_the_state_follow_from_that_of_the_parameter() -> None:
