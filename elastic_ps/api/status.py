@@ -324,7 +324,7 @@ class ServerStatus(CamelModel):
         description="The bucket size that was chosen, in bytes, if parameterServer.bucketBytes is 0. 0 if "
         "none was chosen.",
     )
-    model_bytes: int = Field(
+    value_bytes: int = Field(
         default=0,
         description="The size of the model's parameters and buffers, in bytes. 0 before it is known.",
     )

@@ -355,7 +355,7 @@ class Launcher:
         if polled.status is not None and polled.status is not self.record.last:
             self._note_whether_finished_before(polled.status)
             self.record.add(polled.status, now - self._observed.started)
-            if polled.status.model_bytes and not self._measured:
+            if polled.status.value_bytes and not self._measured:
                 self._measure(polled.status)
             self._observed = replace(
                 self._observed,
@@ -376,7 +376,7 @@ class Launcher:
         """Warn if the model, which is known now, needs more memory or disk than there is."""
         self._measured = True
         here = self._most_workers if self.options.slots is None else 0
-        need = room.needed(self.job.spec, status.model_bytes, status.state_bytes, workers=here)
+        need = room.needed(self.job.spec, status.value_bytes, status.state_bytes, workers=here)
         for problem in room.shortages(need, room.Room(self._free_memory, room.disk_for(self.checkpoints))):
             self._event("warning", problem)
 

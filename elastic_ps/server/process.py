@@ -225,7 +225,7 @@ class ParameterServer:
         ready = status.ready or self._tensors.used
         more = {"ready": ready, "tensor_bytes": self._tensors.nbytes}
         if self.node.configured:
-            more["model_bytes"], more["state_bytes"] = self.node.shard.model_bytes
+            more["value_bytes"], more["state_bytes"] = self.node.shard.model_bytes
         return status.model_copy(update=more)
 
     @property

@@ -201,7 +201,7 @@ def test_what_is_deleted_for_a_new_run_is_told(tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_is_told_once_and_trained(tmp_path: Path) -> None:
-    with launched(make_job(records=80, workers=1, model_bytes=10**15), tmp_path) as launcher:
+    with launched(make_job(records=80, workers=1, value_bytes=10**15), tmp_path) as launcher:
         outcome = end_of(launcher)
     assert outcome.verdict.phase == "Succeeded", outcome.verdict
     warnings = [event.text for event in outcome.record.events if event.kind == "warning"]

@@ -65,7 +65,7 @@ class Server:
                 epochs=1,
                 durable_version=arguments.get("durable"),
             ),
-            model_bytes=arguments.get("model_bytes", 0),
+            value_bytes=arguments.get("value_bytes", 0),
         )
         self.loss: list[tuple[int, float]] = []
         self.began = time.monotonic()
