@@ -50,7 +50,10 @@ def _add_gradient(
 
 def _join_gradients(own: torch.Tensor, weight: float, others: Weighed) -> None:
     total = own if own.dtype in (torch.float32, torch.float64) else own.float()
-    total.mul_(weight)
+    if weight:
+        total.mul_(weight)
+    else:
+        total.zero_()  # whatever it is: NaN, too
     for other, share in others:
         if share:
             total.add_(other, alpha=share)

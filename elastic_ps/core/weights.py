@@ -20,22 +20,33 @@ def is_weight(weight: float) -> bool:
     return 1 / HEAVIEST <= weight <= HEAVIEST
 
 
-def shares_of(weights: Sequence[float], records: Sequence[float]) -> Sequence[float]:
-    """The share of each process of a worker in the worker's gradient.
+def shares_of(
+    weights: Sequence[float | None], records: Sequence[float]
+) -> tuple[float | None, Sequence[float]]:
+    """What a worker's processes weigh together, and the share of each in the worker's gradient.
 
     Args:
-        weights: what the script said in each process; 0: nothing.
-        records: its share of the records. A process without any has no share.
+        weights: what the script said in each process; None: nothing. Some may be 0.
+        records: its share of the records. A process without any has no share, and no weight.
 
     Raises:
-        UsageError: it said something in some of the processes only.
+        UsageError: it said something in some of the processes only, or 0 in all of them.
     """
-    total = sum(weights)
-    if not total:
-        return records
-    if any((weight > 0) != (share > 0) for weight, share in zip(weights, records, strict=True)):
+    there = [weight for weight, share in zip(weights, records, strict=True) if share]
+    said = [weight for weight in there if weight is not None]
+    if not said:
+        return None, records
+    if len(said) < len(there):
         raise UsageError(
             "session.weigh was called in some of this worker's processes only. Call it in each process that "
             "has records of the batch, with the weight of the process's own part"
         )
-    return [weight / total for weight in weights]
+    total = sum(said)
+    if not total:
+        raise UsageError(
+            "session.weigh got 0 in each process of this worker. At least one has to weigh more. If a batch "
+            "has nothing to train on, call optimizer.skip() in all of them"
+        )
+    return total, [
+        (weight or 0.0) / total if share else 0.0 for weight, share in zip(weights, records, strict=True)
+    ]

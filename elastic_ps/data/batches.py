@@ -27,7 +27,7 @@ class _Batch:
 
     Attributes:
         sizes: how many they are; of several batches that are to be computed on again, of each.
-        weight: what the script said that it weighs; 0: nothing.
+        weight: what the script said that it weighs; None: nothing.
         values: for each name, values with their weights. Tensors stay on their device: nothing waits for it
             before the step ends.
     """
@@ -35,7 +35,7 @@ class _Batch:
     def __init__(self, ranges: Iterable[Range], sizes: Sequence[int] = ()) -> None:
         self.ranges = list(ranges)
         self.sizes = sizes or [sum(each.records for each in self.ranges)]
-        self.weight = 0.0
+        self.weight: float | None = None
         self.values: dict[str, list[tuple[Any, int]]] = {}
 
 
@@ -115,9 +115,10 @@ class Batches:
         return sum(self.sizes)
 
     @property
-    def weight(self) -> float:
-        """What the script said that the next step weighs; 0: nothing."""
-        return sum(batch.weight for batch in self._computed)
+    def weight(self) -> float | None:
+        """What the script said that the next step weighs; None: nothing."""
+        said = [batch.weight for batch in self._computed if batch.weight is not None]
+        return sum(said) if said else None
 
     def weigh(self, weight: float) -> None:
         """The script says what the next backward() weighs; see `Session.weigh`."""
@@ -137,7 +138,7 @@ class Batches:
         if self._open:  # computed on again, it keeps what was said, or gets another weight
             self._open[-1 if self._new else 0].weight = weight
         else:
-            self._computed[-1].weight += weight
+            self._computed[-1].weight = (self._computed[-1].weight or 0.0) + weight
 
     def add(self, ranges: Iterable[Range]) -> None:
         """A batch of these records is handed to the script."""
@@ -296,13 +297,17 @@ def _checked(name: str, value: Any) -> Any:
     raise UsageError(f"the value that is reported as {name!r} has to be one number, but is {what}")
 
 
-def checked_weight(weight: Any) -> float:
-    """The weight as a number. Raises UsageError: see `Session.weigh`."""
+def checked_weight(weight: Any, *, processes: int = 1) -> float:
+    """The weight as a number, which may be 0 in one of several processes of a worker.
+
+    Raises:
+        UsageError: see `Session.weigh`.
+    """
     try:
         given = float(weight)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         given = math.nan
-    if not is_weight(given):
+    if not (is_weight(given) or (processes > 1 and given == 0)):
         raise UsageError(
             "session.weigh takes a positive number, such as the number of tokens in the batch, and at most "
             f"2**64; given: {repr(weight)[:300]}. If a batch has nothing to train on, call optimizer.skip()"

@@ -38,7 +38,8 @@ class Step:
         base: the version that the step is computed on.
         version: the open round's that it is pushed for; the same, unless staleness is allowed.
         samples: how many records it counts as.
-        weight: what the script said that it weighs in the mean; 0: nothing, so it weighs as `samples`.
+        weight: what the script said that it weighs in the mean; None: nothing, so it weighs as `samples`.
+            It may be 0 in one of several processes of a worker.
     """
 
     member_id: MemberId
@@ -46,7 +47,7 @@ class Step:
     base: int
     version: int
     samples: int
-    weight: float = 0.0
+    weight: float | None = None
 
     @property
     def weighs(self) -> float:

@@ -104,7 +104,7 @@ class GroupLeader(PushPull):
         """This process's part of a bucket is complete. Does not block."""
         self._sums.add(bucket, present)
 
-    def _summed(self, bucket: Bucket, present: Sequence[bool], weight: float) -> None:
+    def _summed(self, bucket: Bucket, present: Sequence[bool], weight: float | None) -> None:
         """A bucket is the sum over the processes, which weighs what they said together."""
         step = self.under_way
         if step is not None and step.weight != weight:  # once: pushes of one step name the same one
@@ -228,7 +228,7 @@ class _Told(NamedTuple):
     """Which gradients of a bucket another process has, and what it says that its part of the step weighs."""
 
     present: list[bool]
-    weight: float
+    weight: float | None
 
 
 class _Part(NamedTuple):
@@ -255,12 +255,13 @@ class _Reducer:
         self,
         flat: Flat,
         links: Sequence[Connection],
-        done: Callable[[Bucket, Sequence[bool], float], None],
+        done: Callable[[Bucket, Sequence[bool], float | None], None],
         *,
         same: bool,
     ) -> None:
         self.weights: Sequence[float] = ()
-        self._weight, self._same = 0.0, same
+        self._weight: float | None = None
+        self._same = same
         self._flat, self._links, self._done = flat, links, done
         self._told: list[dict[tuple[int, int], _Told]] = [{} for _ in links]
         self._changed = threading.Condition()
@@ -323,8 +324,7 @@ class _Reducer:
         gradients, weight, weights = part.bucket.rule is Rule.GRADIENT, self._weight, self.weights
         present = [part.present, *(each.present for each in told)]
         if not self._same:
-            said = [weight, *(each.weight for each in told)]
-            weight, weights = sum(said), shares_of(said, self.weights)
+            weight, weights = shares_of([weight, *(each.weight for each in told)], self.weights)
         if not (gradients and self._same):
             own, *others = self._flat.contributions_of(part.bucket)
             shares = zip(others, weights[1:], present[1:], strict=True)
@@ -341,12 +341,12 @@ class _Mine(NamedTuple):
     Attributes:
         present: which parameters have a gradient.
         loss: the loss, or the mean; None if it is no number.
-        weight: what the script said that it weighs, or the sum; 0: nothing.
+        weight: what the script said that it weighs, or the sum; None: nothing.
     """
 
     present: Sequence[bool]
     loss: float | None
-    weight: float
+    weight: float | None
 
 
 class _Gradients:
@@ -387,17 +387,17 @@ class MeanGradients:
             said that, else 0; and for each process its share of the records.
 
     Attributes:
-        weight: what the last step weighs, of all processes together; 0 if the script has not said that.
+        weight: what the last step weighs, of all processes together; None if the script has not said that.
 
     Raises:
         UsageError: the system has no shared memory for the gradients.
     """
 
     def __init__(
-        self, flat: Flat, world: LocalWorld, parts: Callable[[], tuple[float, Sequence[float]]]
+        self, flat: Flat, world: LocalWorld, parts: Callable[[], tuple[float | None, Sequence[float]]]
     ) -> None:
         self._world, self._shares = world, parts
-        self.weight = 0.0
+        self.weight: float | None = None
         specs = flat.layout.tensors
         trained = [i for i, spec in enumerate(specs) if spec.rule is Rule.GRADIENT and spec.elements]
         self._parameters = [flat.tensors[index] for index in trained]
@@ -469,14 +469,13 @@ class MeanGradients:
         """In process 0, when all are here: so nobody reads the last step's mean any more, which lies here."""
         self._put()
         own, *others = self._parts
-        said = [mine.weight for mine in every]
-        weights = shares_of(said, records)
+        weight, weights = shares_of([mine.weight for mine in every], records)
         for name, total in own.flat.items():
             shares = [(part.flat[name], share) for part, share in zip(others, weights[1:], strict=True)]
             REDUCTIONS[Rule.GRADIENT].join(total, weights[0], shares)
         counted = [mine.present for mine, share in zip(every, weights, strict=True) if share]
         present = [any(each) for each in zip(*counted, strict=True)]
-        return _Mine(present, _mean_of(every, weights), sum(said))
+        return _Mine(present, _mean_of(every, weights), weight)
 
     def _require_dense(self) -> None:
         for parameter, name in zip(self._parameters, self._names, strict=True):

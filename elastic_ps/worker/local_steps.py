@@ -137,7 +137,7 @@ class LocalSteps:
         self._runtime.require_batch()
         return True
 
-    def _parts(self) -> tuple[float, list[float]]:
+    def _parts(self) -> tuple[float | None, list[float]]:
         """What the script said that this process's part of the step weighs, and all processes' shares.
 
         The shares are those of the records. Raises UsageError if the step belongs to no batch.

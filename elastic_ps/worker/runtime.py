@@ -214,7 +214,7 @@ class Runtime(Membership):
             )
         self.schedule.check()
 
-    def begin(self, samples: int, weight: float, excluded: Set[int] = frozenset()) -> None:
+    def begin(self, samples: int, weight: float | None, excluded: Set[int] = frozenset()) -> None:
         """Begin a step of so many records and this weight; see `Strategy.begin`."""
         self.phases.backward()
         strategy = self.strategy
@@ -224,7 +224,7 @@ class Runtime(Membership):
         strategy.begin(self.new_step(strategy.version, samples, weight), expected, excluded=excluded)
         self.working.note(Event.BEGIN)
 
-    def new_step(self, base: int, samples: int = 1, weight: float = 0.0) -> Step:
+    def new_step(self, base: int, samples: int = 1, weight: float | None = None) -> Step:
         """The step that this worker makes next, on version `base`."""
         return Step(
             member_id=self.client.member_id,

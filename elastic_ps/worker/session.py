@@ -513,19 +513,21 @@ class Session:
         what the script accumulates. To make that the mean over all of their tokens, divide each sum of losses
         by the number of tokens of all.
 
-        With several processes in a worker, each passes the weight of its own part of the batch. In mode
+        With several processes in a worker, each passes the weight of its own part of the batch. That may be
+        0, as of a part without tokens, if another process has some: the gradient has to be finite, but does
+        not count. Divide its loss by `max(1, tokens)`. In mode
         `local`, the weight of an exchange is the sum over its steps. In modes `async` and `bounded`, the
         weight counts only among the steps that become one version.
 
         Args:
-            weight: a positive number of at most 2**64, or a tensor with such a number, whose device is
-                waited for.
+            weight: a positive number of at most 2**64, or 0 in some of a worker's processes, or a tensor with
+                such a number, whose device is waited for.
 
         Raises:
             UsageError: it is no such number; no batch is in hand; it is called a second time for one
                 backward(), or after backward() has begun to send gradients. Nothing has changed then.
         """
-        self._runtime.weigh(checked_weight(weight))
+        self._runtime.weigh(checked_weight(weight, processes=self._runtime.slices.processes))
 
     def metric(self, name: str, value: Any, *, reduce: Reduction = "mean") -> None:
         """Report a value of this step. The job reduces the values of all steps of a version to one.

@@ -24,12 +24,17 @@ FEATURES = 6
 
 
 class Ragged(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Records of 1 to 9 tokens, padded: x has the tokens, y the targets, which are NaN without a token."""
+    """Records of 1 to 9 tokens, padded: x has the tokens, y the targets, which are NaN without a token.
 
-    def __init__(self, records: int) -> None:
+    With `gaps`, every second record has no token.
+    """
+
+    def __init__(self, records: int, *, gaps: bool = False) -> None:
         random = torch.Generator().manual_seed(1)
         self._x = torch.randn(records, LONGEST, FEATURES, generator=random, dtype=torch.float64)
         lengths = torch.randint(1, LONGEST + 1, (records, 1), generator=random)
+        if gaps:
+            lengths[::2] = 0
         self._y = torch.sin(self._x.sum(2)).masked_fill(torch.arange(LONGEST) >= lengths, math.nan)
 
     def __len__(self) -> int:
@@ -245,4 +250,43 @@ def test_all_processes_of_a_worker_say_it(tmp_path: Path) -> None:
     with running_job(tmp_path, worker={"processes": 2}) as job:
         job.start_processes(0, script)
         with pytest.raises(UsageError, match="in some of this worker's processes only"):
+            job.join()
+
+
+def test_a_part_without_tokens_weighs_nothing(tmp_path: Path) -> None:
+    data, seen, models = Ragged(90, gaps=True), set[tuple[int, bool]](), Models()
+
+    def script(session: Session, rank: int) -> None:
+        models[0, rank] = model = mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(data, 6):
+            optimizer.zero_grad()
+            session.weigh(tokens(y))
+            seen.add((rank, tokens(y) > 0))
+            (total_loss(model, x, y) / max(1, tokens(y))).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, worker={"processes": 2}) as job:
+        job.start_processes(0, script)
+        job.join()
+        expected = mlp()
+        replay(job.commits(), data, expected, sgd, job.spec, loss=mean_loss)
+    assert seen == {(0, False), (0, True), (1, False), (1, True)}
+    for ours, theirs in zip(models[0, 0].parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_parts_without_tokens_are_refused_if_no_process_has_any(tmp_path: Path) -> None:
+    def script(session: Session, rank: int) -> None:
+        del rank
+        model = mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(DATA, 40):
+            session.weigh(0)
+            mean_loss(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, worker={"processes": 2}) as job:
+        job.start_processes(0, script)
+        with pytest.raises(UsageError, match=r"got 0 in each process of this worker.*optimizer\.skip\(\) in"):
             job.join()

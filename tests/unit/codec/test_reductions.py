@@ -34,3 +34,9 @@ def test_equal_buffers_stay_as_they_are_to_the_bit() -> None:
     own = values.clone()
     REDUCTIONS[Rule.MEAN].join(own, 0.4, [(values, 0.3), (values, 0.3)])
     assert torch.equal(own, values)
+
+
+def test_what_has_no_weight_may_be_no_number() -> None:
+    own = torch.tensor([math.nan, math.inf])
+    REDUCTIONS[Rule.GRADIENT].join(own, 0.0, [(torch.tensor([1.0, 2.0]), 1.0), (own.clone(), 0.0)])
+    assert torch.equal(own, torch.tensor([1.0, 2.0]))
