@@ -110,6 +110,11 @@ class Batches:
         return [size for batch in self._computed for size in batch.sizes]
 
     @property
+    def in_hand(self) -> list[int]:
+        """How many records each batch has that the script may compute the next step on."""
+        return [*self.sizes, *(size for batch in self._open for size in batch.sizes)]
+
+    @property
     def samples(self) -> int:
         """How many records the next step is computed on."""
         return sum(self.sizes)

@@ -169,7 +169,7 @@ class Runtime(Membership):
         """The script says what this process's part of the batch weighs; see `Session.weigh`."""
         if self.working.state is State.PUSHING:
             raise UsageError(_WEIGHED_LATE)
-        none = self.slices.has_none(self.batches.under_way(begins=True))
+        none = all(map(self.slices.has_none, self.batches.in_hand))
         self.batches.weigh(0.0 if none else weight)
 
     # --- steps

@@ -290,3 +290,23 @@ def test_parts_without_tokens_are_refused_if_no_process_has_any(tmp_path: Path) 
         job.start_processes(0, script)
         with pytest.raises(UsageError, match=r"got 0 in each process of this worker.*optimizer\.skip\(\) in"):
             job.join()
+
+
+def test_a_process_without_records_of_the_last_batch_weighs_what_it_said_for_all(tmp_path: Path) -> None:
+    """Batches of 5, 5 and 1 records are loaded first, and process 1 has none of the last one."""
+    weights: list[float] = []
+
+    def script(session: Session, rank: int) -> None:
+        model = mlp()
+        optimizer = session.optimizer(sgd(model), model, overlap=False)
+        for group in threes(session.loader(Ragged(11), 5)):
+            session.weigh(10 + rank)
+            for x, y in group:
+                mean_loss(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, worker={"processes": 2}) as job:
+        job.start_processes(0, script)
+        job.join()
+        weights += [c["weight"] for commit in job.commits() for c in commit["contributions"]]
+    assert weights == [21]
