@@ -379,6 +379,8 @@ class Shard:
     def _apply(self, version: int, apply: Application, attempt: int, expected: Mapping[int, int]) -> None:
         self._require_complete(version, apply)
         contributors = frozenset(apply.contributors)
+        with self._lock:
+            self._round.torn = True
         self.tables.apply(version, () if apply.assigns else contributors, apply.weight)
         started, stepped = time.monotonic_ns(), self._to_step
         with self._lock:

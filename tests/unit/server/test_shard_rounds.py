@@ -6,6 +6,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,9 @@ from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec import as_bytes
 from elastic_ps.core.partition import Rule, partition
 from elastic_ps.core.settings import Settings
+from elastic_ps.embedding import SGD, Table, TableSpec, constant
+from elastic_ps.embedding.module import Gradient
+from elastic_ps.embedding.served import Step
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused
 from elastic_ps.server.limits import USUAL
 from elastic_ps.server.orders import Application
@@ -199,6 +203,29 @@ def test_a_shard_that_fails_in_the_middle_of_a_step_has_lost_the_model(
             rig.shard.advance(rig.version + (order is not None), 0, rig.workers, order)
         assert refused.value.code is RefusalCode.NOT_READY
     assert len(calls) == 2
+
+
+def test_a_shard_that_fails_in_the_middle_of_the_rows_has_lost_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(one_bucket(tensor("a", 4)), workers=[0])
+    rig.push(0, ones(4))
+    specs = [TableSpec(name=name, dim=1, init=constant(0.0), optimizer=SGD(lr=1.0)) for name in "ab"]
+    one = np.ones(1, dtype=np.int64)
+    gradients = {spec.name: Gradient(one, ones(1).view(1, 1), one) for spec in specs}
+    rig.shard.tables.push(0, Step(10, 0, 1.0, gradients), specs)
+    original = Table.update
+
+    def update(self: Table, *arguments: Any, **named: Any) -> None:
+        if self.spec.name == "b":
+            raise MemoryError("no memory for a row")
+        original(self, *arguments, **named)
+
+    monkeypatch.setattr(Table, "update", update)
+    with pytest.raises(MemoryError):
+        rig.commit(0, samples=1)
+    with pytest.raises(Refused, match="failed in the middle of a step"):
+        rig.shard.advance(1, 0, rig.workers, rig.application(0, samples=1))
 
 
 def versions(rig: Rig, *, term: int = TERM, contributor: tuple[int, int] | None = (0, 10)) -> list[Any]:
