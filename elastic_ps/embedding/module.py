@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +60,8 @@ class Pending:
     def take(self) -> Gradient:
         """The sum of the gradients that have come since the last call."""
         taken, self._gradients = self._gradients, []
-        return coalesced(taken, self.spec)
+        ids, values, counts = coalesced(taken, self.spec)
+        return Gradient(ids, values, np.maximum(counts, 1))
 
     def __reduce__(self) -> Any:
         """A copy of a model has no gradients."""
@@ -124,9 +125,15 @@ class _Layer(torch.nn.Module):
         self.spec = spec
         self.padding_idx = padding_idx
         self.source: Source = LocalSource(spec)
+        self._trained = True
         # Where rows go that strings ask for; `Module.to` moves it.
         self.register_buffer("_where", torch.empty(0), persistent=False)
         self._where: torch.Tensor
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Whether this layer trains its rows. A call for the whole model does not reach its layers."""
+        self._trained = requires_grad
+        return super().requires_grad_(requires_grad)
 
     @property
     def table(self) -> Table:
@@ -151,7 +158,7 @@ class _Layer(torch.nn.Module):
                 padding = place
                 values[place] = 0
         values = values.to(device)
-        if torch.is_grad_enabled() and len(unique):
+        if torch.is_grad_enabled() and self._trained and len(unique):
             values.requires_grad_()
             self._watch(values, unique, counts, padding)
         where = torch.from_numpy(places.reshape(-1)).to(device)
@@ -159,11 +166,14 @@ class _Layer(torch.nn.Module):
 
     def _watch(self, values: torch.Tensor, ids: Ids, counts: Ids, padding: int | None) -> None:
         """Hand the gradient of these rows to the source when backward has made it."""
-        pending = self.source.pending
+        pending, left = self.source.pending, [counts]
 
         def computed(rows: torch.Tensor) -> None:
             gradient, rows.grad = rows.grad, None
             assert gradient is not None
+            # Ids occur in forward, so another backward of it has none.
+            counts = left[0]
+            left[0] = np.zeros_like(counts)
             if padding is None:
                 pending.add(Gradient(ids, gradient, counts))
                 return
@@ -178,9 +188,19 @@ class _Layer(torch.nn.Module):
         return self.table.state() if isinstance(self.source, LocalSource) else {}
 
     def set_extra_state(self, state: State) -> None:
-        """Load the table's rows, for `load_state_dict`. Raises ModelMismatch, see `Table.load_state`."""
+        """Load the table's rows, for `load_state_dict`.
+
+        Raises:
+            ModelMismatch: see `Table.load_state`; or the state was saved in a job, and has no rows.
+            UsageError: there are rows in it, but the table's are not in this process.
+        """
         if state:
             self.table.load_state(state)
+        elif isinstance(self.source, LocalSource):
+            raise ModelMismatch(
+                f"the state_dict was saved in a job, so it has no rows of the table {self.spec.name!r}. Load "
+                "a checkpoint of the job instead, with elastic_ps.load_checkpoint(directory, model)"
+            )
 
     def load_rows(self, parts: Sequence[dict[str, torch.Tensor]]) -> None:
         """Replace the table's rows by those of a checkpoint, as `Reader.rows` gives them.
@@ -399,7 +419,9 @@ def as_ids(given: Given, table: str, device: torch.device) -> tuple[Ids, torch.S
     except ValueError as error:
         raise _no_ids(table, str(error)) from error
     shape = torch.Size(array.shape)
-    if array.dtype.kind in "US" or (array.dtype == object and all(isinstance(s, str) for s in array.flat)):
+    if array.dtype.kind == "U" and not isinstance(given, np.ndarray):
+        array = np.asarray(given, dtype=object)  # numpy makes strings of numbers that are beside strings
+    if array.dtype.kind == "U" or (array.dtype == object and all(isinstance(s, str) for s in array.flat)):
         return hashed([str(each) for each in array.flat]), shape, device
     if array.size == 0:
         return np.empty(0, dtype=np.int64), shape, device

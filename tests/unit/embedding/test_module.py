@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elastic_ps.embedding import SGD, Adagrad, hashed, uniform
 from elastic_ps.embedding.module import Embedding, EmbeddingBag, LocalSource, Mode
-from elastic_ps.errors import UsageError
+from elastic_ps.errors import ModelMismatch, UsageError
 
 DIM = 3
 EDGES = [-(2**63), -1, 0, 2**63 - 1]
@@ -140,6 +140,8 @@ def test_ids_are_whole_numbers_or_strings(given_: Any, ids: list[int]) -> None:
         [None],
         np.array([2**63], dtype=np.uint64),
         ["a", 3.5, None],
+        [1, "a"],
+        [b"a"],
     ],
 )
 def test_what_are_no_ids_is_refused(given_: Any) -> None:
@@ -194,6 +196,29 @@ def test_gradients_of_several_backwards_add_up() -> None:
     assert taken.values[:, 0].tolist() == [1.0, 3.0, 1.0]
     assert taken.counts.tolist() == [1, 3, 1]
     assert not len(layer.source.pending.take().ids)
+
+
+def test_ids_count_once_for_several_backwards_of_a_forward() -> None:
+    layer = make()
+    total = layer(torch.tensor([1, 2, 2])).sum()
+    total.backward(retain_graph=True)
+    total.backward()
+    taken = layer.source.pending.take()
+    assert taken.values[:, 0].tolist() == [2.0, 4.0]
+    assert taken.counts.tolist() == [1, 2]
+
+
+def test_a_layer_that_requires_no_gradient_is_not_trained() -> None:
+    layer = make().requires_grad_(False)
+    assert not layer(torch.tensor([1])).requires_grad
+    assert layer.requires_grad_()(torch.tensor([1])).requires_grad
+
+
+def test_a_state_dict_of_a_job_has_no_rows_to_load() -> None:
+    layer = make()
+    state = {**layer.state_dict(), "_extra_state": {}}
+    with pytest.raises(ModelMismatch, match="saved in a job, so it has no rows of the table 'a'"):
+        layer.load_state_dict(state)
 
 
 def test_rows_are_in_the_state_dict_of_the_model() -> None:
