@@ -59,6 +59,11 @@ class ShardTables:
         self._tables: dict[str, Table] = {}
         self._steps: dict[int, Step] = {}
 
+    @property
+    def used(self) -> bool:
+        """Whether there is a table. Does not block."""
+        return bool(self._tables)
+
     def lookup(self, spec: TableSpec, ids: Ids) -> torch.Tensor:
         """The values of some rows; see `Table.lookup`. Raises Refused (MODEL_MISMATCH)."""
         with self._lock:
@@ -106,7 +111,12 @@ class ShardTables:
                 if len(steps) > 1:  # else the mean is the step's own, bit for bit
                     found = [(each._replace(values=each.values * own), own) for each, own in found]
                 ids, values, counts = coalesced([each for each, _ in found], table.spec)
-                table.update(ids, values / weight if len(steps) > 1 else values, counts, version)
+                mean = values / weight if len(steps) > 1 else values
+                table.update(ids, mean, counts, version, stepped=bool(found))
+            # Their rows are not needed any more. What is left says which copies of steps come late.
+            for worker, step in self._steps.items():
+                if any(step is applied for applied in steps):
+                    self._steps[worker] = step._replace(gradients={})
 
     def _of(self, contributors: Collection[Contributor]) -> list[Step]:
         found = [(self._steps.get(worker), place) for worker, *place in sorted(contributors)]

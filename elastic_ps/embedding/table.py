@@ -44,9 +44,11 @@ class TableSpec:
         dtype: "float32" or "float64".
         admit_after: how often an id has to occur in training before it gets a row.
         expire_after: after how many versions without its id a row is dropped; None: never.
-        table_bytes: the most bytes of all rows with their overhead; None: no limit.
+        table_bytes: the most bytes of all rows with their overhead, on each parameter server; None: no
+            limit.
         when_full: what happens at that limit: "refuse" makes no more rows, and "expire" drops those whose ids
-            have not occurred for the longest time.
+            have not occurred for the longest time. With `admit_after`, a 32nd of the bytes is for ids that
+            wait.
 
     Raises:
         UsageError: an argument is out of its range.
@@ -78,7 +80,8 @@ class TableSpec:
             "expire_after", versions, "a number of versions above 0, or None; times are not supported"
         )
         enough = self.table_bytes is None or (_is_count(self.table_bytes) and self.rows_in_budget > 0)
-        self._require("table_bytes", enough, f"None, or at least {self.row_bytes}, the bytes of one row")
+        least = self.row_bytes + (OVERHEAD if self._bytes_to_wait else 0)
+        self._require("table_bytes", enough, f"None, or at least {least}, the bytes of one row")
         self._require("when_full", self.when_full in get_args(WhenFull), '"refuse" or "expire"')
 
     def _require(self, option: str, holds: bool, expected: str) -> None:
@@ -99,9 +102,23 @@ class TableSpec:
         return values * self.torch_dtype.itemsize + OVERHEAD
 
     @property
+    def _bytes_to_wait(self) -> int:
+        """The bytes that rows leave to ids that wait."""
+        if self.table_bytes is None or self.when_full == "refuse" or self.admit_after == 1:
+            return 0
+        return max(OVERHEAD, self.table_bytes // _EVICTED)
+
+    @property
     def rows_in_budget(self) -> int:
         """The most rows."""
-        return np.iinfo(np.int32).max if self.table_bytes is None else self.table_bytes // self.row_bytes
+        if self.table_bytes is None:
+            return np.iinfo(np.int32).max
+        return (self.table_bytes - self._bytes_to_wait) // self.row_bytes
+
+    @property
+    def most_waiting(self) -> int | None:
+        """The most ids that wait; None if that depends on the rows, or there is no limit."""
+        return self._bytes_to_wait // OVERHEAD or None
 
     def require_same(self, other: TableSpec) -> None:
         """Raise ModelMismatch if another layer has described the table differently."""
@@ -178,7 +195,9 @@ class Table:
             values[torch.from_numpy(missing)] = self._first_values(ids[missing])
         return values
 
-    def update(self, ids: Ids, gradient: torch.Tensor, counts: Ids, version: int) -> None:
+    def update(
+        self, ids: Ids, gradient: torch.Tensor, counts: Ids, version: int, *, stepped: bool = False
+    ) -> None:
         """Make the optimizer's step of a version, and create the rows of new ids.
 
         Args:
@@ -187,9 +206,10 @@ class Table:
                 overwritten.
             counts: how often each id has occurred.
             version: the one that this makes; at least the last one.
+            stepped: whether it counts as a step without ids, because other shards have rows that it changes.
         """
+        self.steps += bool(len(ids)) or stepped
         if len(ids):
-            self.steps += 1
             rows = self._rows_of(ids, counts, version)
             known = np.flatnonzero(rows >= 0)
             if len(known) < len(ids):
@@ -258,7 +278,12 @@ class Table:
         stay = there & ~admitted
         waiting.touch(rows[stay], counts[stay], version)
         new = np.flatnonzero(~there & ~admitted)
-        if self.spec.table_bytes is not None:
+        if (most := self.spec.most_waiting) is not None:
+            missing = len(waiting) + len(new) - most
+            if missing > 0:
+                waiting.remove(_least_recent(waiting, version, max(missing, most // _EVICTED)))
+            new = new[: most - len(waiting)]
+        elif self.spec.table_bytes is not None:
             free = self.spec.table_bytes - len(self._rows) * self.spec.row_bytes - len(waiting) * OVERHEAD
             new = new[: max(0, free // OVERHEAD)]
         waiting.add(ids[new], counts[new], version)
@@ -269,11 +294,8 @@ class Table:
         most = self.spec.rows_in_budget
         room = most - len(self._rows)
         if wanted > room and self.spec.when_full == "expire":
-            old = self._rows.seen_before(version)
             # More than are needed, because finding them takes a look at all.
-            count = min(len(old), max(wanted - room, most // _EVICTED))
-            order = np.lexsort((self._rows.ids.array[old], self._rows.seen.array[old]))
-            self._drop(np.sort(old[order[:count]]))
+            self._drop(_least_recent(self._rows, version, max(wanted - room, most // _EVICTED)))
             room = most - len(self._rows)
         return min(wanted, max(room, 0))
 
@@ -354,6 +376,13 @@ class Table:
     def __reduce__(self) -> Any:
         """For `copy.deepcopy` and pickle."""
         return _restored, (self.spec, self.state())
+
+
+def _least_recent(rows: Rows, version: int, count: int) -> Ids:
+    """So many of the rows whose last version is before this one, or all: first those of the earliest."""
+    old = rows.seen_before(version)
+    order = np.lexsort((rows.ids.array[old], rows.seen.array[old]))
+    return np.sort(old[order[:count]])
 
 
 def _restored(spec: TableSpec, state: State) -> Table:

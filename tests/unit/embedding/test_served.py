@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -63,6 +64,26 @@ def test_a_step_counts_once_and_only_if_it_is_chosen() -> None:
     assert push(tables, 0, 0, gradient([1], 3.0), incarnation=2)  # the worker has joined again
     tables.apply(3, {(0, 2, 0)}, 1)
     assert change(tables, 1) == pytest.approx(-4.0)
+
+
+def test_the_steps_of_a_table_are_the_same_on_each_shard() -> None:
+    """Lazy Adam corrects its bias by their number."""
+    tables = ShardTables(0, 2)
+    for number, ids in enumerate(([1], [], [])):
+        push(tables, 0, number, gradient(ids))
+        tables.apply(number + 1, {(0, 1, number)}, 1)
+    (steps,) = [each.value.item() for each in tables.stored() if each.key == "steps"]
+    assert steps == 3
+
+
+def test_the_rows_of_a_step_are_not_kept_when_it_was_made() -> None:
+    tables, rows = ShardTables(0, 1), gradient([1])
+    kept = weakref.ref(rows.values)
+    push(tables, 0, 0, rows)
+    del rows
+    assert kept() is not None
+    tables.apply(1, {(0, 1, 0)}, 1)
+    assert kept() is None
 
 
 def test_a_version_needs_the_rows_of_all_its_steps() -> None:

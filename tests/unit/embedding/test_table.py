@@ -175,6 +175,16 @@ def test_ids_that_wait_are_in_the_budget() -> None:
     assert 0 < table.waiting < 5
 
 
+def test_a_full_table_goes_on_admitting_ids_when_others_expire() -> None:
+    spec = a_spec(admit_after=2, when_full="expire")
+    spec = replace(spec, table_bytes=spec.row_bytes * 10)
+    table = Table(spec)
+    for version in range(1, 200):
+        update(table, {version // 2: 1}, version)
+        assert len(table) * spec.row_bytes + table.waiting * 24 <= spec.row_bytes * 10
+    assert table.state()["ids"].tolist() == list(range(91, 100))
+
+
 def test_the_memory_of_a_row_is_what_is_stated() -> None:
     spec = a_spec(dim=16, dtype="float32", optimizer=Adagrad(lr=0.1))
     assert spec.row_bytes == 16 * 4 * 2 + 24
