@@ -90,17 +90,19 @@ class RemoteTables(Tables):
             weight: that of the step in the mean.
         """
         shards = self._client.shards
-        places = {name: shard_of(each.ids, shards) for name, each in self._taken.items()}
+        # Each shard hears of each table that has a gradient, because all count its steps.
+        taken = {name: each for name, each in self._taken.items() if len(each.ids)}
+        places = {name: shard_of(each.ids, shards) for name, each in taken.items()}
         for shard in range(shards):
             request = pb.PushRowsRequest(caller=caller, step=step, weight=weight)
             body: list[bytes] = []
-            for name, (ids, values, counts) in self._taken.items():
+            for name, (ids, values, counts) in taken.items():
                 own = np.flatnonzero(places[name] == shard)
                 request.tables.add(table=self._remote[name].text, rows=len(own))
                 body += gradient_to_bytes(Gradient(ids[own], values[torch.from_numpy(own)], counts[own]))
             self._client.ask(calls.PUSH_ROWS, request, shard=shard, body=memoryview(b"".join(body)))
 
-    def applied(self, version: int) -> None:  # noqa: ARG002 (as that of a model that trains alone)
+    def applied(self) -> None:
         """See `Tables`."""
         self._taken = {}
 
@@ -112,17 +114,15 @@ def tables_in_job(model: torch.nn.Module, spec: TrainingJobSpec, client: Client)
         InvalidModel: the job cannot train them.
         ModelMismatch: see `RemoteTables`.
     """
-    layers, consistency = layers_of(model), spec.consistency
+    layers = layers_of(model)
     if not layers:
         return None
     require_trainable(
+        spec,
         {
-            "strategy: all-reduce": spec.all_reduce,
-            f"consistency.mode: {consistency.mode}": consistency.mode not in ("sync", "async"),
-            "consistency.globalBatchSize": consistency.global_batch_size is not None,
             "parameterServer.durability: standby": spec.parameter_server.durability == "standby",
             "worker.processes above 1": spec.worker.processes > 1,
             "an evaluator": spec.evaluator is not None,
-        }
+        },
     )
     return RemoteTables(layers, client)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.embedding.module import Embedding, Gradient, LocalSource, Source
 from elastic_ps.errors import InvalidModel, UsageError
@@ -45,8 +46,8 @@ class Tables(abc.ABC):
                 )
 
     @abc.abstractmethod
-    def applied(self, version: int) -> None:
-        """The step is in this version."""
+    def applied(self) -> None:
+        """The step is in a version."""
 
 
 class LocalTables(Tables):
@@ -74,10 +75,11 @@ class LocalTables(Tables):
         super().__init__(dict(sources))
         self._tables = {name: source.table for name, source in sources.items()}
 
-    def applied(self, version: int) -> None:
+    def applied(self) -> None:
         """Make the tables' steps."""
         for name, (ids, values, counts) in self._taken.items():
-            self._tables[name].update(ids, values, counts, version)
+            table = self._tables[name]  # one that was loaded may have more versions than the session
+            table.update(ids, values, counts, table.version + 1)
         self._taken = {}
 
 
@@ -90,19 +92,37 @@ def tables_alone(model: torch.nn.Module, spec: TrainingJobSpec) -> LocalTables |
     """
     if not layers_of(model):
         return None
-    require_trainable(
-        {"strategy: all-reduce": spec.all_reduce, "consistency.mode: local": spec.consistency.mode == "local"}
-    )
+    require_trainable(spec, {})
     return LocalTables(model)
 
 
-def require_trainable(problems: Mapping[str, bool]) -> None:
-    """Raise InvalidModel if a job has one of these settings, with which tables that grow are not trained."""
-    if wrong := [name for name, there in problems.items() if there]:
+def require_trainable(spec: TrainingJobSpec, beside: Mapping[str, bool]) -> None:
+    """Raise InvalidModel if the job has a setting with which tables that grow are not trained.
+
+    Args:
+        beside: further settings, and whether the job has them.
+    """
+    wrong = ["strategy: all-reduce"] if spec.all_reduce else []
+    wrong += untrainable(spec.consistency)
+    wrong += [name for name, there in beside.items() if there]
+    if wrong:
         raise InvalidModel(
             f"the model has tables that grow, which are not trained with {', '.join(wrong)}. Leave that out, "
             "or use torch.nn.Embedding with a size (docs/guides/embeddings.md)"
         )
+
+
+def untrainable(consistency: Consistency) -> list[str]:
+    """The fields of a consistency with which tables that grow are not trained."""
+    problems = {
+        f"mode: {consistency.mode}": consistency.mode not in ("sync", "async"),
+        "globalBatchSize": consistency.global_batch_size is not None,
+        "maxStalenessP99": consistency.max_staleness_p99 is not None,
+        f"stalenessScale: {consistency.scale} (set it to none)": (
+            consistency.mode == "async" and consistency.scale != "none"
+        ),
+    }
+    return [f"consistency.{name}" for name, there in problems.items() if there]
 
 
 def layers_of(model: torch.nn.Module) -> list[Embedding]:

@@ -96,6 +96,12 @@ class Node:
             return self._term
 
     @property
+    def trains_tables(self) -> bool:
+        """Whether the shard knows of tables that grow."""
+        with self._lock:
+            return self._shard is not None and self._shard.tables.used
+
+    @property
     def shard(self) -> Shard:
         """Raises Refused (NOT_READY) before the shard knows the model."""
         with self._lock:

@@ -44,6 +44,16 @@ _SCALED = (
     "backward(). Use session.optimizer(..., overlap=False), which sends them in optimizer.step()"
 )
 
+_SCALED_ROWS = (
+    "a GradScaler does not divide the gradients of tables that grow, because they are no parameters. Train "
+    "without one, as with torch.autocast in bfloat16 or float32"
+)
+
+_ASSIGNED_ROWS = (
+    "session.assign does not take a model with tables that grow, because it assigns no rows. To go back to "
+    "earlier values, start the job with `elastic-ps run JOB --resume DIR`"
+)
+
 
 class ElasticOptimizer(torch.optim.Optimizer):
     """Takes the place of a torch optimizer, whose state is on the parameter server.
@@ -109,8 +119,10 @@ class ElasticOptimizer(torch.optim.Optimizer):
         What it does to gradients leaves no trace in their version counters.
 
         Raises:
-            UsageError: gradients have been sent, with its scale in them.
+            UsageError: gradients have been sent, with its scale in them, or the model has tables that grow.
         """
+        if self._tables is not None:
+            raise UsageError(_SCALED_ROWS)
         if self._gradients.sent:
             raise UsageError(_SCALED)
         return False
@@ -189,7 +201,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         if self._tables is not None:
             self._tables.prepare()
         if self._runtime.finish_step() and self._tables is not None:
-            self._tables.applied(self._runtime.version)
+            self._tables.applied()
         for each in parts_of(self._wrapped):  # for a scheduler that was made before `session.optimizer`
             vars(each)["_opt_called"] = True
         return loss
@@ -237,6 +249,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
             Refused, ConnectionLost: the parameter server did not take them.
         """
         runtime, strategy = self._runtime, self._runtime.strategy
+        if self._tables is not None:
+            raise UsageError(_ASSIGNED_ROWS)
         if strategy.cannot_assign:
             raise UsageError(strategy.cannot_assign)
         if strategy.under_way is not None or runtime.batches.computed:

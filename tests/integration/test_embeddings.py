@@ -9,16 +9,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import elastic_ps
-from elastic_ps.embedding import RowwiseAdagrad, Table, uniform
+from elastic_ps.embedding import RowwiseAdagrad, Table, TableSpec, constant, uniform
 from elastic_ps.embedding.optimizers import SGD, RowOptimizer
-from elastic_ps.errors import InvalidModel, ModelMismatch
+from elastic_ps.errors import InvalidModel, ModelMismatch, UsageError
 from elastic_ps.standalone import connect
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job
+from tests.testing.polling import eventually
 
 IDS, DIM, BATCH = 30, 4, 5
 
@@ -130,6 +132,42 @@ def test_a_gradient_of_a_table_that_is_not_finite_is_an_error(session: Session) 
     assert not len(table_of(model))
 
 
+def test_a_scale_of_gradients_is_refused(session: Session) -> None:
+    model, scaler = growing(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=False)
+    one, other, target = next(iter(session.loader(Clicks(), batch_size=BATCH)))
+    scaler.scale(((model(one, other) - target) ** 2).mean()).backward()
+    with pytest.raises(UsageError, match="a GradScaler does not divide the gradients of tables that grow"):
+        scaler.step(optimizer)
+    assert not len(table_of(model))
+
+
+def test_values_of_a_model_with_tables_are_not_assigned(session: Session) -> None:
+    model = growing()
+    session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    with pytest.raises(UsageError, match=r"session\.assign does not take a model with tables that grow"):
+        session.assign(model)
+
+
+def test_rows_that_were_loaded_are_the_least_recent_ones(session: Session) -> None:
+    """A session counts versions from 0, but a table that is loaded has more."""
+    spec = TableSpec(name="t", dim=1, init=constant(0.0), optimizer=SGD(lr=1.0))
+    options: Any = {"table_bytes": 3 * spec.row_bytes, "when_full": "expire"}
+    rows = elastic_ps.Embedding("t", 1, init=spec.init, optimizer=spec.optimizer, **options)
+    model = torch.nn.ModuleDict({"rows": rows, "head": torch.nn.Linear(1, 1)})
+    optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    one = np.ones(1, dtype=np.int64)
+    for version in (98, 99, 100):
+        rows.table.update(one * version, torch.ones(1, 1), one, version)
+    for number, batch in enumerate(session.loader(Itself(), batch_size=1)):
+        model["head"](rows(torch.zeros_like(batch) + number)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 1:
+            break
+    assert rows.table.state()["ids"].tolist() == [0, 1, 100]
+
+
 def test_layers_that_describe_a_table_differently_are_refused(session: Session) -> None:
     model = Model(layer(), layer(RowwiseAdagrad(lr=0.1)))
     with pytest.raises(ModelMismatch, match="the table 'click' has optimizer=SGD"):
@@ -141,9 +179,13 @@ def test_layers_that_describe_a_table_differently_are_refused(session: Session) 
     [
         ("{strategy: all-reduce}", "strategy: all-reduce"),
         ("{consistency: {mode: local, steps: 2}}", "consistency.mode: local"),
+        ("{consistency: {mode: accumulate, gradients: 2}}", "consistency.mode: accumulate"),
+        ("{consistency: {mode: bounded, maxStaleness: 1}}", "consistency.mode: bounded"),
+        ("{consistency: {globalBatchSize: 8}}", "consistency.globalBatchSize"),
+        ("{consistency: {mode: async}}", "consistency.stalenessScale: damped"),
     ],
 )
-def test_modes_whose_workers_make_the_steps_are_refused(tmp_path: Path, fields: str, said: str) -> None:
+def test_jobs_that_cannot_train_a_table_are_refused_alone(tmp_path: Path, fields: str, said: str) -> None:
     job = tmp_path / "job.yaml"
     spec = fields[:-1] + ", entrypoint: 'x:main'}"
     job.write_text(
@@ -194,6 +236,26 @@ def test_jobs_that_cannot_train_a_table_refuse_it(tmp_path: Path, fields: dict[s
         session, model = job.session(0), growing()
         with pytest.raises(InvalidModel, match=f"tables that grow, which are not trained with {said}"):
             session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+
+def test_a_running_job_with_tables_refuses_a_mode_that_does_not_train_them(tmp_path: Path) -> None:
+    changed: list[str] = []
+
+    def script(session: Session) -> None:
+        model = growing()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for number, batch in enumerate(session.loader(Clicks(), batch_size=BATCH)):
+            optimizer.zero_grad()
+            ((model(batch[0], batch[1]) - batch[2]) ** 2).mean().backward()
+            optimizer.step()
+            if number == 0:
+                job.change(1, mode="bounded", maxStaleness=1)
+                eventually(lambda: job.status().tuning.problem, "the change is refused")
+                changed.append(job.status().tuning.problem)
+
+    with running_job(tmp_path, checkpoints=tmp_path / "checkpoints", worker={"replicas": 1}) as job:
+        job.run(script, workers=1)
+    assert changed == ["the model has tables that grow, which are not trained with consistency.mode: bounded"]
 
 
 Batch = Sequence[torch.Tensor]
@@ -276,12 +338,13 @@ def test_each_record_is_trained_once_when_a_shard_is_lost(tmp_path: Path, mode: 
                 job.restart(lost)
             optimizer.step()
 
+    consistency = {"mode": mode, **({"stalenessScale": "none"} if mode == "async" else {})}
     with running_job(
         tmp_path,
         checkpoints=checkpoints,
         parameterServer={"replicas": 2, "checkpoint": {"everyVersions": 4}},
         worker={"replicas": 2},
-        consistency={"mode": mode},
+        consistency=consistency,
     ) as job:
         job.run(script, workers=2)
         assert job.status().term > 1
