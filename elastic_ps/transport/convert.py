@@ -40,7 +40,8 @@ def from_message(kind: Callable[..., T], message: Message, **given: Any) -> T:
     """A `kind`, a dataclass or named tuple, from a message's fields by name; the others come from `given`.
 
     Raises:
-        Malformed: a text or a number is not what the type of the field allows.
+        Malformed: a text or a number is not what the type of the field allows, or a field without which there
+            is no `kind` is absent.
     """
     shared = _shared(message.DESCRIPTOR, kind)
     return kind(**{name: each.take(message) for name, each in shared.items() if name not in given}, **given)
@@ -84,6 +85,8 @@ def _field(field: Any, hint: Any) -> _Converter:
 
     def from_field(message: Any) -> Any:
         if may_be_absent and not message.HasField(name):
+            if kind is hint:
+                raise Malformed(f"{message.DESCRIPTOR.name} has no {name}")
             return None
         value = getattr(message, name)
         return None if empty_is_none and not value else take(value)

@@ -74,6 +74,8 @@ def test_an_answer_arrives_as_it_was_given(report: Report) -> None:
 def test_what_nobody_can_have_said_is_refused() -> None:
     with pytest.raises(Malformed, match="9 is not a state of a standby"):
         from_message(Report, pb.AdvanceReply(standby=9))
+    with pytest.raises(Malformed, match="ConfigureRequest has no layout"):
+        from_message(Configuration, pb.ConfigureRequest(settings=SETTINGS.to_json()))
     for text in ("", "{", "[]", "{}"):
         with pytest.raises(Malformed, match="not the settings of an optimizer"):
             settings_from_message(text)
