@@ -148,6 +148,7 @@ FIXED: list[tuple[str, dict[str, Any]]] = [
     ("unencryptedAllReduce", {"unencryptedAllReduce": True}),
     ("data", {"data": {"seed": 7}}),
     ("parameterServer.bucketBytes", {"parameterServer": {"bucketBytes": 65536}}),
+    ("parameterServer.overlap", {"parameterServer": {"overlap": "always"}}),
     ("parameterServer.replicas", {"parameterServer": {"replicas": 2}}),
     ("parameterServer.durability", {"parameterServer": {"durability": "standby"}}),
     ("checkpoint.volumeClaim", {"parameterServer": {"checkpoint": {"volumeClaim": {"storage": "2Gi"}}}}),

@@ -301,7 +301,7 @@ def empty() -> Iterator[Node]:
         ({"dtype": "int32"}, 4, "16 bytes of int32"),
         ({"dtype": "text"}, 4, "16 bytes of text"),
         ({"scalar": True}, 1, "4 bytes of float32 as value"),
-        ({"key": "step", "scalar": True}, 4, "16 bytes of float32 as step"),
+        ({"key": "step", "dtype": "float64", "scalar": True}, 3, "12 bytes of float64 as step"),
         ({}, 4, "the values of 1 pieces have not come"),
         ({"bucket": 7}, 4, "bucket 7 is not on shard 0"),
     ],
