@@ -39,7 +39,7 @@ def shares_of(
     if len(said) < len(there):
         raise UsageError(
             "session.weigh was called in some of this worker's processes only. Call it in each process that "
-            "has records of the batch, with the weight of the process's own part"
+            "has records of the batch, with the weight of the process's own part: 0 if that has no tokens"
         )
     total = sum(said)
     if not total:
