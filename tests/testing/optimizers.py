@@ -172,7 +172,8 @@ class Sized(Trying):
         large = parameter.dim() == 2 and min(parameter.shape) >= 6
         square = gradient.square().mean(1, keepdim=True) if large else gradient.square()
         key = "row" if large else "full"
-        state[key] = total = square + state.get(key, 0)
+        total: torch.Tensor = square + state.get(key, 0)
+        state[key] = total
         return gradient / (total.sqrt() + 1e-3)
 
 
