@@ -35,7 +35,7 @@ class Traffic(CamelModel):
     codec: str = Field(default="", description="The codecs that workers have chosen, with codec auto.")
     overlap: str = Field(
         default="",
-        description="Whether gradients are sent while backward runs, and the reason if they are not. Empty "
+        description="Says whether gradients are sent while backward runs and, if they are not, why. Empty "
         "before the first step, and with strategy all-reduce.",
     )
 
@@ -80,7 +80,7 @@ class TrafficStatus(CamelModel):
     )
     overlap: str | None = Field(
         default=None,
-        description="Whether gradients are sent while backward runs, and the reason if they are not.",
+        description="Says whether gradients are sent while backward runs and, if they are not, why.",
     )
     hidden_share: float | None = Field(
         default=None,

@@ -149,7 +149,7 @@ class Staging:
                     weakref.finalize(self, _end, unpin, each).atexit = False
 
     def handles(self, tensor: torch.Tensor) -> bool:
-        """Whether copies of this tensor are made on a stream."""
+        """True if this tensor is copied on a stream."""
         return tensor.device.type in self._streams
 
     def down(self, index: int, target: torch.Tensor, source: torch.Tensor) -> None:

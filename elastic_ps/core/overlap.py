@@ -23,7 +23,7 @@ class Overlap(Enum):
 
     @property
     def in_hooks(self) -> bool:
-        """Whether gradients are copied while backward runs, so that the script must not change them later."""
+        """True if gradients are copied while backward runs. The script must not change them afterwards."""
         return self not in (Overlap.LOCAL, Overlap.SCRIPT, Overlap.OPTIMIZERS, Overlap.NEVER)
 
     def __str__(self) -> str:

@@ -27,7 +27,7 @@ Given: TypeAlias = torch.Tensor | npt.NDArray[Any] | Sequence[Any]
 
 
 class Gradient(NamedTuple):
-    """What one backward has given the rows of a batch.
+    """The gradients of the rows of one batch, from one backward.
 
     Attributes:
         ids: each once, ascending.

@@ -1,4 +1,4 @@
-"""Which shard has a row: rendezvous hashing (Thaler and Ravishankar 1998).
+"""Chooses the shard of a row, by rendezvous hashing (Thaler and Ravishankar 1998).
 
 Each shard has a hash of the id, and the highest one wins. So rows are spread whatever the ids are, and with
 another number of shards only those rows move that a new shard wins, or that a shard which is gone had.

@@ -61,7 +61,7 @@ class ShardTables:
 
     @property
     def used(self) -> bool:
-        """Whether there is a table. Does not block."""
+        """True if there is a table. Does not block."""
         return bool(self._tables)
 
     def lookup(self, spec: TableSpec, ids: Ids) -> torch.Tensor:
@@ -113,7 +113,7 @@ class ShardTables:
                 ids, values, counts = coalesced([each for each, _ in found], table.spec)
                 mean = values / weight if len(steps) > 1 else values
                 table.update(ids, mean, counts, version, stepped=bool(found))
-            # Their rows are not needed any more. What is left says which copies of steps come late.
+            # Free the rows, and keep the step numbers, which identify late copies of a step.
             for worker, step in self._steps.items():
                 if any(step is applied for applied in steps):
                     self._steps[worker] = step._replace(gradients={})

@@ -133,7 +133,7 @@ class TableSpec:
 
 @dataclass
 class Counts:
-    """What a table has done since it was made."""
+    """Counts events of a table since it was created."""
 
     admitted: int = 0
     expired: int = 0
@@ -300,7 +300,7 @@ class Table:
         return min(wanted, max(room, 0))
 
     def _expired(self, rows: Rows, numbers: Ids) -> Ids:
-        """Which of these row numbers are of rows that have expired; -1 has not."""
+        """A mask of the row numbers whose rows have expired. The number -1 has not expired."""
         if self.spec.expire_after is None:
             return np.empty(0, dtype=np.int64)
         seen = np.take(rows.seen.array, numbers, mode="clip")
