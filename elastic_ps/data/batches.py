@@ -45,10 +45,12 @@ class Batches:
     Attributes:
         hand: what the script does with the last one.
         grouped: the script loads several batches before it computes on them.
+        stale: the script was handed batches that others have now. It may compute on them together with those
+            that it loads next, until it makes a step.
     """
 
     def __init__(self) -> None:
-        self.hand, self.grouped = Hand.EMPTY, False
+        self.hand, self.grouped, self.stale = Hand.EMPTY, False, False
         self._open: list[_Batch] = []  # that no backward() has run for
         self._weighed = False  # since the last batch was handed out, and the last backward()
         self._new = 0  # how many of the last of these were handed out since the last backward()
@@ -208,6 +210,7 @@ class Batches:
 
     def skip(self) -> int:
         """Skip all batches in hand; returns how many records they have."""
+        self.stale = False
         return self.skip_computed() + self.decide()
 
     def leave_out(self, ranges: Iterable[Range]) -> None:
@@ -242,6 +245,7 @@ class Batches:
 
     def forget(self, *, lost: bool = False) -> None:
         """Forget all batches, which go to others; `lost`: the script has not asked for that."""
+        self.stale |= lost and bool(self._open)
         self._open, self._computed, self._skipped, self._kept, self._new = [], [], [], [], 0
         self.note(HandEvent.LOSE if lost else HandEvent.FORGET)
 

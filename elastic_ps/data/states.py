@@ -108,6 +108,7 @@ class HandEvent(enum.Enum):
     """What becomes of a batch."""
 
     HAND_OUT = "hand out a batch"
+    HAND_OUT_LOST = "hand out a batch that others get"
     LAY_DOWN = "lay it down"
     LOSE = "hand it to others"
     FORGET = "forget what others have"
@@ -118,6 +119,7 @@ HANDS = Transitions(
     "the script",
     {
         **{(hand, HandEvent.HAND_OUT): Hand.FULL for hand in Hand},
+        **{(hand, HandEvent.HAND_OUT_LOST): Hand.LOST for hand in Hand},
         **{(hand, HandEvent.LAY_DOWN): hand for hand in Hand},
         (Hand.FULL, HandEvent.LAY_DOWN): Hand.EMPTY,
         (Hand.LOST, HandEvent.LAY_DOWN): Hand.OUTDATED,

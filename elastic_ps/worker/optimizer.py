@@ -189,6 +189,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._runtime.batches.lost:
+            self._runtime.batches.stale = False
             self._clear_tables()
             logger.info("no step is made: its records went to other workers when this worker joined again")
             return loss

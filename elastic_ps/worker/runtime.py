@@ -20,7 +20,7 @@ from elastic_ps.core.partition import Bucket
 from elastic_ps.core.settings import NOTHING, Made, Settings, read_settings
 from elastic_ps.core.working import Event, State
 from elastic_ps.data.batches import checked
-from elastic_ps.data.states import Hand, Loop, Part
+from elastic_ps.data.states import Hand, HandEvent, Loop, Part
 from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
@@ -401,5 +401,9 @@ class Runtime(Membership):
         self._settle_by_hand()
         if self.batches.lost:
             self.gradients.void()
-        self.batches.add(ranges)
+        if self.batches.stale:  # its gradients would mix with those of lost batches
+            self.records.pause()
+            self.batches.note(HandEvent.HAND_OUT_LOST)
+        else:
+            self.batches.add(ranges)
         self.phases.forward()

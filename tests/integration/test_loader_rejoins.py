@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,40 @@ def test_gradients_of_records_that_are_dropped_are_dropped_too(
             held = 0
         if held:
             optimizer.step()
+        counted.append(-model.weight.detach())
+
+    with running_job(
+        tmp_path,
+        checkpoints=tmp_path / "checkpoints",
+        parameterServer={"checkpoint": {"everyVersions": 1}},
+        data={"shardRecords": 4},
+    ) as job:
+        job.start(0, script)
+        job.join()
+    assert lost
+    assert check(read(tmp_path / "history"), Data(records, 1)) == []
+    assert counted[0].tolist() == [1.0] * records
+
+
+@pytest.mark.parametrize(
+    "request_number", [2, 3, 5], ids=["first group", "between groups", "in a later group"]
+)
+def test_batches_that_are_loaded_together_are_lost_together(tmp_path: Path, request_number: int) -> None:
+    """A script loads two batches before it computes, and the parameter server is lost between them."""
+    records, lost, counted = 24, list[int](), list[torch.Tensor]()
+
+    def script(session: Session) -> None:
+        model = Tally(records)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        lose_server_in_request(request_number, session, job, lost)
+        batches = iter(session.loader(Indexes(records), 4))
+        while group := list(itertools.islice(batches, 2)):
+            for batch in group[:-1]:
+                with optimizer.no_sync():
+                    model(batch).backward()
+            model(group[-1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
         counted.append(-model.weight.detach())
 
     with running_job(
