@@ -72,7 +72,7 @@ class ElasticMixin:
         """Belong to this session; see `prepare_trainer`, which raises the same."""
         _check(self)
         self.session = session
-        self._group = self._left_of_group = 0
+        self.group = 0
         self._rate: Any = None
         self._items: Any = None
         self.accelerator.__class__ = _OfTrainer
@@ -124,8 +124,8 @@ class ElasticMixin:
 
     def set_initial_training_values(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """As the Trainer's, but that the job says when an epoch and the training end."""
-        _, _, *others = super().set_initial_training_values(*args, **kwargs)  # type: ignore[misc]
-        return (sys.maxsize, sys.maxsize, *others)
+        *others, batches, most = super().set_initial_training_values(*args, **kwargs)  # type: ignore[misc]
+        return (sys.maxsize, sys.maxsize, *others[2:], _Batches.of(self, batches), most)
 
     def create_scheduler(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. The job steps it, once for each step that one process would make."""
@@ -137,8 +137,7 @@ class ElasticMixin:
     def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's: the batches of one optimizer step. There are fewer at the end of an epoch."""
         samples, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
-        self._group, self._items = len(samples), items
-        self._left_of_group = self._group
+        self.group, self._items = len(samples), items
         self._rate = super()._get_learning_rate()  # type: ignore[misc]
         self.control.should_epoch_stop |= not samples
         return samples, items
@@ -146,12 +145,9 @@ class ElasticMixin:
     def training_step(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the Trainer's. Reports the loss to the job, and weighs a mean over tokens by their number."""
         if self._items is not None:
-            self.session.weigh(self._items / self._group)
+            self.session.weigh(self._items / self.group)
         loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        self.session.report(loss=loss * self._group)  # the Trainer divides it by their number
-        self._left_of_group -= 1
-        if not self._left_of_group:
-            self.accelerator.step_if_trainer_does_not()
+        self.session.report(loss=loss * self.group)  # the Trainer divides it by their number
         return loss
 
     def _get_learning_rate(self: Any) -> Any:
@@ -207,11 +203,28 @@ class _OfTrainer(ElasticAccelerator):
     def _is_stepped_by_mistake(self) -> bool:
         return False
 
-    def step_if_trainer_does_not(self) -> None:
-        """After a group's last batch: the Trainer makes no step with fewer batches than it expects."""
-        if not self.sync_gradients and self._elastic is not None:
-            self._elastic.step()
-            self._elastic.zero_grad()
+
+class _Batches(int):
+    """How many batches an epoch has, with which the Trainer compares how many it has trained.
+
+    A worker may be given fewer, or more if some are lost. So this number is equal to those that it was given
+    when the last step of its epoch has fewer than the others.
+    """
+
+    @classmethod
+    def of(cls, trainer: Any, number: int) -> _Batches:
+        """The number for a single worker that loses none."""
+        made = cls(number)
+        made._trainer = trainer
+        return made
+
+    def __eq__(self, trained: object) -> bool:
+        accelerator = self._trainer.accelerator
+        is_short = self._trainer.group < accelerator.batches_of_step
+        return bool(is_short and trained == accelerator.training.of_loop)
+
+    __hash__ = int.__hash__
+    _trainer: Any
 
 
 class _Loader(EpochLoader):
@@ -219,29 +232,26 @@ class _Loader(EpochLoader):
 
     Attributes:
         number: the job's number of the epoch of the last loop.
-        loops: how many loops the Trainer has begun.
-        was_empty: whether this worker had no records in that epoch.
+        of_loop: how many batches the last loop has yielded.
         finished: whether there is no further epoch.
     """
 
-    number = 0
-    loops = 0
-    was_empty = finished = False
+    number = of_loop = 0
+    finished = False
 
     def __iter__(self) -> Iterator[Any]:
-        self.loops += 1
         while not self.ends():
             assert self._upcoming is not None
             self.number, self._upcoming = self._upcoming, None
-            self.within, self.was_empty, self.begun = True, True, self.begun + 1
+            self.within, self.begun, self.of_loop = True, self.begun + 1, 0
             try:
                 for batch in self._loader:
                     self.batches += 1
-                    self.was_empty = False
+                    self.of_loop += 1
                     yield batch
             finally:
                 self.within = False
-            if not self.was_empty or self._session.is_chief:  # who saves it, though others have trained it
+            if self.of_loop or self._session.is_chief:  # who saves it, though others have trained it
                 return
 
     def ends(self) -> bool:
@@ -271,7 +281,7 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A worker may make more steps than the Trainer expects, or fewer."""
         session, training = self._trainer.session, self._trainer.accelerator.training
-        state.epoch = training.number + min(1.0, state.epoch - training.loops + 1)
+        state.epoch = training.number + min(1.0, training.of_loop / len(training))
         if state.global_step >= state.max_steps:
             control.should_training_stop = False
         if 0 < args.max_steps <= session.version:
@@ -281,7 +291,7 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
     def on_epoch_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
         session, training = self._trainer.session, self._trainer.accelerator.training
         state.epoch = training.number + 1.0
-        if training.was_empty:  # the Trainer would end
+        if not training.of_loop:  # the Trainer would end
             control.should_training_stop = False
         if training.finished or ((training.is_last or session.stopped) and training.ends()):
             control.should_training_stop = True

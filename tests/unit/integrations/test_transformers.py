@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.transformers import ElasticMixin, prepare_trainer
 from elastic_ps.worker.session import Session
-from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.harness import Job, Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once
 from tests.testing.tiers import per_change
 
@@ -185,6 +185,28 @@ def test_workers_weigh_a_mean_over_tokens_by_their_number(tmp_path: Path) -> Non
     with running_job(tmp_path / "job", consistency=together, data=IN_ORDER) as job:
         job.run(script, workers=2)
     assert_same_model(trainers[0], alone)
+
+
+def test_a_worker_that_joins_again_trains_more_batches_than_an_epoch_has(tmp_path: Path) -> None:
+    """13 batches make an epoch, in steps of two. The batches of a step go back to the job."""
+    trainers, job_of = list[Any](), list[Job]()
+
+    class Losing(TrainerCallback):  # type: ignore[misc]
+        def on_substep_end(self, *_: Any, **given: Any) -> None:
+            if trainers[0].state.global_step == 2 and job_of:
+                job_of.pop().declare_gone(0)
+
+    def script(session: Session) -> None:
+        trainers.append(make(tmp_path, gradient_accumulation_steps=2, given={"callbacks": [Losing()]}))
+        prepare_trainer(trainers[0], session=session).train()
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        job_of.append(job)
+        job.run(script, workers=1)
+        assert not job_of
+        assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
+        assert job.status().progress.records_skipped == 0
+    assert trainers[0].state.epoch == EPOCHS
 
 
 @pytest.mark.parametrize("how", per_change(["max_steps", "early stopping"], keep=["early stopping"]))
