@@ -21,6 +21,7 @@ from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.status import EvaluationStatus, Progress, ServerStatus, Staleness
 from elastic_ps.cli.parser import build_parser
 from elastic_ps.server import status
+from tools.internals import internals_page
 from tools.reasons import CONDITIONS, EVENTS, Reason
 
 DIRECTORY = Path(__file__).parents[1] / "docs" / "reference"
@@ -85,6 +86,7 @@ def pages() -> dict[Path, str]:
         "metrics": metrics_page(),
         "events": events_page(),
         "api": api_page(),
+        "internals": internals_page(),
     }
     return {DIRECTORY / f"{name}.md": _GENERATED + text for name, text in made.items()}
 

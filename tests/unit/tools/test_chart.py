@@ -21,7 +21,7 @@ from elastic_operator.permissions import Permissions
 from elastic_operator.wiring import service
 from elastic_ps.api.job import TrainingJobSpec, load_job
 from tests.testing.simulation import job_document
-from tools.chart_values import README, page, values
+from tools.chart_values import PAGE, page, values
 from tools.render_install import CHART, ROOT, TARGET, install_manifest, render
 
 VERSION = "1.34"
@@ -102,8 +102,8 @@ def test_the_icon_is_that_of_the_file() -> None:
     assert base64.b64decode(content) == (CHART / "icon.svg").read_bytes()
 
 
-def test_the_readme_has_every_value_and_says_what_it_is() -> None:
-    assert README.read_text() == page(), "run `make manifests`"
+def test_the_page_has_every_value_and_says_what_it_is() -> None:
+    assert PAGE.read_text() == page(), "run `make manifests`"
     text = (CHART / "values.yaml").read_text()
     described = {path: said for path, _, said in values(text)}
     assert {path.partition(".")[0] for path in described} == yaml.safe_load(text).keys()

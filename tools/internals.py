@@ -1,0 +1,60 @@
+"""The page of `docs/reference` about the code itself: its packages and its state machines."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from elastic_ps.core import consistency, stages, working
+from elastic_ps.core.transitions import Transitions
+from elastic_ps.data import states
+
+ROOT = Path(__file__).parents[1]
+_PACKAGES = """\
+# Packages and states
+
+## Packages
+
+A package imports only from the rows below its own. The docstring of each module says why it exists.
+
+| package | content |
+| --- | --- |
+"""
+_STATES = """
+## States
+
+A state machine is an enum and a table of what can happen in each state (`core.transitions`). Anything else
+raises `ImpossibleTransition`. These pictures show the tables.
+"""
+MACHINES: Mapping[str, Transitions[Any, Any]] = {
+    "A round (`core.consistency`)": consistency.PHASES,
+    "A worker in its job, and its step (`core.working`)": working.WORKER,
+    "A worker's part in the rounds (`data.states`)": states.PARTS,
+    "The place of a worker's script in its loop over epochs (`data.states`)": states.LOOPS,
+    "The last batch that the script got (`data.states`)": states.HANDS,
+    "The model, which the first worker or a checkpoint brings (`core.stages`)": stages.STAGES,
+    "Shard 0, which makes versions while it is RUNNING (`core.stages`)": stages.COURSES,
+    "Whether the shards know the workers of the open round (`core.stages`)": stages.ORDER_STATES,
+    "The standby of a shard (`core.stages`)": stages.STANDBY_STATES,
+}
+
+
+def internals_page() -> str:
+    """The packages and the states."""
+    pictures = (f"\n### {title}\n\n{table.picture()}\n" for title, table in MACHINES.items())
+    return _PACKAGES + "".join(_packages()) + _STATES + "".join(pictures)
+
+
+def _packages() -> Iterator[str]:
+    """A row for each package, in the order of the layers that `make check` enforces."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    for layer in settings["tool"]["importlinter"]["contracts"][0]["layers"]:
+        for name in layer.split(" | "):
+            path = ROOT / name.replace(".", "/")
+            file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            said = ast.get_docstring(ast.parse(file.read_text())) or ""
+            first = " ".join(said.partition("\n\n")[0].split()).replace("|", "&#124;")
+            yield f"| `{name.partition('.')[2]}` | {first} |\n"
