@@ -2,7 +2,32 @@
 
 TLS delivers 16 KiB at a time, so a GB takes four times the CPU time of a plain socket. Both ends therefore
 use TLS only to check certificates and to exchange secrets. Then they close it, and send larger records,
-sealed with keys that are derived from the secrets. docs/guides/security.md says why that is safe.
+sealed with keys that are derived from the secrets:
+
+1. Client and server make a TLS 1.3 handshake. Both check the other's certificate.
+2. Each sends the other 32 random bytes, its secret, within TLS. The server also sends the port that it
+   belongs to.
+3. Both close TLS with close_notify, and wait for the other's. Neither reads beyond it.
+4. HKDF-SHA256 derives two keys from both secrets, one for each direction.
+5. Records follow: a length and a kind (5 bytes), the content encrypted with AES-256-GCM, and its tag (16
+   bytes). The nonce is the record's number, from 0. The length and the kind are authenticated.
+
+Nobody else knows the keys. The secrets travel only within TLS, whose forward secrecy protects recorded
+traffic from a private key that is stolen later.
+
+A record is accepted once, in its place. If a record is changed, repeated, left out, moved, sent back to its
+sender, or taken from another connection, the tag does not fit. The connection is closed, the call fails, and
+the part of its body that has arrived is discarded.
+
+A nonce is used once. Each direction of each connection has its own key, and counts its records. Secrets are
+random on both sides, so a key repeats only if both repeat theirs. A forked process does not send on a
+connection of its parent. After 256 GiB in one direction, the next call uses a new connection.
+
+A truncated connection is not mistaken for one that was closed. The end that closes an idle connection sends a
+last record of another kind. Frames also have a length.
+
+As with TLS, an attacker can see how much is sent and when, and can end a connection. The call is then
+repeated on another one.
 """
 
 from __future__ import annotations
