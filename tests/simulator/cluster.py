@@ -470,7 +470,8 @@ class Cluster:
                 raise
             crew.left = True
         except Refused as refusal:
-            if refusal.code is not RefusalCode.SUPERSEDED:
+            replaced = refusal.code is RefusalCode.MODEL_LOST and not self.committed
+            if refusal.code is not RefusalCode.SUPERSEDED and not replaced:
                 raise
             crew.left = True
             crew.running.clear()
