@@ -112,6 +112,13 @@ def test_a_script_of_hugging_face_survives_its_workers_and_its_server(
     assert output.exists() == (example == "transformers")
 
 
+@pytest.mark.nightly
+def test_deepfm_learns_what_its_teacher_knows(tmp_path: Path) -> None:
+    found = metrics(trained("clicks", tmp_path, records=60_000))
+    assert 0.75 < found["best_auc"] < 0.9
+    assert 0.85 < found["share"] < 1
+
+
 def test_two_networks_learn_in_turn(tmp_path: Path) -> None:
     """The generator draws nearly a circle, and the critic is limited."""
     assert metrics(trained("gan", tmp_path, records=40 * 1024))["distance"] < 0.3

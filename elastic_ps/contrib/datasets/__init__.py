@@ -4,8 +4,9 @@
 """
 
 from elastic_ps.contrib.datasets.cifar import cifar10, cifar100
+from elastic_ps.contrib.datasets.clicks import auc, clicks
 from elastic_ps.contrib.datasets.digits import digits
 from elastic_ps.contrib.datasets.mnist import mnist
 from elastic_ps.contrib.datasets.text import text
 
-__all__ = ["cifar10", "cifar100", "digits", "mnist", "text"]
+__all__ = ["auc", "cifar10", "cifar100", "clicks", "digits", "mnist", "text"]

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from elastic_ps.contrib.models import GPT, VGG, DeepFM, LeNet, ResNet, WideDeep
-from elastic_ps.contrib.models.tables import interactions
+from elastic_ps.contrib.models.tables import ids_of_fields, interactions
 from elastic_ps.contrib.zoo.catalog import DATA_SETS, NETWORKS, check_fit, find_dataset, find_network
 from elastic_ps.contrib.zoo.train import build
+from elastic_ps.embedding import FTRL, Adagrad
+from elastic_ps.embedding.module import Embedding
+from elastic_ps.embedding.tables import LocalTables
 from elastic_ps.errors import InvalidModel, UserError
 
 IMAGENET: dict[str, Any] = {"size": 224, "classes": 1000}
@@ -175,6 +178,39 @@ def test_a_network_for_tables_learns_what_depends_on_two_fields(network: str) ->
     assert torch.equal(model(rows).argmax(1), labels)
 
 
+TABLES = {"optimizer": Adagrad(lr=0.1)}
+
+
+@pytest.mark.parametrize("network", ["wide-deep", "DeepFM"])
+def test_a_network_with_tables_that_grow_takes_any_category(network: str) -> None:
+    torch.manual_seed(0)
+    model = find_network(network).build(fields=2, hidden=(16,), tables=TABLES)
+    largest = 2**63 - 1
+    rows = torch.tensor([[one, other] for one in (-largest - 1, largest) for other in (0, -5)])
+    labels = torch.tensor([0, 1, 1, 0])  # neither field alone says anything
+    optimizer, tables = torch.optim.Adam(model.parameters(), lr=0.05), LocalTables(model)
+    for _ in range(100):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(rows), labels).backward()
+        optimizer.step()
+        tables.prepare()
+        tables.applied()
+    assert torch.equal(model(rows).argmax(1), labels)
+    layers = [each for each in model.modules() if isinstance(each, Embedding)]
+    assert [len(each.table) for each in layers] == [4] * len(layers)
+
+
+def test_the_wide_table_may_have_an_optimizer_of_its_own() -> None:
+    model = WideDeep(fields=2, tables=TABLES, wide={"optimizer": FTRL(lr=0.1, l1=1.0)})
+    kinds = {m.spec.name: type(m.spec.optimizer) for m in model.modules() if isinstance(m, Embedding)}
+    assert kinds == {"wide": FTRL, "deep": Adagrad}
+
+
+def test_a_category_has_another_id_in_each_field() -> None:
+    found = ids_of_fields(torch.arange(1000)[:, None].expand(1000, 3))
+    assert len(found.unique()) == 3000
+
+
 def test_the_parameters_of_a_network_for_tables_follow_from_its_fields() -> None:
     fields = (100, 20, 7)
     deep = 3 * 8 * 5 + 5
@@ -250,6 +286,8 @@ def test_a_network_that_does_not_fit_the_data_is_refused() -> None:
         (GPT, {"width": 10, "heads": 4}, "a width that heads divides"),
         (DeepFM, {"fields": []}, "number of categories of each field"),
         (WideDeep, {"fields": [3, 0]}, "number of categories of each field"),
+        (WideDeep, {"fields": 3}, "fields is 3, without tables"),
+        (DeepFM, {"fields": [3], "tables": TABLES}, r"fields is \[3\], with tables"),
         (LeNet, {"size": 30}, "multiple of 4"),
     ],
 )
