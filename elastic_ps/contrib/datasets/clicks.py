@@ -7,6 +7,8 @@ teacher gives it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch.utils.data import TensorDataset
@@ -39,7 +41,7 @@ def clicks(
         Two data sets of tuples: int64 categories of shape (fields,); int64 1 if it was clicked, else 0; and
         the float64 probability of 1.
     """
-    options = {"fields": fields, "categories": categories, "exponent": exponent, "seed": seed}
+    options: dict[str, Any] = {"fields": fields, "categories": categories, "exponent": exponent, "seed": seed}
     return _drawn("training", records, **options), _drawn("test", test, **options)
 
 
