@@ -19,6 +19,7 @@ from elastic_ps import collectives, embedding
 from elastic_ps.api import rules
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.status import EvaluationStatus, Progress, ServerStatus, Staleness
+from elastic_ps.api.tables import TableStatus
 from elastic_ps.cli.parser import build_parser
 from elastic_ps.server import status
 from tools.internals import internals_page
@@ -218,6 +219,7 @@ def metrics_page() -> str:
         progress=progress,
         durable_age_seconds=1.0,
         bucket_bytes=1,
+        tables=[TableStatus(name="user")],
     )
     text = status.metrics(full)
     kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))

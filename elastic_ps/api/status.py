@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, PlainSerializer
 
 from elastic_ps.api.fields import CamelModel
+from elastic_ps.api.tables import TableStatus
 from elastic_ps.api.traffic import Traffic, TrafficStatus
 
 
@@ -324,6 +325,9 @@ class ServerStatus(CamelModel):
         description="The bucket size that was chosen, in bytes, if parameterServer.bucketBytes is 0. 0 if "
         "none was chosen.",
     )
+    tables: list[TableStatus] = Field(
+        default_factory=list, description="The tables that grow, with their rows on all parameter servers."
+    )
     value_bytes: int = Field(
         default=0,
         description="The size of the model's parameters and buffers, in bytes. 0 before it is known.",
@@ -366,7 +370,7 @@ class ServerStatus(CamelModel):
             "evaluation": evaluation,
         }
         shortened = self.progress.model_copy(update=cut)
-        short = self.model_copy(update={"members": [], "problem": "", "progress": shortened})
+        short = self.model_copy(update={"members": [], "tables": [], "problem": "", "progress": shortened})
         return short.model_dump_json(by_alias=True, exclude_defaults=True)
 
 

@@ -130,6 +130,8 @@ def frame(
         parts += [_bar(status), _numbers(status, record)]
         if record is None and (network := words.traffic(status.server.traffic, status.server.bucket_bytes)):
             parts.append(Text(network, style="dim"))
+        if record is None:
+            parts += [Text(f"table {words.table_line(each)}", style="dim") for each in status.server.tables]
         if record is None and (overlap := status.server.traffic.overlap):
             parts.append(Text(overlap, style="dim"))
         if (found := status.server.progress.diverged) is not None:

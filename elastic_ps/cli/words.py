@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from elastic_ps.api.status import EvaluationStatus, MemberStatus, Progress, ServerStatus
+from elastic_ps.api.tables import TableStatus
 from elastic_ps.api.traffic import Traffic
 from elastic_ps.local import LocalStatus, Outcome
 from elastic_ps.local.plan import WAS_FINISHED, name_of
@@ -164,6 +165,8 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
         yield "network", network
     if server.traffic.overlap:
         yield "overlap", server.traffic.overlap
+    for table in server.tables:
+        yield "table", table_line(table)
     name = "workers"
     for member in sorted(server.members, key=lambda each: (each.worker, each.joined_version)):
         yield name, member_line(member)
@@ -203,6 +206,16 @@ def traffic(counts: Traffic, bucket_bytes: int = 0) -> str:
         said.append(f"{counts.hidden_share:.0%} of the time to send gradients was behind backward")
     seconds = counts.encode_seconds + counts.decode_seconds
     return ", ".join([*said, f"{seconds:.1f} s to encode and decode"] if seconds else said)
+
+
+def table_line(table: TableStatus) -> str:
+    """`user: 1,200 rows, 0.2 MB, 1,300 admitted, 100 expired, 96% of look-ups hit`."""
+    said = [f"{table.name}: {table.rows:,} rows", size(table.size_bytes), f"{table.admitted:,} admitted"]
+    events = {"expired": table.expired, "refused": table.refused, "waiting": table.waiting}
+    said += [f"{count:,} {event}" for event, count in events.items() if count]
+    if (rate := table.hit_rate) is not None:
+        said.append(f"{rate:.0%} of look-ups hit")
+    return ", ".join(said)
 
 
 def size(nbytes: int) -> str:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from elastic_ps.api.tables import TableStatus
 from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec import as_bytes
 from elastic_ps.codec.state import Stored
@@ -63,6 +64,20 @@ class ShardTables:
     def used(self) -> bool:
         """True if there is a table. Does not block."""
         return bool(self._tables)
+
+    def counts(self) -> tuple[TableStatus, ...]:
+        """The counts of each table since the term began."""
+        with self._lock:
+            return tuple(
+                TableStatus(
+                    name=name,
+                    rows=len(table),
+                    waiting=table.waiting,
+                    size_bytes=table.nbytes,
+                    **vars(table.counts),
+                )
+                for name, table in self._tables.items()
+            )
 
     def lookup(self, spec: TableSpec, ids: Ids) -> torch.Tensor:
         """The values of some rows; see `Table.lookup`. Raises Refused (MODEL_MISMATCH)."""

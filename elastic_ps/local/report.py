@@ -66,6 +66,7 @@ def build_report(outcome: Outcome) -> dict[str, Any]:
         "traffic": server.traffic.model_dump() if server else None,
         "hidden_share": server.traffic.hidden_share if server else None,
         "bucket_bytes": server.bucket_bytes if server else 0,
+        "tables": [each.model_dump() for each in server.tables] if server else [],
         "failures": outcome.status.failures,
         "checkpoints": outcome.status.checkpoints,
         "workers": [

@@ -20,6 +20,7 @@ from datetime import timedelta
 from functools import partial
 
 from elastic_ps.api.job import BUCKET_BYTES
+from elastic_ps.api.tables import TableStatus, added
 from elastic_ps.checkpoint.manifest import Manifest
 from elastic_ps.codec.optimizers import Optimizers, steps_whole_tensors
 from elastic_ps.codec.plan import Plan
@@ -79,6 +80,7 @@ class CommitCoordinator:
     Attributes:
         standings: the state of each shard's standby, as the shards have reported it.
         queued: in deterministic mode, the workers that wait for their turn to push, as reported.
+        tables: the counts of the shards' tables, as reported.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class CommitCoordinator:
         checkpoints.serve(job, self)
         self.standings: list[StandbyState | None] = [None for _ in standbys]
         self.queued: frozenset[int] = frozenset()
+        self.tables: list[TableStatus] = []
         self._prepared: Advance | None = None  # the last order that every shard's standby can carry out
         self._ordered = 0  # the version that the shards were ordered to make last, when all had voted for it
         self._norm = 0.0  # the norm of its mean gradient, if that is clipped
@@ -478,7 +481,7 @@ class CommitCoordinator:
             job.state = state
             job.tune(mutable)
             self.standings = [None for _ in self._standbys]  # nothing is known yet of this term
-            self.queued = frozenset()
+            self.queued, self.tables = frozenset(), []
             job.changed.notify_all()
         logger.info("term %d continues from version %d", term, found.version)
 
@@ -517,6 +520,7 @@ class CommitCoordinator:
                 self.standings[shard] = report.standby
             self.checkpoints.part(shard, report.written)
         self.queued = frozenset().union(*(report.queued for report in reports))
+        self.tables = added(report.tables for report in reports)
         return reports
 
     @contextmanager

@@ -234,7 +234,9 @@ class Node:
         with self._lock:
             written, shard = self._written, self._shard
         standby = self._follower.state if self._follower else None
-        return Report(written, standby, queued=frozenset() if shard is None else shard.queued)
+        if shard is None:
+            return Report(written, standby)
+        return Report(written, standby, queued=shard.queued, tables=shard.tables.counts())
 
     def _keep(self, shard: Shard, advance: Advance) -> None:
         """Let the writer write the shard as it is now.

@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from elastic_ps.api.mutable import MutableFields
+from elastic_ps.api.tables import TableStatus
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.codec.state import Part
 from elastic_ps.core.partition import Layout
@@ -138,12 +139,14 @@ class Report:
     Attributes:
         norm: the norm of its part of the mean gradient, if the order prepares a version that is clipped.
         queued: see `Shard.queued`.
+        tables: see `ShardTables.counts`.
     """
 
     written: Written | None = None
     standby: StandbyState | None = None
     norm: float = 0.0
     queued: frozenset[int] = frozenset()
+    tables: tuple[TableStatus, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 
 from elastic_ps.api.compression import Compression
 from elastic_ps.api.status import Divergence, MemberStatus, Progress, ServerStatus, Staleness
+from elastic_ps.api.tables import TableStatus
 from elastic_ps.api.traffic import Traffic
 from elastic_ps.core.divergence import advice
 from elastic_ps.core.membership import Member
@@ -120,6 +121,14 @@ def metrics(status: ServerStatus) -> str:
                 f"# TYPE {full} {kind}",
                 f'{full}{{job="{status.job}"}} {value}',
             ]
+    for name in [each for each in TableStatus.model_fields if each != "name" and status.tables]:
+        kind = "gauge" if name in ("rows", "waiting", "size_bytes") else "counter"
+        full = f"elastic_ps_table_{name}" + "_total" * (kind == "counter")
+        lines += [f"# HELP {full} {TableStatus.model_fields[name].description}", f"# TYPE {full} {kind}"]
+        lines += [
+            f'{full}{{job="{status.job}",table="{_escaped(table.name)}"}} {getattr(table, name)}'
+            for table in status.tables
+        ]
     if progress.metrics:
         full = "elastic_ps_reported"
         lines += [f"# HELP {full} Last value of each metric that scripts report.", f"# TYPE {full} gauge"]

@@ -822,16 +822,40 @@ class Contributor(_message.Message):
     def __init__(self, worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class AdvanceReply(_message.Message):
-    __slots__ = ("written", "standby", "norm", "queued")
+    __slots__ = ("written", "standby", "norm", "queued", "tables")
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
     STANDBY_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
     written: Written
     standby: int
     norm: float
     queued: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, written: _Optional[_Union[Written, _Mapping]] = ..., standby: _Optional[int] = ..., norm: _Optional[float] = ..., queued: _Optional[_Iterable[int]] = ...) -> None: ...
+    tables: _containers.RepeatedCompositeFieldContainer[TableCounts]
+    def __init__(self, written: _Optional[_Union[Written, _Mapping]] = ..., standby: _Optional[int] = ..., norm: _Optional[float] = ..., queued: _Optional[_Iterable[int]] = ..., tables: _Optional[_Iterable[_Union[TableCounts, _Mapping]]] = ...) -> None: ...
+
+class TableCounts(_message.Message):
+    __slots__ = ("name", "rows", "waiting", "size_bytes", "admitted", "expired", "refused", "looked_up", "hits")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    LOOKED_UP_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    rows: int
+    waiting: int
+    size_bytes: int
+    admitted: int
+    expired: int
+    refused: int
+    looked_up: int
+    hits: int
+    def __init__(self, name: _Optional[str] = ..., rows: _Optional[int] = ..., waiting: _Optional[int] = ..., size_bytes: _Optional[int] = ..., admitted: _Optional[int] = ..., expired: _Optional[int] = ..., refused: _Optional[int] = ..., looked_up: _Optional[int] = ..., hits: _Optional[int] = ...) -> None: ...
 
 class Written(_message.Message):
     __slots__ = ("version", "term", "number", "file", "error", "pause")

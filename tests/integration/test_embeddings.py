@@ -286,10 +286,14 @@ def test_a_job_trains_as_one_process_on_the_same_records(tmp_path: Path) -> None
         ) as job:
             if resume == "no":
                 job.run(script, workers=2)
+                (counts,) = job.status().tables
             else:
                 again, session = growing(), job.session(0)
                 session.optimizer(torch.optim.SGD(again.parameters(), lr=0.1), again)
                 resumed = again.one(torch.arange(IDS)).detach()
+    rows = len({int(each) for each in Clicks().ids.flatten()})
+    assert (counts.name, counts.rows, counts.admitted, counts.expired) == ("click", rows, rows, 0)
+    assert 0 < counts.hits < counts.looked_up
     model, expected = growing(), growing()
     table = torch.nn.Embedding(IDS, DIM, dtype=torch.float64)
     table.weight.data = expected.one(torch.arange(IDS)).detach().clone()

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from elastic_ps.api.status import Divergence, EvaluationStatus, MemberStatus, Phase, Progress, ServerStatus
+from elastic_ps.api.tables import TableStatus, added
 from elastic_ps.api.traffic import Traffic
 from elastic_ps.cli import words
 from elastic_ps.cli.view import frame
@@ -158,6 +159,20 @@ def test_what_backward_hides_is_a_share_over_all_workers() -> None:
     assert both.overlap == "a: b, c; d"
     assert words.traffic(both) == "2 B of gradients, 75% of the time to send gradients was behind backward"
     assert Traffic(**sent).hidden_share is None, "all was sent in one call"
+
+
+def test_a_table_says_how_many_rows_it_has_on_all_shards() -> None:
+    parts = [
+        [TableStatus(name="user", rows=1000, size_bytes=150_000, admitted=1100, expired=100, looked_up=9)],
+        [
+            TableStatus(name="item"),
+            TableStatus(name="user", rows=200, size_bytes=50_000, admitted=200, looked_up=1, hits=9),
+        ],
+    ]
+    item, user = added(parts)
+    assert words.table_line(item) == "item: 0 rows, 0 B, 0 admitted"
+    said = "user: 1,200 rows, 200.0 kB, 1,300 admitted, 100 expired, 90% of look-ups hit"
+    assert words.table_line(user) == said
 
 
 def test_a_job_that_cannot_start_says_why() -> None:

@@ -97,6 +97,19 @@ def test_a_version_needs_the_rows_of_all_its_steps() -> None:
     tables.require({(0, 1, 1)}, 2)
 
 
+def test_look_ups_and_rows_are_counted() -> None:
+    tables = ShardTables(0, 1)
+    assert tables.counts() == ()
+    push(tables, 0, 0, gradient([1, 2]))
+    push(tables, 1, 0, gradient([3], count=1))
+    tables.apply(1, {(0, 1, 0), (1, 1, 0)}, 2)
+    tables.lookup(SPEC, np.array([1, 1, 3, 4]))
+    (found,) = tables.counts()
+    assert (found.name, found.rows, found.waiting, found.admitted) == ("a", 2, 1, 2)
+    assert (found.looked_up, found.hits, found.expired, found.refused) == (4, 2, 0, 0)
+    assert found.size_bytes >= 2 * SPEC.row_bytes - 24
+
+
 def test_rows_that_are_not_finite_or_of_another_table_are_refused() -> None:
     tables = ShardTables(0, 1)
     with pytest.raises(Refused, match="the table 'a' of worker 3 holds NaN or Inf") as refused:

@@ -16,6 +16,7 @@ from http.server import SimpleHTTPRequestHandler
 import pytest
 
 from elastic_ps.api.status import EvaluationStatus, MemberStatus, Progress, ServerStatus, Staleness
+from elastic_ps.api.tables import TableStatus
 from elastic_ps.errors import CannotListen
 from elastic_ps.local.poller import fetch_status
 from elastic_ps.process.listening import HttpServer
@@ -209,6 +210,16 @@ def test_metrics_count_what_the_status_says() -> None:
     found = [line for line in lines if line.startswith("elastic_ps_staleness")]
     assert [line.split()[-1] for line in found] == ["1", "6", "9"]
     assert "# TYPE elastic_ps_workers gauge" in lines
+
+
+def test_tables_have_their_names_as_labels() -> None:
+    tables = [TableStatus(name="a", rows=3, hits=7), TableStatus(name='"b"')]
+    lines = metrics(status_of(ready=True).model_copy(update={"tables": tables})).splitlines()
+    assert lines.count("# TYPE elastic_ps_table_rows gauge") == 1
+    assert 'elastic_ps_table_rows{job="job",table="a"} 3' in lines
+    assert "# TYPE elastic_ps_table_hits_total counter" in lines
+    assert 'elastic_ps_table_hits_total{job="job",table="a"} 7' in lines
+    assert r'elastic_ps_table_hits_total{job="job",table="\"b\""} 0' in lines
 
 
 def test_what_scripts_report_has_its_name_as_a_label() -> None:

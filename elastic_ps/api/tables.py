@@ -1,0 +1,43 @@
+"""The counts of tables that grow, as a status reports them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pydantic import Field
+
+from elastic_ps.api.fields import CamelModel
+
+
+class TableStatus(CamelModel):
+    """The rows of a table that grows, and what has happened to them since the parameter servers' start."""
+
+    name: str = Field(description="The table's name.")
+    rows: int = Field(default=0, description="Rows of the table.")
+    waiting: int = Field(default=0, description="Ids that have no row yet, with admit_after.")
+    size_bytes: int = Field(default=0, description="Memory of the table, in bytes.")
+    admitted: int = Field(default=0, description="Rows that were made.")
+    expired: int = Field(default=0, description="Rows that were dropped.")
+    refused: int = Field(default=0, description="Rows that were not made because the table was full.")
+    looked_up: int = Field(default=0, description="Rows that were looked up.")
+    hits: int = Field(default=0, description="Rows that were looked up and existed.")
+
+    @property
+    def hit_rate(self) -> float | None:
+        """The share of the look-ups that found a row, from 0 to 1; None if there were none."""
+        return self.hits / self.looked_up if self.looked_up else None
+
+    def __add__(self, other: TableStatus) -> TableStatus:
+        counts = [name for name in type(self).model_fields if name != "name"]
+        return TableStatus(
+            name=self.name, **{name: getattr(self, name) + getattr(other, name) for name in counts}
+        )
+
+
+def added(parts: Iterable[Iterable[TableStatus]]) -> list[TableStatus]:
+    """The tables of several shards, in the order of their names."""
+    found: dict[str, TableStatus] = {}
+    for part in parts:
+        for table in part:
+            found[table.name] = found[table.name] + table if table.name in found else table
+    return [table for _, table in sorted(found.items())]
