@@ -23,6 +23,7 @@ _RANKS = (
     "PMI_SIZE",
     "OMPI_COMM_WORLD_SIZE",
     "MV2_COMM_WORLD_SIZE",
+    "SLURM_STEP_NUM_TASKS",  # of srun
 )
 
 
@@ -39,7 +40,9 @@ def as_only_process(library: str) -> Iterator[None]:
         UsageError: another launcher has started this process as one of several.
     """
     started = {name: os.environ[name] for name in _RANKS if name in os.environ}
-    if not env.in_job() and any(started.get(name, "1") != "1" for name in _RANKS if name.endswith("SIZE")):
+    if not env.in_job() and any(
+        started.get(name, "1") != "1" for name in _RANKS if name.endswith(("SIZE", "TASKS"))
+    ):
         raise UsageError(
             f"another launcher has started this process as one of several ({started}). In a job each worker "
             f"uses {library} alone, and the job adds up gradients: start the script with `elastic-ps run "

@@ -399,9 +399,10 @@ def together(optimizers: Mapping[str, torch.optim.Optimizer], model: torch.nn.Mo
 
 _LOOP = (
     "the loop over the data is Lightning's, which divides the work among processes itself and expects as "
-    "many batches on each of them, but here each worker gets those that are there. Write the loop yourself: "
-    "build the LightningModule without a Trainer, call session.optimizer(optimizer, model), and iterate over "
-    "session.loader(...)"
+    "many batches on each of them, but here each worker gets those that are there. Use "
+    "Trainer(strategy=ElasticStrategy()) of elastic_ps.integrations.lightning: docs/guides/lightning.md. Or "
+    "write the loop yourself: build the LightningModule without a Trainer, call session.optimizer(optimizer, "
+    "model), and iterate over session.loader(...)"
 )
 
 _GROUP = (
@@ -447,9 +448,10 @@ def check_model(model: torch.nn.Module) -> None:
 
 
 def check_loop(model: torch.nn.Module) -> None:
-    """Raise UsageError if a Trainer of Lightning, or its Fabric, trains the model."""
-    attached = getattr(model, "_trainer", None) is not None or getattr(model, "_fabric", None) is not None
-    if attached and _is_lightning_module(model):
+    """Raise UsageError if a Trainer of Lightning, or its Fabric, trains the model by itself."""
+    trainer = getattr(model, "_trainer", None) or getattr(model, "_fabric", None)
+    in_job = getattr(getattr(trainer, "strategy", None), "trains_in_job", False)
+    if trainer is not None and not in_job and _is_lightning_module(model):
         raise UsageError(_LOOP)
 
 

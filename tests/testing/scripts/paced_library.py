@@ -1,4 +1,4 @@
-"""An example with libraries of Hugging Face, in which a batch takes a while until a file is there."""
+"""An example of another library for training, in which a batch takes a while until a file is there."""
 
 from __future__ import annotations
 

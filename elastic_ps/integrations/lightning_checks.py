@@ -1,0 +1,93 @@
+"""What a Trainer of Lightning may be set up for that cannot work in a job. Each has a sentence."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from elastic_ps.contract import env
+from elastic_ps.errors import UsageError
+
+RESUME = (
+    "trainer.fit(ckpt_path=...) is not for a job, which continues from its own checkpoints: model, "
+    "optimizer, schedules and the records that are left. Start it with `elastic-ps run JOB --resume DIR`. "
+    "To begin with the weights of a checkpoint, load them into the module before trainer.fit(...)"
+)
+_REPEATING = (
+    "LearningRateFinder",
+    "BatchSizeFinder",
+    "StochasticWeightAveraging",
+    "GradientAccumulationScheduler",
+)
+
+
+def check(trainer: Any) -> None:
+    """Raises UsageError: what the Trainer is set up for cannot work in a job."""
+    strategy, module = trainer.strategy, trainer.lightning_module
+    devices, fit = len(strategy.parallel_devices), trainer.fit_loop
+    unlimited = trainer.limit_train_batches == 1.0 or trainer.fast_dev_run
+    names = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
+    refused = [name for name in _REPEATING if name in names]
+    accumulated = trainer.accumulate_grad_batches
+    problems: list[tuple[bool, str]] = [
+        (
+            strategy.elastic is not None,
+            "trainer.fit(...) is called a second time, but a job trains one model once. Start another job",
+        ),
+        (
+            strategy.num_nodes > 1
+            or (devices > 1 and (strategy.root_device.type == "cpu" or env.LOCAL_RANK not in os.environ)),
+            f"the Trainer is to use {devices} devices and {strategy.num_nodes} nodes, but a worker of a job "
+            "is one process with one device. Set devices=1 and num_nodes=1, and start more workers: "
+            "`elastic-ps run SCRIPT --workers N`; or several processes in a worker, with worker.processes",
+        ),
+        (
+            bool(vars(strategy)["_layer_sync"]),
+            "sync_batchnorm needs a process group, which a job does not have. Leave it out; the job averages "
+            "the statistics of BatchNorm over the workers. Or use GroupNorm",
+        ),
+        (
+            trainer.overfit_batches > 0 or not unlimited,
+            "limit_train_batches and overfit_batches train a part of the records, but a job trains every "
+            "record once in each epoch. Leave them out, and give the DataLoader a torch.utils.data.Subset",
+        ),
+        (
+            bool(trainer.reload_dataloaders_every_n_epochs),
+            "reload_dataloaders_every_n_epochs makes a new DataLoader, but a job counts the records of one "
+            "data set. Leave it out",
+        ),
+        (
+            fit.max_epochs == -1 and fit.max_steps == -1,
+            "max_epochs is -1, so the training has no end, but a job has to know how many records it trains. "
+            "Set max_epochs or max_steps; session.stop or a callback may end it earlier",
+        ),
+        (
+            str(getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm))
+            == "value",
+            "gradient_clip_algorithm is 'value', which clips each element of a gradient, but gradients are "
+            "added up on the parameter server. Use 'norm'",
+        ),
+        (
+            accumulated > 1 and bool(strategy.session.spec.consistency.global_batch_size),
+            f"accumulate_grad_batches is {accumulated}, but with consistency.globalBatchSize the job adds up "
+            "gradients until it has that many records: leave accumulate_grad_batches out",
+        ),
+        (
+            bool(refused),
+            f"{', '.join(refused)} trains several times, or changes what a step is made of, which a job "
+            "cannot. Leave it out",
+        ),
+        (
+            "dataloader_iter" in getattr(module.training_step, "__code__", check.__code__).co_varnames,
+            "training_step(dataloader_iter) takes batches itself, but the job says which records make a "
+            "batch. Let it take (batch, batch_idx)",
+        ),
+        (
+            "lr_scheduler_step" in type(module).__dict__,
+            f"{type(module).__name__} has a method lr_scheduler_step, but the job steps schedulers. Leave it "
+            "out",
+        ),
+    ]
+    for given, said in problems:
+        if given:
+            raise UsageError(said)

@@ -1,0 +1,506 @@
+"""What a strategy for Lightning's `Trainer` does, whichever of its two packages the Trainer is of.
+
+`elastic_ps.integrations.lightning` and `.pytorch_lightning` combine this with the classes of their package.
+The Trainer's loop stays. The job says which records it gets and when an epoch ends, makes its steps, and ends
+it. So a loop over an epoch has no length: an own fetcher takes one batch after the other, and what Lightning
+does with the last batch of an epoch is done when the next one is asked for and there is none: a step with
+what was accumulated, and the validation. See docs/guides/lightning.md.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.utils.data import DataLoader
+
+from elastic_ps.contract import env
+from elastic_ps.core.settings import MAX_GRAD_NORM
+from elastic_ps.errors import UsageError
+from elastic_ps.integrations.epochs import EpochLoader
+from elastic_ps.integrations.lightning_checks import RESUME, check
+from elastic_ps.integrations.processes import as_only_process, leads
+from elastic_ps.standalone import connect
+from elastic_ps.worker.optimizer import ElasticOptimizer
+from elastic_ps.worker.session import Session
+
+NAME = "elastic_ps"
+"""The name of the strategy, as in `Trainer(strategy="elastic_ps")`."""
+
+
+class Epochs(EpochLoader):
+    """The job's epochs as they come, for Lightning's loop.
+
+    Attributes:
+        number: the job's number of the epoch of the last loop.
+        finished: whether there is no further epoch.
+    """
+
+    number = -1
+    finished = False
+    _left = False
+
+    def begin(self) -> Iterator[tuple[Any, int, int]]:
+        """Loop over an epoch, as a fetcher of Lightning's has it: batches, with two numbers."""
+        self._running = ((batch, index, 0) for index, batch in enumerate(self._of_epoch()))
+        return self._running
+
+    def _of_epoch(self) -> Iterator[Any]:
+        """The batches of an epoch. The last one goes on until all records are in the model."""
+        while not (self._left or self.ends()):
+            assert self._upcoming is not None
+            self.number, self._upcoming = self._upcoming, None
+            self.within, self.begun, empty = True, self.begun + 1, True
+            try:
+                for batch in self._loader:
+                    self.batches += 1
+                    empty = False
+                    yield batch
+            finally:
+                self.within = False
+            if self._left:
+                return
+            self._ended()
+            if self.is_last and not self.ends():
+                continue  # others have given back records
+            if not empty or self._session.is_chief:
+                return
+
+    def ends(self) -> bool:
+        """Whether there is no further epoch. Blocks."""
+        self.finished = self.finished or self.upcoming() is None
+        return self.finished
+
+    @property
+    def next_number(self) -> int:
+        """Of the epoch that comes next, if `ends` was false."""
+        return self.number if self._upcoming is None else self._upcoming
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last epoch."""
+        return self.number == self._epochs - 1
+
+    def leave(self, reason: str) -> None:
+        """Lightning has ended its loop: the training ends on all workers. Blocks."""
+        self._left = True
+        self._session.stop(reason)
+        running, self._running = self._running, None
+        if running is not None:
+            next(running, None)
+        self.ends()
+
+
+class Fetcher:
+    """Takes the place of Lightning's fetchers, which need a length or take one batch ahead."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._batches: Iterator[Any] = iter(())
+        self.reset()
+
+    def __iter__(self) -> Fetcher:
+        self.reset()
+        self._batches = self._loop.epochs.begin()
+        return self
+
+    def __next__(self) -> Any:
+        self._loop.begin_batch()
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self.done = True
+            self._loop.end_epoch()
+            raise
+        self.fetched += 1
+        return batch
+
+    def reset(self) -> None:
+        """Lightning asks for it at the start, and at the end."""
+        self.fetched, self.done, self.length = 0, False, None
+
+    teardown = reset
+
+
+class TrainsInJob:
+    """A strategy of Lightning's, in front of `SingleDeviceStrategy`: each worker is one process for it.
+
+    Args:
+        records: the items that make an epoch, if the data are a stream; see `Session.loader`.
+        overlap: send gradients while backward runs; see `Session.optimizer`. False if a hook of the module or
+            of a callback changes gradients.
+        session: by default the process's own, see `elastic_ps.connect`.
+        options: those of Lightning's strategies: accelerator, checkpoint_io, precision_plugin.
+
+    Attributes:
+        session: of the job.
+        elastic: the optimizer of the job, after the training has begun.
+
+    Raises:
+        UsageError: another launcher has started this process as one of several.
+    """
+
+    trains_in_job = True  # for `worker.checks`
+    callback_kind: type[Any]
+    environment_kind: type[Any]
+
+    def __init__(
+        self: Any,
+        *,
+        records: int | None = None,
+        overlap: bool = True,
+        session: Session | None = None,
+        **options: Any,
+    ) -> None:
+        with as_only_process("Lightning"):
+            pass
+        self.session = session or connect()
+        self.elastic: ElasticOptimizer | None = None
+        self.num_nodes = 1
+        self.cluster_environment = self.environment_kind()
+        self.epochs: Epochs | None = None
+        self._records, self._overlap = records, overlap
+        self._layer_sync = None  # Lightning puts that of sync_batchnorm here
+        self._devices: list[torch.device] = []
+        super().__init__(**options)
+        rank_zero_only.rank = 0 if self.is_global_zero else max(1, self.session.worker)
+
+    # Where the work is.
+
+    @property
+    def is_global_zero(self: Any) -> bool:
+        """Whether this is worker 0, which logs and shows progress."""
+        return bool(self.session.worker == 0 and leads())
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """What Lightning has found for `Trainer(devices=...)`."""
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        self._devices, self._root_device = devices, devices[0]
+        if env.LOCAL_RANK in os.environ and devices[0].type == "cuda":
+            own = int(os.environ[env.LOCAL_RANK]) % torch.cuda.device_count()
+            self._root_device = torch.device("cuda", own)
+
+    @property
+    def _trainer(self: Any) -> Any:
+        return self.lightning_module.trainer
+
+    @property
+    def _fits(self: Any) -> bool:
+        return bool(self._trainer.state.fn == "fit")
+
+    # What is set up.
+
+    def setup_environment(self: Any) -> None:
+        """As Lightning's. Raises UsageError: the Trainer is set up for what cannot work in a job."""
+        if self._fits:
+            check(self._trainer)
+        super().setup_environment()  # type: ignore[misc]
+
+    def setup_optimizers(self: Any, trainer: Any) -> None:
+        """As Lightning's. The optimizers join the job, with the model. Blocks.
+
+        Raises:
+            InvalidModel, ModelMismatch: see `Session.optimizer` and `Session.loader`.
+        """
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        given, module = self.optimizers, self.lightning_module
+        limit = None if self._local else trainer.gradient_clip_val or None
+        scaled = getattr(self.precision_plugin, "scaler", None) is not None
+        names = [str(index) for index, _ in enumerate(given)]
+        self.elastic = self.session.optimizer(
+            given[0] if len(given) == 1 else dict(zip(names, given, strict=True)),
+            module,
+            overlap=self._overlap and module.automatic_optimization and not scaled,
+            max_grad_norm=limit,
+        )
+        self.optimizers = [self.elastic] if len(given) == 1 else [self.elastic[name] for name in names]
+        trainer.fit_loop.setup_data()
+        self._loop = Loop(self, trainer)
+        for optimizer in self.optimizers:
+            optimizer.register_step_post_hook(self._loop.stepped)
+        if module.automatic_optimization:
+            for config in self.lr_scheduler_configs:
+                self._schedule(config)
+        trainer.callbacks.insert(0, self.callback_kind(self._loop))
+
+    @property
+    def _local(self: Any) -> bool:
+        return bool(self.session.spec.consistency.mode == "local")
+
+    def _schedule(self: Any, config: Any) -> None:
+        """The job steps a scheduler, once for each step that Lightning would make in one process."""
+        if config.reduce_on_plateau:
+            self.session.scheduler(config.scheduler)
+            return
+        loop, every = self._loop, int(config.frequency)
+        count = loop.steps_of_one_process if config.interval == "step" else loop.epochs_of
+        self.session.scheduler(config.scheduler, interval=lambda samples: count(samples, every))
+        config.frequency = sys.maxsize  # Lightning does not step it
+
+    def setup_precision_plugin(self: Any) -> None:
+        """As Lightning's. The parameter server clips gradients."""
+        super().setup_precision_plugin()  # type: ignore[misc]
+        if self._fits and not self._local:
+            self.precision_plugin.clip_gradients = self.clip_gradients
+
+    def process_dataloader(self: Any, dataloader: Any) -> Any:
+        """The one for training gives the job's records; others stay whole on each worker."""
+        if not (self._fits and self._trainer.training):
+            return dataloader
+        if self.epochs is not None or not isinstance(dataloader, DataLoader):
+            raise UsageError(
+                "a job counts the records of one data set, so training takes one "
+                f"torch.utils.data.DataLoader, once; this is another one, or a {type(dataloader).__name__}. "
+                "Combine data sets with torch.utils.data.StackDataset or ConcatDataset"
+            )
+        fit = self._trainer.fit_loop
+        # Each epoch makes a version or more.
+        epochs = fit.max_steps if fit.max_epochs == -1 else fit.max_epochs
+        self.epochs = Epochs(
+            self.session.loader(dataloader, epochs=epochs, records=self._records),
+            self.session,
+            epochs=epochs,
+            place=lambda batch: batch,
+            ended=lambda: self._loop.step_with_rest(),
+        )
+        return self.epochs
+
+    # Steps.
+
+    def backward(self: Any, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As Lightning's. Sends gradients while it runs if it is known that a step follows."""
+        trainer, blocked = self._trainer, True
+        if self.lightning_module.automatic_optimization:
+            self.session.report(loss=closure_loss.detach() * trainer.accumulate_grad_batches)
+            blocked = trainer.fit_loop._should_accumulate()  # noqa: SLF001 (no other way)
+        with self.elastic.no_sync() if blocked else nullcontext():
+            loss: torch.Tensor = super().backward(closure_loss, *args, **kwargs)  # type: ignore[misc]
+        return loss
+
+    def clip_gradients(
+        self: Any, _: Any, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
+        """The parameter server clips the mean over all workers in the next step. Does not change gradients.
+
+        Raises:
+            UsageError: `Trainer(gradient_clip_val=...)` was not given, or it is not the norm.
+        """
+        if not clip_val or clip_val <= 0:
+            return
+        if gradient_clip_algorithm not in (None, "norm") or not self._trainer.gradient_clip_val:
+            raise UsageError(
+                "the parameter server limits the norm of the mean gradient of all workers, and must know "
+                f"that before. Set Trainer(gradient_clip_val={clip_val}, gradient_clip_algorithm='norm')"
+            )
+        for group in self.elastic.param_groups:
+            group[MAX_GRAD_NORM] = float(clip_val)
+
+    # Evaluation and saving.
+
+    def on_validation_start(self: Any) -> None:
+        """Within an epoch, the other workers train on meanwhile."""
+        super().on_validation_start()  # type: ignore[misc]
+        if self.epochs is not None and self.epochs.within and not self._loop.owes_step:
+            self.session.pause()
+
+    def _saves(self: Any) -> bool:
+        """Whether this worker writes files: within an epoch worker 0, then the chief. May block."""
+        between = self.epochs is not None and self.epochs.begun and not self.epochs.within
+        return bool(self.session.is_chief if between else self.is_global_zero)
+
+    def optimizer_state(self: Any, optimizer: Any) -> dict[str, Any]:
+        """As Lightning's, fetched from the parameter server, where it is saved. Blocks."""
+        return super().optimizer_state(optimizer) if self._saves() else {}  # type: ignore[misc]
+
+    def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, **options: Any) -> None:
+        """As Lightning's on the chief, for which it may block; within an epoch on worker 0."""
+        if self._saves():
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, **options)
+
+    def remove_checkpoint(self: Any, filepath: Any) -> None:
+        """As `save_checkpoint`."""
+        if self._saves():
+            self.checkpoint_io.remove_checkpoint(filepath)
+
+    def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's. Raises UsageError where it would resume a training: a job does so otherwise."""
+        if self._fits:
+            raise UsageError(RESUME)
+        return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+
+class Loop:
+    """What happens in Lightning's loop at points that it has no hooks of strategies for."""
+
+    def __init__(self, strategy: Any, trainer: Any) -> None:
+        self._strategy, self._trainer = strategy, trainer
+        self.epochs: Epochs = strategy.epochs
+        self._stepped_at = 0  # the number of batches at the last step
+        self._max_steps = trainer.max_steps
+
+    @property
+    def owes_step(self) -> bool:
+        """Whether there are batches that no step was made with."""
+        return bool(self.epochs.batches > self._stepped_at)
+
+    def stepped(self, *_: object) -> None:
+        """An optimizer has made a step."""
+        self._stepped_at = self.epochs.batches
+
+    def steps_of_one_process(self, samples: int, every: int) -> int:
+        """How often Lightning would step a scheduler in one process that has trained so many records.
+
+        `every`: in batches, the frequency of the scheduler.
+        """
+        of_epoch, accumulated = len(self.epochs), self._trainer.accumulate_grad_batches
+        complete, rest = divmod(samples, self.epochs.records)
+        together = math.lcm(accumulated, every)
+        last = of_epoch % every == 0 and of_epoch % accumulated != 0  # its step is made with what is left
+        batches = min(of_epoch, -(-rest // self.epochs.batch_size))
+        within = batches // together + (last and batches == of_epoch)
+        return int(complete * (of_epoch // together + last) + within)
+
+    def epochs_of(self, samples: int, every: int) -> int:
+        """How often it steps a scheduler that counts epochs."""
+        return int(samples // self.epochs.records // every)
+
+    # In the order in which they are called.
+
+    def start(self) -> None:
+        """Before the first batch. The loop has no length from now on."""
+        trainer, fit = self._trainer, self._trainer.fit_loop
+        fit._data_fetcher = Fetcher(self)  # noqa: SLF001
+        iter(fit._data_fetcher)  # noqa: SLF001
+        fit.epoch_loop.max_steps = -1  # the versions of the job count
+        if trainer.val_check_interval == 1.0:
+            trainer.val_check_batch = math.inf
+        if env.in_job() and threading.current_thread() is threading.main_thread():
+            # Lightning's handler would end the process as if the training had succeeded.
+            ours = trainer._signal_connector._original_handlers.get(signal.SIGTERM)  # noqa: SLF001
+            if callable(ours):
+                signal.signal(signal.SIGTERM, ours)
+        if self.epochs.ends():
+            self._finish()
+
+    def start_epoch(self) -> None:
+        """Lightning begins an epoch. Raises StopIteration, which ends its loop, if there is none."""
+        if self.epochs.ends():
+            raise StopIteration
+        self._number(self.epochs.next_number)
+        share = math.ceil(len(self.epochs) / self._strategy.session.world_size)
+        self._trainer.fit_loop.max_batches = share  # for progress bars
+
+    def begin_batch(self) -> None:
+        """Lightning asks for a batch. It does not know how many there are."""
+        self._trainer.fit_loop.max_batches = math.inf
+
+    def _number(self, epoch: int) -> None:
+        """Tell Lightning which epoch of the job's it is in."""
+        progress = self._trainer.fit_loop.epoch_progress.current
+        if progress.processed != epoch:
+            begun = progress.started > progress.processed
+            progress.ready, progress.processed, progress.completed = epoch + 1, epoch, epoch
+            progress.started = epoch + begun
+
+    def end_batch(self) -> None:
+        """After a batch: the job may have made as many steps as are wanted."""
+        session = self._strategy.session
+        if 0 < self._max_steps <= session.version and not session.stopped:
+            session.stop(f"max_steps={self._max_steps}")
+
+    def step_with_rest(self) -> None:
+        """At the end of an epoch, as Lightning does with the last batch."""
+        if not self.owes_step:
+            return
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        epoch_loop.batch_progress.is_last_batch = True
+        if self._trainer.lightning_module.automatic_optimization:
+            make = epoch_loop.automatic_optimization._optimizer_step  # noqa: SLF001
+            make(epoch_loop.batch_idx, lambda: 0.0)
+            epoch_loop._batches_that_stepped += 1  # noqa: SLF001
+        else:
+            self._strategy.elastic.step()
+            self._strategy.elastic.zero_grad()
+
+    def end_epoch(self) -> None:
+        """There is no further batch of the epoch: validate."""
+        trainer, epoch_loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        self._number(self.epochs.number)
+        epoch_loop.batch_progress.is_last_batch = True
+        complete = epoch_loop.batch_progress.current.ready == len(self.epochs)
+        if trainer.val_check_batch != math.inf or not epoch_loop._should_check_val_epoch():  # noqa: SLF001
+            return
+        if self._strategy.session.stopped and not complete:
+            return
+        connector = trainer._logger_connector  # noqa: SLF001
+        first = connector._first_loop_iter  # noqa: SLF001
+        trainer.validating = True
+        epoch_loop._batches_that_stepped -= 1  # noqa: SLF001 (loggers expect the step of the last batch)
+        outputs = epoch_loop.val_loop.run()
+        epoch_loop._batches_that_stepped += 1  # noqa: SLF001
+        trainer.training = True
+        connector._first_loop_iter = first  # noqa: SLF001
+        if self._strategy.session.is_chief:
+            self._strategy.session.report(**_reported(outputs))
+
+    def end_epoch_of_trainer(self) -> None:
+        """Lightning ends an epoch: is that the last one?"""
+        stopped = self._strategy.session.stopped
+        if (self.epochs.is_last or stopped) and self.epochs.ends():
+            self._finish()
+
+    def _finish(self) -> None:
+        """End Lightning's loop."""
+        fit = self._trainer.fit_loop
+        fit.min_epochs = fit.epoch_loop.min_steps = None
+        self._trainer.should_stop = True
+
+    def end(self) -> None:
+        """Lightning has ended its loop: if there are records left, the training ends on all workers."""
+        self._trainer.fit_loop.epoch_loop.max_steps = self._max_steps
+        if self.epochs.finished:
+            return
+        if self.owes_step:
+            self._strategy.elastic.skip()
+        self.epochs.leave("a callback of the Trainer has ended the training")
+
+
+def _reported(outputs: Any) -> dict[str, float]:
+    """What a validation has logged, by names that a job's metrics can have."""
+    logged = {name: value for each in outputs or () for name, value in each.items()}
+    return {"".join(c if c.isalnum() else "_" for c in name): float(value) for name, value in logged.items()}
+
+
+class Hooks:
+    """A callback of Lightning's, in front of its class: the first one of the Trainer."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+
+    def on_train_start(self, *_: Any) -> None:
+        """Called by Lightning, as are the others."""
+        self._loop.start()
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self._loop.start_epoch()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._loop.end_batch()
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self._loop.end_epoch_of_trainer()
+
+    def on_train_end(self, *_: Any) -> None:
+        self._loop.end()

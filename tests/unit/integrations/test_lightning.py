@@ -1,0 +1,326 @@
+"""Lightning's Trainer trains in a job as it does alone."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from elastic_ps.errors import UsageError
+from elastic_ps.integrations import lightning_loop
+from elastic_ps.integrations import pytorch_lightning as other
+from elastic_ps.integrations.lightning import ElasticStrategy
+from elastic_ps.worker.session import Session
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import assert_each_record_once
+from tests.testing.tiers import per_change
+
+EPOCHS, RECORDS, BATCH = 3, 50, 4
+IN_ORDER = {"shuffle": False}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),  # on machines with more cores
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),  # Lightning, of torch
+]
+
+
+@pytest.fixture(autouse=True)
+def _workers_may_be_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning changes `DataLoader` itself while it asks for one, which is not for several threads."""
+    for loop in ("fit_loop", "evaluation_loop"):
+        monkeypatch.setattr(
+            f"lightning.pytorch.loops.{loop}._request_dataloader", lambda source: source.dataloader()
+        )
+    monkeypatch.setattr(rank_zero_only, "rank", 0)
+
+
+class Net(pl.LightningModule):  # type: ignore[misc]
+    """`interval` and `frequency` are of its schedule."""
+
+    def __init__(self, interval: str = "step", frequency: int = 1) -> None:
+        super().__init__()
+        self.mlp = make_mlp().double()
+        self.losses, self.rates, self.evaluations = list[float](), list[float](), list[float]()
+        self.schedule = {"interval": interval, "frequency": frequency}
+
+    def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        x, y = batch
+        return torch.nn.functional.mse_loss(self.mlp(x.double()), y.double())
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.log("val/loss", self.loss(batch))
+
+    def on_validation_end(self) -> None:
+        self.evaluations.append(self.trainer.callback_metrics["val/loss"].item())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        total = self.trainer.estimated_stepping_batches
+        schedule = LambdaLR(optimizer, lambda step: 1 - step / total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, **self.schedule}}
+
+
+def trainer_of(strategy: Any, *, package: Any = pl, **options: Any) -> Any:
+    usual = {
+        "max_epochs": EPOCHS,
+        "accelerator": "cpu",
+        "num_sanity_val_steps": 0,
+        "enable_checkpointing": any(
+            isinstance(each, ModelCheckpoint) for each in options.get("callbacks", [])
+        ),
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+        "log_every_n_steps": 1,
+    }
+    return package.Trainer(strategy=strategy, **(usual | options))
+
+
+def fit(strategy: Any, module: Any, *, records: int = RECORDS, batch: int = BATCH, **options: Any) -> Any:
+    trainer = trainer_of(strategy, **options)
+    trainer.fit(module, DataLoader(Numbers(records), batch), DataLoader(Numbers(20), 7))
+    return module
+
+
+def in_job(
+    job: Any, make: Callable[[], Any] = Net, *, workers: int = 1, options: Any = None
+) -> dict[int, Any]:
+    trained = dict[int, Any]()
+
+    def script(session: Session) -> None:
+        strategy = ElasticStrategy(session=session)
+        trained[session.worker] = fit(strategy, make(), **(options or {}))
+
+    job.run(script, workers=workers)
+    return trained
+
+
+def assert_same_model(ours: Any, theirs: Any) -> None:
+    """Up to round-off."""
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("steps", "interval", "frequency"),
+    per_change(
+        [(1, "step", 1), (2, "step", 1), (4, "epoch", 1), (2, "step", 3), (3, "epoch", 2)],
+        keep=[(2, "step", 1)],
+    ),
+)
+def test_the_curve_is_that_of_lightning_alone(
+    tmp_path: Path, steps: int, interval: str, frequency: int
+) -> None:
+    """50 records in batches of 4: the last batch of an epoch is smaller, and the last step has fewer."""
+    options: dict[str, Any] = {"accumulate_grad_batches": steps, "gradient_clip_val": 0.1}
+    alone = fit("auto", Net(interval, frequency), **options)
+    with running_job(tmp_path, data=IN_ORDER) as job:
+        ours = in_job(job, lambda: Net(interval, frequency), options=options)[0]
+        assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
+        assert len(job.commits()) == EPOCHS * math.ceil(13 / steps)
+        progress = job.status().progress
+    assert progress.metrics["val_loss"] == pytest.approx(ours.evaluations[-1])
+    assert ours.losses == pytest.approx(alone.losses, rel=1e-12)
+    assert ours.rates == alone.rates
+    assert ours.evaluations == pytest.approx(alone.evaluations, rel=1e-12)
+    assert ours.trainer.global_step == alone.trainer.global_step
+    assert ours.trainer.current_epoch == alone.trainer.current_epoch
+    assert_same_model(ours, alone)
+
+
+def test_two_workers_share_the_batches_of_lightning_alone(tmp_path: Path) -> None:
+    records = 48  # the last batch of an epoch is as large as the others
+    options: dict[str, Any] = {"records": records, "gradient_clip_val": 0.1}
+    alone = fit("auto", Net(), batch=2 * BATCH, **options)
+    trained, lock = dict[int, Any](), threading.Lock()
+
+    def script(session: Session) -> None:
+        saving = ModelCheckpoint(tmp_path / f"of-{session.worker}", "{epoch}", save_top_k=-1)
+        module = fit(ElasticStrategy(session=session), Net(), callbacks=[saving], **options)
+        with lock:
+            trained[session.worker] = module
+
+    together = {"globalBatchSize": 2 * BATCH}
+    with running_job(tmp_path / "job", consistency=together, data=IN_ORDER) as job:
+        job.run(script, workers=2)
+        assert_each_record_once(job.commits(), records=records, epochs=EPOCHS)
+    assert_same_model(trained[0], alone)
+    assert_same_model(trained[1], alone)
+    saved = {path.name: path for path in tmp_path.glob("of-*/*.ckpt")}
+    assert sorted(saved) == [f"epoch={epoch}.ckpt" for epoch in range(EPOCHS)], "the chief saves"
+    last = torch.load(saved["epoch=2.ckpt"], weights_only=False)
+    module = Net()
+    module.load_state_dict(last["state_dict"])
+    assert_same_model(module, alone)
+    adam = torch.optim.AdamW(module.parameters())
+    adam.load_state_dict(last["optimizer_states"][0])
+    assert float(adam.state[next(module.parameters())]["step"]) == len(job.commits())
+    assert trained[0].trainer.is_global_zero
+    assert not trained[1].trainer.is_global_zero
+
+
+STOPS = ["max_steps", "early stopping", "within an epoch"]
+
+
+@pytest.mark.parametrize("how", per_change(STOPS, keep=["max_steps"]))
+def test_a_stop_of_the_trainer_ends_the_job(tmp_path: Path, how: str) -> None:
+    def options() -> dict[str, Any]:
+        if how == "max_steps":
+            return {"max_steps": 16, "max_epochs": None}
+        if how == "early stopping":
+            return {"callbacks": [EarlyStopping("val/loss", mode="max", patience=1)]}
+        return {"callbacks": [EarlyStopping("val/loss", mode="max", patience=1)], "val_check_interval": 3}
+
+    alone = fit("auto", Net(), **options())
+    with running_job(tmp_path, data=IN_ORDER) as job:
+        ours = in_job(job, options=options())[0]
+        assert job.status().progress.stopped
+        assert len(job.commits()) == alone.trainer.global_step < EPOCHS * 13
+    assert ours.evaluations == pytest.approx(alone.evaluations, rel=1e-12)
+    assert_same_model(ours, alone)
+
+
+class Plateau(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        scheduler = ReduceLROnPlateau(optimizer, mode="max", patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/loss"}}
+
+
+class InTurn(Net):
+    """Two optimizers, each of which steps with every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        optimizer = self.optimizers()[batch_idx % 2]
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.step()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        first, *rest = self.mlp
+        return torch.optim.Adam(first.parameters(), 0.01), torch.optim.SGD(
+            torch.nn.ModuleList(rest).parameters(), 0.1, momentum=0.9
+        )
+
+
+@pytest.mark.parametrize("kind", [Plateau, InTurn])
+def test_other_modules(tmp_path: Path, kind: type[Net]) -> None:
+    alone = fit("auto", kind())
+    with running_job(tmp_path, data=IN_ORDER) as job:
+        ours = in_job(job, kind)[0]
+        assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
+    assert ours.losses == pytest.approx(alone.losses, rel=1e-12)
+    assert ours.rates == alone.rates
+    assert_same_model(ours, alone)
+
+
+def test_the_strategy_has_a_name_in_both_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(pytorch_lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(6, 1)
+
+        def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            return torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def script(session: Session) -> None:
+        monkeypatch.setattr(lightning_loop, "connect", lambda: session)
+        assert isinstance(trainer_of("elastic_ps").strategy, ElasticStrategy)
+        trainer = trainer_of("elastic_ps", package=pytorch_lightning)
+        assert isinstance(trainer.strategy, other.ElasticStrategy)
+        trainer.fit(Other(), DataLoader(Numbers(RECORDS), BATCH))
+
+    with running_job(tmp_path) as job:
+        job.run(script, workers=1)
+        assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
+
+
+class Clipping(Net):
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+
+
+class Stepping(Net):
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    "devices": ("start more workers: `elastic-ps run SCRIPT --workers N`", {"devices": 2}),
+    "sync_batchnorm": ("averages the statistics of BatchNorm", {"sync_batchnorm": True}),
+    "limit_train_batches": (r"torch\.utils\.data\.Subset", {"limit_train_batches": 0.5}),
+    "overfit_batches": (r"torch\.utils\.data\.Subset", {"overfit_batches": 1}),
+    "reload": ("a job counts the records of one data set", {"reload_dataloaders_every_n_epochs": 1}),
+    "no end": ("Set max_epochs or max_steps", {"max_epochs": -1}),
+    "clipping by value": (
+        "Use 'norm'",
+        {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+    ),
+    "accumulation": (
+        "changes what a step is made of",
+        {"callbacks": [GradientAccumulationScheduler({0: 2})]},
+    ),
+    "own clipping": (r"Set Trainer\(gradient_clip_val=0.5", {"kind": Clipping}),
+    "own steps of a scheduler": ("the job steps schedulers", {"kind": Stepping}),
+    "two loaders": ("training takes one torch", {"loaders": 2}),
+    "ckpt_path": ("--resume DIR", {"ckpt_path": "last.ckpt"}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_with_a_sentence(tmp_path: Path, case: str) -> None:
+    said, options = REFUSED[case]
+    options = dict(options)
+    module, path = options.pop("kind", Net)(), options.pop("ckpt_path", None)
+    loaders = [DataLoader(Numbers(8), BATCH) for _ in range(options.pop("loaders", 1))]
+
+    def script(session: Session) -> None:
+        trainer = trainer_of(ElasticStrategy(session=session), **options)
+        trainer.fit(module, loaders if len(loaders) > 1 else loaders[0], loaders[0], ckpt_path=path)
+
+    with running_job(tmp_path) as job:
+        with pytest.raises(UsageError, match=said):
+            job.run(script, workers=1)
+        assert not job.commits()
+
+
+def test_the_job_accumulates_where_it_has_a_global_batch_size(tmp_path: Path) -> None:
+    said = "leave accumulate_grad_batches out"
+    together = {"globalBatchSize": 8}
+    with running_job(tmp_path, consistency=together) as job, pytest.raises(UsageError, match=said):
+        in_job(job, options={"accumulate_grad_batches": 2})
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_ranks_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(UsageError, match="elastic-ps run SCRIPT --workers N"):
+        ElasticStrategy()
