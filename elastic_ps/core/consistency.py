@@ -19,6 +19,7 @@ import copy
 import enum
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any, Self
 
 from elastic_ps.core.ledger import Range
@@ -40,6 +41,7 @@ class Contribution:
         assigns: whether its values were assigned and become the version, without a step on records.
         settings: the optimizer's hyperparameters and scheduler states as JSON; "" if unchanged.
         metrics, reductions: what the script reported with this step; see `core.metrics.Metrics`.
+        weighed: whether the script has said the weight; see `Session.weigh`.
     """
 
     worker: int
@@ -53,9 +55,11 @@ class Contribution:
     skipped: tuple[Range, ...] = ()
     assigns: bool = False
     weight: float = 0.0
+    weighed: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        if not self.weight:
+        object.__setattr__(self, "weighed", self.weight != 0)
+        if not self.weighed:
             object.__setattr__(self, "weight", float(self.samples))
 
     @property
@@ -70,6 +74,18 @@ class Contribution:
         said |= {} if self.weight == self.samples else {"weight": self.weight}
         skipped = {"skipped": [list(r) for r in self.skipped]} if self.skipped else {}
         return {**said, "records": [list(r) for r in self.records], **skipped}
+
+
+_is_weighed = attrgetter("weighed")
+
+
+def _mixed(plain: Contribution, weighed: Contribution) -> str:
+    """Why these steps cannot be in one version."""
+    return (
+        f"step {weighed.step} of worker {weighed.worker} was weighed with session.weigh, but step "
+        f"{plain.step} of worker {plain.worker} was not, and one version cannot count both tokens and "
+        "records. Call session.weigh before the backward() of each step in all workers, or in none"
+    )
 
 
 class Entry(enum.Enum):
@@ -320,7 +336,8 @@ class SyncRounds:
         """Note that a step is complete on all shards. Returns False if that was known already.
 
         Raises:
-            Refused: the step belongs to another version or attempt, or the worker takes no part.
+            Refused: the step belongs to another version or attempt, or the worker takes no part. INVALID: its
+                weight counts records, and that of another step tokens, or the other way round.
         """
         worker = contribution.worker
         if version != self.version:
@@ -343,6 +360,9 @@ class SyncRounds:
         if contribution.assigns != (worker == self.assigner):
             reason = f"worker {worker} {'assigns no' if contribution.assigns else 'is to assign'} values"
             raise Refused(RefusalCode.LATE, reason)
+        for other in self.contributions:
+            if other.weighed != contribution.weighed:
+                raise Refused(RefusalCode.INVALID, _mixed(*sorted((other, contribution), key=_is_weighed)))
         self.done[worker] = contribution
         return True
 

@@ -123,8 +123,16 @@ class Batches:
 
     @property
     def weight(self) -> float | None:
-        """What the script said that the next step weighs; None: nothing."""
+        """What the script said that the next step weighs; None: nothing.
+
+        Raises UsageError if it said something for several of the step's batches, but not for all.
+        """
         said = [batch.weight for batch in self._computed if batch.weight is not None]
+        if 1 < len(said) < len(self._computed):
+            raise UsageError(
+                f"session.weigh was called for {len(said)} of the {len(self._computed)} batches of a step. "
+                "Call it before each backward() of the step, or once with the number of all its tokens"
+            )
         return sum(said) if said else None
 
     def weigh(self, weight: float) -> None:

@@ -21,7 +21,7 @@ from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.settings import KEEP_ZEROS, LIMITS
 from elastic_ps.core.working import Event
 from elastic_ps.data.states import Part
-from elastic_ps.errors import ElasticPSError, InvalidModel, RefusalCode, Refused
+from elastic_ps.errors import ElasticPSError, InvalidModel, RefusalCode, Refused, UsageError
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.gradients import Gradients
 from elastic_ps.worker.local_group import MeanGradients
@@ -103,6 +103,7 @@ class LocalSteps:
         self._every = frozenset().union(*self._fragments)
         self._trained = [0] * len(self._fragments)  # records since each fragment was exchanged last
         self._weights = [0.0] * len(self._fragments)  # what the steps on them weigh
+        self._weighed = False  # whether the script has said that
         self._exchanges = 0
         runtime.local = self
 
@@ -156,6 +157,12 @@ class LocalSteps:
         runtime.batches.keep()
         self.made += 1
         records = runtime.batches.last_kept
+        if any(self._trained) and self._weighed != (weight is not None):
+            raise UsageError(
+                "session.weigh was called for some of the steps that are exchanged together only. Call it "
+                "before the backward() of each step, or of none"
+            )
+        self._weighed = weight is not None
         self._trained = [before + records for before in self._trained]
         self._weights = [before + (weight or records) for before in self._weights]
         if runtime.records.part is Part.LAST_STEP:
@@ -253,7 +260,7 @@ class LocalSteps:
                 return False
         about = range(len(self._fragments)) if fragment is None else (fragment,)
         samples = max(self._trained[number] for number in about)
-        weight = max(self._weights[number] for number in about)
+        weight = max(self._weights[number] for number in about) if self._weighed else None
         if starts:
             self._before = self._now(excluded)
         runtime.batches.gather()  # all steps since the last exchange are one for the parameter server

@@ -253,7 +253,8 @@ class Runtime(Membership):
         join again, go to others.
 
         Raises:
-            UsageError: several batches were computed on with the gradients of one.
+            UsageError: several batches were computed on with the gradients of one, or the parameter server
+                refuses what the script has said of the step.
             InvalidModel: the optimizer has got a second momentum.
             Refused, ConnectionLost: the parameter server did not take the step.
         """
@@ -311,6 +312,8 @@ class Runtime(Membership):
                 if refusal.code is RefusalCode.NOT_FINITE and self.world.leads:
                     with contextlib.suppress(ElasticPSError):  # it would spoil those of others: say why
                         self.client.ask(calls.REPORT, pb.ReportRequest(metrics={"loss": math.nan}))
+                if refusal.code is RefusalCode.INVALID:
+                    raise UsageError(str(refusal)) from refusal
                 raise
         except ElasticPSError:
             raise

@@ -127,6 +127,30 @@ def test_a_version_is_the_mean_over_the_tokens_of_all_workers(tmp_path: Path, wa
         check(models[0, 0], job.commits(), job.spec, make)
 
 
+MIXED = ("two parameter servers", "one call", "all-reduce", "group of processes", "local steps")
+
+
+@pytest.mark.parametrize("way", per_change({way: WAYS[way] for way in MIXED}, keep=MIXED[1:]))
+def test_a_version_of_steps_that_were_weighed_and_others_is_refused(tmp_path: Path, way: str) -> None:
+    def script(session: Session, rank: int = 0) -> None:
+        del rank
+        model = mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(DATA, 5):
+            await_training(job, 0, 1)
+            if session.worker:
+                session.weigh(tokens(y))
+            mean_loss(model, x, y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, data={"shardRecords": 7}, **WAYS[way]) as job:
+        for worker in range(2):
+            job.start_processes(worker, script)
+        with pytest.raises(UsageError, match=r"of worker 1 was weighed .* of worker 0 was not"):
+            job.join()
+        assert all(len(commit["contributions"]) == 1 for commit in job.commits())
+
+
 def threes(loader: ElasticLoader) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Three batches at a time, and what is left at the end."""
     for _ in loader.epochs():
@@ -164,6 +188,34 @@ def test_accumulated_gradients_weigh_what_was_said_for_each(tmp_path: Path, over
     with running_job(tmp_path, data={"shardRecords": 9}) as job:
         job.run(script, workers=2)
         check(models[0, 0], job.commits(), job.spec, adam)
+
+
+def test_the_steps_of_an_exchange_are_all_weighed_or_none(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for number, (x, y) in enumerate(session.loader(DATA, 5)):
+            if number != 2:
+                session.weigh(tokens(y))
+            mean_loss(model, x, y).backward()
+            optimizer.step()
+
+    fields = {"consistency": {"mode": "local", "steps": 4, "outer": "average"}}
+    failing(tmp_path, script, UsageError, "for some of the steps that are exchanged together only", **fields)
+
+
+def test_all_batches_of_a_step_are_weighed_or_one_for_all(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = mlp()
+        optimizer = session.optimizer(adam(model), model, overlap=False)
+        for group in threes(session.loader(DATA, 3)):
+            for number, (x, y) in enumerate(group):
+                if number:
+                    session.weigh(tokens(y))
+                total_loss(model, x, y).backward()
+            optimizer.step()
+
+    failing(tmp_path, script, UsageError, "was called for 2 of the 3 batches of a step")
 
 
 def test_records_are_counted_as_before(tmp_path: Path) -> None:

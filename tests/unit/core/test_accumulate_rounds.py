@@ -56,6 +56,16 @@ def test_with_more_gradients_than_workers_the_fast_ones_add_several() -> None:
     assert commit(rounds) == [(0, 0), (0, 1), (0, 2), (1, 0)]
 
 
+def test_a_worker_weighs_all_of_its_steps_of_a_version_or_none() -> None:
+    rounds = opened(0, wanted=2)
+    push(rounds, 0)
+    assert rounds.goes_on(0, 0)
+    assert rounds.begin(0, version=5) is Entry.IN
+    weighed = Contribution(worker=0, incarnation=0, step=1, samples=8, weight=3.0)
+    with pytest.raises(Refused, match=r"step 1 of worker 0 was weighed .* step 0 of worker 0 was not"):
+        rounds.finish(weighed, version=5, attempt=0)
+
+
 def test_with_fewer_gradients_than_workers_the_last_to_begin_is_turned_away() -> None:
     rounds = opened(0, 1, 2, wanted=2)
     push(rounds, 1)

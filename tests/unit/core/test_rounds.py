@@ -38,6 +38,23 @@ def code(rounds: SyncRounds, contribution: Contribution, version: int, attempt: 
     return refused.value.code
 
 
+@pytest.mark.parametrize("weighed_first", [False, True])
+def test_a_step_that_was_weighed_and_one_that_was_not_are_in_no_version(*, weighed_first: bool) -> None:
+    rounds = opened(0, 1)
+    first = replace(step(0), weight=8.0 * weighed_first)
+    second = replace(step(1), weight=8.0 * (not weighed_first))
+    rounds.finish(first, version=1, attempt=0)
+    assert not rounds.finish(first, version=1, attempt=0), "a repeated call"
+    with pytest.raises(
+        Refused, match=r"of worker [01] was weighed .* of worker [01] was not.* in all"
+    ) as told:
+        rounds.finish(second, version=1, attempt=0)
+    assert told.value.code is RefusalCode.INVALID
+    rounds.lose(1)
+    rounds.finish(step(0), version=1, attempt=1)
+    assert rounds.ready, "the steps of a later attempt are compared with each other"
+
+
 def test_the_first_worker_takes_part_at_once_the_next_from_the_next_round_on() -> None:
     rounds = SyncRounds()
     rounds.admit(3)
