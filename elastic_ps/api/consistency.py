@@ -105,7 +105,7 @@ _TURNS = AtMost(
 )
 _STAYS_LOCAL = Rule(
     cel="(self.mode == 'local') == (oldSelf.mode == 'local')",
-    message="to or from mode local, consistency cannot change; create a new job for that",
+    message="consistency cannot change to or from mode local; create a new job for that",
 )
 _BALANCES = Rule(
     cel="!has(self.balance) || has(self.globalBatchSize) || self.mode == 'local'",

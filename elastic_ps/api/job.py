@@ -260,7 +260,7 @@ _FIXED_SHARES = rules.Rule(
 )
 _EVALUATOR = rules.Rule(
     cel="has(self.evaluator) == has(oldSelf.evaluator)",
-    message="evaluator cannot change: no job gets or loses one; create a new job for that",
+    message="evaluator cannot change: it can be neither added nor removed; create a new job for that",
 )
 
 

@@ -137,7 +137,7 @@ def open_checkpoint(directory: Path, version: int | None) -> Reader:
             continue
         for problem in problems:
             warnings.warn(
-                f"a newer checkpoint is broken, so an older one is used: {problem}",
+                f"a newer checkpoint is damaged, so an older one is used: {problem}",
                 RuntimeWarning,
                 stacklevel=3,
             )

@@ -301,9 +301,9 @@ class Store:
         if problems or broken:
             raise CheckpointCorrupt(
                 f"all checkpoints in {self.directory} are broken: {'; '.join(problems or broken)}. Put a "
-                "whole one there, or name an empty directory to start from scratch"
+                "complete one there, or name an empty directory to start from scratch"
             )
-        raise NoCheckpoint(f"no whole checkpoint in {self.directory}")
+        raise NoCheckpoint(f"no complete checkpoint in {self.directory}")
 
     def require_version(self, version: int) -> None:
         """Raise StorageUnavailable unless the directory has, or has had, a checkpoint as new as `version`.

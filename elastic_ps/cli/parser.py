@@ -83,7 +83,7 @@ compared: every record of every epoch must be in the model exactly once.
 
 The seed decides in which order the faults are injected, at what share of the records, and into which
 worker or parameter server. So the same seed repeats the same schedule. Each fault waits until the
-job has recovered from the one before, so the job has to be long enough for all of them."""
+job has recovered from the previous one, so the job has to be long enough for all of them."""
 
 DRILL_EXAMPLES = """\
 examples:

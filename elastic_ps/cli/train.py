@@ -28,10 +28,12 @@ def train(parsed: argparse.Namespace, programs: Programs | None) -> int:
     if parsed.dry_run or parsed.apply:
         option = "--dry-run" if parsed.dry_run else "--apply"
         if started_by_mpirun():
-            raise UserError(f"{option} starts nothing here; give it without mpirun")
+            raise UserError(f"{option} starts no processes here; call it without mpirun")
         for other in ("report", "trace", "resume", "transport", "insecure", "bind", "detach"):
             if getattr(parsed, other):
-                raise UserError(f"{option} starts nothing here, so --{other} has no meaning; leave it out")
+                raise UserError(
+                    f"{option} starts no processes here, so --{other} has no effect; leave it out"
+                )
         document, _, notes = job_of(_flags(parsed, None))
         _tell(notes)
         return _print(document) if parsed.dry_run else _apply(document, parsed)
@@ -92,8 +94,8 @@ def _apply(document: Mapping[str, Any], parsed: argparse.Namespace) -> int:
         raise UserError("--apply needs --image: the container image that the job's pods run")
     if parsed.train_dir is not None:
         raise UserError(
-            f"--train-dir {parsed.train_dir} is a directory of this machine, and the job's pods have none of "
-            "it. Give --train-claim, a PersistentVolumeClaim, or leave it out"
+            f"--train-dir {parsed.train_dir} is a directory of this machine, which the job's pods cannot "
+            "reach. Give --train-claim, a PersistentVolumeClaim, or leave it out"
         )
     needed = (SUBMIT.partition(".")[0], "kubernetes", "prometheus_client")
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:

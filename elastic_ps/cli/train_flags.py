@@ -9,7 +9,7 @@ from elastic_ps.contrib.zoo.catalog import DATA_SETS, NETWORKS
 
 DESCRIPTION = """\
 Train a network of the zoo on one of its data sets, without a job file. The flags have the
-names of ps_pytorch's, and mostly its defaults. The job's parameter server and workers are processes
+names of ps_pytorch's flags, and mostly their defaults. The job's parameter server and workers are processes
 on this machine, as with `elastic-ps run`; under mpirun, each rank but the first runs a worker.
 
 --dry-run prints the job file that the flags stand for, so that you can edit it and run it with

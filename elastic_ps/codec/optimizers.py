@@ -480,7 +480,7 @@ def _check_shape(kind: Kind, group: Mapping[str, Any], shape: tuple[int, ...]) -
     found = {key: _shape_of(value) for key, value in state.items()}
     if found != {key: each.shape for key, each in expected.items()}:
         raise InvalidModel(
-            f"for a parameter of shape {list(shape)}, its state is another than for a small one: it has "
+            f"for a parameter of shape {list(shape)}, its state differs from that of a small one: it has "
             f"{_shapes_in_words(found)} instead of "
             f"{_shapes_in_words({key: each.shape for key, each in expected.items()})}. Its keys and "
             "dimensions must not depend on how large a parameter is, or no checkpoint can be resumed"

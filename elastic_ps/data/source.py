@@ -125,8 +125,8 @@ def _shuffles(source: DataLoader[Any]) -> bool:
         if getattr(type(source), name) is not getattr(DataLoader, name):
             raise UsageError(
                 f"the DataLoader is a {_name_of(source)}, which has a {name} of its own. session.loader "
-                "makes the batches itself, so what that does with them would be left out. Pass a "
-                "torch.utils.data.DataLoader, and do the rest in the data set, in collate_fn or in the loop. "
+                "makes the batches itself and would not call it. Pass a torch.utils.data.DataLoader, and do "
+                "the rest in the data set, in collate_fn or in the loop. "
                 "To fetch ahead, use num_workers and prefetch_factor; to continue in the middle of an epoch, "
                 "--resume"
             )
@@ -201,7 +201,7 @@ def _indexed(
     if length == 0:
         raise InvalidModel(_EMPTY % name)
     if records is not None and length is not None and records > length:
-        raise UsageError(f"records is {records}, but {name} has {length} items, says its __len__")
+        raise UsageError(f"records is {records}, but the __len__ of {name} is {length}")
     count = length if records is None else records
     assert count is not None
     said = "its __len__" if records is None else f"records={records}"

@@ -163,10 +163,9 @@ class IndexedStream(Dataset[Any]):
             self._first_item = _copied(item)
         elif self._first_item is not None and not _equal(self._first_item, item):
             logger.warning(
-                "%s was begun again in epoch %d, and its first item is another one than before. If its order "
-                "is another one, some items are trained twice, and others never. A generator of its own must "
-                "be made in __iter__ with a seed that does not change, and __iter__ must not shuffle a list "
-                "of the stream in place. See Streams in docs/guides/data.md",
+                "%s was begun again in epoch %d, and its first item has changed. If its order has changed, "
+                "some items are trained twice, and others never. Create a generator of its own in __iter__, "
+                "with a constant seed, and shuffle a copy of a list. See Streams in docs/guides/data.md",
                 self._name,
                 self._next.epoch,
             )
@@ -201,7 +200,7 @@ class IndexedStream(Dataset[Any]):
         )
         for _ in self._items:
             raise UsageError(
-                f"{self._name} goes on after {self._records} items, but {self._said} says that it has "
+                f"{self._name} has more than {self._records} items, but {self._said} says that it has "
                 f"{self._records}{advice}"
             )
 

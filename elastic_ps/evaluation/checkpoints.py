@@ -119,7 +119,9 @@ class DirectorySource:
             self._found = True
             return Checkpoint(version, self._store.directory)
         if broken is not None and not self._found:
-            raise CheckpointCorrupt(f"no checkpoint is whole, so none is evaluated: {broken}") from broken
+            raise CheckpointCorrupt(
+                f"all checkpoints are damaged, so none is evaluated: {broken}"
+            ) from broken
         return None
 
     def finish(self, checkpoint: Checkpoint) -> None:

@@ -57,7 +57,7 @@ class EvaluationQueue:
             if found is not None:
                 self._work.restore(found["state"])
         except (CheckpointCorrupt, KeyError, TypeError, ValueError, AttributeError) as error:
-            logger.warning("cannot read the earlier evaluations, so they are forgotten: %r", error)
+            logger.warning("cannot read the results of earlier evaluations, which are lost: %r", error)
 
     # --- for the checkpointer
 

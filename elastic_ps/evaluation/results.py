@@ -33,7 +33,7 @@ def read(directory: Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         raise CheckpointCorrupt(f"{path} cannot be read: {error}") from error
     if not isinstance(data, dict):
-        raise CheckpointCorrupt(f"{path} cannot be read: it holds no object")
+        raise CheckpointCorrupt(f"{path} cannot be read: it is not a JSON object")
     return data
 
 

@@ -75,7 +75,7 @@ def check_checkpoints(job: TrainingJob, resume: Path | None) -> None:
         if not resume.is_dir():
             raise UserError(f"--resume {resume}: this is a file; expected a job's directory of checkpoints")
         if newest_checkpoint(resume) is None:
-            text = "no whole checkpoint in it (a directory version-* with a manifest.json)"
+            text = "no complete checkpoint in it (a directory version-* with a manifest.json)"
             if (resume / "manifest.json").is_file():
                 text = f"this is one checkpoint; name the directory of all, {resume.resolve().parent}"
             raise UserError(f"--resume {resume}: {text}")

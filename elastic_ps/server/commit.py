@@ -259,7 +259,7 @@ class CommitCoordinator:
         except InvalidModel as problem:
             if not chosen:
                 raise
-            logger.info("buckets have the usual size, and not %d KiB: %s", chosen // 1024, problem)
+            logger.info("buckets have the default size in place of %d KiB: %s", chosen // 1024, problem)
             return self._cut(tensors, optimizer, settings, 0)
         return layout, chosen
 

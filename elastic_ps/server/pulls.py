@@ -105,9 +105,7 @@ class Drafts:
     def fit(self) -> bool:
         """Whether drafts may be made. Raises what `usual_state` raises."""
         if not (fit := self._fit()):
-            logger.info(
-                "no speculative updates: a copy of the model is larger than parameterServer.draftBytes"
-            )
+            logger.info("no drafts are made: a copy of the model is larger than parameterServer.draftBytes")
         return fit
 
     def make(self, live: BucketValues, basis: Basis) -> BucketValues:

@@ -224,7 +224,7 @@ def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
         try:
             optimizers.class_of(each)
         except InvalidModel as error:
-            raise InvalidJob(f"the checkpoint of version {version} was made with it: {error}") from error
+            raise InvalidJob(f"the checkpoint of version {version} needs this optimizer: {error}") from error
     try:
         saved = JobRecord.read(reader.manifest.state)
     except ValidationError as error:
@@ -252,7 +252,7 @@ def require_usable(reader: Reader, *, spec: TrainingJobSpec) -> None:
         if not changed:
             raise CheckpointCorrupt(text) from error
         raise InvalidJob(
-            f"{text}. If {changed} has changed since it was made, bring back what it was"
+            f"{text}. If {changed} has changed since the checkpoint was written, restore its previous state"
         ) from error
 
 

@@ -253,7 +253,7 @@ class StepCalls:
             Refused: INVALID; the mode does not allow it.
         """
         if not self.job.spec.consistency.may_assign:
-            raise Refused(RefusalCode.INVALID, "values can be assigned with consistency.mode sync alone")
+            raise Refused(RefusalCode.INVALID, "session.assign needs consistency.mode sync")
         worker, version = request.caller.worker, request.version
 
         def decide(state: JobState) -> pb.AssignReply | Look | None:

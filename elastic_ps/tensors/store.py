@@ -350,8 +350,8 @@ class TensorStore:
 def _gone(name: str) -> Refused:
     return Refused(
         RefusalCode.GONE,
-        f"the tensor {name!r} that this worker has initialised is there no more: it was freed, or "
-        "initialised anew. Call session.server.init again",
+        f"the tensor {name!r} that this worker has initialised no longer exists: it was freed, or "
+        "initialised again. Call session.server.init again",
     )
 
 

@@ -100,8 +100,8 @@ class Registered:
         for name in assigned:
             if problem := self._problem(name, given.get(name), named):
                 raise UsageError(
-                    "the model has other tensors than session.optimizer(...) was given, which are those that "
-                    f"the job trains and saves: {uncompiled(name)} {'. '.join(problem)}"
+                    "the model's tensors are no longer those that session.optimizer(...) got, which the job "
+                    f"trains and saves: {uncompiled(name)} {'. '.join(problem)}"
                 )
         with torch.no_grad():
             values = [named[name].clone() for name in assigned]  # some may be what others were

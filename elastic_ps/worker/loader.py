@@ -104,7 +104,7 @@ class ElasticLoader:
         if source.drop_last and source.records < least:
             raise UsageError(
                 f"drop_last is set, and the data set has {source.records} records, fewer than the {least} of "
-                "a batch, so there would be none. Leave drop_last out, or make batches smaller"
+                "a batch, so no batch would be left. Leave drop_last out, or make batches smaller"
             )
         self._renew = not source.options.get("persistent_workers")
         self._placed = isinstance(source.readable, IndexedStream)
@@ -357,16 +357,16 @@ class ElasticLoader:
                 f"the {type(self.dataset).__name__} has {now} records now; it had {self._source.records} at "
                 "session.loader(...), and the job counts those in each epoch. Give it all records from the "
                 "start. To train on more of them later, run a job for each stage, which begins with "
-                "the values of the one before: Fine-tuning in docs/cookbook.md"
+                "the values of the previous one: Fine-tuning in docs/cookbook.md"
             )
 
     def _check_end(self) -> None:
         """Raise UsageError if torch's loop over the batches has ended, though some were asked for."""
         if self._issued and not self._outdated:
             raise UsageError(
-                "reading records ended with StopIteration, which Python's loops take for their end: a "
-                f"{type(self.dataset).__name__}, a transform or collate_fn calls next() where there is "
-                "nothing more. Let it raise another error there, or return the record"
+                "StopIteration was raised while records were read, which would end the loop: a "
+                f"{type(self.dataset).__name__}, a transform or collate_fn calls next() on an iterator that "
+                "is exhausted. Let it raise another error there, or return the record"
             )
 
     def _check_accumulation(self) -> None:

@@ -234,7 +234,7 @@ class LocalWorld:
             raise Drained
         raise UsageError(
             f"process {rank} of this worker has ended its script, but process {self.rank} is at {what}. With "
-            "worker.processes all processes of a worker go the same way through the script"
+            "worker.processes all processes of a worker make the same steps and end together"
         )
 
 
@@ -244,8 +244,8 @@ def _check_together(arrivals: Sequence[_Arrival]) -> None:
     for rank, arrival in enumerate(arrivals):
         if arrival.what != first:
             raise UsageError(
-                f"the processes of this worker do not go the same way: process 0 is at {first}, process "
-                f"{rank} at {arrival.what}. With worker.processes all of them run the same loop, and make a "
-                "step for each batch or none does: what one does alone, such as a break, a step that a "
-                "GradScaler leaves out, or what depends on the loss of its own slice, sets them apart"
+                f"the processes of this worker have taken different paths: process 0 is at {first}, process "
+                f"{rank} at {arrival.what}. With worker.processes all of them make the same steps and skip "
+                "the same batches. Look for what one of them does alone: a break, a step that a GradScaler "
+                "skips, or a decision that depends on the loss of its own slice"
             )

@@ -290,9 +290,9 @@ class Membership:
         """
         if self._layout not in (None, joined.layout):
             raise ConnectionLost(
-                "the parameter server was lost before the model was on disk, and has cut it into other "
-                "buckets now: parameterServer.bucketBytes names no size, and another worker has measured its "
-                "network. This worker has to be started again"
+                "the parameter server was lost before the first checkpoint, and has cut the model into other "
+                "buckets since, because another worker has measured its network. This worker has to be "
+                "started again. parameterServer.bucketBytes fixes the size"
             )
         if not joined.tuning:
             return

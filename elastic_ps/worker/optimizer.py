@@ -262,8 +262,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         if not runtime.spec.consistency.may_assign:
             raise UsageError(
                 "session.assign needs consistency.mode sync, without backupWorkers, globalBatchSize, "
-                "maxStalenessP99 and deterministic: elsewhere a version is made of the steps of some "
-                "workers, at a time that they do not choose"
+                "maxStalenessP99 and deterministic"
             )
         self._flat.take_values()
         base = strategy.version

@@ -268,10 +268,9 @@ class Session:
             imported = None if state is None else ImportedState(optimizer, state)
         if summed and self.spec.consistency.mode == "local" and self.spec.consistency.outer_rule.elastic:
             raise UsageError(
-                f"summed={[*summed]} does not work with consistency.outer easgd: a worker keeps its own "
-                "values there, and each exchange moves them and the job's by a share of their distance, so "
-                "no change would be counted once and in full. Use another outer rule, such as average; or "
-                "name the tensors in averaged (exchanges draw them together) or own (each worker has its own)"
+                f"summed={[*summed]} does not work with consistency.outer easgd, where each worker keeps its "
+                "own values. Use another outer rule, such as average; or name the tensors in averaged "
+                "(exchanges draw them together) or own (each worker has its own)"
             )
         if any(group.get(MAX_GRAD_NORM) is not None for group in optimizer.param_groups):
             self._require_whole_gradient()

@@ -188,7 +188,9 @@ class Values:
         """Write the rows of a table that have changed since the present values. Raises as `receive`."""
         width, dtype = self._flat.layout.width(bucket), dtype_of(bucket.dtype)
         if not width:
-            raise Malformed(f"shard {bucket.shard} sends rows of bucket {bucket.index}, which is of no table")
+            raise Malformed(
+                f"shard {bucket.shard} sends rows of bucket {bucket.index}, which belongs to no table"
+            )
         incoming.read_into(body := memoryview(bytearray(incoming.size)))
         with self._decoding(bucket):
             rows = Rows.unpacked(body, rows=bucket.elements // width, width=width, dtype=dtype)

@@ -213,5 +213,5 @@ def _duration(text: str) -> timedelta:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if not duration:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; expected more than 0s, as in 10s")
+        raise argparse.ArgumentTypeError(f"{text!r} is too short; expected more than 0s, as in 10s")
     return duration

@@ -380,7 +380,7 @@ BAD_INPUT = {
     "report": (["run", "job.yaml", "--report", "script.py/out"], {}, "--report: cannot write"),
     "trace": (["run", "job.yaml", "--trace", "script.py/t.json"], {}, "--trace: cannot write"),
     "trace directory": (["run", "job.yaml", "--trace", "."], {}, "is a directory"),
-    "resume": (["run", "job.yaml", "--resume", "."], {}, "no whole checkpoint"),
+    "resume": (["run", "job.yaml", "--resume", "."], {}, "no complete checkpoint"),
     "resume a file": (
         ["run", "job.yaml", "--resume", "job.yaml"],
         {},

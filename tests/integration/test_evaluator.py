@@ -227,7 +227,7 @@ def test_a_directory_is_evaluated_without_a_job(tmp_path: Path, capfd: pytest.Ca
     assert "evaluated 20" in printed.err, "what the script prints is not among the JSON"
     (directory / "version-0000000020" / "manifest.json").write_text("{")
     assert subprocess.run([*command, "--version", "20"], check=False).returncode == 1
-    assert "error: no checkpoint is whole, so none is evaluated: " in capfd.readouterr().err
+    assert "error: all checkpoints are damaged, so none is evaluated: " in capfd.readouterr().err
     assert subprocess.run(command, check=False).returncode == 0, "others are whole"
     printed = capfd.readouterr()
     assert "the checkpoint of version 20 is left out" in printed.err

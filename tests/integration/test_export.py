@@ -300,7 +300,7 @@ def test_a_broken_checkpoint_is_said_so_and_left_where_it_is(trained: Trained, t
             (store.path(version) / file.name).write_bytes(file.read_bytes())
     before, newest = store.versions()
     (store.path(newest) / "shard-0-of-2.safetensors").write_bytes(b"broken")
-    with pytest.warns(RuntimeWarning, match=f"a newer checkpoint is broken.*version-{newest:010d}"):
+    with pytest.warns(RuntimeWarning, match=f"a newer checkpoint is damaged.*version-{newest:010d}"):
         assert elastic_ps.load_checkpoint(directory, Tied(seed=0)) == before
     with pytest.raises(CheckpointCorrupt):
         elastic_ps.load_checkpoint(directory, Tied(seed=0), version=newest)
@@ -326,7 +326,7 @@ def test_a_broken_checkpoint_is_not_exported(trained: Trained, tmp_path: Path, e
     done = elastic_ps_here("export", directory, out)
     assert done.returncode == 0
     assert f"version {before}," in done.stdout
-    assert done.stderr.startswith("warning: a newer checkpoint is broken, so an older one is used: ")
+    assert done.stderr.startswith("warning: a newer checkpoint is damaged, so an older one is used: ")
     assert len(done.stderr.splitlines()) == 1, "a sentence, and no line of code"
     assert not list(tmp_path.glob(".model*"))
 

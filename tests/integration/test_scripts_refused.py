@@ -383,7 +383,7 @@ def test_a_record_that_ends_torchs_loop_is_no_end_of_the_data(tmp_path: Path, pr
             model(batch).sum().backward()
             optimizer.step()
 
-    failing(tmp_path, script, UsageError, "ended with StopIteration.*Ending, a transform or collate_fn")
+    failing(tmp_path, script, UsageError, "StopIteration was raised while.*Ending, a transform or collate_fn")
 
 
 @pytest.mark.parametrize(

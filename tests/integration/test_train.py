@@ -174,10 +174,10 @@ BAD_INPUT = {
     "claim of checkpoints": ("--train-claim kept", "--train-claim kept is for a cluster"),
     "directory of checkpoints": (
         "--apply --image i --train-dir kept",
-        "--train-dir kept is a directory of this machine, and the job's pods have none of it",
+        "--train-dir kept is a directory of this machine, which the job's pods cannot reach",
     ),
     "image": ("--apply", "--apply needs --image"),
-    "report": ("--dry-run --report out", "--report has no meaning"),
+    "report": ("--dry-run --report out", "--report has no effect"),
     "workers": ("--dry-run -- --lr 0.1", "takes arguments after --"),
 }
 

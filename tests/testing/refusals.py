@@ -137,7 +137,7 @@ FIXED: list[tuple[str, dict[str, Any]]] = [
     ("arguments", {"arguments": {"epochs": 3}}),
     ("consistency.deterministic", {"consistency": {"deterministic": True}}),
     ("consistency.globalBatchSize", {"consistency": {"globalBatchSize": 2}}),
-    ("to or from mode local, consistency", {"consistency": {"mode": "local", "steps": 3}}),
+    ("consistency", {"consistency": {"mode": "local", "steps": 3}}),
     ("evaluator", {"evaluator": None}),
     ("evaluator.entrypoint", {"evaluator": {"entrypoint": "another:main"}}),
     ("evaluator.arguments", {"evaluator": {"arguments": {"epochs": 3}}}),

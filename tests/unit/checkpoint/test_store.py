@@ -101,7 +101,7 @@ def test_a_version_that_is_written_again_replaces_the_first(store: Store) -> Non
 
 
 def test_without_a_checkpoint_the_message_says_where_was_looked(store: Store) -> None:
-    with pytest.raises(NoCheckpoint, match=f"no whole checkpoint in {store.directory}"):
+    with pytest.raises(NoCheckpoint, match=f"no complete checkpoint in {store.directory}"):
         store.newest()
     with pytest.raises(NoCheckpoint):
         Store(store.directory / "missing").newest()

@@ -177,7 +177,7 @@ def test_a_stream_that_has_another_order_when_it_is_begun_again(
         items(data, 3, 4, epoch=1)
         assert not caplog.records, "an epoch may have other items"
         items(data, 3, epoch=1)
-    assert ["in place" in record.message for record in caplog.records] == [True] * in_place
+    assert ["its first item has changed" in record.message for record in caplog.records] == [True] * in_place
 
 
 def test_it_goes_on_after_an_error() -> None:
@@ -207,7 +207,7 @@ def test_a_stream_that_ends_early(number: int) -> None:
         items(data, number, epoch=1)
 
 
-@pytest.mark.parametrize(("off", "match"), [(1, "has ended after 19 items"), (-1, "goes on after 20 items")])
+@pytest.mark.parametrize(("off", "match"), [(1, "has ended after 19 items"), (-1, "has more than 20 items")])
 def test_a_stream_that_begins_at_a_wrong_place(off: int, match: str) -> None:
     class Wrong(Stream):
         def iterate_from(self, number: int) -> Iterator[int]:
@@ -234,7 +234,7 @@ def test_an_iterator_that_does_not_begin_again() -> None:
 
 
 def test_a_stream_that_goes_on() -> None:
-    with pytest.raises(UsageError, match=r"goes on after 20 items, but its __len__ .*records=20"):
+    with pytest.raises(UsageError, match=r"has more than 20 items, but its __len__ .*records=20"):
         items(indexed(Stream(21)), 19)
     assert items(indexed(Stream(20)), 19) == [19]
     endless = Stream(None)
@@ -272,7 +272,7 @@ class Shard(Sized):
         (lambda: ChainDataset([Stream()]), None, InvalidModel, "without a length"),
         (lambda: DataLoader(Stream(), 4), None, InvalidModel, "without a length"),
         (Stream, 0, UsageError, "records is 0; expected"),
-        (Sized, 21, UsageError, "records is 21, but Sized has 20 items"),
+        (Sized, 21, UsageError, "records is 21, but the __len__ of Sized is 20"),
         (Shard, None, UsageError, "divides its items among processes itself"),
         (
             lambda: DataLoader(Sized(), batch_size=None),

@@ -302,7 +302,7 @@ def test_what_was_freed_is_gone_and_its_memory_is_there_again() -> None:
     assert store.nbytes == 0
     code, text = refusal(lambda: push(store, A, 1, place, start=0, rule="zero"))
     assert code is RefusalCode.GONE
-    assert "it was freed, or initialised anew" in text
+    assert "it was freed, or initialised again" in text
     again = bring(store, "w", torch.ones(2), B)
     assert not free(store, "w", place.birth), "an old call"
     assert values_of(store, again) == [1.0, 1.0]
