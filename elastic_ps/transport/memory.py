@@ -8,6 +8,7 @@ SIGBUS.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import itertools
 import logging
@@ -15,6 +16,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +29,8 @@ ALIGNMENT = 64
 """The alignment in bytes: a cache line, and more than any vector instruction needs."""
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SEAL") else 0
+
+_MAP_FIXED = 0x10  # of <sys/mman.h>, which Python's mmap does not have
 
 Allocate = Callable[[int], memoryview]
 """Allocates that many writable zero bytes, aligned to `ALIGNMENT`."""
@@ -89,11 +93,27 @@ class SharedMemory:
         memory = memoryview(mapping)
         self.take, start = pieces_of(memory), address(memory)
         _known[self.handle.number] = (start, start + size, self.handle)
+        _watch_forks()
         weakref.finalize(mapping, _give_up, self.handle, os.getpid()).atexit = False
 
 
 _numbers = itertools.count(1)
 _known: dict[int, tuple[int, int, Handle]] = {}
+
+
+@cache
+def _watch_forks() -> None:
+    """Let what a forked child writes be the child's own from now on, as with all other memory."""
+    remap = ctypes.CDLL(None, use_errno=True).mmap
+    remap.restype = ctypes.c_void_p
+    remap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+
+    def part() -> None:
+        for start, end, handle in _known.values():
+            flags = mmap.MAP_PRIVATE | _MAP_FIXED
+            remap(start, end - start, mmap.PROT_READ | mmap.PROT_WRITE, flags, handle.fd, 0)
+
+    os.register_at_fork(after_in_child=part)
 
 
 def _give_up(handle: Handle, owner: int) -> None:
