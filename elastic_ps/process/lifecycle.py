@@ -148,6 +148,12 @@ def keep_freed_memory() -> None:
         mallopt(_MMAP_THRESHOLD, _MOST)
 
 
+def give_back_freed_memory() -> None:
+    """Return the memory that `keep_freed_memory` has kept until now to the system, where glibc can."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def end_soon() -> None:
     """Prepare the end of this process: disable garbage collection, which would take the longest."""
     exits.ignore_requests()

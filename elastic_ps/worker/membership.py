@@ -35,6 +35,7 @@ from elastic_ps.errors import (
     RefusalCode,
     Refused,
 )
+from elastic_ps.process.lifecycle import give_back_freed_memory
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import layout_from_message
 from elastic_ps.worker.all_reduce import AllReduce
@@ -173,6 +174,7 @@ class Membership:
             world=self.world,
             registered=described.registered,
         )
+        give_back_freed_memory()  # that of parameters, which have other memory now
         self._choose_overlap = partial(
             choose,
             self.spec.parameter_server.overlap,
