@@ -177,7 +177,7 @@ def test_two_workers_share_the_batches_of_lightning_alone(tmp_path: Path) -> Non
     assert not trained[1].trainer.is_global_zero
 
 
-STOPS = ["max_steps", "early stopping", "within an epoch"]
+STOPS = ["max_steps", "early stopping", "within an epoch", "fast_dev_run"]
 
 
 @pytest.mark.parametrize("how", per_change(STOPS, keep=["max_steps"]))
@@ -185,6 +185,8 @@ def test_a_stop_of_the_trainer_ends_the_job(tmp_path: Path, how: str) -> None:
     def options() -> dict[str, Any]:
         if how == "max_steps":
             return {"max_steps": 16, "max_epochs": None}
+        if how == "fast_dev_run":
+            return {"fast_dev_run": 2}
         if how == "early stopping":
             return {"callbacks": [EarlyStopping("val/loss", mode="max", patience=1)]}
         return {"callbacks": [EarlyStopping("val/loss", mode="max", patience=1)], "val_check_interval": 3}
