@@ -21,6 +21,8 @@ class TableStatus(CamelModel):
     refused: int = Field(default=0, description="Rows that were not made because the table was full.")
     looked_up: int = Field(default=0, description="Rows that were looked up.")
     hits: int = Field(default=0, description="Rows that were looked up and existed.")
+    used: int = Field(default=0, description="Rows that the forward of workers' steps has used.")
+    used_ahead: int = Field(default=0, description="Those that were used as they had been fetched ahead.")
 
     @property
     def hit_rate(self) -> float | None:

@@ -215,6 +215,8 @@ def table_line(table: TableStatus) -> str:
     said += [f"{count:,} {event}" for event, count in events.items() if count]
     if (rate := table.hit_rate) is not None:
         said.append(f"{rate:.0%} of look-ups hit")
+    if table.used_ahead:
+        said.append(f"{table.used_ahead / table.used:.0%} of rows used as they were fetched ahead")
     return ", ".join(said)
 
 

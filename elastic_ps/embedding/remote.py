@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.codec import as_bytes
+from elastic_ps.embedding.ahead import Ahead, Found, Held
 from elastic_ps.embedding.init import Ids
-from elastic_ps.embedding.module import Embedding, Gradient, LocalSource, Pending
+from elastic_ps.embedding.module import Embedding, Given, Gradient, LocalSource, Pending
 from elastic_ps.embedding.placing import shard_of
 from elastic_ps.embedding.stored import spec_to_text
 from elastic_ps.embedding.table import TableSpec
 from elastic_ps.embedding.tables import Tables, layers_of, require_trainable
-from elastic_ps.embedding.wire import gradient_to_bytes
+from elastic_ps.embedding.wire import gradient_to_bytes, ids_from_bytes
 from elastic_ps.errors import Malformed, UsageError
 from elastic_ps.tensors.client import Client
 from elastic_ps.transport import calls
@@ -24,34 +25,102 @@ from elastic_ps.transport.base import Incoming
 
 
 class RemoteSource:
-    """A table whose rows are on the parameter servers, and the gradients of this worker's next step."""
+    """A table whose rows are on the parameter servers, and the gradients of this worker's next step.
+
+    Attributes:
+        ahead: what was fetched for the batch in hand; None: nothing.
+        used, used_ahead: see `api.tables.TableStatus`; since the last step.
+    """
 
     def __init__(self, spec: TableSpec, client: Client) -> None:
         self.pending = Pending(spec)
         self.spec, self.text = spec, spec_to_text(spec)
+        self.ahead: Ahead | None = None
+        self.used = self.used_ahead = 0
         self._client = client
 
     def lookup(self, ids: Ids) -> torch.Tensor:
         """See `Source`. Blocks for an answer of each shard that has rows of these ids."""
-        values = torch.empty(len(ids), self.spec.dim, dtype=self.spec.torch_dtype)
+        values, ahead = self._empty(ids), self.ahead
+        found: Found = {} if ahead is None else ahead.rows()
+        for shard, places in self._by_shard(ids):
+            held = found.get((self.spec.name, shard))
+            if held is None or ahead is None:
+                part = self._empty(places)
+                self._ask(shard, ids[places], part)
+            else:
+                part = self._completed(shard, ids[places], held, ahead.staleness)
+            values[torch.from_numpy(places)] = part
+        self.used += len(ids)
+        return values
+
+    def fetch(self, ids: Ids) -> Iterator[tuple[tuple[str, int], Held]]:
+        """Yield the present rows of each shard that has some of these ids. Blocks."""
+        for shard, places in self._by_shard(ids):
+            values = self._empty(places)
+            reply, _ = self._ask(shard, ids[places], values)
+            yield (self.spec.name, shard), Held(ids[places], values, reply.life, reply.version)
+
+    def _empty(self, ids: Ids) -> torch.Tensor:
+        return torch.empty(len(ids), self.spec.dim, dtype=self.spec.torch_dtype)
+
+    def _by_shard(self, ids: Ids) -> Iterator[tuple[int, Ids]]:
+        """Each shard that has some of these ids, and their places."""
         shards = shard_of(ids, self._client.shards)
         for shard in range(self._client.shards):
             places = np.flatnonzero(shards == shard)
-            if not len(places):
-                continue
-            part = torch.empty(len(places), self.spec.dim, dtype=self.spec.torch_dtype)
+            if len(places):
+                yield shard, places
 
-            def read(_: pb.Done, incoming: Incoming, part: torch.Tensor = part) -> None:
-                if incoming.size != part.nbytes:
-                    raise Malformed(f"{incoming.size} bytes of rows; expected {part.nbytes}")
-                incoming.read_into(as_bytes(part))
-
-            body = memoryview(ids[places].astype("<i8").tobytes())
-            self._client.ask_all(
-                calls.LOOKUP, pb.LookupRequest(table=self.text), read, shard=shard, body=body
-            )
-            values[torch.from_numpy(places)] = part
+    def _completed(self, shard: int, ids: Ids, held: Held, staleness: int) -> torch.Tensor:
+        """The rows of some ids of a shard. Only those travel that are not held, or have changed."""
+        places, there = held.find(ids)
+        order, known = np.argsort(~there, kind="stable"), int(there.sum())
+        part, changed = self._empty(ids), 0
+        part[:known] = held.values[torch.from_numpy(places[there])]
+        if not staleness:
+            _, changed = self._ask(shard, ids[order], part, held, known)
+        elif known < len(ids):
+            self._ask(shard, ids[order[known:]], part[known:])
+        self.used_ahead += known - changed
+        values = self._empty(ids)
+        values[torch.from_numpy(order)] = part
         return values
+
+    def _ask(
+        self, shard: int, ids: Ids, values: torch.Tensor, held: Held | None = None, known: int = 0
+    ) -> tuple[pb.LookupReply, int]:
+        """Have a shard fill in the values of some ids. Blocks.
+
+        Args:
+            held, known: an answer that has given the first so many of the values.
+
+        Returns its reply, and how many of the first ones it has replaced.
+        """
+        request = pb.LookupRequest(table=self.text)
+        if held is not None:
+            request.held, request.life, request.version = known, held.life, held.version
+
+        def read(reply: pb.LookupReply, incoming: Incoming) -> tuple[pb.LookupReply, int]:
+            some = known > 0 and reply.HasField("places")
+            size = reply.places * (8 + values[:1].nbytes) if some else values.nbytes
+            if incoming.size != size:
+                raise Malformed(f"{incoming.size} bytes of rows; expected {size}")
+            if not some:
+                incoming.read_into(as_bytes(values))
+                return reply, known
+            body = memoryview(bytearray(size))
+            if size:
+                incoming.read_into(body)
+            places = ids_from_bytes(body[: 8 * reply.places])
+            if bool(((places < 0) | (places >= len(ids))).any()):
+                raise Malformed(f"the place of a row is not one of {len(ids)}")
+            rows = np.frombuffer(body[8 * reply.places :], dtype=self.spec.dtype)
+            values[torch.from_numpy(places)] = torch.from_numpy(rows.reshape(-1, self.spec.dim))
+            return reply, int((places < known).sum())
+
+        body = memoryview(ids.astype("<i8").tobytes())
+        return self._client.ask_all(calls.LOOKUP, request, read, shard=shard, body=body)[-1]
 
     def __deepcopy__(self, memo: object) -> RemoteSource:
         """A copy of a model in a job, such as its average, looks up the same rows."""
@@ -81,6 +150,20 @@ class RemoteTables(Tables):
             layer.source = source
         super().__init__(dict(sources))
         self._client, self._remote = client, sources
+        self._next: Ahead | None = None
+
+    def prefetch(self, wanted: Mapping[str, Given], staleness: int = 0) -> dict[str, Ids]:
+        """See `Tables`. The rows that were asked for before are for the batch in hand."""
+        ids = super().prefetch(wanted)
+        for source in self._remote.values():
+            source.ahead = self._next
+
+        def fetch() -> Found:
+            parts = [self._remote[name].fetch(np.unique(each)) for name, each in ids.items()]
+            return {place: held for part in parts for place, held in part}
+
+        self._next = Ahead(fetch, staleness) if ids else None
+        return ids
 
     def send(self, caller: pb.Caller, step: int, weight: float) -> None:
         """Send the rows of a step to all shards, before it is ended. Blocks. Raises Refused, ConnectionLost.
@@ -98,9 +181,16 @@ class RemoteTables(Tables):
             body: list[bytes] = []
             for name, (ids, values, counts) in taken.items():
                 own = np.flatnonzero(places[name] == shard)
-                request.tables.add(table=self._remote[name].text, rows=len(own))
+                source, said = self._remote[name], dict[str, int]()
+                if shard == 0:
+                    said = {"used": source.used, "used_ahead": source.used_ahead}
+                request.tables.add(table=source.text, rows=len(own), **said)
                 body += gradient_to_bytes(Gradient(ids[own], values[torch.from_numpy(own)], counts[own]))
             self._client.ask(calls.PUSH_ROWS, request, shard=shard, body=memoryview(b"".join(body)))
+        for name, source in self._remote.items():
+            source.ahead = None  # after the step nothing uses rows of before
+            if name in taken:
+                source.used = source.used_ahead = 0
 
     def applied(self) -> None:
         """See `Tables`."""

@@ -8,11 +8,14 @@ given up the earlier one, so each worker has one step here at most.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
+import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from elastic_ps.api.tables import TableStatus
@@ -39,12 +42,17 @@ Contributor = tuple[int, int, int]
 
 
 class Step(NamedTuple):
-    """The rows of a step, by the names of their tables."""
+    """The rows of a step, by the names of their tables.
+
+    Attributes:
+        used: how many rows were used, and how many of them as they had been fetched ahead.
+    """
 
     incarnation: int
     number: int
     weight: float
     gradients: Mapping[str, Gradient]
+    used: Mapping[str, tuple[int, int]] = {}
 
 
 class ShardTables:
@@ -52,10 +60,14 @@ class ShardTables:
 
     Args:
         shard, shards: the index of this shard, and the number of shards.
+
+    Attributes:
+        life: a random number of these tables.
     """
 
     def __init__(self, shard: int, shards: int) -> None:
         self._shard, self._shards = shard, shards
+        self.life = uuid.uuid4().int >> 65
         self._lock = threading.Lock()
         self._tables: dict[str, Table] = {}
         self._steps: dict[int, Step] = {}
@@ -74,7 +86,7 @@ class ShardTables:
                     rows=len(table),
                     waiting=table.waiting,
                     size_bytes=table.nbytes,
-                    **vars(table.counts),
+                    **dataclasses.asdict(table.counts),
                 )
                 for name, table in self._tables.items()
             )
@@ -83,6 +95,24 @@ class ShardTables:
         """The values of some rows; see `Table.lookup`. Raises Refused (MODEL_MISMATCH)."""
         with self._lock:
             return self._table(spec).lookup(ids)
+
+    def lookup_since(
+        self, spec: TableSpec, ids: Ids, *, held: int, version: int
+    ) -> tuple[int, Ids, torch.Tensor]:
+        """The values of some rows for a worker that has those of the first `held` ids at a version.
+
+        Returns the present version, and the places of the rows that it does not have, with their values.
+
+        Raises:
+            Refused: MODEL_MISMATCH.
+        """
+        with self._lock:
+            table = self._table(spec)
+            places = np.arange(held, len(ids))
+            if held:
+                places = np.concatenate([table.changed(ids[:held], version), places])
+                ids = ids[places]
+            return table.version, places, table.lookup(ids)
 
     def push(self, worker: int, step: Step, specs: Collection[TableSpec]) -> bool:
         """Keep the rows of a step. Returns False if it, or a later one, has come before.
@@ -101,6 +131,9 @@ class ShardTables:
             if before is not None and before[:2] >= step[:2]:
                 return False
             self._steps[worker] = step
+            for name, (used, ahead) in step.used.items():
+                self._tables[name].counts.used += used
+                self._tables[name].counts.used_ahead += ahead
             return True
 
     def require(self, contributors: Collection[Contributor], weight: float) -> None:
@@ -186,8 +219,16 @@ class TableCalls:
         spec, tables = spec_from_text(request.table), self._tables()
         if incoming.size % 8:
             raise Malformed(f"{incoming.size} bytes are no ids")
-        values = tables.lookup(spec, ids_from_bytes(_read(incoming)))
-        yield Frame(pb.Done().SerializeToString(), as_bytes(values), last=True)
+        ids = ids_from_bytes(_read(incoming))
+        if request.held > len(ids):
+            raise Malformed(f"{request.held} ids are held; expected {len(ids)} at most")
+        held = request.held if request.life == tables.life else 0
+        version, places, values = tables.lookup_since(spec, ids, held=held, version=request.version)
+        reply, body = pb.LookupReply(life=tables.life, version=version), as_bytes(values)
+        if held:
+            reply.places = len(places)
+            body = memoryview(b"".join([places.astype("<i8").tobytes(), body]))
+        yield Frame(reply.SerializeToString(), body, last=True)
 
     @answers(calls.PUSH_ROWS)
     def _push(self, request: pb.PushRowsRequest, incoming: Incoming) -> pb.Done:
@@ -197,11 +238,12 @@ class TableCalls:
         if sum(sizes) != incoming.size or twice or not is_weight(request.weight):
             raise Malformed(f"a step with {incoming.size} bytes of rows; expected {sum(sizes)}")
         tables, body, start = self._tables(), _read(incoming), 0
-        gradients = {}
+        gradients, used = {}, {}
         for spec, each, size in zip(specs, request.tables, sizes, strict=True):
             gradients[spec.name] = gradient_from_bytes(body[start : start + size], spec, each.rows)
+            used[spec.name] = (each.used, each.used_ahead)
             start += size
-        step = Step(request.caller.incarnation, request.step, request.weight, gradients)
+        step = Step(request.caller.incarnation, request.step, request.weight, gradients, used)
         return pb.Done(duplicate=not tables.push(request.caller.worker, step, specs))
 
 

@@ -133,13 +133,18 @@ class TableSpec:
 
 @dataclass
 class Counts:
-    """Counts events of a table since it was created."""
+    """Counts events of a table since it was created.
+
+    `used` and `used_ahead` are counted in jobs; see `api.tables.TableStatus`.
+    """
 
     admitted: int = 0
     expired: int = 0
     refused: int = 0
     looked_up: int = 0
     hits: int = 0
+    used: int = 0
+    used_ahead: int = 0
 
 
 class Table:
@@ -194,6 +199,16 @@ class Table:
         if len(missing):
             values[torch.from_numpy(missing)] = self._first_values(ids[missing])
         return values
+
+    def changed(self, ids: Ids, version: int) -> Ids:
+        """The places of those ids for which `lookup` may give other values than at an earlier version."""
+        rows = self._rows.find(ids)
+        rows[self._expired(self._rows, rows)] = -1
+        there = rows >= 0
+        changed = there & (np.take(self._rows.seen.array, rows, mode="clip") > version)
+        if self.spec.expire_after is not None or self.spec.when_full == "expire":
+            changed |= ~there  # it may have had a row
+        return np.flatnonzero(changed)
 
     def update(
         self, ids: Ids, gradient: torch.Tensor, counts: Ids, version: int, *, stepped: bool = False

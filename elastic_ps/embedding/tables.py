@@ -9,7 +9,8 @@ import torch
 
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.embedding.module import Embedding, Gradient, LocalSource, Source
+from elastic_ps.embedding.init import Ids
+from elastic_ps.embedding.module import Embedding, Given, Gradient, LocalSource, Source, as_ids
 from elastic_ps.errors import InvalidModel, UsageError
 
 
@@ -23,6 +24,26 @@ class Tables(abc.ABC):
     def __init__(self, sources: dict[str, Source]) -> None:
         self._sources = sources
         self._taken: dict[str, Gradient] = {}
+
+    def prefetch(self, wanted: Mapping[str, Given], staleness: int = 0) -> dict[str, Ids]:  # noqa: ARG002
+        """Begin to fetch the rows of the next batch. Rows in this process need no fetching.
+
+        Args:
+            wanted: ids by the names of tables; empty: there is no next batch.
+            staleness: see `Session.loader`.
+
+        Returns the ids as flat arrays.
+
+        Raises:
+            UsageError: the model has no such table, or these are no ids.
+        """
+        if unknown := [name for name in wanted if name not in self._sources]:
+            raise UsageError(
+                f"prefetch names the table {unknown[0]!r}, but the tables of the model are "
+                f"{', '.join(map(repr, self._sources))}"
+            )
+        flat = {name: as_ids(given, name, torch.device("cpu"))[0] for name, given in wanted.items()}
+        return {name: ids for name, ids in flat.items() if len(ids)}
 
     def clear(self) -> None:
         """Forget the gradients of the next step."""

@@ -127,7 +127,7 @@ PUSH_TENSOR = Call(pb.PushTensorRequest, pb.Done, By.WORKER, _SHARDS, Sender.WOR
 PULL_TENSOR = Call(pb.PullTensorRequest, pb.PullTensorReply, By.WORKER, _SHARDS, Sender.WORKER)
 FREE_TENSOR = Call(pb.FreeTensorRequest, pb.Done, By.WORKER, _SHARDS, Sender.WORKER)
 
-LOOKUP = Call(pb.LookupRequest, pb.Done, By.WORKER, _SHARDS, Sender.WORKER)
+LOOKUP = Call(pb.LookupRequest, pb.LookupReply, By.WORKER, _SHARDS, Sender.WORKER)
 PUSH_ROWS = Call(pb.PushRowsRequest, pb.Done, By.WORKER, _SHARDS)
 
 EVALUATE = Call(pb.EvaluateRequest, pb.EvaluateReply, By.EVALUATOR, At.SHARD_ZERO, Sender.JOB)

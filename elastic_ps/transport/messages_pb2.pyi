@@ -836,7 +836,7 @@ class AdvanceReply(_message.Message):
     def __init__(self, written: _Optional[_Union[Written, _Mapping]] = ..., standby: _Optional[int] = ..., norm: _Optional[float] = ..., queued: _Optional[_Iterable[int]] = ..., tables: _Optional[_Iterable[_Union[TableCounts, _Mapping]]] = ...) -> None: ...
 
 class TableCounts(_message.Message):
-    __slots__ = ("name", "rows", "waiting", "size_bytes", "admitted", "expired", "refused", "looked_up", "hits")
+    __slots__ = ("name", "rows", "waiting", "size_bytes", "admitted", "expired", "refused", "looked_up", "hits", "used", "used_ahead")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -846,6 +846,8 @@ class TableCounts(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     LOOKED_UP_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
+    USED_FIELD_NUMBER: _ClassVar[int]
+    USED_AHEAD_FIELD_NUMBER: _ClassVar[int]
     name: str
     rows: int
     waiting: int
@@ -855,7 +857,9 @@ class TableCounts(_message.Message):
     refused: int
     looked_up: int
     hits: int
-    def __init__(self, name: _Optional[str] = ..., rows: _Optional[int] = ..., waiting: _Optional[int] = ..., size_bytes: _Optional[int] = ..., admitted: _Optional[int] = ..., expired: _Optional[int] = ..., refused: _Optional[int] = ..., looked_up: _Optional[int] = ..., hits: _Optional[int] = ...) -> None: ...
+    used: int
+    used_ahead: int
+    def __init__(self, name: _Optional[str] = ..., rows: _Optional[int] = ..., waiting: _Optional[int] = ..., size_bytes: _Optional[int] = ..., admitted: _Optional[int] = ..., expired: _Optional[int] = ..., refused: _Optional[int] = ..., looked_up: _Optional[int] = ..., hits: _Optional[int] = ..., used: _Optional[int] = ..., used_ahead: _Optional[int] = ...) -> None: ...
 
 class Written(_message.Message):
     __slots__ = ("version", "term", "number", "file", "error", "pause")
@@ -1037,22 +1041,42 @@ class FreeTensorRequest(_message.Message):
     def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., name: _Optional[str] = ..., birth: _Optional[_Union[Birth, _Mapping]] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("caller", "table")
+    __slots__ = ("caller", "table", "held", "life", "version")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     TABLE_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    LIFE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     table: str
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., table: _Optional[str] = ...) -> None: ...
+    held: int
+    life: int
+    version: int
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., table: _Optional[str] = ..., held: _Optional[int] = ..., life: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
+
+class LookupReply(_message.Message):
+    __slots__ = ("life", "version", "places")
+    LIFE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    life: int
+    version: int
+    places: int
+    def __init__(self, life: _Optional[int] = ..., version: _Optional[int] = ..., places: _Optional[int] = ...) -> None: ...
 
 class PushRowsRequest(_message.Message):
     __slots__ = ("caller", "step", "weight", "tables")
     class Rows(_message.Message):
-        __slots__ = ("table", "rows")
+        __slots__ = ("table", "rows", "used", "used_ahead")
         TABLE_FIELD_NUMBER: _ClassVar[int]
         ROWS_FIELD_NUMBER: _ClassVar[int]
+        USED_FIELD_NUMBER: _ClassVar[int]
+        USED_AHEAD_FIELD_NUMBER: _ClassVar[int]
         table: str
         rows: int
-        def __init__(self, table: _Optional[str] = ..., rows: _Optional[int] = ...) -> None: ...
+        used: int
+        used_ahead: int
+        def __init__(self, table: _Optional[str] = ..., rows: _Optional[int] = ..., used: _Optional[int] = ..., used_ahead: _Optional[int] = ...) -> None: ...
     CALLER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]

@@ -23,6 +23,7 @@ from elastic_ps.data.source import read_source
 from elastic_ps.data.states import Loop, LoopEvent
 from elastic_ps.data.stream import IndexedStream, ItemIndex
 from elastic_ps.data.supply import Supply
+from elastic_ps.embedding.ahead import Prefetch
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.checks import check_loop
 from elastic_ps.worker.records import DataSet
@@ -81,8 +82,9 @@ class ElasticLoader:
         epochs: int,
         records: int | None,
         options: Mapping[str, Any],
+        prefetch: Prefetch | None = None,
     ) -> None:
-        self._runtime = runtime
+        self._runtime, self._prefetch = runtime, prefetch
         consistency, data = runtime.spec.consistency, runtime.spec.data
         source = read_source(
             given,
@@ -225,7 +227,8 @@ class ElasticLoader:
                     continue
                 break
             self._issued.clear()
-            for batch in fetching:
+            prefetch = self._prefetch
+            for batch in fetching if prefetch is None else prefetch.batches(fetching, runtime.prefetch_rows):
                 if self._outdated:
                     break  # what was fetched ahead belongs to others now
                 self._check_accumulation()

@@ -21,6 +21,7 @@ from elastic_ps.core.settings import NOTHING, Made, Settings, read_settings
 from elastic_ps.core.working import Event, State
 from elastic_ps.data.batches import checked
 from elastic_ps.data.states import Hand, HandEvent, Loop, Part
+from elastic_ps.embedding.ahead import no_rows
 from elastic_ps.errors import ElasticPSError, RefusalCode, Refused, UsageError
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
@@ -88,6 +89,7 @@ class Runtime(Membership):
         self.phases = Phases(client.trace)
         self._warned = False
         self.send_rows: Callable[[pb.Caller, int, float], None] = lambda *_: None
+        self.prefetch_rows: Callable[[Any, int], object] = no_rows
 
     @property
     def closed(self) -> bool:

@@ -19,6 +19,7 @@ from elastic_ps.core.metrics import Reduction
 from elastic_ps.core.settings import CLAMP, MAX_GRAD_NORM
 from elastic_ps.data.batches import checked_weight
 from elastic_ps.data.seed import seed_everything
+from elastic_ps.embedding.ahead import Prefetch
 from elastic_ps.embedding.remote import tables_in_job
 from elastic_ps.embedding.tables import Tables
 from elastic_ps.errors import UsageError
@@ -232,6 +233,8 @@ class Session:
             )
         check_model(model)
         tables = self._tables_of(model)
+        if tables is not None:
+            self._runtime.prefetch_rows = tables.prefetch
         if isinstance(optimizer, Mapping):
             optimizer = together(optimizer, model)
         check_wrapper(optimizer)
@@ -381,6 +384,8 @@ class Session:
         *,
         epochs: int = 1,
         records: int | None = None,
+        prefetch: Callable[[Any], Mapping[str, Any]] | None = None,
+        prefetch_staleness: int = 0,
         **options: Any,
     ) -> ElasticLoader:
         """An iterable over this worker's share of the records.
@@ -395,6 +400,9 @@ class Session:
             batch_size: the number of records in a batch of one worker.
             epochs: how often each record is trained, by all workers together.
             records: the items of a stream that make an epoch, the first ones; by default its length.
+            prefetch: says which rows of tables that grow a batch needs, as ids by the tables' names, such as
+                `lambda batch: {"user": batch[0]}`. They are fetched during the step before.
+            prefetch_staleness: 1 in mode async: rows are used without those steps that were made meanwhile.
             options: those of DataLoader: num_workers, collate_fn, pin_memory, drop_last, ...
 
         Raises:
@@ -403,7 +411,13 @@ class Session:
             UsageError: an argument or an option of the DataLoader cannot be used in a job.
         """
         loader = ElasticLoader(
-            self._runtime, source, batch_size=batch_size, epochs=epochs, records=records, options=options
+            self._runtime,
+            source,
+            batch_size=batch_size,
+            epochs=epochs,
+            records=records,
+            prefetch=prefetch and Prefetch(prefetch, prefetch_staleness, self.spec.consistency.mode),
+            options=options,
         )
         self._loaders.append(loader)
         return loader

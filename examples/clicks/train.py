@@ -7,7 +7,7 @@ import torch
 
 import elastic_ps
 from elastic_ps.contrib.datasets import auc, clicks
-from elastic_ps.contrib.models import DeepFM
+from elastic_ps.contrib.models import DeepFM, ids_for
 from elastic_ps.embedding import Adagrad
 
 
@@ -19,7 +19,8 @@ def main(records: int = 60_000, batch_size: int = 256, lr: float = 0.005) -> Non
 
     session = elastic_ps.connect()
     optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=lr), model)
-    for categories, clicked, _ in session.loader(training, batch_size=batch_size):
+    loader = session.loader(training, batch_size=batch_size, prefetch=lambda batch: ids_for(model, batch[0]))
+    for categories, clicked, _ in loader:
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(categories), clicked)
         loss.backward()

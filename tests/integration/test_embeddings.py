@@ -66,6 +66,10 @@ def growing() -> Model:
     return Model(layer(), layer())
 
 
+def ids_of(batch: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"click": torch.stack([batch[0], batch[1]])}
+
+
 def table_of(model: Model) -> Table:
     assert isinstance(model.one, elastic_ps.Embedding)
     return model.one.table
@@ -85,7 +89,8 @@ def test_a_script_alone_trains_as_plain_torch_with_a_dense_table(session: Sessio
     dense = Model(table, table)
     optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     assert model.one.source is model.other.source
-    for one, other, target in session.loader(Clicks(), batch_size=BATCH, epochs=3):
+    loader = session.loader(Clicks(), batch_size=BATCH, epochs=3, prefetch=ids_of)
+    for one, other, target in loader:
         for network in (model, dense):
             network.zero_grad()
             ((network(one, other) - target) ** 2).mean().backward()
@@ -166,6 +171,14 @@ def test_rows_that_were_loaded_are_the_least_recent_ones(session: Session) -> No
         if number == 1:
             break
     assert rows.table.state()["ids"].tolist() == [0, 1, 100]
+
+
+def test_a_prefetch_of_a_table_that_there_is_not_is_refused(session: Session) -> None:
+    model = growing()
+    session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loader = session.loader(Clicks(), batch_size=BATCH, prefetch=lambda batch: {"user": batch[0]})
+    with pytest.raises(UsageError, match=r"prefetch names the table 'user', but the tables .* are 'click'"):
+        next(iter(loader))
 
 
 def test_layers_that_describe_a_table_differently_are_refused(session: Session) -> None:
@@ -261,14 +274,15 @@ def test_a_running_job_with_tables_refuses_a_mode_that_does_not_train_them(tmp_p
 Batch = Sequence[torch.Tensor]
 
 
-def test_a_job_trains_as_one_process_on_the_same_records(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefetch", [None, ids_of])
+def test_a_job_trains_as_one_process_on_the_same_records(tmp_path: Path, prefetch: Any) -> None:
     """Two workers, and rows on two shards; the checkpoint goes on with three, and plain torch loads it."""
     checkpoints, batches = tmp_path / "checkpoints", defaultdict[int, dict[int, Batch]](dict)
 
     def script(session: Session) -> None:
         model = growing()
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        for batch in session.loader(Clicks(), batch_size=BATCH):
+        for batch in session.loader(Clicks(), batch_size=BATCH, prefetch=prefetch):
             optimizer.zero_grad()
             ((model(batch[0], batch[1]) - batch[2]) ** 2).mean().backward()
             optimizer.step()
@@ -294,6 +308,8 @@ def test_a_job_trains_as_one_process_on_the_same_records(tmp_path: Path) -> None
     rows = len({int(each) for each in Clicks().ids.flatten()})
     assert (counts.name, counts.rows, counts.admitted, counts.expired) == ("click", rows, rows, 0)
     assert 0 < counts.hits < counts.looked_up
+    assert 0 <= counts.used_ahead < counts.used
+    assert (counts.used_ahead > 0) == (prefetch is not None)
     model, expected = growing(), growing()
     table = torch.nn.Embedding(IDS, DIM, dtype=torch.float64)
     table.weight.data = expected.one(torch.arange(IDS)).detach().clone()
@@ -335,7 +351,14 @@ def test_each_record_is_trained_once_when_a_shard_is_lost(tmp_path: Path, mode: 
         table = layer()
         model = torch.nn.ModuleDict({"rows": table, "head": torch.nn.Linear(DIM, 1, dtype=torch.float64)})
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        for ids in session.loader(Itself(), batch_size=3, epochs=epochs):
+        loader = session.loader(
+            Itself(),
+            batch_size=3,
+            epochs=epochs,
+            prefetch=lambda ids: {"click": ids},
+            prefetch_staleness=int(mode == "async"),
+        )
+        for ids in loader:
             optimizer.zero_grad()
             model["head"](table(ids)).mean().backward()
             if session.version == 6 and restarted.acquire(blocking=False):

@@ -3,7 +3,7 @@
 from elastic_ps.contrib.models.gpt import GPT
 from elastic_ps.contrib.models.lenet import LeNet, accuracy
 from elastic_ps.contrib.models.resnet import ResNet
-from elastic_ps.contrib.models.tables import DeepFM, WideDeep
+from elastic_ps.contrib.models.tables import DeepFM, WideDeep, ids_for
 from elastic_ps.contrib.models.vgg import VGG
 
-__all__ = ["GPT", "VGG", "DeepFM", "LeNet", "ResNet", "WideDeep", "accuracy"]
+__all__ = ["GPT", "VGG", "DeepFM", "LeNet", "ResNet", "WideDeep", "accuracy", "ids_for"]

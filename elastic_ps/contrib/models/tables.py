@@ -66,6 +66,17 @@ def ids_of_fields(categories: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(ids.view(np.int64)).to(categories.device)
 
 
+def ids_for(model: nn.Module, categories: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The ids of a batch by the names of the model's tables, for `session.loader(..., prefetch=...)`.
+
+    Args:
+        model: a `DeepFM` or `WideDeep` with tables that grow.
+        categories: int64 of shape (batch, fields).
+    """
+    ids = ids_of_fields(categories)
+    return {each.spec.name: ids for each in model.modules() if isinstance(each, Embedding)}
+
+
 def _rows(
     name: str, fields: Sequence[int] | int, width: int, tables: Mapping[str, Any] | None
 ) -> _Fields | _Growing:

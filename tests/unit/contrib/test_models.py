@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.contrib.models import GPT, VGG, DeepFM, LeNet, ResNet, WideDeep
+from elastic_ps.contrib.models import GPT, VGG, DeepFM, LeNet, ResNet, WideDeep, ids_for
 from elastic_ps.contrib.models.tables import ids_of_fields, interactions
 from elastic_ps.contrib.zoo.catalog import DATA_SETS, NETWORKS, check_fit, find_dataset, find_network
 from elastic_ps.contrib.zoo.train import build
@@ -204,6 +204,7 @@ def test_the_wide_table_may_have_an_optimizer_of_its_own() -> None:
     model = WideDeep(fields=2, tables=TABLES, wide={"optimizer": FTRL(lr=0.1, l1=1.0)})
     kinds = {m.spec.name: type(m.spec.optimizer) for m in model.modules() if isinstance(m, Embedding)}
     assert kinds == {"wide": FTRL, "deep": Adagrad}
+    assert [*ids_for(model, torch.zeros(1, 2, dtype=torch.int64))] == ["wide", "deep"]
 
 
 def test_a_category_has_another_id_in_each_field() -> None:

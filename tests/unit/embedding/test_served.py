@@ -110,6 +110,21 @@ def test_look_ups_and_rows_are_counted() -> None:
     assert found.size_bytes >= 2 * SPEC.row_bytes - 24
 
 
+def test_a_worker_gets_again_only_the_rows_that_have_changed() -> None:
+    tables, ids = ShardTables(0, 1), np.array([1, 2, 3, 4])
+    push(tables, 0, 0, gradient([1, 2]))
+    tables.apply(7, {(0, 1, 0)}, 1)
+    version, places, before = tables.lookup_since(SPEC, ids, held=0, version=0)
+    assert (version, places.tolist()) == (7, [0, 1, 2, 3])
+    push(tables, 0, 1, gradient([2, 3]))
+    tables.apply(8, {(0, 1, 1)}, 1)
+    version, places, values = tables.lookup_since(SPEC, ids, held=3, version=7)
+    assert (version, places.tolist()) == (8, [1, 2, 3])
+    before[torch.from_numpy(places)] = values
+    assert torch.equal(before, tables.lookup(SPEC, ids))
+    assert tables.life != ShardTables(0, 1).life
+
+
 def test_rows_that_are_not_finite_or_of_another_table_are_refused() -> None:
     tables = ShardTables(0, 1)
     with pytest.raises(Refused, match="the table 'a' of worker 3 holds NaN or Inf") as refused:

@@ -95,6 +95,30 @@ class Dictionary:
     steps=STEPS,
     admit_after=st.integers(1, 3),
     expire_after=st.one_of(st.none(), st.integers(1, 4)),
+    when_full=st.sampled_from([None, "refuse", "expire"]),
+    split=st.integers(0, 12),
+)
+def test_rows_that_have_not_changed_are_as_they_were(
+    steps: list[dict[int, int]], admit_after: int, expire_after: int | None, when_full: Any, split: int
+) -> None:
+    spec = a_spec(admit_after=admit_after, expire_after=expire_after)
+    if when_full is not None:
+        spec = replace(spec, table_bytes=4 * spec.row_bytes, when_full=when_full)
+    table, ids = Table(spec), np.array([*range(-2, 13), 2**63 - 1, -(2**63)])
+    for version, counts in enumerate(steps[:split], 1):
+        update(table, counts, version)
+    values, held = table.lookup(ids), table.version
+    for version, counts in enumerate(steps[split:], split + 1):
+        update(table, counts, version)
+    places = table.changed(ids, held)
+    values[torch.from_numpy(places)] = table.lookup(ids[places])
+    assert torch.equal(values, table.lookup(ids))
+
+
+@given(
+    steps=STEPS,
+    admit_after=st.integers(1, 3),
+    expire_after=st.one_of(st.none(), st.integers(1, 4)),
     optimizer=st.sampled_from([SGD(lr=0.1), RowwiseAdagrad(lr=0.1), LazyAdam(lr=0.1)]),
     split=st.integers(0, 12),
 )
