@@ -14,6 +14,7 @@ import torch
 
 from elastic_ps.codec import as_bytes, as_tensor, dtype_of
 from elastic_ps.codec.devices import Staging
+from elastic_ps.codec.lending import Loans
 from elastic_ps.codec.rows import Arrivals, Rows
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule
 from elastic_ps.errors import UsageError
@@ -82,23 +83,22 @@ class Flat:
             whole = {k: n * ITEM_SIZE[k[0]] for k, n in sizes.items()}
             self._values = _tensors(world.allocate(list(whole.values())), whole)
             parts = [world.allocate(list(pushed.values())) for _ in range(world.size)]
-        self._parts = [_tensors(allocate, pushed) for allocate in parts]
-        self._contributions = self._parts[world.rank]
+        self._rank, self._pushed = world.rank, pushed
         self._sent: dict[int, torch.Tensor] = {}  # what summed tensors were when their changes were put
         self._written: set[int] = set()  # tensors whose contribution may be something else than zero
         self._places = [
             ((spec.dtype, spec.rule, spec.sparse), starts.get(index, 0), spec.elements)
             for index, spec in enumerate(layout.tensors)
         ]
-        changing = [i for i, spec in enumerate(layout.tensors) if spec.rule is not Rule.CONSTANT]
-        self._contribution = {index: self._view(self._contributions, index) for index in changing}
+        self._set_parts([_tensors(allocate, pushed) for allocate in parts])
         self._value_of = [self._slice(self._values, bucket) for bucket in layout.buckets]
         self._value_bytes = [as_bytes(values) for values in self._value_of]
-        self._contribution_of = {b.index: self._slice(self._contributions, b) for b in layout.pushed}
         # The processes of a worker tell each other when a contribution is there, not when it will be.
         devices = {tensor.device for tensor in tensors} if world.alone else set()
         staged = [memory for key, memory in self._contributions.items() if not key[2]]
         self._staging = Staging(devices, [*self._values.values(), *staged])
+        self._lends = world.alone and not any(map(self._is_away, tensors))
+        self._loans = Loans()
         self._rows: dict[int, Rows] = {}  # gradients of tables
         self._arrived = Arrivals()
         self._tensors_of = [[piece.tensor for piece in bucket.pieces] for bucket in layout.buckets]
@@ -126,8 +126,7 @@ class Flat:
         if self._own_values:
             view.copy_(tensor)
         changes = self.layout.tensors[index].rule in self._changing
-        device = tensor.device.type != "cpu" or self._staging.handles(tensor)
-        if changes or device or index in self._tied or not _one_after_the_other(tensor):
+        if changes or self._is_away(tensor) or index in self._tied or not _one_after_the_other(tensor):
             self._apart.append(index)
         elif tensor.numel():
             # The same memory, as a storage of its own: what saves a tensor saves all of its storage.
@@ -137,6 +136,16 @@ class Flat:
             if self.layout.tensors[index].rule is not Rule.CONSTANT:
                 self._received.append(index)
         self._addresses.append(tensor.data_ptr())
+
+    def _is_away(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type != "cpu" or self._staging.handles(tensor)
+
+    def _set_parts(self, parts: Sequence[dict[Key, torch.Tensor]]) -> None:
+        """Use this memory for contributions, of each process of this worker."""
+        specs, self._parts, self._contributions = self.layout.tensors, parts, parts[self._rank]
+        changing = [i for i, spec in enumerate(specs) if spec.rule is not Rule.CONSTANT]
+        self._contribution = {index: self._view(self._contributions, index) for index in changing}
+        self._contribution_of = {b.index: self._slice(self._contributions, b) for b in self.layout.pushed}
 
     def value(self, index: int) -> torch.Tensor:
         """The pulled values of a tensor, in its shape."""
@@ -154,6 +163,7 @@ class Flat:
         Blocks until what was `put` there has arrived.
         """
         self._staging.arrived((index,))
+        self._reclaim(index)
         self._written.add(index)
         if (rows := self._rows.pop(index, None)) is not None:
             self._contribution[index].zero_().view(len(self._contribution[index]), -1).index_copy_(0, *rows)
@@ -177,9 +187,42 @@ class Flat:
                 self._rows[index] = rows
                 return
             gradient = rows.dense(len(gradient)).view(gradient.shape)
+        self._reclaim(index)
         self._written.add(index)
         self._rows.pop(index, None)
         self._staging.down(index, self._contribution[index], gradient)
+
+    def lend(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
+        """The gradient that was `put` last, in the memory that it is pushed from.
+
+        The parameter may have it in place of its own, whose memory is free by that. What the script does to
+        it between two steps does no harm, since the next gradient is `put` over it.
+
+        Returns None if that would not be the same for the script.
+        """
+        there = self._contribution[index]
+        alike = self._lends and type(gradient) is torch.Tensor and gradient.layout is torch.strided
+        if not (alike and gradient.is_contiguous() and gradient.dtype is there.dtype and there.numel()):
+            return None
+        own = gradient.requires_grad or self.layout.tensors[index].sparse
+        return None if own else self._loans.lend(index, there)
+
+    def is_lent(self, index: int, gradient: torch.Tensor) -> bool:
+        """Whether a gradient lies in the memory that it is pushed from."""
+        here = self._loans.in_use(index) and gradient.layout is torch.strided and gradient.is_contiguous()
+        return here and gradient.data_ptr() == self._contribution[index].data_ptr()
+
+    def _reclaim(self, index: int) -> None:
+        """A contribution is about to be overwritten. If the script keeps a gradient there, leave it that.
+
+        Contributions are in other memory then, and nothing is lent any more.
+        """
+        if self._loans.in_use(index):
+            self._lends, self._loans = False, Loans()
+            other = _tensors(shared_if_possible(list(self._pushed.values())), self._pushed)
+            for key, memory in other.items():
+                memory.copy_(self._contributions[key])
+            self._set_parts([other])  # threads may be sending from either
 
     def give(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy the values of a version that was made here, from each pair's second tensor to its first.

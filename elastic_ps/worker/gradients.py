@@ -48,12 +48,17 @@ class Gradients:
     Args:
         overlap: take gradients while backward runs; else all of them in `take_rest`.
         check: compare each gradient with what was sent, which also notices changes through `.data`.
+        lend: the strategy leaves contributions as they are. So after a hook has taken a gradient, the
+            parameter has the contribution as its gradient, and there are no two copies of it.
     """
 
-    def __init__(self, flat: Flat, runtime: Runtime, *, overlap: bool, check: bool = False) -> None:
+    def __init__(
+        self, flat: Flat, runtime: Runtime, *, overlap: bool, check: bool = False, lend: bool = False
+    ) -> None:
         self._flat = flat
         self._runtime = runtime
         self._overlap = overlap
+        self._lend = lend and not check
         self._check = check
         self._synchronise = True
         self._trainable = [i for i, spec in enumerate(flat.layout.tensors) if spec.rule is Rule.GRADIENT]
@@ -136,7 +141,7 @@ class Gradients:
                     batches.compute()
                 self._ran.add(index)
             if self._overlap and self._synchronise:
-                self._take(index, parameter)
+                self._take(index, parameter, lend=self._lend)
 
         parameter = self._flat.tensors[index]
         if not parameter.requires_grad:  # if it is unfrozen later, `take_rest` takes its gradient
@@ -165,7 +170,13 @@ class Gradients:
         """
         return len(self._trainable) > 1 and not any(other != index for other, _ in self._present_ones())
 
-    def _take(self, index: int, parameter: torch.Tensor) -> None:
+    def own(self) -> None:
+        """Let the script have all gradients in memory of their own: that of contributions is in use."""
+        for index, gradient in self._present_ones():
+            if self._flat.is_lent(index, gradient):
+                self._flat.tensors[index].grad = gradient.clone()
+
+    def _take(self, index: int, parameter: torch.Tensor, *, lend: bool = False) -> None:
         """Copy a gradient to where it is sent from; hand over the buckets that are full by it."""
         gradient = parameter.grad
         assert gradient is not None
@@ -175,9 +186,12 @@ class Gradients:
             if not self._taken:
                 self._runtime.begin_step()
             self._taken[index] = gradient, gradient._version
-        # Within backward, gradients have no history, unless the script asks for it (`create_graph`).
-        plain = gradient.detach() if torch.is_grad_enabled() else gradient
-        self._flat.put(index, plain)
+        if not self._flat.is_lent(index, gradient):
+            # Within backward, gradients have no history, unless the script asks for it (`create_graph`).
+            self._flat.put(index, gradient.detach() if torch.is_grad_enabled() else gradient)
+            if lend and (lent := self._flat.lend(index, gradient)) is not None:
+                parameter.grad = lent
+                self._taken[index] = lent, lent._version
         self._fill(index)
 
     def _fill(self, index: int) -> None:

@@ -87,7 +87,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._tables = tables
         parts = wrapped.parts if isinstance(wrapped, Several) else {}
         local = runtime.strategy.exchanges
-        self._gradients = Gradients(flat, runtime, overlap=runtime.overlap.in_hooks, check=check)
+        in_hooks, lend = runtime.overlap.in_hooks, not runtime.strategy.steps_here
+        self._gradients = Gradients(flat, runtime, overlap=in_hooks, check=check, lend=lend)
         self._local = LocalSteps(flat, runtime, self._gradients, self._make_step) if local else None
         if parts and tables is not None:
             raise InvalidModel(
@@ -201,7 +202,13 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._gradients.reset()
         if self._tables is not None:
             self._tables.prepare()
-        if self._runtime.finish_step() and self._tables is not None:
+        made = False
+        try:
+            made = self._runtime.finish_step()
+        finally:
+            if not made:  # threads may still send what it has computed
+                self._gradients.own()
+        if made and self._tables is not None:
             self._tables.applied()
         for each in parts_of(self._wrapped):  # for a scheduler that was made before `session.optimizer`
             vars(each)["_opt_called"] = True
@@ -264,6 +271,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
                 "session.assign needs consistency.mode sync, without backupWorkers, globalBatchSize, "
                 "maxStalenessP99 and deterministic"
             )
+        self._gradients.own()
         self._flat.take_values()
         base = strategy.version
         takes_part: bool | None = None

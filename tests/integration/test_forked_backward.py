@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
 from elastic_ps.worker.session import Session
@@ -34,13 +35,14 @@ class Child:
         eventually(lambda: os.waitpid(self._pid, os.WNOHANG) != (0, 0), "the child ends")
 
 
-def test_what_a_forked_child_computes_is_not_in_the_workers_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("none", [True, False], ids=["new gradients", "gradients in shared memory"])
+def test_what_a_forked_child_computes_is_not_in_the_workers_step(tmp_path: Path, none: bool) -> None:
     data, ours, alone = Numbers(16), make_mlp(), make_mlp()
 
     def script(session: Session) -> None:
         optimizer = session.optimizer(torch.optim.SGD(ours.parameters(), lr=0.1), ours)
         for x, y in session.loader(data, 4):
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=none)
             child = Child(ours, x, y)
             mse(ours, x, y).backward()
             child.compute()  # before the last bucket is sent, which is in `step`
