@@ -9,6 +9,7 @@ tensor reads only that part.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -65,7 +66,7 @@ def write(path: Path, described: Sequence[Stored], tensors: Iterable[Stored]) ->
 
     Args:
         described: `tensors`, of which only names, dtypes and shapes are used.
-        tensors: read in sequence. All of them may share the same memory.
+        tensors: read in sequence. All of them may share the same memory, and one may come in parts.
     """
     header: dict[str, Any] = {}
     end = 0
@@ -282,14 +283,14 @@ class Reader:
     def _require_digest(self, name: str) -> None:
         if name in self._verified:
             return
-        file, digest = self._files[name], hashlib.sha256()
-        buffer = memoryview(bytearray(CHUNK))
-        size, at = self._described[name].size, 0
-        while at < size:
-            part = buffer[: min(CHUNK, size - at)]
-            _read_into(file, part, at)
-            digest.update(part)
-            at += len(part)
+        file, size, digest = self._files[name], self._described[name].size, hashlib.sha256()
+        buffers, before = itertools.cycle((bytearray(CHUNK), bytearray(CHUNK))), memoryview(b"")
+        for at in range(0, size, CHUNK):
+            part = memoryview(next(buffers))[: size - at]
+            with _digesting(digest, before):
+                _read_into(file, part, at)
+            before = part
+        digest.update(before)
         if digest.hexdigest() != self._described[name].sha256:
             raise CheckpointCorrupt(
                 f"{file.name} has been changed since it was written (its SHA-256 differs)"

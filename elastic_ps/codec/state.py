@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import threading
 import time
@@ -123,11 +124,13 @@ class Snapshot:
                 at += _padded(stored)
             self.pause += timedelta(seconds=time.monotonic() - began)
 
-    def read(self, scratch: Scratch) -> Iterator[Stored]:
+    def read(self, scratch: Scratch, *, most: float = math.inf) -> Iterator[Stored]:
         """Yield each tensor once, in memory that may be the next one's, too. Blocks for copies.
 
         Args:
             scratch: memory for tensors that were not copied.
+            most: yield a longer tensor in parts of that many bytes, so that `scratch` stays in the
+                processor's cache, and no change waits for the copy of more. Default: yield it as one.
 
         Raises:
             StorageUnavailable: there was no memory for a copy.
@@ -143,6 +146,10 @@ class Snapshot:
                         self._copies.pop(bucket, None)
                         break
                     stored = unread.popleft()
+                    if stored.value.nbytes > most:
+                        flat, first = stored.value.view(-1), int(most) // stored.value.element_size()
+                        unread.appendleft(replace(stored, value=flat[first:]))
+                        stored = replace(stored, value=flat[:first])
                     if bucket not in self._copies:
                         value = stored.value
                         copy = scratch.tensor(value.numel(), value.dtype).view(value.shape)

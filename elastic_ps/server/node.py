@@ -34,6 +34,9 @@ from elastic_ps.transport.base import Incoming
 
 logger = logging.getLogger(__name__)
 
+BLOCK = 1 << 22
+"""The bytes of a checkpoint that are copied, digested and written at a time."""
+
 
 class Node:
     """The shard of this process, once it is configured, and the thread that writes its checkpoints.
@@ -312,7 +315,7 @@ class Node:
         while (snapshot := self._await_snapshot()) is not None:
             assert self.store is not None
             begun, tensors = snapshot
-            place = begun.term, begun.version, self.index, self.shards, tensors.read(scratch)
+            place = begun.term, begun.version, self.index, self.shards, tensors.read(scratch, most=BLOCK)
             try:
                 file = self.store.write_shard(*place, number=begun.number, described=tensors.described)
                 written = replace(begun, file=file)

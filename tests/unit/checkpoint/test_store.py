@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 
 from elastic_ps.checkpoint import files as files_module
-from elastic_ps.checkpoint import plain
+from elastic_ps.checkpoint import plain, tensors
 from elastic_ps.checkpoint.manifest import parse
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.codec.state import Stored
@@ -119,6 +119,26 @@ def test_a_flipped_byte_is_found_wherever_it_is(store: Store, number: int, seed:
     data[place] ^= 1 << generator.randrange(8)
     path.write_bytes(data)
     broken_is_refused_and_the_one_before_is_used(store, f"{path.name}, byte {place}")
+
+
+def test_a_file_of_several_chunks_is_compared_with_its_digest(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensors, "CHUNK", 64)
+    monkeypatch.setattr(tensors, "LARGE", 64)  # a thread digests a chunk while the next one is read
+    write(store, 1)
+    assert same(store, 1)
+    path = files(store, 1)[0]
+    data = path.read_bytes()
+    assert len(data) > 3 * 64
+    for place in range(0, len(data), 64):
+        changed = bytearray(data)
+        changed[place] ^= 1
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointCorrupt):
+            store.open_whole(1)
+    path.write_bytes(data)
+    store.open_whole(1).close()
 
 
 def test_no_character_of_the_manifest_can_change(store: Store) -> None:

@@ -116,3 +116,17 @@ def test_nothing_is_copied_that_has_been_read_of_a_snapshot() -> None:
     assert changing.read() == list(range(COUNT))
     changing.change()
     assert changing.snapshot.pause == timedelta(0)
+
+
+def test_a_long_tensor_of_a_snapshot_is_read_in_parts() -> None:
+    tensors = [torch.arange(10.0), torch.arange(3, dtype=torch.int64)]
+    stored = [Stored(number, 0, "value", each) for number, each in enumerate(tensors)]
+    snapshot, expected = Snapshot({0: stored}), [each.tolist() for each in tensors]
+    read: list[tuple[int, list[float]]] = []
+    for part in snapshot.read(Scratch(), most=16):
+        read.append((part.tensor, part.value.tolist()))
+        snapshot.keep(0)
+        for each in tensors:
+            each.fill_(-1)
+    assert max(len(values) * tensors[number].element_size() for number, values in read) == 16
+    assert [[v for n, values in read if n == number for v in values] for number in range(2)] == expected
