@@ -11,15 +11,17 @@ from elastic_ps.contrib.models import DeepFM, ids_for
 from elastic_ps.embedding import Adagrad
 
 
-def main(records: int = 60_000, batch_size: int = 256, lr: float = 0.005) -> None:
+def main(records: int = 60_000, epochs: int = 2, batch_size: int = 256, lr: float = 0.01) -> None:
     """Report the expected AUC on the test set, that of the teacher, and the share of it beyond a guess."""
-    training, test = clicks(records)
+    training, test = clicks(records, categories=100)
     torch.manual_seed(1)
     model = DeepFM(fields=8, width=4, hidden=(32,), tables={"optimizer": Adagrad(lr=0.1)})
 
     session = elastic_ps.connect()
     optimizer = session.optimizer(torch.optim.Adam(model.parameters(), lr=lr), model)
-    loader = session.loader(training, batch_size=batch_size, prefetch=lambda batch: ids_for(model, batch[0]))
+    loader = session.loader(
+        training, batch_size=batch_size, epochs=epochs, prefetch=lambda batch: ids_for(model, batch[0])
+    )
     for categories, clicked, _ in loader:
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(categories), clicked)

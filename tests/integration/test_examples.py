@@ -116,7 +116,7 @@ def test_a_script_of_another_library_survives_its_workers_and_its_server(
 
 @pytest.mark.nightly
 def test_deepfm_learns_what_its_teacher_knows(tmp_path: Path) -> None:
-    found = metrics(trained("clicks", tmp_path, records=60_000))
+    found = metrics(trained("clicks", tmp_path, records=2 * 60_000))
     assert 0.75 < found["best_auc"] < 0.9
     assert 0.85 < found["share"] < 1
 
