@@ -91,6 +91,41 @@ def test_a_bag_is_that_of_torch_on_the_same_rows(
     )
 
 
+@given(
+    ids=st.lists(st.one_of(st.sampled_from(EDGES), st.integers(-(2**63), 2**63 - 1)), max_size=8),
+    repeated=st.integers(1, 3),
+    offsets=st.one_of(
+        st.lists(st.integers(-2, 20), max_size=6),
+        st.lists(st.integers(0, 24), max_size=6).map(lambda given: sorted([0, *given])),
+    ),
+    mode=st.sampled_from(["sum", "mean", "max"]),
+)
+def test_any_ids_and_offsets_give_the_right_bags_or_a_sentence(
+    ids: list[int], repeated: int, offsets: list[int], mode: Mode
+) -> None:
+    layer, given_ = make(EmbeddingBag, mode=mode), torch.tensor(ids * repeated, dtype=torch.int64)
+    starts = torch.tensor(offsets, dtype=torch.int64)
+    begin = offsets[:1] == [0] or (not offsets and not ids)
+    if not (begin and offsets == sorted(offsets) and max(offsets, default=0) <= len(given_)):
+        with pytest.raises(UsageError, match="offsets begin with 0 and ascend"):
+            layer(given_, starts)
+        return
+    found, rows = layer(given_, starts), layer.table.lookup(given_.numpy())
+    assert found.shape == (len(offsets), DIM)
+    for bag, start, end in zip(found.detach(), offsets, [*offsets, len(given_)][1:], strict=True):
+        own = rows[start:end]
+        expected = torch.zeros(DIM) if start == end else own.amax(0) if mode == "max" else own.sum(0)
+        if mode == "mean":
+            expected = expected / max(1, end - start)
+        torch.testing.assert_close(bag, expected.double())
+    if ids:
+        found.sum().backward()
+        ours = gradient(layer)
+        assert sorted(ours) == sorted({*ids})
+        if mode == "sum":
+            assert [ours[each][0] for each in ids] == [repeated * ids.count(each) for each in ids]
+
+
 def test_bags_of_one_length_need_no_offsets() -> None:
     layer = make(EmbeddingBag, mode="sum")
     ids = torch.tensor([[1, 2], [3, 3]])
