@@ -8,6 +8,11 @@ a Zipf distribution. It prints the median step of
 - one process with `sparse=True`, which sends nothing;
 
 and that of elastic-ps with a table four times as large. They take turns. Loading records is not measured.
+
+With `--known 10000000` elastic-ps has a table that grows instead, in which so many rows are made before, and
+a second time fetches the rows of the next batch during a step. The network is DeepFM's: a factorization
+machine beside a feed-forward network. "one process" is to be compared for each record: with N workers a step
+has N times as many.
 """
 
 from __future__ import annotations
@@ -26,8 +31,11 @@ from typing import Any
 
 import torch
 
+import elastic_ps
 from benchmarks.figures import Figure, write
 from elastic_ps.api.job import parse_job
+from elastic_ps.contrib.models.tables import interactions
+from elastic_ps.embedding import Adagrad
 from elastic_ps.local import Launcher, Options
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,17 +59,22 @@ class Numbers(torch.utils.data.Dataset[int]):
 
 
 class Model(torch.nn.Module):
-    """The rows of a record's fields, and a small network on them."""
+    """The rows of a record's fields, their interactions, and a small network on them."""
 
-    def __init__(self, rows: int, *, sparse: bool) -> None:
+    def __init__(self, rows: int, *, kind: str) -> None:
         super().__init__()
-        self.table = torch.nn.Embedding(rows, WIDTH, sparse=sparse)
+        self.table: torch.nn.Module
+        if kind == "growing":
+            self.table = elastic_ps.Embedding("rows", WIDTH, optimizer=Adagrad(lr=0.01))
+        else:
+            self.table = torch.nn.Embedding(rows, WIDTH, sparse=kind == "sparse")
         self.rest = torch.nn.Sequential(
             torch.nn.Linear(FIELDS * WIDTH, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)
         )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.rest(self.table(ids).flatten(1))
+        vectors = self.table(ids)
+        out: torch.Tensor = self.rest(vectors.flatten(1)).squeeze(1) + interactions(vectors)
         return out
 
 
@@ -74,28 +87,42 @@ def zipf(records: int, rows: int) -> torch.Tensor:
     return (ranks.long() * 2_654_435_761) % rows
 
 
-def run(model: Any, optimizer: Any, batches: Iterable[torch.Tensor], rows: int) -> float:
+class Looked:
+    """The ids of records, by their numbers: the first `filling` records have each row once."""
+
+    def __init__(self, rows: int, filling: int = 0) -> None:
+        self._ids, self._rows, self._filling = zipf(1 << 16, rows), rows, filling
+
+    def __call__(self, numbers: torch.Tensor) -> torch.Tensor:
+        if int(numbers[0]) < self._filling:
+            return (numbers[:, None] * FIELDS + torch.arange(FIELDS)) % self._rows
+        return self._ids[numbers % len(self._ids)]
+
+
+def run(model: Any, optimizer: Any, batches: Iterable[torch.Tensor], look: Looked) -> float:
     """Train on batches of the numbers of records; returns the median step in milliseconds."""
-    ids, seconds = zipf(1 << 16, rows), []
+    seconds: list[float] = []
     for numbers in batches:
-        looked_up = ids[numbers % len(ids)]
+        looked_up = look(numbers)
         began = time.perf_counter()
         optimizer.zero_grad()
         model(looked_up).square().mean().backward()
         optimizer.step()
         seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[WARM:]) * 1e3
+    return statistics.median(seconds[WARM - STEPS :]) * 1e3
 
 
-def train(path: str, rows: int, batch: int, workers: int) -> None:
+def train(path: str, rows: int, batch: int, workers: int, kind: str, ahead: bool) -> None:
     """What a worker of elastic-ps runs."""
-    import elastic_ps
-
     torch.set_num_threads(1)
     session = elastic_ps.connect()
-    model = Model(rows, sparse=True)
+    model = Model(rows, kind=kind)
     optimizer = session.optimizer(torch.optim.Adagrad(model.parameters(), lr=0.01), model)
-    median = run(model, optimizer, session.loader(Numbers(STEPS * batch * workers), batch), rows)
+    together = batch * workers
+    filling = -(-rows // (FIELDS * together)) * together if kind == "growing" else 0
+    look, records = Looked(rows, filling), Numbers(filling + STEPS * together)
+    prefetch = (lambda numbers: {"rows": look(numbers)}) if ahead else None
+    median = run(model, optimizer, session.loader(records, batch, prefetch=prefetch), look)
     if session.worker == 0:
         Path(path).write_text(str(median))
 
@@ -103,26 +130,33 @@ def train(path: str, rows: int, batch: int, workers: int) -> None:
 def train_without(path: str, rows: int, batch: int, *, ddp: bool) -> None:
     """What one process runs, or each rank of DistributedDataParallel."""
     torch.set_num_threads(1)
-    model: torch.nn.Module = Model(rows, sparse=not ddp)
+    model: torch.nn.Module = Model(rows, kind="dense" if ddp else "sparse")
     if ddp:
         torch.distributed.init_process_group("gloo")
         model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
     loader = torch.utils.data.DataLoader(Numbers(STEPS * batch), batch)
-    median = run(model, optimizer, loader, rows)
+    median = run(model, optimizer, loader, Looked(rows))
     if int(os.environ.get("RANK", "0")) == 0:
         Path(path).write_text(str(median))
     if ddp:
         torch.distributed.destroy_process_group()
 
 
-def elastic(rows: int, batch: int, workers: int) -> float:
+def elastic(rows: int, batch: int, workers: int, kind: str, *, ahead: bool = False) -> float:
     """The median step of elastic-ps, in milliseconds."""
     with tempfile.TemporaryDirectory() as root:
         path = Path(root) / "median"
         spec = {
             "entrypoint": "benchmarks.tables:train",
-            "arguments": {"path": str(path), "rows": rows, "batch": batch, "workers": workers},
+            "arguments": {
+                "path": str(path),
+                "rows": rows,
+                "batch": batch,
+                "workers": workers,
+                "kind": kind,
+                "ahead": ahead,
+            },
             "worker": {"replicas": workers},
             "parameterServer": {"checkpoint": {"interval": "1h"}},
             "data": {"shuffle": False},
@@ -132,6 +166,10 @@ def elastic(rows: int, batch: int, workers: int) -> float:
         with Launcher(parsed, Options(root=Path(root))) as launcher:
             launcher.start()
             launcher.wait(LIMIT)
+            server = launcher.status().server
+            for table in server.tables if ahead and server else []:
+                share = table.used_ahead / max(1, table.used)
+                print(f"{share:.0%} of the rows were used as they had been fetched ahead")
         return float(path.read_text())
 
 
@@ -153,6 +191,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--known", type=int, default=0, help="rows of a table that grows")
     parser.add_argument("--batch", type=int, default=512, help="records of a worker's batch")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
@@ -164,12 +203,17 @@ def main() -> None:
         train_without(parsed.train, rows, batch, ddp=workers > 1)
         return
     os.chdir(ROOT)
+    kind, size = ("growing", parsed.known) if parsed.known else ("sparse", rows)
     found: dict[str, list[float]] = {"elastic-ps": [], "DDP": [], "one process": [], "a larger table": []}
+    if parsed.known:
+        found["fetched ahead"] = []
     for number in range(parsed.rounds):
-        found["elastic-ps"].append(elastic(rows, batch, workers))
+        found["elastic-ps"].append(elastic(size, batch, workers, kind))
         found["DDP"].append(without(rows, batch, workers))
         found["one process"].append(without(rows, batch, 1))
-        found["a larger table"].append(elastic(4 * rows, batch, workers))
+        found["a larger table"].append(elastic(4 * size, batch, workers, kind))
+        if parsed.known:
+            found["fetched ahead"].append(elastic(size, batch, workers, kind, ahead=True))
         steps = ", ".join(f"{name} {values[-1]:.1f}" for name, values in found.items())
         print(f"round {number + 1}: {steps} ms", flush=True)
     median = {name: statistics.median(values) for name, values in found.items()}
@@ -180,7 +224,7 @@ def main() -> None:
     what = f"{rows:,} rows, {workers} workers, batches of {batch}"
     write(
         parsed.json,
-        [Figure(what, ours, median[name], "ms", name) for name in ("DDP", "one process", "a larger table")],
+        [Figure(what, ours, median[name], "ms", name) for name in found if name != "elastic-ps"],
     )
 
 
