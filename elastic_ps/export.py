@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_ps.checkpoint.plain import export
+from elastic_ps.embedding.stored import exported
 from elastic_ps.errors import ElasticPSError, UserError
 from elastic_ps.evaluation import results as evaluations
 
@@ -25,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             evaluations.best_version(parsed.directory) if best else parsed.version and int(parsed.version)
         )
         with warnings.catch_warnings(record=True) as warned:
-            version, tensors = export(parsed.directory, parsed.out, version=wanted)
+            version, tensors = export(
+                parsed.directory, parsed.out, version=wanted, beside=lambda reader: exported(reader.rows())
+            )
     except ElasticPSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1

@@ -31,7 +31,10 @@ MOST_VERSIONS = 10**10
 """The limit of versions, since a directory's name has ten digits."""
 
 MOST_ELEMENTS = 1 << 48
-_FILE = re.compile(r"shard-\d{1,6}-of-\d{1,6}\.safetensors")
+BASE = "base-"
+"""The names of files begin so that have the rows of an earlier checkpoint, and other tensors of no use."""
+
+_FILE = re.compile(r"(?:shard|base)-\d{1,6}-of-\d{1,6}\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -56,7 +59,7 @@ class Manifest:
         tensors: the model's tensors, as plain data, in order of registration; see `specs`.
         optimizer: name of the optimizer's class.
         state: the coordinator's state at this version: ledger, members, seen steps, settings, metrics.
-        files: the file of each shard.
+        files: the file of each shard, and the base of those that have only the changes of rows since.
     """
 
     job: str

@@ -6,7 +6,7 @@ The checkpoint directory is not changed, so its job may be running.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +70,9 @@ def load_checkpoint(
         _require_same(model, values, left)
         optimizers = _listed(optimizer)
         states = _optimizer_states(reader, model, optimizers, left)
-        if tables := [load for module in model.modules() if (load := getattr(module, "load_rows", None))]:
-            parts = list(reader.rows())
-            for load in tables:
-                load(parts)
+        for module in model.modules():
+            if (load := getattr(module, "load_rows", None)) is not None:
+                load(reader.rows())
         names = {uncompiled(name): name for name in model.state_dict()}
         model.load_state_dict({names[name]: value for name, value in values.items()}, strict=False)
         for each, state in zip(optimizers, states, strict=True):
@@ -81,23 +80,36 @@ def load_checkpoint(
         return reader.manifest.version
 
 
-def export(directory: Path, out: Path, *, version: int | None = None) -> tuple[int, int]:
+def export(
+    directory: Path,
+    out: Path,
+    *,
+    version: int | None = None,
+    beside: Callable[[Reader], Mapping[str, torch.Tensor]] = lambda _: {},
+) -> tuple[int, int]:
     """Write a checkpoint's model as a plain `state_dict` to a file, atomically.
 
     Args:
         out: the path of the file; it ends with `.safetensors` or `.pt`.
+        beside: gives further tensors of the checkpoint, by their names.
 
     Returns:
         The version, and the number of tensors.
 
     Raises:
-        UserError: `out` has another ending or cannot be written, or there is no such checkpoint.
+        UserError: `out` has another ending or cannot be written, there is no such checkpoint, or two tensors
+            have the same name.
         CheckpointCorrupt, StorageUnavailable: see `load_checkpoint`.
     """
     if out.suffix not in FORMATS:
         raise UserError(f"OUT is {out}; expected a name that ends with {' or '.join(FORMATS)}")
     with open_checkpoint(directory, version) as reader:
-        values = state_dict(reader)
+        values, further = state_dict(reader), beside(reader)
+        if twice := sorted(values.keys() & further.keys()):
+            raise UserError(
+                f"the model has a tensor {twice[0]!r}, and so has a table: name the table differently"
+            )
+        values |= further
         temporary = out.with_name(f".{out.name}.partial")
         try:
             if out.suffix == ".pt":

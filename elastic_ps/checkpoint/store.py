@@ -90,7 +90,8 @@ class Store:
         """The directory of a complete checkpoint."""
         return self.directory / f"version-{version:010d}"
 
-    def _partial(self, term: int, number: int, version: int) -> Path:
+    def partial(self, term: int, number: int, version: int) -> Path:
+        """The directory of a checkpoint that is being written."""
         return self.directory / f"partial-{term}-{number}-{version:010d}"
 
     def write_shard(
@@ -115,7 +116,7 @@ class Store:
             CheckpointError: the directory cannot be used at all.
         """
         name = f"shard-{shard}-of-{shards}.safetensors"
-        directory = self._partial(term, number, version)
+        directory = self.partial(term, number, version)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             for left in self._partials_before(term, number, version):
@@ -141,7 +142,7 @@ class Store:
             CheckpointError: a file of the manifest is missing. Older checkpoints are unchanged.
             Fenced: another parameter server has taken over.
         """
-        partial = self._partial(manifest.term, manifest.number, manifest.version)
+        partial = self.partial(manifest.term, manifest.number, manifest.version)
         try:
             with self._locked():
                 self.require_term(manifest.term)

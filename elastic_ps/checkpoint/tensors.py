@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import torch
 
 from elastic_ps.checkpoint import files
-from elastic_ps.checkpoint.manifest import Manifest, ShardFile, is_count
+from elastic_ps.checkpoint.manifest import BASE, Manifest, ShardFile, is_count
 from elastic_ps.codec import as_bytes, dtype_of, name_of
 from elastic_ps.codec.optimizers import VALUE
 from elastic_ps.codec.state import Stored
@@ -162,7 +162,7 @@ class Reader:
                 for entry in _entries(opened, file):
                     if entry.rows:
                         self._rows[entry.file, entry.tensor].append(entry)
-                    else:
+                    elif not entry.file.startswith(BASE):
                         self._places[entry.tensor, entry.key].append(entry)
             self._check()
         except BaseException:
@@ -238,10 +238,17 @@ class Reader:
                 found[spec.name if key == VALUE else f"{spec.name} ({key})"] = bad
         return found
 
-    def rows(self) -> Iterator[dict[str, torch.Tensor]]:
-        """The flattened columns of each embedding table of each file, one after the other, by their names."""
-        for columns in self._rows.values():
-            yield {entry.key: self._read(entry, 0, entry.length) for entry in columns}
+    def rows(self) -> Iterator[Mapping[str, torch.Tensor]]:
+        """The flattened columns of each embedding table of each file, one after the other, by their names.
+
+        Those of bases come first. A column is read when it is asked for.
+        """
+        for _, columns in sorted(self._rows.items(), key=lambda part: not part[0][0].startswith(BASE)):
+            yield _Columns(self, {entry.key: entry for entry in columns})
+
+    def read(self, entry: Entry) -> torch.Tensor:
+        """All elements of an entry."""
+        return self._read(entry, 0, entry.length)
 
     def value(self, tensor: int, start: int, length: int) -> torch.Tensor:
         """See `Source`."""
@@ -296,6 +303,22 @@ class Reader:
                 f"{file.name} has been changed since it was written (its SHA-256 differs)"
             )
         self._verified.add(name)
+
+
+class _Columns(Mapping[str, torch.Tensor]):
+    """The columns of a table, which are read when they are asked for."""
+
+    def __init__(self, reader: Reader, entries: Mapping[str, Entry]) -> None:
+        self._reader, self._entries = reader, entries
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self._reader.read(self._entries[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
 
 
 def _entries(file: BinaryIO, described: ShardFile) -> Iterator[Entry]:

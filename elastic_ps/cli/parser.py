@@ -327,8 +327,8 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "export",
         help="write a checkpoint's model as one file for plain PyTorch",
         description="Write the model of a checkpoint into one file, as a plain state_dict. The job may be\n"
-        "running. To load the optimizer's state as well, use\n"
-        "elastic_ps.load_checkpoint(DIR, model, optimizer) in Python.",
+        "running. Tables that grow are there as NAME.ids and NAME.values. To load the optimizer's\n"
+        "state as well, use elastic_ps.load_checkpoint(DIR, model, optimizer) in Python.",
         epilog=EXPORT_EXAMPLES,
         formatter_class=_Help,
     )

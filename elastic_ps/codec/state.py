@@ -60,6 +60,19 @@ class Source(Protocol):
         """The optimizer's state of a piece, its `MASTER` and `PULLED`, by key; {} if there is none."""
 
 
+class Beside(Protocol):
+    """More tensors of a shard at one version; the attributes are those of `Snapshot`."""
+
+    @property
+    def described(self) -> Sequence[Stored]: ...
+
+    @property
+    def pause(self) -> timedelta: ...
+
+    def read(self) -> Iterator[Stored]:
+        """Yield each tensor once. Blocks for copies."""
+
+
 class Snapshot:
     """The tensors of a shard at one version. One thread reads them while others make the next versions.
 
@@ -72,10 +85,10 @@ class Snapshot:
         patience: for how long changes wait for the reader altogether. While they do, the copies take no more
             than the share `SHARE` of all tensors.
         room: bytes that the copies may take in any case.
+        beside: is read after the buckets.
 
     Attributes:
         described: all tensors, in the order in which they are read. Only dtypes and shapes stay true.
-        pause: for how long changes have waited for the reader and for copies.
     """
 
     SHARE = 1 / 16
@@ -86,15 +99,24 @@ class Snapshot:
         *,
         patience: timedelta = timedelta(0),
         room: int = 1 << 24,
+        beside: Beside | None = None,
     ) -> None:
         self.described = [stored for tensors in buckets.values() for stored in tensors]
         self._room = max(room, self.SHARE * sum(stored.value.nbytes for stored in self.described))
+        self._beside = beside
+        if beside is not None:
+            self.described += beside.described
         self._patience = patience
         self._read = threading.Condition()  # its lock guards all below
         self._unread = {bucket: deque(tensors) for bucket, tensors in buckets.items()}
         self._copies: dict[int, int] = {}  # the bytes of the copies that are there, by bucket
         self._failure: OSError | None = None  # there was no memory for a copy
-        self.pause = timedelta(0)
+        self._pause = timedelta(0)
+
+    @property
+    def pause(self) -> timedelta:
+        """For how long changes have waited for the reader and for copies."""
+        return self._pause + (self._beside.pause if self._beside is not None else timedelta(0))
 
     def keep(self, bucket: int) -> None:
         """Have the snapshot do without the tensors of a bucket, which is about to change. Blocks.
@@ -105,7 +127,7 @@ class Snapshot:
             unread = self._unread.get(bucket)
             if not unread or bucket in self._copies or self._failure is not None:
                 return
-            began, left = time.monotonic(), self._patience - self.pause
+            began, left = time.monotonic(), self._patience - self._pause
             self._read.wait_for(
                 lambda: sum(self._copies.values()) + _bytes(unread) <= self._room,
                 timeout=max(0.0, left.total_seconds()),
@@ -122,7 +144,7 @@ class Snapshot:
                 copy = memory[at:end].view(value.dtype).view(value.shape).copy_(value)
                 unread.append(replace(stored, value=copy))
                 at += _padded(stored)
-            self.pause += timedelta(seconds=time.monotonic() - began)
+            self._pause += timedelta(seconds=time.monotonic() - began)
 
     def read(self, scratch: Scratch, *, most: float = math.inf) -> Iterator[Stored]:
         """Yield each tensor once, in memory that may be the next one's, too. Blocks for copies.
@@ -155,6 +177,8 @@ class Snapshot:
                         copy = scratch.tensor(value.numel(), value.dtype).view(value.shape)
                         stored = replace(stored, value=copy.copy_(value))
                 yield stored
+        if self._beside is not None:
+            yield from self._beside.read()
 
 
 def _new_memory(nbytes: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ layer's `Source`, which keeps it until the step.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, get_args
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from elastic_ps.codec import name_of
 from elastic_ps.embedding.init import Ids, Init, hashed
 from elastic_ps.embedding.optimizers import RowOptimizer
-from elastic_ps.embedding.stored import tables_in
+from elastic_ps.embedding.stored import part_of, part_spec
 from elastic_ps.embedding.table import State, Table, TableSpec, WhenFull, default_init
 from elastic_ps.errors import ModelMismatch, UsageError
 
@@ -109,6 +109,20 @@ def coalesced(gradients: Sequence[Gradient], spec: TableSpec) -> Gradient:
         counts[places] += each.counts
         start += len(each.ids)
     return Gradient(ids, total, counts)
+
+
+def mean_of(weighted: Sequence[tuple[Gradient, float]], weight: float | None, spec: TableSpec) -> Gradient:
+    """The weighted mean of some gradients of a table.
+
+    Args:
+        weighted: each with its weight.
+        weight: the sum of the weights, with those of steps that have no gradient; None: of a single step.
+    """
+    if weight is None:
+        return coalesced([each for each, _ in weighted], spec)
+    scaled = [each._replace(values=each.values * own) for each, own in weighted]
+    total = coalesced(scaled, spec)
+    return total._replace(values=total.values / weight)
 
 
 class _Rows(NamedTuple):
@@ -202,23 +216,27 @@ class _Layer(torch.nn.Module):
                 "a checkpoint of the job instead, with elastic_ps.load_checkpoint(directory, model)"
             )
 
-    def load_rows(self, parts: Sequence[dict[str, torch.Tensor]]) -> None:
+    def load_rows(self, parts: Iterable[Mapping[str, torch.Tensor]]) -> None:
         """Replace the table's rows by those of a checkpoint, as `Reader.rows` gives them.
 
         Raises:
             ModelMismatch: the checkpoint has no such table.
-            CheckpointCorrupt: see `tables_in`.
+            CheckpointCorrupt: see `parts_in`.
         """
-        tables = tables_in(parts, lambda ids: np.ones(len(ids), dtype=np.bool_))
-        if self.spec.name not in tables:
-            known = ", ".join(map(repr, tables)) or "none"
+        new, known = Table(self.spec), set[str]()
+        for columns in parts:
+            spec = part_spec(columns)
+            known.add(spec.name)
+            if spec.name == self.spec.name:
+                self.spec.require_same(spec)
+                new.merge(part_of(columns)[1])
+        if self.spec.name not in known:
+            said = ", ".join(map(repr, sorted(known))) or "none"
             raise ModelMismatch(
-                f"the checkpoint has no table {self.spec.name!r}; it has {known}. Before the first step of a "
+                f"the checkpoint has no table {self.spec.name!r}; it has {said}. Before the first step of a "
                 "job it has none"
             )
-        spec, state = tables[self.spec.name]
-        self.spec.require_same(spec)
-        self.table.load_state(state)
+        self.table.replace(new)
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"

@@ -7,9 +7,9 @@ cannot be done here without touching the whole table. Such options are refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -44,12 +44,14 @@ class Touched(NamedTuple):
         slots: in the order of the optimizer's `slots`, of shape (rows, width).
         gradient: of the shape and dtype of `values`; may be overwritten.
         number: of the steps that the table has made, this one included.
+        rate: by what the learning rate is multiplied; see `RowOptimizer.rate_of`.
     """
 
     values: torch.Tensor
     slots: Sequence[torch.Tensor]
     gradient: torch.Tensor
     number: int
+    rate: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,8 @@ class RowOptimizer:
 
     Args:
         lr: the learning rate.
+        scheduled: whether a scheduler of the model's optimizer changes it, too: it is multiplied by what the
+            scheduler makes of the learning rate of the first parameter group.
         weight_decay, momentum: refused unless 0; see the message.
 
     Raises:
@@ -65,6 +69,7 @@ class RowOptimizer:
     """
 
     lr: float
+    scheduled: bool = False
     weight_decay: float = 0.0
     momentum: float = 0.0
 
@@ -82,6 +87,22 @@ class RowOptimizer:
             given = getattr(self, option)
             raise UsageError(f"{type(self).__name__}({option}={given!r}): expected {expected}")
 
+    def rate_of(
+        self, groups: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]], divisor: float = 1.0
+    ) -> float:
+        """By what the learning rate of a step is multiplied.
+
+        Args:
+            groups: the parameter groups of the model's optimizer in this step.
+            first: those with which training began, before any scheduler.
+            divisor: what the staleness of the step divides learning rates by, as it did those in `groups`.
+        """
+        if self.scheduled and groups and first and "lr" in groups[0]:
+            begun = float(groups[0].get("initial_lr", first[0].get("lr", 0.0)))
+            if begun:
+                return float(groups[0]["lr"]) / begun
+        return 1.0 / divisor
+
     def step(self, rows: Touched) -> None:
         """Make a step, in place."""
         raise NotImplementedError
@@ -93,7 +114,7 @@ class SGD(RowOptimizer):
 
     def step(self, rows: Touched) -> None:
         """See `RowOptimizer.step`."""
-        rows.values.add_(rows.gradient, alpha=-self.lr)
+        rows.values.add_(rows.gradient, alpha=-self.lr * rows.rate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +137,7 @@ class Adagrad(RowOptimizer):
         """See `RowOptimizer.step`."""
         (total,) = rows.slots
         total.addcmul_(rows.gradient, rows.gradient)
-        rows.values.addcdiv_(rows.gradient, total.sqrt().add_(self.eps), value=-self.lr)
+        rows.values.addcdiv_(rows.gradient, total.sqrt().add_(self.eps), value=-self.lr * rows.rate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +160,7 @@ class RowwiseAdagrad(RowOptimizer):
         """See `RowOptimizer.step`."""
         (total,) = rows.slots
         total.add_(rows.gradient.square().mean(1, keepdim=True))
-        rows.values.addcdiv_(rows.gradient, total.sqrt().add_(self.eps), value=-self.lr)
+        rows.values.addcdiv_(rows.gradient, total.sqrt().add_(self.eps), value=-self.lr * rows.rate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +190,7 @@ class LazyAdam(RowOptimizer):
         (first, second), (beta1, beta2) = rows.slots, self.betas
         first.lerp_(rows.gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(rows.gradient, rows.gradient, value=1 - beta2)
-        size = self.lr * math.sqrt(1 - beta2**rows.number) / (1 - beta1**rows.number)
+        size = self.lr * rows.rate * math.sqrt(1 - beta2**rows.number) / (1 - beta1**rows.number)
         rows.values.addcdiv_(first, second.sqrt().add_(self.eps), value=-size)
 
 
@@ -177,7 +198,8 @@ class LazyAdam(RowOptimizer):
 class FTRL(RowOptimizer):
     """FTRL-Proximal (McMahan et al. 2013, "Ad Click Prediction: a View from the Trenches", algorithm 1).
 
-    There rows begin with 0. Here a row moves on from its first values, whatever they are.
+    There rows begin with 0. Here a row moves on from its first values, whatever they are. The learning rate
+    counts for past steps, too. So a scheduler, and the staleness of a step, multiply the gradient instead.
 
     Args:
         l1: the larger, the more values are exactly 0.
@@ -204,6 +226,8 @@ class FTRL(RowOptimizer):
         linear, total = rows.slots
         # So the closed form gives the first values before the first gradient.
         new = (total == 0) & (linear == 0)
+        if rows.rate != 1:
+            rows.gradient.mul_(rows.rate)
         before = (total + self.initial_accumulator).sqrt_().masked_fill_(new, -self.beta)
         total.addcmul_(rows.gradient, rows.gradient)
         root = (total + self.initial_accumulator).sqrt_()

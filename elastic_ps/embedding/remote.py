@@ -15,7 +15,7 @@ from elastic_ps.embedding.module import Embedding, Given, Gradient, LocalSource,
 from elastic_ps.embedding.placing import shard_of
 from elastic_ps.embedding.stored import spec_to_text
 from elastic_ps.embedding.table import TableSpec
-from elastic_ps.embedding.tables import Tables, layers_of, require_trainable
+from elastic_ps.embedding.tables import Groups, Tables, layers_of, require_trainable
 from elastic_ps.embedding.wire import gradient_to_bytes, ids_from_bytes
 from elastic_ps.errors import Malformed, UsageError
 from elastic_ps.tensors.client import Client
@@ -192,8 +192,9 @@ class RemoteTables(Tables):
             if name in taken:
                 source.used = source.used_ahead = 0
 
-    def applied(self) -> None:
+    def applied(self, version: int, groups: Groups) -> None:
         """See `Tables`."""
+        del version, groups
         self._taken = {}
 
 
@@ -210,9 +211,7 @@ def tables_in_job(model: torch.nn.Module, spec: TrainingJobSpec, client: Client)
     require_trainable(
         spec,
         {
-            "parameterServer.durability: standby": spec.parameter_server.durability == "standby",
             "worker.processes above 1": spec.worker.processes > 1,
-            "an evaluator": spec.evaluator is not None,
         },
     )
     return RemoteTables(layers, client)

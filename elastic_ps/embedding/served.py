@@ -2,8 +2,8 @@
 
 A worker sends the rows of a step once, before it ends the step. They wait here until shard 0 decides which
 steps make the next version. So a round that starts again needs nothing sent again, and a row counts as often
-as its step, which is once. A worker that has sent a later step, or comes back as another incarnation, has
-given up the earlier one, so each worker has one step here at most.
+as its step, which is once. When a step of a worker is in a version, its earlier steps, also those of earlier
+incarnations, are in that version, in one before, or lost.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import dataclasses
 import math
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,13 +23,14 @@ import torch
 from elastic_ps.api.tables import TableStatus
 from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec import as_bytes
-from elastic_ps.codec.state import Stored
 from elastic_ps.core.weights import is_weight
+from elastic_ps.embedding.columns import NEVER
 from elastic_ps.embedding.init import Ids
-from elastic_ps.embedding.module import Gradient, coalesced
+from elastic_ps.embedding.module import Gradient, coalesced, mean_of
 from elastic_ps.embedding.placing import shard_of
-from elastic_ps.embedding.stored import columns_of, spec_from_text, tables_in
-from elastic_ps.embedding.table import Table, TableSpec
+from elastic_ps.embedding.snapshot import TablesAt
+from elastic_ps.embedding.stored import parts_in, spec_from_text
+from elastic_ps.embedding.table import State, Table, TableSpec
 from elastic_ps.embedding.wire import gradient_bytes, gradient_from_bytes, ids_from_bytes
 from elastic_ps.errors import Malformed, ModelMismatch, RefusalCode, Refused
 from elastic_ps.transport import calls
@@ -36,9 +39,49 @@ from elastic_ps.transport.base import Frame, Incoming
 from elastic_ps.transport.calls import answers
 
 MOST_TABLES = 1000
+_NONE = (-1, -1)
 
 Contributor = tuple[int, int, int]
 """A worker, its incarnation, and the number of its step."""
+
+
+class Rates(Protocol):
+    """The hyperparameters of a version; see `core.settings.Settings`."""
+
+    @property
+    def groups(self) -> Sequence[Mapping[str, Any]]: ...
+
+    @property
+    def first(self) -> Sequence[Mapping[str, Any]]: ...
+
+
+class Applied(Protocol):
+    """Which steps make a version, and how; see `orders.Application`."""
+
+    @property
+    def attempt(self) -> int: ...
+
+    @property
+    def contributors(self) -> Collection[Contributor]: ...
+
+    @property
+    def weight(self) -> float: ...
+
+    @property
+    def settings(self) -> Rates: ...
+
+    @property
+    def assigns(self) -> bool: ...
+
+    @property
+    def divisor(self) -> float: ...
+
+
+class Mean(NamedTuple):
+    """A table, and the mean of the gradients of its rows in a round."""
+
+    spec: TableSpec
+    gradient: Gradient
 
 
 class Step(NamedTuple):
@@ -63,14 +106,21 @@ class ShardTables:
 
     Attributes:
         life: a random number of these tables.
+        whole: whether it has all its rows; see `FollowingTables`.
     """
+
+    whole = True
 
     def __init__(self, shard: int, shards: int) -> None:
         self._shard, self._shards = shard, shards
         self.life = uuid.uuid4().int >> 65
         self._lock = threading.Lock()
+        self._read = threading.Condition(self._lock)  # a block of a snapshot was read
+        self._snapshots: weakref.WeakSet[TablesAt] = weakref.WeakSet()  # those that a thread may still read
         self._tables: dict[str, Table] = {}
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[Contributor, Step] = {}
+        self._newest: dict[int, tuple[int, int]] = {}  # of each worker, the last step in a version
+        self._pushed = False
 
     @property
     def used(self) -> bool:
@@ -127,48 +177,70 @@ class ShardTables:
         with self._lock:
             for spec in specs:
                 self._table(spec)
-            before = self._steps.get(worker)
-            if before is not None and before[:2] >= step[:2]:
+            there = (worker, *step[:2])
+            if there in self._steps or there[1:] <= self._newest.get(worker, _NONE):
                 return False
-            self._steps[worker] = step
+            self._steps[there], self._pushed = step, True
             for name, (used, ahead) in step.used.items():
                 self._tables[name].counts.used += used
                 self._tables[name].counts.used_ahead += ahead
             return True
 
-    def require(self, contributors: Collection[Contributor], weight: float) -> None:
-        """Raise Refused (INVALID) unless the rows of all these steps are here, if workers train tables."""
+    def _forget(self, worker: int, newest: tuple[int, int]) -> None:
+        """Free the rows of a worker's steps up to this one, and refuse late copies of them."""
+        self._newest[worker] = max(newest, self._newest.get(worker, _NONE))
+        for there in [each for each in self._steps if each[0] == worker and each[1:] <= newest]:
+            del self._steps[there]
+
+    def require(self, version: int, order: Applied) -> None:
+        """Raise Refused (INVALID) unless the rows of all its steps are here, if workers train tables."""
         with self._lock:
-            if not self._steps:
+            if not self._pushed:
                 return
-            steps = self._of(contributors)
+            steps = self._of(order)
         found = math.fsum(step.weight for step in steps)
-        if len(steps) < len(contributors) or found != weight:
+        if len(steps) < len(order.contributors) or found != order.weight:
             raise Refused(
                 RefusalCode.INVALID,
-                f"shard {self._shard} has the rows of {len(steps)} of {len(contributors)} steps, with "
-                f"{found:g} of their weight of {weight:g}",
+                f"shard {self._shard} has for version {version} the rows of {len(steps)} of "
+                f"{len(order.contributors)} steps, with {found:g} of their weight of {order.weight:g}",
             )
 
-    def apply(self, version: int, contributors: Collection[Contributor], weight: float) -> None:
-        """Make a version of the rows of these steps: their weighted mean, in the order of workers."""
+    def means(self, order: Applied) -> dict[str, Mean]:
+        """The weighted mean of the gradients of a version's steps, of each table that has some."""
         with self._lock:
-            steps = self._of(contributors)
-            for name, table in self._tables.items():
-                found = [(each, step.weight) for step in steps if (each := step.gradients.get(name))]
-                if len(steps) > 1:  # else the mean is the step's own, bit for bit
-                    found = [(each._replace(values=each.values * own), own) for each, own in found]
-                ids, values, counts = coalesced([each for each, _ in found], table.spec)
-                mean = values / weight if len(steps) > 1 else values
-                table.update(ids, mean, counts, version, stepped=bool(found))
-            # Free the rows, and keep the step numbers, which identify late copies of a step.
-            for worker, step in self._steps.items():
-                if any(step is applied for applied in steps):
-                    self._steps[worker] = step._replace(gradients={})
+            return self._means_of(order)
 
-    def _of(self, contributors: Collection[Contributor]) -> list[Step]:
-        found = [(self._steps.get(worker), place) for worker, *place in sorted(contributors)]
-        return [step for step, place in found if step is not None and [*step[:2]] == place]
+    def _means_of(self, order: Applied) -> dict[str, Mean]:
+        steps, means = self._of(order), {}
+        for name, table in self._tables.items():
+            found = [(each, step.weight) for step in steps if (each := step.gradients.get(name))]
+            if found:
+                one = len(steps) == 1  # then the mean is the step's own, bit for bit
+                means[name] = Mean(table.spec, mean_of(found, None if one else order.weight, table.spec))
+        return means
+
+    def apply(self, version: int, order: Applied) -> None:
+        """Make a version of the rows of its steps."""
+        with self._lock:
+            self._make(version, self._means_of(order), order)
+            for worker, incarnation, number in () if order.assigns else order.contributors:
+                self._forget(worker, (incarnation, number))
+
+    def _make(self, version: int, means: Mapping[str, Mean], order: Applied) -> None:
+        """Make a version of the mean gradients of tables."""
+        settings = order.settings
+        for snapshot in list(self._snapshots):
+            snapshot.wait()
+        for name, table in self._tables.items():
+            there = name in means
+            ids, values, counts = means[name].gradient if there else coalesced([], table.spec)
+            rate = table.spec.optimizer.rate_of(settings.groups, settings.first, order.divisor)
+            table.update(ids, values, counts, version, stepped=there, rate=rate)
+
+    def _of(self, order: Applied) -> list[Step]:
+        contributors = () if order.assigns else sorted(order.contributors)
+        return [step for each in contributors if (step := self._steps.get(each)) is not None]
 
     def _table(self, spec: TableSpec) -> Table:
         table = self._tables.get(spec.name)
@@ -182,12 +254,46 @@ class ShardTables:
             raise Refused(RefusalCode.MODEL_MISMATCH, str(error)) from error
         return table
 
+    # --- standbys
+
+    def parts(self, name: str, since: int, start: int, stop: int) -> State | None:
+        """See `Table.changes`."""
+        with self._lock:
+            return self._tables[name].changes(since, start, stop)
+
+    def extents(self) -> dict[str, tuple[TableSpec, int]]:
+        """Each table, and its `Table.extent`."""
+        with self._lock:
+            return {name: (table.spec, table.extent) for name, table in self._tables.items()}
+
+    def follow(self, request: pb.RowsRequest, incoming: Incoming) -> None:
+        """As a standby; see `FollowingTables`. Raises Refused (NOT_READY): this is none."""
+        del request, incoming
+        raise Refused(RefusalCode.NOT_READY, f"shard {self._shard} follows no other one")
+
     # --- checkpoints
 
-    def stored(self) -> list[Stored]:
-        """Copies of all rows, for the shard's part of a checkpoint."""
+    def few_changed(self, since: int | None) -> bool:
+        """Whether the rows that have changed after a version are known, and half of all at most."""
         with self._lock:
-            return columns_of(table for _, table in sorted(self._tables.items()))
+            tables = list(self._tables.values())
+            if since is None or not all(table.removed_since(since) for table in tables):
+                return False
+            rows = sum(len(table) + table.waiting for table in tables)
+            return rows > 0 and 2 * sum(table.changed_since(since) for table in tables) <= rows
+
+    def snapshot(
+        self, version: int, *, since: int | None = None, patience: timedelta = timedelta(0)
+    ) -> TablesAt:
+        """All rows, which are of this version, for the shard's part of a checkpoint; see `TablesAt`."""
+        del version
+        with self._lock:
+            tables = [table for _, table in sorted(self._tables.items())]
+            snapshot = TablesAt(
+                tables, self._read, since=NEVER if since is None else since, patience=patience
+            )
+            self._snapshots.add(snapshot)
+            return snapshot
 
     def load(self, reader: Reader) -> None:
         """Take over the rows of a checkpoint that belong to this shard. Blocks for reading.
@@ -195,13 +301,9 @@ class ShardTables:
         Raises:
             CheckpointCorrupt: the checkpoint's rows are not those of tables.
         """
-        for name, (spec, state) in tables_in(
-            reader.rows(), lambda ids: shard_of(ids, self._shards) == self._shard
-        ).items():
-            table = Table(spec)
-            table.load_state(state)
+        for spec, part in parts_in(reader.rows(), lambda ids: shard_of(ids, self._shards) == self._shard):
             with self._lock:
-                self._tables[name] = table
+                self._table(spec).merge(part)
 
 
 class TableCalls:
@@ -219,7 +321,7 @@ class TableCalls:
         spec, tables = spec_from_text(request.table), self._tables()
         if incoming.size % 8:
             raise Malformed(f"{incoming.size} bytes are no ids")
-        ids = ids_from_bytes(_read(incoming))
+        ids = ids_from_bytes(read_body(incoming))
         if request.held > len(ids):
             raise Malformed(f"{request.held} ids are held; expected {len(ids)} at most")
         held = request.held if request.life == tables.life else 0
@@ -232,22 +334,31 @@ class TableCalls:
 
     @answers(calls.PUSH_ROWS)
     def _push(self, request: pb.PushRowsRequest, incoming: Incoming) -> pb.Done:
-        specs = [spec_from_text(each.table) for each in request.tables]
-        sizes = [gradient_bytes(spec, each.rows) for spec, each in zip(specs, request.tables, strict=True)]
-        twice = len({spec.name for spec in specs}) < len(specs)
-        if sum(sizes) != incoming.size or twice or not is_weight(request.weight):
-            raise Malformed(f"a step with {incoming.size} bytes of rows; expected {sum(sizes)}")
-        tables, body, start = self._tables(), _read(incoming), 0
-        gradients, used = {}, {}
-        for spec, each, size in zip(specs, request.tables, sizes, strict=True):
-            gradients[spec.name] = gradient_from_bytes(body[start : start + size], spec, each.rows)
-            used[spec.name] = (each.used, each.used_ahead)
-            start += size
+        if not is_weight(request.weight):
+            raise Malformed(f"a step with the weight {request.weight}")
+        read = read_gradients(request.tables, incoming)
+        gradients = {name: mean.gradient for name, mean in read.items()}
+        used = {name: (each.used, each.used_ahead) for name, each in zip(read, request.tables, strict=True)}
         step = Step(request.caller.incarnation, request.step, request.weight, gradients, used)
-        return pb.Done(duplicate=not tables.push(request.caller.worker, step, specs))
+        specs = [mean.spec for mean in read.values()]
+        return pb.Done(duplicate=not self._tables().push(request.caller.worker, step, specs))
 
 
-def _read(incoming: Incoming) -> memoryview:
+def read_gradients(tables: Sequence[pb.PushRowsRequest.Rows], incoming: Incoming) -> dict[str, Mean]:
+    """The gradients in a body, by the names of their tables. Blocks. Raises Malformed."""
+    specs = [spec_from_text(each.table) for each in tables]
+    sizes = [gradient_bytes(spec, each.rows) for spec, each in zip(specs, tables, strict=True)]
+    if sum(sizes) != incoming.size or len({spec.name for spec in specs}) < len(specs):
+        raise Malformed(f"{incoming.size} bytes of rows; expected {sum(sizes)}, each table once")
+    body, start, found = read_body(incoming), 0, {}
+    for spec, each, size in zip(specs, tables, sizes, strict=True):
+        found[spec.name] = Mean(spec, gradient_from_bytes(body[start : start + size], spec, each.rows))
+        start += size
+    return found
+
+
+def read_body(incoming: Incoming) -> memoryview:
+    """The bytes of a call. Blocks."""
     body = memoryview(bytearray(incoming.size))
     if incoming.size:
         incoming.read_into(body)

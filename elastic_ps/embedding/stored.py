@@ -7,9 +7,9 @@ another number of shards may read it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +25,18 @@ from elastic_ps.errors import CheckpointCorrupt, Malformed, UserError
 LONGEST_SPEC = 4096
 """The longest description of a table, in characters."""
 
+Wanted: TypeAlias = Callable[[Ids], npt.NDArray[np.bool_]]
+
+_NOT_WHOLE = "the checkpoint has no whole table: {!r}"
 _KNOWN = ("ids", "counts", "seen")
 _INITS: Mapping[str, type[Init]] = {each.__name__: each for each in (Uniform, Normal, Constant)}
 _OPTIMIZERS: Mapping[str, type[RowOptimizer]] = {
     each.__name__: each for each in (SGD, Adagrad, RowwiseAdagrad, LazyAdam, FTRL)
 }
+
+
+def _all(ids: Ids) -> npt.NDArray[np.bool_]:
+    return np.ones(len(ids), dtype=np.bool_)
 
 
 class StoredRows(Stored):
@@ -40,56 +47,81 @@ class StoredRows(Stored):
         return f"rows/{self.tensor}/{self.key}"
 
 
-def columns_of(tables: Iterable[Table]) -> list[Stored]:
-    """Copies of all rows of some tables. Columns without elements are left out."""
-    found: list[Stored] = []
-    for number, table in enumerate(tables):
-        columns = {"spec": torch.frombuffer(bytearray(spec_to_text(table.spec).encode()), dtype=torch.uint8)}
-        for name, value in table.state().items():
-            columns[name] = value if isinstance(value, torch.Tensor) else torch.tensor([value])
-        found += [StoredRows(number, 0, name, value) for name, value in columns.items() if value.numel()]
-    return found
+def columns_to_part(spec: TableSpec, state: State) -> dict[str, torch.Tensor]:
+    """Some rows of a table, as `Table.changes` gives them, as tensors with the table's description."""
+    columns = {"spec": torch.frombuffer(bytearray(spec_to_text(spec).encode()), dtype=torch.uint8)}
+    for name, value in state.items():
+        columns[name] = value if isinstance(value, torch.Tensor) else torch.tensor([value])
+    return columns
 
 
-def tables_in(
-    parts: Iterable[dict[str, torch.Tensor]], wanted: Callable[[Ids], npt.NDArray[np.bool_]]
-) -> dict[str, tuple[TableSpec, State]]:
-    """The descriptions and states of the tables whose columns `columns_of` has given, by their names.
+def parts_in(
+    parts: Iterable[Mapping[str, torch.Tensor]], wanted: Wanted = _all
+) -> Iterator[tuple[TableSpec, State]]:
+    """The descriptions of tables, each with some of its rows for `Table.merge`, in this order.
 
     Args:
-        parts: of each file the columns of each table, flattened.
+        parts: what `columns_to_part` has given, flattened; columns without elements may be missing.
         wanted: which of some ids are to be read.
 
     Raises:
-        CheckpointCorrupt: these are no whole tables.
+        CheckpointCorrupt: these are no rows of tables.
     """
-    found: dict[str, tuple[TableSpec, list[State]]] = {}
     for columns in parts:
-        try:
-            spec = spec_from_text(bytes(as_bytes(columns["spec"])).decode())
-            found.setdefault(spec.name, (spec, []))[1].append(_chosen(spec, columns, wanted))
-        except (Malformed, KeyError, ValueError, RuntimeError, IndexError) as error:
-            raise CheckpointCorrupt(f"the checkpoint has no whole table: {error!r}") from error
-    return {name: (spec, _joined(states)) for name, (spec, states) in found.items()}
+        yield part_of(columns, wanted)
 
 
-def _joined(states: Sequence[State]) -> State:
-    joined: State = {key: torch.cat([each[key] for each in states]) for key in states[0]}
-    return joined | {key: int(joined[key].max()) for key in ("version", "steps")}
+def exported(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The rows of all tables in a checkpoint, for plain torch: `NAME.ids` and `NAME.values`.
+
+    Args:
+        parts: what `Reader.rows` gives.
+
+    Returns:
+        The ids in ascending order, of shape (rows,), and the values of shape (rows, dim).
+
+    Raises:
+        CheckpointCorrupt: see `parts_in`.
+    """
+    tables: dict[str, Table] = {}
+    for spec, part in parts_in(parts):
+        tables.setdefault(spec.name, Table(spec)).merge(part)
+    return {
+        f"{name}.{column}": table.state()[column]
+        for name, table in sorted(tables.items())
+        for column in ("ids", "values")
+    }
 
 
-def _chosen(
-    spec: TableSpec, columns: Mapping[str, torch.Tensor], wanted: Callable[[Ids], npt.NDArray[np.bool_]]
-) -> State:
+def part_of(columns: Mapping[str, torch.Tensor], wanted: Wanted = _all) -> tuple[TableSpec, State]:
+    """One of `parts_in`."""
+    spec = part_spec(columns)
+    try:
+        return spec, _chosen(spec, columns, wanted)
+    except (KeyError, ValueError, RuntimeError, IndexError) as error:
+        raise CheckpointCorrupt(_NOT_WHOLE.format(error)) from error
+
+
+def part_spec(columns: Mapping[str, torch.Tensor]) -> TableSpec:
+    """The description of the table that some columns are of. Raises CheckpointCorrupt."""
+    try:
+        return spec_from_text(bytes(as_bytes(columns["spec"])).decode())
+    except (Malformed, KeyError, ValueError, RuntimeError) as error:
+        raise CheckpointCorrupt(_NOT_WHOLE.format(error)) from error
+
+
+def _chosen(spec: TableSpec, columns: Mapping[str, torch.Tensor], wanted: Wanted) -> State:
     """The rows of one part that are wanted."""
-    chosen: State = {key: columns[key] for key in ("version", "steps")}
+    chosen: State = {key: int(columns[key]) for key in ("version", "steps")}
     widths = {"values": spec.dim, **{slot.name: slot.width or spec.dim for slot in spec.optimizer.slots}}
+    none = torch.empty(0, dtype=torch.int64)
     for prefix, names in (("", (*_KNOWN, *widths)), ("waiting_", _KNOWN)):
-        ids = columns.get(f"{prefix}ids", torch.empty(0, dtype=torch.int64))
+        ids, removed = columns.get(f"{prefix}ids", none), columns.get(f"{prefix}removed", none)
+        chosen[f"{prefix}removed"] = removed[torch.from_numpy(wanted(removed.numpy()))]
         places = torch.from_numpy(np.flatnonzero(wanted(ids.numpy())))
         for name in names:
-            dtype = spec.torch_dtype if name in widths else torch.int64
-            column = columns.get(prefix + name, torch.empty(0, dtype=dtype))
+            empty = torch.empty(0, dtype=spec.torch_dtype) if name in widths else none
+            column = columns.get(prefix + name, empty)
             shaped = column.view(len(ids), widths[name]) if name in widths else column
             chosen[prefix + name] = shaped.index_select(0, places)
     return chosen

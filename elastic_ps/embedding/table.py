@@ -16,7 +16,8 @@ import torch
 
 from elastic_ps.codec import dtype_of, name_of
 from elastic_ps.core.names import LONGEST_NAME, is_name
-from elastic_ps.embedding.columns import Column, Rows
+from elastic_ps.embedding.columns import NEVER, Column, Rows
+from elastic_ps.embedding.copies import RowsAt
 from elastic_ps.embedding.init import Ids, Init, Uniform, key_of
 from elastic_ps.embedding.optimizers import RowOptimizer, Touched, check_optimizer
 from elastic_ps.errors import ModelMismatch, UsageError
@@ -27,6 +28,7 @@ State: TypeAlias = dict[str, Any]
 OVERHEAD = 24
 """The bytes that a row takes beside its values and those of its optimizer, at most."""
 
+_KNOWN = ("ids", "counts", "seen")
 _SWEEPS = 8
 _EVICTED = 32
 
@@ -211,7 +213,14 @@ class Table:
         return np.flatnonzero(changed)
 
     def update(
-        self, ids: Ids, gradient: torch.Tensor, counts: Ids, version: int, *, stepped: bool = False
+        self,
+        ids: Ids,
+        gradient: torch.Tensor,
+        counts: Ids,
+        version: int,
+        *,
+        stepped: bool = False,
+        rate: float = 1.0,
     ) -> None:
         """Make the optimizer's step of a version, and create the rows of new ids.
 
@@ -222,22 +231,24 @@ class Table:
             counts: how often each id has occurred.
             version: the one that this makes; at least the last one.
             stepped: whether it counts as a step without ids, because other shards have rows that it changes.
+            rate: by what the learning rate is multiplied.
         """
         self.steps += bool(len(ids)) or stepped
+        self._rows.now = self._waiting.now = version
         if len(ids):
             rows = self._rows_of(ids, counts, version)
             known = np.flatnonzero(rows >= 0)
             if len(known) < len(ids):
                 rows, gradient = rows[known], gradient[torch.from_numpy(known)]
-            self._step(rows, gradient)
+            self._step(rows, gradient, rate)
         self.version = version
         for place, rows_ in enumerate((self._rows, self._waiting)):
             self._sweep(place, rows_)
 
-    def _step(self, rows: Ids, gradient: torch.Tensor) -> None:
+    def _step(self, rows: Ids, gradient: torch.Tensor, rate: float) -> None:
         columns, where = (self._values, *self._slots), torch.from_numpy(rows)
         values, *slots = (column.tensor.index_select(0, where) for column in columns)
-        self.spec.optimizer.step(Touched(values, slots, gradient, self.steps))
+        self.spec.optimizer.step(Touched(values, slots, gradient, self.steps, rate))
         for column, changed in zip(columns, (values, *slots), strict=True):
             column.put(rows, changed)
 
@@ -340,6 +351,11 @@ class Table:
         self._rows.remove(rows)
         self.counts.expired += len(rows)
 
+    @property
+    def extent(self) -> int:
+        """Rows, and ids that wait, have numbers below it; see `changes`."""
+        return max(self._rows.extent, self._waiting.extent)
+
     def state(self) -> State:
         """Copies of all rows, as tensors by names, in order of the ids; rows that have expired are left out.
 
@@ -347,16 +363,67 @@ class Table:
         slots (rows, width); `waiting_ids` and so on are of the ids that are not admitted yet.
         """
         state: State = {"version": self.version, "steps": self.steps}
-        for prefix, rows in (("", self._rows), ("waiting_", self._waiting)):
-            numbers = rows.all()
-            numbers = np.delete(numbers, self._expired(rows, numbers))
-            for name in ("ids", "counts", "seen"):
-                column: Column = getattr(rows, name)
-                state[prefix + name] = torch.from_numpy(column.array[numbers].astype(np.int64))
-            if not prefix:
-                for name, column in self._named():
-                    state[name] = column.tensor.index_select(0, torch.from_numpy(numbers))
+        for prefix, rows in self._both():
+            numbers = rows.seen_since(self._first_since(NEVER))
+            state |= self._columns(prefix, rows, numbers[np.argsort(rows.ids.array[numbers])])
         return state
+
+    def changes(self, since: int = NEVER, start: int = 0, stop: int | None = None) -> State | None:
+        """As `state`, in any order, of the rows with numbers from `start` to `stop` that a step has changed.
+
+        Args:
+            since: the changes after this version; `NEVER`: all rows. After a version, `removed` and
+                `waiting_removed` have the ids, of any number, that were removed; see `merge`.
+
+        Returns:
+            None if it is not known any more what was removed.
+        """
+        state: State = {"version": self.version, "steps": self.steps}
+        removed = {} if since == NEVER else self.removed_since(since)
+        if removed is None:
+            return None
+        for prefix, rows in self._both():
+            numbers = rows.seen_since(self._first_since(since), start, stop)
+            state |= self._columns(prefix, rows, numbers)
+        return state | removed
+
+    def removed_since(self, version: int) -> dict[str, torch.Tensor] | None:
+        """`removed` and `waiting_removed`; see `changes`."""
+        found = {f"{prefix}removed": rows.removed_since(version) for prefix, rows in self._both()}
+        known = {name: torch.from_numpy(ids) for name, ids in found.items() if ids is not None}
+        return known if len(known) == len(found) else None
+
+    def changed_since(self, version: int) -> int:
+        """How many rows, and ids that wait, `changes` would give."""
+        first = self._first_since(version)
+        return sum(len(rows.seen_since(first)) for _, rows in self._both())
+
+    def rows_now(self, since: int, *, size: int) -> list[RowsAt]:
+        """The rows and the ids that wait, as they are now, in blocks of this size; see `changes`."""
+        return [
+            RowsAt(
+                rows,
+                {prefix + name: getattr(rows, name) for name in _KNOWN} | dict(self._named(prefix)),
+                seen=f"{prefix}seen",
+                since=self._first_since(since),
+                size=size,
+            )
+            for prefix, rows in self._both()
+        ]
+
+    def _first_since(self, version: int) -> int:
+        """The least last version of the rows that changed after a version, and have not expired."""
+        after = self.spec.expire_after
+        return max(version + 1, 0 if after is None else self.version - after)
+
+    def _columns(self, prefix: str, rows: Rows, numbers: Ids) -> State:
+        columns: State = {}
+        for name in _KNOWN:
+            column: Column = getattr(rows, name)
+            columns[prefix + name] = torch.from_numpy(column.array[numbers].astype(np.int64))
+        for name, column in self._named(prefix):
+            columns[name] = column.tensor.index_select(0, torch.from_numpy(numbers))
+        return columns
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Replace everything by what `state` has given.
@@ -364,9 +431,27 @@ class Table:
         Raises:
             ModelMismatch: it is of a table with another dim, dtype or optimizer.
         """
-        count = len(state.get("ids", ()))
+        new = Table(self.spec)
+        new.merge(state)
+        self.replace(new)
+
+    def replace(self, other: Table) -> None:
+        """Become the other table, which must not be used any more."""
+        self.__dict__.update(other.__dict__)
+
+    def merge(self, part: Mapping[str, Any]) -> None:
+        """Take rows over that another table has given, in place of those with the same ids.
+
+        Args:
+            part: what `state` or `changes` has given. This table becomes equal to the other one by all its
+                rows, in any number of parts, and by its changes after the version that this one is equal to.
+
+        Raises:
+            ModelMismatch: see `load_state`. Nothing has changed.
+        """
+        count = len(part.get("ids", ()))
         for name, column in self._named():
-            given, shape = state.get(name), (count, column.tensor.shape[1])
+            given, shape = part.get(name), (count, column.tensor.shape[1])
             if given is None or tuple(given.shape) != shape or name_of(given.dtype) != self.spec.dtype:
                 what = "nothing" if given is None else f"{tuple(given.shape)} of {given.dtype}"
                 raise ModelMismatch(
@@ -374,17 +459,29 @@ class Table:
                     f"{type(self.spec.optimizer).__name__}: {name} should be {shape} of {self.spec.dtype}, "
                     f"but is {what}"
                 )
-        new = Table(self.spec)
-        new.version, new.steps = int(state["version"]), int(state["steps"])
-        for prefix, rows in (("", new._rows), ("waiting_", new._waiting)):
-            ids, counts, seen = (state[prefix + name].numpy() for name in ("ids", "counts", "seen"))
+        for prefix, rows in self._both():
+            for name, of in (("removed", (rows,)), ("ids", (self._rows, self._waiting))):
+                gone = part[prefix + name].numpy() if prefix + name in part else np.empty(0, dtype=np.int64)
+                for each in of:
+                    found = each.find(gone)
+                    each.remove(found[found >= 0])
+        for prefix, rows in self._both():
+            ids, counts, seen = (part[prefix + name].numpy() for name in _KNOWN)
             numbers = torch.from_numpy(rows.add(np.ascontiguousarray(ids), counts, seen))
-            if not prefix:
-                for name, column in new._named():
-                    column.tensor.index_copy_(0, numbers, state[name])
-        self.__dict__.update(new.__dict__)
+            for name, column in self._named(prefix):
+                column.tensor.index_copy_(0, numbers, part[name])
+        self.version, self.steps = int(part["version"]), int(part["steps"])
+        for _, rows in self._both():
+            rows.forget_removed(self.version)
 
-    def _named(self) -> list[tuple[str, Column]]:
+    def _both(self) -> tuple[tuple[str, Rows], tuple[str, Rows]]:
+        """The rows and the ids that wait, with the prefixes of their columns' names."""
+        return ("", self._rows), ("waiting_", self._waiting)
+
+    def _named(self, prefix: str = "") -> list[tuple[str, Column]]:
+        """The columns with the names that only this table has."""
+        if prefix:
+            return []
         names = ("values", *(slot.name for slot in self.spec.optimizer.slots))
         return list(zip(names, (self._values, *self._slots), strict=True))
 

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
-from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.embedding.init import Ids
-from elastic_ps.embedding.module import Embedding, Given, Gradient, LocalSource, Source, as_ids
+from elastic_ps.embedding.module import (
+    Embedding,
+    Given,
+    Gradient,
+    LocalSource,
+    Source,
+    as_ids,
+    mean_of,
+)
 from elastic_ps.errors import InvalidModel, UsageError
+from elastic_ps.transport import messages_pb2 as pb
+
+Groups: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 class Tables(abc.ABC):
@@ -24,6 +36,7 @@ class Tables(abc.ABC):
     def __init__(self, sources: dict[str, Source]) -> None:
         self._sources = sources
         self._taken: dict[str, Gradient] = {}
+        self._first: Groups = ()
 
     def prefetch(self, wanted: Mapping[str, Given], staleness: int = 0) -> dict[str, Ids]:  # noqa: ARG002
         """Begin to fetch the rows of the next batch. Rows in this process need no fetching.
@@ -66,9 +79,17 @@ class Tables(abc.ABC):
                     "rate may be too high. To make no step with a batch, call optimizer.skip()"
                 )
 
+    def begin(self, groups: Groups) -> None:
+        """Training begins with these parameter groups of the model's optimizer."""
+        self._first = [dict(group) for group in groups]
+
     @abc.abstractmethod
-    def applied(self) -> None:
-        """The step is in a version."""
+    def send(self, caller: pb.Caller, step: int, weight: float) -> None:
+        """Before the step is ended: it has this number and weight in the mean. See `RemoteTables`."""
+
+    @abc.abstractmethod
+    def applied(self, version: int, groups: Groups) -> None:
+        """The step counts. `version` is the newest one, in which it is, or will be."""
 
 
 class LocalTables(Tables):
@@ -95,13 +116,27 @@ class LocalTables(Tables):
             layer.source = first
         super().__init__(dict(sources))
         self._tables = {name: source.table for name, source in sources.items()}
+        self._steps: list[tuple[dict[str, Gradient], float]] = []  # that are in no version
+        self._version, self._weight = 0, 1.0
 
-    def applied(self) -> None:
-        """Make the tables' steps."""
-        for name, (ids, values, counts) in self._taken.items():
-            table = self._tables[name]  # one that was loaded may have more versions than the session
-            table.update(ids, values, counts, table.version + 1)
+    def send(self, caller: pb.Caller, step: int, weight: float) -> None:
+        """See `Tables`."""
+        del caller, step
+        self._weight = weight
+
+    def applied(self, version: int, groups: Groups) -> None:
+        """Make the tables' steps, if there is a new version."""
+        self._steps.append((self._taken, self._weight))
         self._taken = {}
+        if version == self._version:
+            return
+        self._version, steps, self._steps = version, self._steps, []
+        weight = math.fsum(own for _, own in steps) if len(steps) > 1 else None
+        for name, table in self._tables.items():
+            ids, values, counts = mean_of([(taken[name], own) for taken, own in steps], weight, table.spec)
+            rate = table.spec.optimizer.rate_of(groups, self._first)
+            # One that was loaded may have more versions than the session.
+            table.update(ids, values, counts, table.version + 1, rate=rate)
 
 
 def tables_alone(model: torch.nn.Module, spec: TrainingJobSpec) -> LocalTables | None:
@@ -124,26 +159,13 @@ def require_trainable(spec: TrainingJobSpec, beside: Mapping[str, bool]) -> None
         beside: further settings, and whether the job has them.
     """
     wrong = ["strategy: all-reduce"] if spec.all_reduce else []
-    wrong += untrainable(spec.consistency)
+    wrong += ["consistency.mode: local"] if spec.consistency.mode == "local" else []
     wrong += [name for name, there in beside.items() if there]
     if wrong:
         raise InvalidModel(
             f"the model has tables that grow, which are not trained with {', '.join(wrong)}. Leave that out, "
             "or use torch.nn.Embedding with a size (docs/guides/embeddings.md)"
         )
-
-
-def untrainable(consistency: Consistency) -> list[str]:
-    """The fields of a consistency with which tables that grow are not trained."""
-    problems = {
-        f"mode: {consistency.mode}": consistency.mode not in ("sync", "async"),
-        "globalBatchSize": consistency.global_batch_size is not None,
-        "maxStalenessP99": consistency.max_staleness_p99 is not None,
-        f"stalenessScale: {consistency.scale} (set it to none)": (
-            consistency.mode == "async" and consistency.scale != "none"
-        ),
-    }
-    return [f"consistency.{name}" for name, there in problems.items() if there]
 
 
 def layers_of(model: torch.nn.Module) -> list[Embedding]:

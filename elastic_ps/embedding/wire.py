@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
 from elastic_ps.embedding.init import Ids
 from elastic_ps.embedding.module import Gradient
@@ -42,3 +46,16 @@ def gradient_from_bytes(body: memoryview, spec: TableSpec, rows: int) -> Gradien
 def ids_from_bytes(body: memoryview) -> Ids:
     """Ids, in memory of their own."""
     return np.frombuffer(body, dtype="<i8").astype(np.int64)
+
+
+def columns_to_bytes(columns: Mapping[str, torch.Tensor]) -> bytes:
+    """Some columns of a table by their names, as a safetensors file."""
+    return safetensors.torch.save({name: each.contiguous() for name, each in columns.items()})
+
+
+def columns_from_bytes(body: memoryview) -> dict[str, torch.Tensor]:
+    """What `columns_to_bytes` has given. Raises Malformed if it is no such file."""
+    try:
+        return safetensors.torch.load(bytes(body))
+    except SafetensorError as error:
+        raise Malformed(f"{len(body)} bytes are no columns of a table: {error}") from error

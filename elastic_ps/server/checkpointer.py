@@ -94,7 +94,7 @@ class Checkpointer:
         self._last = self._durable_at = now
         self._last_version = self._number = 0
         self._pending: Manifest | None = None
-        self._files: dict[int, ShardFile] = {}
+        self._files: dict[int, list[ShardFile]] = {}
         self._queue: queue.SimpleQueue[Manifest | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="checkpointer", daemon=True)
         self._thread.start()
@@ -372,9 +372,9 @@ class Checkpointer:
                 )
                 self._pending, self._problem = None, written.error
                 return
-            self._files[shard] = written.file
+            self._files[shard] = [file for file in (written.file, written.base) if file is not None]
             if len(self._files) == self._shards:
-                self._pending.files.extend(self._files[s] for s in sorted(self._files))
+                self._pending.files.extend(file for s in sorted(self._files) for file in self._files[s])
                 self._queue.put(self._pending)
 
     def give_up_late(self, now: float) -> None:

@@ -369,6 +369,7 @@ class CommitCoordinator:
             settings=state.settings_to_step_with(contributions),
             assigns=any(c.assigns for c in contributions),
             elsewhere=state.state_holders is not None,
+            divisor=state.divisor_with(contributions),
         )
         version = rounds.version + 1
         due = self.checkpoints.due(version, job.clock())

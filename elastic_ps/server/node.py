@@ -16,6 +16,7 @@ from datetime import timedelta
 
 from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import Consistency
+from elastic_ps.checkpoint.bases import Bases
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.codec import as_bytes, checksum
 from elastic_ps.codec.memory import Scratch
@@ -30,6 +31,7 @@ from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.orders import Advance, Configuration, OrderId, OrderLog, Report, Written
 from elastic_ps.server.shard import Shard
 from elastic_ps.server.standby import Follower, for_standby
+from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
 
 logger = logging.getLogger(__name__)
@@ -83,6 +85,7 @@ class Node:
         self._closing = False
         self._begun = (0, 0)  # term and number of the checkpoint that was ordered last
         self._written: Written | None = None  # its outcome
+        self._bases = Bases(store)
         self._writer = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         self._writer.start()
 
@@ -97,12 +100,6 @@ class Node:
         """The job's term when the shard was configured last; 0 before."""
         with self._lock:
             return self._term
-
-    @property
-    def trains_tables(self) -> bool:
-        """Whether the shard knows of tables that grow."""
-        with self._lock:
-            return self._shard is not None and self._shard.tables.used
 
     @property
     def shard(self) -> Shard:
@@ -143,6 +140,7 @@ class Node:
             before, self._shard = self._shard, shard
             self._term, self._orders = configuration.term, []
             self._begun, self._written, self._snapshot = (0, 0), None, None
+            self._bases = Bases(self.store)
         said = codecs.compression.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         self._history.record("coding", term=configuration.term, compression=said)
         if configuration.load_version is not None:
@@ -255,13 +253,15 @@ class Node:
             if label <= self._begun:
                 return  # ordered again
             self._snapshot = None
-        snapshot = shard.snapshot(advance.version)
+        since = self._bases.version
+        base = self._bases.link(since, *label, advance.version) if shard.tables.few_changed(since) else None
+        snapshot = shard.snapshot(advance.version, since=since if base is not None else None)
         self._record_values(shard)
         with self._wanted:
             if label <= self._begun:
                 return  # ordered again meanwhile; a part that is written twice may be in use by then
             self._begun, self._written = label, None
-            self._snapshot = Written(*label, advance.version, None, "", timedelta(0)), snapshot
+            self._snapshot = Written(*label, advance.version, None, "", timedelta(0), base), snapshot
             self._wanted.notify_all()
 
     def _record_values(self, shard: Shard) -> None:
@@ -283,6 +283,14 @@ class Node:
         if not self._log.is_old(order):
             shard.take_state(part, body)
             self._obey(term)  # as in take_sum
+
+    def take_rows(self, request: pb.RowsRequest, body: Incoming, order: OrderId) -> None:
+        """As a standby: take rows of tables over. Blocks while they are received. Raises Refused."""
+        self._obey(request.term)
+        shard = self.shard  # as in take_state
+        if not self._log.is_old(order):
+            shard.tables.follow(request, body)
+            self._obey(request.term)
 
     def take_sum(self, key: PushKey, present: Sequence[bool], body: Incoming) -> None:
         """As a standby: take a bucket's sum over. Blocks while it is received. Raises Refused."""
@@ -327,6 +335,8 @@ class Node:
             with self._lock:
                 if (begun.term, begun.number) == self._begun:  # else nobody waits for it any more
                     self._written = written
+                    if written.file is not None:
+                        self._bases.wrote(written.version, written.file, written.base)
 
     def _await_snapshot(self) -> tuple[Written, Snapshot] | None:
         """Take out what to write next. Blocks until there is something; None at the end."""

@@ -37,6 +37,7 @@ class Application:
 
     `assigns`: the sums are the version's values, and the optimizer makes no step.
     `elsewhere`: the workers make the step, and the shard, which is the only one, counts it.
+    `divisor`: what the staleness of the steps divides learning rates by, as it did those in `settings`.
     `norm`: the norm of the mean gradient on all shards, if it is clipped; None if there is one shard.
     """
 
@@ -47,6 +48,7 @@ class Application:
     assigns: bool = False
     elsewhere: bool = False
     norm: float | None = None
+    divisor: float = 1.0
 
     @property
     def clips(self) -> float | None:
@@ -116,7 +118,7 @@ class Advance:
 
 @dataclass(frozen=True)
 class Written:
-    """The outcome of writing a shard's part of a checkpoint: `file`, or the cause in `error`.
+    """The outcome of writing a shard's part of a checkpoint: `file` and its `base`, or the cause in `error`.
 
     Attributes:
         term, number: of the order. Together they identify the checkpoint.
@@ -130,6 +132,7 @@ class Written:
     file: ShardFile | None
     error: str
     pause: timedelta
+    base: ShardFile | None = None
 
 
 @dataclass(frozen=True)
@@ -255,6 +258,17 @@ class RemoteShard:
     def sum(self, key: PushKey, data: memoryview, present: Sequence[bool]) -> None:
         """Send a standby the sum of a bucket in the open round. Blocks."""
         self._send(calls.SUM, to_message(pb.SumRequest, key, job=self._job, present=present), data)
+
+    def rows(self, request: pb.RowsRequest, data: memoryview, *, term: int) -> None:
+        """Send a standby rows of tables that grow; see `embedding.followed`. Blocks."""
+        order = self._order()
+        request.job, request.term, request.source, request.number = (
+            self._job,
+            term,
+            order.source,
+            order.number,
+        )
+        self._send(calls.ROWS, request, data)
 
     def _send(self, call: Call[Q, pb.Done], request: Q, data: memoryview) -> None:
         frame = Frame(request.SerializeToString(), data)

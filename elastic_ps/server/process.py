@@ -155,9 +155,7 @@ class ParameterServer:
         )
         file = environment.tuning
         desired = DesiredConfiguration(file, environment.run) if file is not None else None
-        shard_zero = ShardZero(
-            environment.job, commit, desired=desired, trains_tables=lambda: self.node.trains_tables
-        )
+        shard_zero = ShardZero(environment.job, commit, desired=desired)
         shard_zero.start(found, self._patience)
         self.shard_zero = shard_zero
 

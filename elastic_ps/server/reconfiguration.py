@@ -12,7 +12,6 @@ The process that started this one writes the wanted fields to a file.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from elastic_ps.core import scales
 from elastic_ps.core.objective import Objective, ways
 from elastic_ps.core.progress import Distribution
 from elastic_ps.core.stages import CourseEvent
-from elastic_ps.embedding.tables import untrainable
 from elastic_ps.errors import InvalidJob
 from elastic_ps.server.commit import CommitCoordinator
 from elastic_ps.server.state import JobState
@@ -41,22 +39,16 @@ class Reconfiguration:
 
     Args:
         desired: reads the wanted fields; None if nobody can change the job.
-        trains_tables: whether the model has tables that grow.
 
     Attributes:
         asked: the number of the newest change; 0 for none.
         problem: why the newest change has no effect, in words; "" if it has, or is about to have one.
     """
 
-    def __init__(
-        self,
-        commit: CommitCoordinator,
-        desired: DesiredConfiguration | None,
-        trains_tables: Callable[[], bool],
-    ) -> None:
+    def __init__(self, commit: CommitCoordinator, desired: DesiredConfiguration | None) -> None:
         self.asked, self.problem = 0, ""
         self._job, self._commit, self._checkpoints = commit.job, commit, commit.checkpoints
-        self._desired, self._trains_tables = desired, trains_tables
+        self._desired = desired
         self._objective = Objective()
         self._wanted: MutableFields | None = None
         self._not_before = 0, 0.0  # a term, and until when it makes no other attempt
@@ -155,8 +147,6 @@ class Reconfiguration:
                 f"{what} cannot change in a job with strategy all-reduce, which is always sync, and where "
                 "gradients travel as torch.distributed sends them"
             )
-        if self._trains_tables() and (wrong := untrainable(wanted.consistency)):
-            return f"the model has tables that grow, which are not trained with {', '.join(wrong)}"
         if "compression" in wanted.news(self._job.mutable):
             sent = Plan(wanted.compression).momentum
             if problem := second_momentum(state.settings.groups, sent):

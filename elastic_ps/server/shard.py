@@ -32,12 +32,13 @@ from elastic_ps.codec.memory import Scratch
 from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.plan import Plan
 from elastic_ps.codec.rows import Rows
-from elastic_ps.codec.state import Catching, Part, Snapshot, Source, Stored, read_state
+from elastic_ps.codec.state import Beside, Catching, Part, Snapshot, Source, Stored, read_state
 from elastic_ps.codec.values import ValueEncoder
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.sequence import PushKey, PushLog, Verdict
 from elastic_ps.core.settings import clip_divisor
 from elastic_ps.core.weights import is_weight
+from elastic_ps.embedding.followed import FollowingTables
 from elastic_ps.embedding.served import ShardTables
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
@@ -86,7 +87,7 @@ class Shard:
         self.codecs = codecs or Plan(Compression())
         self._decoder, self.encoder = Decoder(self.codecs, layout), ValueEncoder(self.codecs, layout)
         self.index = index
-        self.tables = ShardTables(index, layout.shards)
+        self.tables = (FollowingTables if model.follows else ShardTables)(index, layout.shards)
         self._advancing = threading.RLock()
         self._log = PushLog(term=model.term, several=consistency.several_steps)
         self._consistency, self._trace, self._model = consistency, trace, model
@@ -153,9 +154,9 @@ class Shard:
 
     @property
     def whole(self) -> bool:
-        """Whether the shard has all its buckets. Only a standby that is catching up has not."""
+        """Whether the shard has all buckets and rows. Only a standby that is catching up has not."""
         with self._lock:
-            return self._copied.whole
+            return self._copied.whole and self.tables.whole
 
     @property
     def buckets(self) -> set[int]:
@@ -381,7 +382,7 @@ class Shard:
         contributors = frozenset(apply.contributors)
         with self._lock:
             self._round.torn = True
-        self.tables.apply(version, () if apply.assigns else contributors, apply.weight)
+        self.tables.apply(version, apply)
         started, stepped = time.monotonic_ns(), self._to_step
         with self._lock:
             for values in self._buckets.values():
@@ -467,7 +468,7 @@ class Shard:
                     f"steps {apply.weight:g}",
                 )
         if not apply.assigns and not apply.elsewhere:
-            self.tables.require(apply.contributors, apply.weight)
+            self.tables.require(version, apply)
 
     # --- standby
 
@@ -529,8 +530,11 @@ class Shard:
             self._log.open(version=version, attempt=0, expected={})
             self._round.wake()
 
-    def snapshot(self, version: int) -> Snapshot:
+    def snapshot(self, version: int, *, since: int | None = None) -> Snapshot:
         """All tensors at this version, for a checkpoint. Blocks while a version is being made.
+
+        Args:
+            since: of tables that grow, only what has changed after this version.
 
         Raises:
             Refused: NOT_READY; the shard is at another version, so its values must not get this one's name.
@@ -542,22 +546,23 @@ class Shard:
                     f"asked for a checkpoint of version {version}, but shard {self.index} is at version "
                     f"{self.version}",
                 )
-            rows = self.tables.stored()
-            return self._snapshot(BucketValues.stored, rows, patience=self._limits.written)
+            patience = self._limits.written
+            rows = self.tables.snapshot(version, since=since, patience=patience)
+            return self._snapshot(BucketValues.stored, rows, patience=patience)
 
     def _snapshot(
         self,
         part: Callable[[BucketValues], Iterable[Stored]],
-        rows: Sequence[Stored] = (),
+        rows: Beside | None = None,
         *,
         patience: timedelta = timedelta(0),
     ) -> Snapshot:
         """`part` of each bucket, in the order of steps, and `rows`. The caller holds `_advancing`."""
-        tensors = {-1: rows} if rows else {}
+        tensors: dict[int, list[Stored]] = {}
         for index in (b.index for b in self.layout.pull_order if b.index in self._buckets):
             with self._stepping[index]:
                 tensors[index] = list(part(self._buckets[index]))
-        snapshot = Snapshot(tensors, patience=patience)
+        snapshot = Snapshot(tensors, patience=patience, beside=rows)
         with self._lock:
             self._snapshots.add(snapshot)
         return snapshot

@@ -180,6 +180,10 @@ class ShardService:
         key = sum_key(**fields(request, "term", "bucket", "version", "attempt"))
         self._node.take_sum(key, request.present, incoming)
 
+    @answers(calls.ROWS)
+    def _rows(self, request: pb.RowsRequest, incoming: Incoming) -> None:
+        self._node.take_rows(request, incoming, from_message(OrderId, request))
+
     @answers(calls.HELD)
     def _held(self, request: pb.HeldRequest, _: Incoming) -> pb.HeldReply:
         orders = self._node.held(request.term)

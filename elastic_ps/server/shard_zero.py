@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 from elastic_ps.api.mutable import describe
 from elastic_ps.api.status import ServerStatus, TuningStatus
@@ -23,7 +22,6 @@ class ShardZero:
         name: the job's name.
         commit: gives the shards their orders. `close` closes it, and its `checkpoints`.
         desired: reads the wanted mutable fields; None if nobody can change the job.
-        trains_tables: whether the model has tables that grow, as shard 0 knows from the first step on.
 
     Attributes:
         evaluation_queue: None if the job has no evaluator.
@@ -36,12 +34,11 @@ class ShardZero:
         commit: CommitCoordinator,
         *,
         desired: DesiredConfiguration | None = None,
-        trains_tables: Callable[[], bool] = lambda: False,
     ) -> None:
         self._name, self.commit, self.job = name, commit, commit.job
         self.checkpoints, self.history = commit.checkpoints, commit.history
         self.evaluation_queue = self.checkpoints.evaluation_queue
-        self._reconfiguration = Reconfiguration(commit, desired, trains_tables)
+        self._reconfiguration = Reconfiguration(commit, desired)
         self._ticker = threading.Thread(target=self._tick, name="ticker", daemon=True)
 
     def start(self, found: Manifest | None, patience: Patience | None = None) -> None:

@@ -9,7 +9,8 @@ again orders it to write a checkpoint, and continues from that (docs/design/prot
 This is primary-backup replication (Alsberg and Day 1976): the backup has everything that workers may see.
 
 A new standby gets some of the shard's buckets with each round, before the round is applied, and the sums of
-the buckets that it has. So neither side keeps past rounds, however far the standby was behind.
+the buckets that it has. So neither side keeps past rounds, however far the standby was behind. Rows of tables
+come in blocks, too, with those that have changed since their block was sent (`embedding.followed`).
 
 If a shard has lost rounds that are in no checkpoint, `Rescue` saves them from the other shards and the
 standbys: it makes a checkpoint of the version, and the job continues from that.
@@ -31,6 +32,7 @@ from elastic_ps.codec import as_bytes
 from elastic_ps.codec.state import Part
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.stages import STANDBY_STATES, StandbyEvent, StandbyState
+from elastic_ps.embedding.followed import Leading
 from elastic_ps.errors import AskedToEnd, Fenced, RefusalCode, Refused, StorageUnavailable, TransportError
 from elastic_ps.process.retrying import retry
 from elastic_ps.server.checkpointer import Checkpointer
@@ -67,6 +69,7 @@ class _Copy:
     Attributes:
         state: how far the standby is.
         buckets: the buckets that it has.
+        rows: the rows that it has.
         staged: the last order that the shard has got.
         before: the round that the standby has to apply next.
     """
@@ -74,6 +77,7 @@ class _Copy:
     base: Configuration
     state: StandbyState = StandbyState.AWAY
     buckets: set[int] = field(default_factory=set)
+    rows: Leading = field(default_factory=Leading)
     staged: Advance | None = None
     before: Application | None = None
 
@@ -158,6 +162,7 @@ class Follower:
                 logger.warning("training continues without the standby: %s", why)
             copy.note(StandbyEvent.LOSE)
             copy.buckets.clear()
+            copy.rows = Leading()
             self._changed.notify_all()
 
     def _give(self, shard: Shard, order: Advance, copy: _Copy) -> None:
@@ -165,6 +170,9 @@ class Follower:
         assert order.apply is not None
         version, attempt = order.version - 1, order.apply.attempt
         behind = None if copy.state is StandbyState.READY else copy.before
+        slow = self._slice()
+        for request, body in copy.rows.messages(shard.tables, order.version, order.apply, slow):
+            self._standby.rows(request, memoryview(body), term=shard.term)
         self._standby.advance(for_standby(Advance(version, attempt, {}, behind, term=order.term, next=order)))
         copy.note(StandbyEvent.ROUND)
         self._send_buckets(shard, copy)
@@ -172,13 +180,13 @@ class Follower:
             if (index := values.bucket.index) in copy.buckets:
                 key = sum_key(shard.term, index, version, attempt)
                 self._standby.sum(key, values.sum_bytes, values.present)
-        if copy.state is StandbyState.CATCHING_UP and shard.buckets <= copy.buckets:
+        if copy.state is StandbyState.CATCHING_UP and copy.rows.whole and shard.buckets <= copy.buckets:
             logger.info("the standby has every round from version %d on", version)
             copy.note(StandbyEvent.COMPLETE)
 
     def _send_buckets(self, shard: Shard, copy: _Copy) -> None:
         """Send buckets that the standby lacks, for `ServerLimits.slice`, but one at least."""
-        end = time.monotonic() + self._limits.slice.total_seconds()
+        slow = self._slice()
         for bucket in sorted(shard.buckets - copy.buckets):
             tensors = list(shard.stored(bucket))
             for stored in tensors:
@@ -186,9 +194,13 @@ class Follower:
                 part = Part(*where, stored.key, stored.dtype, stored.scalar, stored is tensors[-1])
                 self._standby.state(part, as_bytes(stored.value), term=shard.term)
             copy.buckets.add(bucket)
-            late = time.monotonic() > end  # mutant: equal
-            if late:
+            if slow():
                 return
+
+    def _slice(self) -> Callable[[], bool]:
+        """Returns whether `ServerLimits.slice` has passed since."""
+        end = time.monotonic() + self._limits.slice.total_seconds()
+        return lambda: time.monotonic() > end  # mutant: equal
 
     def _run(self) -> None:
         """Send the standby the configuration as soon as it answers."""

@@ -13,7 +13,7 @@ from typing import Any
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import Data
 from elastic_ps.api.mutable import MutableFields
-from elastic_ps.core import dataset, schedules
+from elastic_ps.core import dataset, scales, schedules
 from elastic_ps.core.all_reduce import AllReduceRounds, StateHolders
 from elastic_ps.core.balance import Balance
 from elastic_ps.core.calls import Calls
@@ -554,9 +554,15 @@ class JobState:
 
     def settings_to_step_with(self, contributions: Sequence[Contribution]) -> Settings:
         """The settings for the optimizer's step with these contributions; see `schedules.to_step_with`."""
-        stalest = max(self.rounds.staleness[c.worker] for c in contributions)
-        version = self.settings_of_version.position.version
+        stalest, version = self._stalest(contributions), self.settings_of_version.position.version
         return schedules.to_step_with(self.settings, self.consistency, stalest=stalest, version=version)
+
+    def divisor_with(self, contributions: Sequence[Contribution]) -> float:
+        """By what the staleness of these contributions divides learning rates."""
+        return scales.divisor(self.consistency.scale, self._stalest(contributions))
+
+    def _stalest(self, contributions: Sequence[Contribution]) -> int:
+        return max(self.rounds.staleness[c.worker] for c in contributions)
 
     def book(self, contributions: Sequence[Contribution], now: float, *, decided: float) -> None:
         """Book the round, which was decided at `decided` and applied by the shards, and open the next."""

@@ -94,6 +94,7 @@ CONFIGURE = Call(pb.ConfigureRequest, pb.Done, _SHARD_OF, _ORDERED, Sender.JOB, 
 ADVANCE = Call(pb.AdvanceRequest, pb.AdvanceReply, _SHARD_OF, _ORDERED, Sender.JOB)
 STATE = Call(pb.StateRequest, pb.Done, By.LEADER, At.STANDBY, Sender.JOB)
 SUM = Call(pb.SumRequest, pb.Done, By.LEADER, At.STANDBY, Sender.JOB)
+ROWS = Call(pb.RowsRequest, pb.Done, By.LEADER, At.STANDBY, Sender.JOB)
 HELD = Call(pb.HeldRequest, pb.HeldReply, By.SHARD_ZERO, At.STANDBY, Sender.JOB)
 
 INIT = Call(pb.InitRequest, pb.Done, By.WORKER, _SHARDS)

@@ -1,4 +1,5 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
@@ -781,6 +782,34 @@ class SumRequest(_message.Message):
     present: _containers.RepeatedScalarFieldContainer[bool]
     def __init__(self, job: _Optional[str] = ..., term: _Optional[int] = ..., bucket: _Optional[int] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., present: _Optional[_Iterable[bool]] = ...) -> None: ...
 
+class RowsRequest(_message.Message):
+    __slots__ = ("job", "term", "what", "version", "attempt", "tables", "source", "number")
+    class What(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PART: _ClassVar[RowsRequest.What]
+        WHOLE: _ClassVar[RowsRequest.What]
+        MEAN: _ClassVar[RowsRequest.What]
+    PART: RowsRequest.What
+    WHOLE: RowsRequest.What
+    MEAN: RowsRequest.What
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    job: str
+    term: int
+    what: RowsRequest.What
+    version: int
+    attempt: int
+    tables: _containers.RepeatedCompositeFieldContainer[PushRowsRequest.Rows]
+    source: str
+    number: int
+    def __init__(self, job: _Optional[str] = ..., term: _Optional[int] = ..., what: _Optional[_Union[RowsRequest.What, str]] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., tables: _Optional[_Iterable[_Union[PushRowsRequest.Rows, _Mapping]]] = ..., source: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
+
 class HeldRequest(_message.Message):
     __slots__ = ("job", "term")
     JOB_FIELD_NUMBER: _ClassVar[int]
@@ -796,20 +825,22 @@ class HeldReply(_message.Message):
     def __init__(self, orders: _Optional[_Iterable[_Union[AdvanceRequest, _Mapping]]] = ...) -> None: ...
 
 class Apply(_message.Message):
-    __slots__ = ("attempt", "contributors", "weight", "settings", "assigns", "norm")
+    __slots__ = ("attempt", "contributors", "weight", "settings", "assigns", "norm", "divisor")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     ASSIGNS_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
+    DIVISOR_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     contributors: _containers.RepeatedCompositeFieldContainer[Contributor]
     weight: float
     settings: str
     assigns: bool
     norm: float
-    def __init__(self, attempt: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., weight: _Optional[float] = ..., settings: _Optional[str] = ..., assigns: bool = ..., norm: _Optional[float] = ...) -> None: ...
+    divisor: float
+    def __init__(self, attempt: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., weight: _Optional[float] = ..., settings: _Optional[str] = ..., assigns: bool = ..., norm: _Optional[float] = ..., divisor: _Optional[float] = ...) -> None: ...
 
 class Contributor(_message.Message):
     __slots__ = ("worker", "incarnation", "step")
@@ -862,20 +893,22 @@ class TableCounts(_message.Message):
     def __init__(self, name: _Optional[str] = ..., rows: _Optional[int] = ..., waiting: _Optional[int] = ..., size_bytes: _Optional[int] = ..., admitted: _Optional[int] = ..., expired: _Optional[int] = ..., refused: _Optional[int] = ..., looked_up: _Optional[int] = ..., hits: _Optional[int] = ..., used: _Optional[int] = ..., used_ahead: _Optional[int] = ...) -> None: ...
 
 class Written(_message.Message):
-    __slots__ = ("version", "term", "number", "file", "error", "pause")
+    __slots__ = ("version", "term", "number", "file", "error", "pause", "base")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     FILE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     PAUSE_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
     version: int
     term: int
     number: int
     file: ShardFile
     error: str
     pause: int
-    def __init__(self, version: _Optional[int] = ..., term: _Optional[int] = ..., number: _Optional[int] = ..., file: _Optional[_Union[ShardFile, _Mapping]] = ..., error: _Optional[str] = ..., pause: _Optional[int] = ...) -> None: ...
+    base: ShardFile
+    def __init__(self, version: _Optional[int] = ..., term: _Optional[int] = ..., number: _Optional[int] = ..., file: _Optional[_Union[ShardFile, _Mapping]] = ..., error: _Optional[str] = ..., pause: _Optional[int] = ..., base: _Optional[_Union[ShardFile, _Mapping]] = ...) -> None: ...
 
 class ShardFile(_message.Message):
     __slots__ = ("file", "sha256", "size")

@@ -17,7 +17,7 @@ from elastic_ps.codec.several import Several, parameters_of, parts_of
 from elastic_ps.codec.state import state_dict_of
 from elastic_ps.core.working import Event, State
 from elastic_ps.embedding.tables import Tables
-from elastic_ps.errors import InvalidModel, RefusalCode, Refused, UsageError
+from elastic_ps.errors import RefusalCode, Refused, UsageError
 from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.gradients import Gradients
 from elastic_ps.worker.local_steps import LocalSteps
@@ -90,11 +90,6 @@ class ElasticOptimizer(torch.optim.Optimizer):
         in_hooks, lend = runtime.overlap.in_hooks, not runtime.strategy.steps_here
         self._gradients = Gradients(flat, runtime, overlap=in_hooks, check=check, lend=lend)
         self._local = LocalSteps(flat, runtime, self._gradients, self._make_step) if local else None
-        if parts and tables is not None:
-            raise InvalidModel(
-                "the model has tables that grow, which are trained with one optimizer. Pass "
-                "session.optimizer one torch optimizer of all other parameters"
-            )
         self._parts = {name: Part(self, name, part) for name, part in parts.items()}
         self._trained = {
             id(part): frozenset(id(p) for group in part.param_groups for p in group["params"])
@@ -102,6 +97,9 @@ class ElasticOptimizer(torch.optim.Optimizer):
         }
         super().__init__(parameters_of(wrapped.param_groups), wrapped.defaults)
         self.param_groups = wrapped.param_groups
+        if tables is not None:
+            tables.begin(self.param_groups)
+            runtime.send_rows = tables.send
         if not runtime.strategy.steps_here:  # else the wrapped one's step calls its hooks
             for name, part in parts.items():
                 _call_hooks_of(part, self._parts[name])
@@ -209,7 +207,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
             if not made:  # threads may still send what it has computed
                 self._gradients.own()
         if made and self._tables is not None:
-            self._tables.applied()
+            self._tables.applied(self._runtime.version, self.param_groups)
         for each in parts_of(self._wrapped):  # for a scheduler that was made before `session.optimizer`
             vars(each)["_opt_called"] = True
         return loss

@@ -302,10 +302,7 @@ class Session:
 
     def _tables_of(self, model: torch.nn.Module) -> Tables | None:
         """The tables of the model that grow. Raises InvalidModel: the job cannot train them."""
-        tables = tables_in_job(model, self.spec, self._client)
-        if tables is not None:
-            self._runtime.send_rows = tables.send
-        return tables
+        return tables_in_job(model, self.spec, self._client)
 
     def _require_whole_gradient(self) -> None:
         """Raise UsageError where the gradient that is to be clipped is not known as a whole."""

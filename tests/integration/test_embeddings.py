@@ -20,7 +20,6 @@ from elastic_ps.errors import InvalidModel, ModelMismatch, UsageError
 from elastic_ps.standalone import connect
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job
-from tests.testing.polling import eventually
 
 IDS, DIM, BATCH = 30, 4, 5
 
@@ -192,10 +191,6 @@ def test_layers_that_describe_a_table_differently_are_refused(session: Session) 
     [
         ("{strategy: all-reduce}", "strategy: all-reduce"),
         ("{consistency: {mode: local, steps: 2}}", "consistency.mode: local"),
-        ("{consistency: {mode: accumulate, gradients: 2}}", "consistency.mode: accumulate"),
-        ("{consistency: {mode: bounded, maxStaleness: 1}}", "consistency.mode: bounded"),
-        ("{consistency: {globalBatchSize: 8}}", "consistency.globalBatchSize"),
-        ("{consistency: {mode: async}}", "consistency.stalenessScale: damped"),
     ],
 )
 def test_jobs_that_cannot_train_a_table_are_refused_alone(tmp_path: Path, fields: str, said: str) -> None:
@@ -212,16 +207,6 @@ def test_jobs_that_cannot_train_a_table_are_refused_alone(tmp_path: Path, fields
         session.close(failed=True)
 
 
-def test_several_optimizers_are_refused(session: Session) -> None:
-    model = growing()
-    parts = {
-        "w": torch.optim.SGD([model.head.weight], lr=1.0),
-        "b": torch.optim.SGD([model.head.bias], lr=1.0),
-    }
-    with pytest.raises(InvalidModel, match="tables that grow, which are trained with one optimizer"):
-        session.optimizer(parts, model)
-
-
 def test_the_script_of_the_guide_runs() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "embeddings.md").read_text()
     users, tags = (
@@ -236,39 +221,45 @@ def test_the_script_of_the_guide_runs() -> None:
     assert len(model.tags.table) == 9
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"consistency": {"mode": "bounded", "maxStaleness": 1}}, "consistency.mode: bounded"),
-        ({"consistency": {"globalBatchSize": 8}}, "consistency.globalBatchSize"),
-        ({"worker": {"replicas": 1, "processes": 2}}, "worker.processes above 1"),
-    ],
-)
-def test_jobs_that_cannot_train_a_table_refuse_it(tmp_path: Path, fields: dict[str, Any], said: str) -> None:
-    with running_job(tmp_path, **fields) as job:
+def test_a_worker_of_several_processes_refuses_a_table(tmp_path: Path) -> None:
+    said = "tables that grow, which are not trained with worker.processes above 1"
+    with running_job(tmp_path, worker={"replicas": 1, "processes": 2}) as job:
         session, model = job.session(0), growing()
-        with pytest.raises(InvalidModel, match=f"tables that grow, which are not trained with {said}"):
+        with pytest.raises(InvalidModel, match=said):
             session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
 
-def test_a_running_job_with_tables_refuses_a_mode_that_does_not_train_them(tmp_path: Path) -> None:
-    changed: list[str] = []
-
-    def script(session: Session) -> None:
-        model = growing()
-        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        for number, batch in enumerate(session.loader(Clicks(), batch_size=BATCH)):
+@pytest.mark.parametrize("consistency", ["{globalBatchSize: 10}", "{mode: accumulate, gradients: 2}"])
+def test_a_version_of_several_steps_is_one_step_of_the_rows(tmp_path: Path, consistency: str) -> None:
+    """Two batches of 5 make what one of 10 does, also alone, and with several optimizers and a scheduler."""
+    found = []
+    for size, given in ((5, f"consistency: {consistency}, "), (10, "")):
+        job = tmp_path / "job.yaml"
+        spec = f"{{{given}entrypoint: 'x:main', data: {{shuffle: false}}}}"
+        job.write_text(
+            "{apiVersion: elastic-ps.dev/v1alpha1, kind: TrainingJob, metadata: {name: a}, spec: "
+            + spec
+            + "}"
+        )
+        session = connect(job)
+        model = Model(*(layer(RowwiseAdagrad(lr=0.5, scheduled=True)) for _ in range(2)))
+        parts: dict[str, torch.optim.Optimizer] = {
+            "w": torch.optim.SGD([model.head.weight], lr=0.1),
+            "b": torch.optim.SGD([model.head.bias], lr=0.1),
+        }
+        optimizer = session.optimizer(parts, model)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer["w"], 0.5)
+        session.scheduler(scheduler, interval="step")
+        for one, other, target in session.loader(Clicks(), batch_size=size):
             optimizer.zero_grad()
-            ((model(batch[0], batch[1]) - batch[2]) ** 2).mean().backward()
+            ((model(one, other) - target) ** 2).mean().backward()
             optimizer.step()
-            if number == 0:
-                job.change(1, mode="bounded", maxStaleness=1)
-                eventually(lambda: job.status().tuning.problem, "the change is refused")
-                changed.append(job.status().tuning.problem)
-
-    with running_job(tmp_path, checkpoints=tmp_path / "checkpoints", worker={"replicas": 1}) as job:
-        job.run(script, workers=1)
-    assert changed == ["the model has tables that grow, which are not trained with consistency.mode: bounded"]
+        assert session.version == 4
+        found.append(table_of(model).state())
+        session.close()
+    for name in ("ids", "counts", "steps"):
+        assert torch.equal(torch.as_tensor(found[0][name]), torch.as_tensor(found[1][name]))
+    torch.testing.assert_close(found[0]["values"], found[1]["values"], rtol=1e-12, atol=1e-12)
 
 
 Batch = Sequence[torch.Tensor]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from elastic_ps.codec.state import Stored
-from elastic_ps.embedding import SGD, Adagrad, TableSpec, normal, uniform
+from elastic_ps.core.settings import Settings
+from elastic_ps.embedding import SGD, Adagrad, Table, TableSpec, normal, uniform
 from elastic_ps.embedding.module import Gradient
 from elastic_ps.embedding.placing import shard_of
-from elastic_ps.embedding.served import ShardTables, Step
-from elastic_ps.embedding.stored import spec_from_text, spec_to_text, tables_in
+from elastic_ps.embedding.served import Contributor, ShardTables, Step
+from elastic_ps.embedding.stored import part_of, parts_in, spec_from_text, spec_to_text
 from elastic_ps.errors import CheckpointCorrupt, Malformed, RefusalCode, Refused
+from elastic_ps.server.orders import Application
 
 DIM = 2
 SPEC = TableSpec(
@@ -36,6 +38,10 @@ def push(
     return tables.push(worker, Step(incarnation, number, samples, {"a": rows}), [SPEC])
 
 
+def order(steps: Collection[Contributor], weight: float) -> Application:
+    return Application(0, steps, weight, Settings(({"lr": 0.1},)))
+
+
 def change(tables: ShardTables, id_: int) -> float:
     """How far the row has come from its first values."""
     ids = np.array([id_])
@@ -47,8 +53,8 @@ def test_a_version_has_the_mean_over_all_records_of_its_steps() -> None:
     push(tables, 1, 0, gradient([5, 7], 4.0), samples=3)
     push(tables, 0, 0, gradient([5], 8.0), samples=1)
     steps = {(0, 1, 0), (1, 1, 0)}
-    tables.require(steps, 4)
-    tables.apply(1, steps, 4)
+    tables.require(1, order(steps, 4))
+    tables.apply(1, order(steps, 4))
     assert [change(tables, 5), change(tables, 7)] == pytest.approx([-5.0, -3.0])
 
 
@@ -56,14 +62,37 @@ def test_a_step_counts_once_and_only_if_it_is_chosen() -> None:
     tables = ShardTables(0, 1)
     assert push(tables, 0, 0, gradient([1]))
     assert not push(tables, 0, 0, gradient([1], 100.0))
-    tables.apply(1, {(0, 1, 0)}, 1)
+    tables.apply(1, order({(0, 1, 0)}, 1))
     assert not push(tables, 0, 0, gradient([1], 100.0))  # a late copy
-    tables.apply(2, (), 0)
+    tables.apply(2, order((), 0))
     assert change(tables, 1) == pytest.approx(-1.0)
     push(tables, 0, 1, gradient([1]))
     assert push(tables, 0, 0, gradient([1], 3.0), incarnation=2)  # the worker has joined again
-    tables.apply(3, {(0, 2, 0)}, 1)
+    tables.apply(3, order({(0, 2, 0)}, 1))
     assert change(tables, 1) == pytest.approx(-4.0)
+
+
+def test_several_steps_of_a_worker_may_be_in_a_version() -> None:
+    tables = ShardTables(0, 1)
+    for number in range(3):
+        push(tables, 0, number, gradient([number]), samples=number + 1)
+    assert not push(tables, 0, 1, gradient([1], 100.0), samples=2)
+    tables.require(1, order({(0, 1, 0), (0, 1, 1)}, 3))
+    tables.apply(1, order({(0, 1, 0), (0, 1, 1)}, 3))
+    tables.apply(2, order({(0, 1, 2)}, 3))
+    assert [change(tables, i) for i in range(3)] == pytest.approx([-1 / 3, -2 / 3, -1.0])
+
+
+def test_rows_have_the_learning_rate_of_a_stale_step_and_of_a_scheduler_if_they_are_to() -> None:
+    specs = [replace(SPEC, name=name, optimizer=SGD(lr=1.0, scheduled=name == "b")) for name in "ab"]
+    tables = ShardTables(0, 1)
+    tables.push(0, Step(1, 0, 1, {spec.name: gradient([1]) for spec in specs}), specs)
+    settings = Settings(({"lr": 0.05},), first=({"lr": 0.8},))  # the scheduler has made 0.2 of 0.8
+    tables.apply(1, Application(0, [(0, 1, 0)], 1, settings, divisor=4.0))
+    first = [ShardTables(0, 1).lookup(spec, np.array([1])) for spec in specs]
+    now = [tables.lookup(spec, np.array([1])) for spec in specs]
+    moved = [float((before - after)[0, 0]) for before, after in zip(first, now, strict=True)]
+    assert moved == pytest.approx([1 / 4, 1 / 16])
 
 
 def test_the_steps_of_a_table_are_the_same_on_each_shard() -> None:
@@ -71,8 +100,8 @@ def test_the_steps_of_a_table_are_the_same_on_each_shard() -> None:
     tables = ShardTables(0, 2)
     for number, ids in enumerate(([1], [], [])):
         push(tables, 0, number, gradient(ids))
-        tables.apply(number + 1, {(0, 1, number)}, 1)
-    (steps,) = [each.value.item() for each in tables.stored() if each.key == "steps"]
+        tables.apply(number + 1, order({(0, 1, number)}, 1))
+    (steps,) = [each.value.item() for each in tables.snapshot(3).read() if each.key == "steps"]
     assert steps == 3
 
 
@@ -82,19 +111,19 @@ def test_the_rows_of_a_step_are_not_kept_when_it_was_made() -> None:
     push(tables, 0, 0, rows)
     del rows
     assert kept() is not None
-    tables.apply(1, {(0, 1, 0)}, 1)
+    tables.apply(1, order({(0, 1, 0)}, 1))
     assert kept() is None
 
 
 def test_a_version_needs_the_rows_of_all_its_steps() -> None:
     tables = ShardTables(0, 1)
-    tables.require({(0, 1, 0)}, 1)  # a model without tables
+    tables.require(1, order({(0, 1, 0)}, 1))  # a model without tables
     push(tables, 0, 1, gradient([1]), samples=2)
     for steps, samples in (({(0, 1, 0)}, 2), ({(0, 1, 1), (1, 1, 1)}, 2), ({(0, 1, 1)}, 3)):
         with pytest.raises(Refused) as refused:
-            tables.require(steps, samples)
+            tables.require(1, order(steps, samples))
         assert refused.value.code is RefusalCode.INVALID
-    tables.require({(0, 1, 1)}, 2)
+    tables.require(1, order({(0, 1, 1)}, 2))
 
 
 def test_look_ups_and_rows_are_counted() -> None:
@@ -102,7 +131,7 @@ def test_look_ups_and_rows_are_counted() -> None:
     assert tables.counts() == ()
     push(tables, 0, 0, gradient([1, 2]))
     push(tables, 1, 0, gradient([3], count=1))
-    tables.apply(1, {(0, 1, 0), (1, 1, 0)}, 2)
+    tables.apply(1, order({(0, 1, 0), (1, 1, 0)}, 2))
     tables.lookup(SPEC, np.array([1, 1, 3, 4]))
     (found,) = tables.counts()
     assert (found.name, found.rows, found.waiting, found.admitted) == ("a", 2, 1, 2)
@@ -113,11 +142,11 @@ def test_look_ups_and_rows_are_counted() -> None:
 def test_a_worker_gets_again_only_the_rows_that_have_changed() -> None:
     tables, ids = ShardTables(0, 1), np.array([1, 2, 3, 4])
     push(tables, 0, 0, gradient([1, 2]))
-    tables.apply(7, {(0, 1, 0)}, 1)
+    tables.apply(7, order({(0, 1, 0)}, 1))
     version, places, before = tables.lookup_since(SPEC, ids, held=0, version=0)
     assert (version, places.tolist()) == (7, [0, 1, 2, 3])
     push(tables, 0, 1, gradient([2, 3]))
-    tables.apply(8, {(0, 1, 1)}, 1)
+    tables.apply(8, order({(0, 1, 1)}, 1))
     version, places, values = tables.lookup_since(SPEC, ids, held=3, version=7)
     assert (version, places.tolist()) == (8, [1, 2, 3])
     before[torch.from_numpy(places)] = values
@@ -136,7 +165,7 @@ def test_rows_that_are_not_finite_or_of_another_table_are_refused() -> None:
     assert refused.value.code is RefusalCode.MODEL_MISMATCH
 
 
-def parts_of(stored: Sequence[Stored]) -> list[dict[str, torch.Tensor]]:
+def parts_of(stored: Iterable[Stored]) -> list[dict[str, torch.Tensor]]:
     """The columns of each table as a reader of their file gives them."""
     found: defaultdict[int, dict[str, torch.Tensor]] = defaultdict(dict)
     for each in stored:
@@ -153,18 +182,20 @@ def test_all_rows_are_in_the_columns_of_two_shards_once() -> None:
         ids = np.arange(50)[shard_of(np.arange(50), 2) == shard]
         new, old = gradient(ids[::2].tolist(), count=1), gradient(ids[1::2].tolist())
         tables.push(0, Step(1, 0, 1, {"a": new, "b": old}), [SPEC, other])
-        tables.apply(1, {(0, 1, 0)}, 1)
-        parts += parts_of(tables.stored())
-    found = tables_in(parts, lambda ids: ids % 5 != 0)
-    assert {name: spec for name, (spec, _) in found.items()} == {"a": SPEC, "b": other}
-    a, b = (found[name][1] for name in "ab")
+        tables.apply(1, order({(0, 1, 0)}, 1))
+        parts += parts_of(tables.snapshot(1).read())
+    found: dict[str, Table] = {}
+    for spec, part in parts_in(parts, lambda ids: ids % 5 != 0):
+        found.setdefault(spec.name, Table(spec)).merge(part)
+    assert {name: table.spec for name, table in found.items()} == {"a": SPEC, "b": other}
+    a, b = (found[name].state() for name in "ab")
     assert (len(a["ids"]), a["version"], a["steps"]) == (0, 1, 1)
     assert sorted([*a["waiting_ids"].tolist(), *b["ids"].tolist()]) == [i for i in range(50) if i % 5]
     assert b["sum"].tolist() == [[1.0, 1.0]] * len(b["ids"])
     with pytest.raises(CheckpointCorrupt, match="no whole table"):
-        tables_in([{**parts[1], "counts": parts[1]["counts"][1:]}], lambda ids: ids > 0)
+        part_of({**parts[1], "counts": parts[1]["counts"][1:]})
     with pytest.raises(CheckpointCorrupt, match="no whole table"):
-        tables_in([{**parts[1], "spec": parts[1]["spec"][1:]}], lambda ids: ids > 0)
+        part_of({**parts[1], "spec": parts[1]["spec"][1:]})
 
 
 def test_a_description_survives_the_way() -> None:

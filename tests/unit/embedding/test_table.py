@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from elastic_ps.embedding import SGD, Adagrad, LazyAdam, RowwiseAdagrad, Table, TableSpec, normal, uniform
 from elastic_ps.embedding.init import Ids, key_of
 from elastic_ps.embedding.optimizers import RowOptimizer, Touched
+from elastic_ps.embedding.table import WhenFull
 from elastic_ps.errors import ModelMismatch, UsageError
 
 DIM = 3
@@ -148,6 +149,55 @@ def test_a_table_is_a_dictionary_of_rows(
     assert state["seen"].tolist() == [row.seen for row in alive.values()]
     waiting = {id_: count for id_, (count, seen) in sorted(model.waiting.items()) if model.alive(seen)}
     assert dict(zip(state["waiting_ids"].tolist(), state["waiting_counts"].tolist(), strict=True)) == waiting
+
+
+@given(
+    steps=STEPS,
+    admit_after=st.integers(1, 2),
+    expire_after=st.one_of(st.none(), st.integers(1, 4)),
+    when_full=st.sampled_from(["refuse", "expire"]),
+    block=st.integers(1, 4),
+    since=st.integers(0, 12),
+)
+def test_a_table_is_followed_by_its_rows_in_blocks_and_its_changes(
+    steps: list[dict[int, int]],
+    admit_after: int,
+    expire_after: int | None,
+    when_full: WhenFull,
+    block: int,
+    since: int,
+) -> None:
+    """All rows at one version, in blocks, and the changes after it make an equal table."""
+    spec = a_spec(admit_after=admit_after, expire_after=expire_after, when_full=when_full)
+    spec = replace(spec, table_bytes=6 * spec.row_bytes)
+    table, follower = Table(spec), Table(spec)
+    for version, counts in enumerate(steps, start=1):
+        update(table, counts, version)
+        if version == since:
+            for start in range(0, table.extent, block):
+                part = table.changes(start=start, stop=start + block)
+                assert part is not None
+                follower.merge(part)
+    if len(steps) >= since:
+        changes = table.changes(table.version if since > len(steps) else since)
+        assert changes is not None
+        follower.merge(changes)
+        for (name, given), (_, expected) in zip(follower.state().items(), table.state().items(), strict=True):
+            assert torch.equal(torch.as_tensor(given), torch.as_tensor(expected)), name
+
+
+def test_changes_are_not_known_after_many_rows_were_removed() -> None:
+    """Those of the last version are."""
+    spec = a_spec(when_full="expire", dim=1)
+    spec = replace(spec, table_bytes=40_000 * spec.row_bytes)
+    table = Table(spec)
+    for version in range(1, 5):
+        ids = np.arange(40_000) + 40_000 * version
+        table.update(ids, torch.ones(len(ids), 1).double(), np.ones_like(ids), version)
+    assert table.changes(1) is None
+    last = table.changes(3)
+    assert last is not None
+    assert last["removed"].tolist() == list(range(120_000, 160_000))
 
 
 def test_a_look_up_creates_nothing() -> None:

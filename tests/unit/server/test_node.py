@@ -266,8 +266,8 @@ def test_a_part_that_is_ordered_again_while_it_is_carried_out_is_written_once(
     """The second time, the file would be replaced in a checkpoint that may be whole."""
     snapshot, began, go_on = Shard.snapshot, threading.Event(), threading.Event()
 
-    def slowly(shard: Shard, version: int) -> Snapshot:
-        made = snapshot(shard, version)
+    def slowly(shard: Shard, version: int, *, since: int | None) -> Snapshot:
+        made = snapshot(shard, version, since=since)
         if not began.is_set():
             began.set()
             assert go_on.wait(10)

@@ -26,7 +26,7 @@ from tests.testing.shard import SYNC, Body
 
 EVERYTHING = set(CALLS)
 OF_WORKERS = {name for name, call in CALLS.items() if call.by & By.WORKER}
-ORDERS = {"Configure", "Advance", "State", "Sum", "Held"}
+ORDERS = {"Configure", "Advance", "State", "Sum", "Rows", "Held"}
 JOB = "job-1"
 EVERYBODY = [Identity(JOB, role, index) for role in get_args(Role) for index in (0, 1)]
 Namespace: Any = SimpleNamespace
@@ -50,7 +50,7 @@ def test_what_shards_answer() -> None:
 def test_what_standbys_answer() -> None:
     for role in ("worker", "evaluator", "operator", "standby"):
         assert permitted(Identity(JOB, role), standby=True) == set()
-    own = {"Configure", "Advance", "State", "Sum"}
+    own = {"Configure", "Advance", "State", "Sum", "Rows"}
     assert permitted(Identity(JOB, "server", 1), shard=1, standby=True) == own
     assert permitted(Identity(JOB, "server", 0), shard=1, standby=True) == {"Configure", "Advance", "Held"}
     assert permitted(Identity(JOB, "server", 0), standby=True) == ORDERS

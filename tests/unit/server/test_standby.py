@@ -21,9 +21,11 @@ from elastic_ps.errors import ConnectionLost, RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
-from elastic_ps.server.orders import Advance, Application, Configuration, RemoteShard, Report
+from elastic_ps.server.orders import Advance, Application, Configuration, OrderId, RemoteShard
 from elastic_ps.server.process import service_of
+from elastic_ps.server.shard import Shard
 from elastic_ps.server.standby import Follower, for_standby
+from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame, Incoming
 from elastic_ps.transport.inproc import InprocServer, connect
 from tests.testing.polling import eventually
@@ -318,6 +320,9 @@ def test_state_that_is_not_the_buckets_is_refused(
 def test_state_is_taken_once(empty: Node) -> None:
     empty.take_state(1, part(last=False), Body(torch.ones(4)))
     empty.take_state(1, part(tensor=1), Body(torch.ones(2)))
+    assert not empty.shard.whole
+    rows = pb.RowsRequest(term=1, what=pb.RowsRequest.WHOLE, version=3)
+    empty.take_rows(rows, Body(torch.empty(0)), OrderId("leader", 1))
     assert empty.shard.whole
     with pytest.raises(Refused, match="does not wait for the state of bucket 0") as refused:
         empty.take_state(1, part(), Body(torch.zeros(4)))
@@ -396,7 +401,8 @@ def test_a_standby_is_told_of_the_newest_model_once_the_round_before_was_given(c
         def configure(self, configuration: Configuration) -> None:
             told.append(configuration.term)
 
-        def advance(self, order: Advance) -> Report:
+        def rows(self, request: pb.RowsRequest, data: memoryview, *, term: int) -> None:
+            del request, data, term
             giving.set()
             assert go_on.wait(30)
             raise ConnectionLost("it has gone")
@@ -404,7 +410,8 @@ def test_a_standby_is_told_of_the_newest_model_once_the_round_before_was_given(c
     follower = Follower(Slow("job", connect(InprocServer())), ServerLimits(probe=timedelta(0)))
     model = Configuration(one_bucket(tensor("w", 4)), "SGD", ADAM, 1, None)
     order = Advance(1, 0, {}, Application(0, (), 1, ADAM), term=1)
-    round_given = threading.Thread(target=follower.stage, args=(None, order))
+    shard = Shard(0, model, consistency=Consistency(), trace=Trace(None, ""))
+    round_given = threading.Thread(target=follower.stage, args=(shard, order))
     closing = threading.Thread(target=follower.close)
     try:
         follower.reset(model)

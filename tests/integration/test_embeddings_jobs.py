@@ -1,0 +1,271 @@
+"""Jobs that train tables that grow: what happens to the rows when servers are lost, and who reads them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import elastic_ps
+from elastic_ps import export as export_program
+from elastic_ps.checkpoint.store import Store
+from elastic_ps.drill import history
+from elastic_ps.drill.recorded import read
+from elastic_ps.embedding import SGD, LazyAdam, constant, uniform
+from elastic_ps.embedding.table import State
+from elastic_ps.evaluation import checkpoints as scripts
+from elastic_ps.evaluation.remote import JobSource
+from elastic_ps.worker.session import Session
+from tests.testing.harness import Job, running_job
+from tests.testing.tiers import per_change
+
+DIM, RECORDS, BATCH, EPOCHS = 3, 60, 3, 4
+
+
+class Skewed(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """An id for each record, most of them small, and a number to be predicted."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.ids = (torch.rand(RECORDS, generator=generator) ** 3 * 40).long()
+        self.targets = torch.randn(RECORDS, 1, generator=generator, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.ids[index], self.targets[index]
+
+
+class Model(torch.nn.Module):
+    """A table, with all that may happen to its rows, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = elastic_ps.Embedding(
+            "rows",
+            DIM,
+            init=uniform(-0.5, 0.5),
+            optimizer=LazyAdam(lr=0.1),
+            dtype=torch.float64,
+            admit_after=2,
+            table_bytes=6 * (3 * DIM * 8 + 24),
+            when_full="expire",
+        )
+        self.head = torch.nn.Linear(DIM, 1, dtype=torch.float64)
+        torch.nn.init.constant_(self.head.weight, 0.1)
+        torch.nn.init.zeros_(self.head.bias)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.rows(ids))
+        return found
+
+
+def train(
+    session: Session, each: Callable[[Session], object] = lambda _: None, *, epochs: int = EPOCHS
+) -> None:
+    model = Model()
+    optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for ids, targets in session.loader(Skewed(), batch_size=BATCH, epochs=epochs):
+        optimizer.zero_grad()
+        ((model(ids) - targets) ** 2).mean().backward()
+        each(session)
+        optimizer.step()
+
+
+def rows_in(checkpoints: Path, version: int | None = None) -> State:
+    model = Model()
+    elastic_ps.load_checkpoint(checkpoints, model, version=version)
+    return model.rows.table.state()
+
+
+def require_equal(found: State, expected: State) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
+
+
+def a_job(tmp_path: Path, *, server: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """A deterministic job of two workers and two shards."""
+    return running_job(
+        tmp_path,
+        **{
+            "checkpoints": tmp_path / "checkpoints",
+            "consistency": {"deterministic": True},
+            "worker": {"replicas": 2},
+            "data": {"shardRecords": 6},
+            "parameterServer": {"replicas": 2, "checkpoint": {"interval": "1h"}, **(server or {})},
+            **fields,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> State:
+    """The rows of a job that nothing happens to."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    with a_job(directory) as job:
+        job.run(train, workers=2)
+    found = rows_in(directory / "checkpoints")
+    assert len(found["ids"]) > 6  # in two shards
+    return found
+
+
+@pytest.mark.parametrize("lost", per_change([0, 1], keep=[1]))
+def test_a_standby_has_the_rows_of_each_version(tmp_path: Path, undisturbed: State, lost: int) -> None:
+    """No version is made again, and the rows are the same bit for bit."""
+    restarted = threading.Lock()
+
+    def lose(job: Job) -> Callable[[Session], None]:
+        def each(session: Session) -> None:
+            if session.version >= 6 and job.followed and restarted.acquire(blocking=False):
+                job.restart(lost)
+
+        return each
+
+    with a_job(tmp_path, server={"durability": "standby"}) as job:
+        job.run(lambda session: train(session, lose(job)), workers=2)
+        assert restarted.locked()
+        assert job.status().term == 2
+        for undone in history.fate(read(job.history)).undone.values():
+            assert undone == []
+    require_equal(rows_in(tmp_path / "checkpoints"), undisturbed)
+
+
+def test_checkpoints_have_what_changed_and_jobs_go_on_from_them(tmp_path: Path) -> None:
+    """Also with another number of shards; and all rows are there, whatever older checkpoints are deleted."""
+
+    def script(session: Session) -> None:
+        model = Counting()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for ids in session.loader(Few(), batch_size=3):
+            optimizer.zero_grad()
+            model(ids).mean().backward()
+            optimizer.step()
+
+    checkpoints = tmp_path / "checkpoints"
+    server: dict[str, Any] = {"checkpoint": {"everyVersions": 2, "keep": 2}}
+    with a_job(tmp_path, server=server, data={"shuffle": False}) as job:
+        job.run(script, workers=2)
+    store = Store(checkpoints)
+    last = store.describe(store.versions()[-1])
+    assert {file.file for file in last.files} == {
+        f"{kind}-{shard}-of-2.safetensors" for kind in ("shard", "base") for shard in range(2)
+    }
+    model = Counting()
+    elastic_ps.load_checkpoint(checkpoints, model)
+    rows = model.rows.table.state()
+    assert rows["ids"].tolist() == list(range(RECORDS))
+    assert rows["counts"].sum() == 3 * RECORDS
+    assert rows["values"].sum().item() == pytest.approx(last.version)  # each version adds the mean of 1
+    on: dict[str, Any] = {"checkpoints": checkpoints, "resume": "require", "data": {"shuffle": False}}
+    with a_job(tmp_path / "again", server={"replicas": 3}, **on) as job:
+        resumed, session = Counting(), job.session(0)
+        session.optimizer(torch.optim.SGD(resumed.parameters(), lr=0.1), resumed)
+        assert torch.equal(resumed.rows(torch.arange(RECORDS)).detach(), rows["values"])
+
+
+def test_an_evaluator_and_an_export_read_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `load_checkpoint` gives them: the values of all ids, also of those that have no row."""
+    ids, seen, checkpoints = torch.arange(40), dict[int, torch.Tensor](), tmp_path / "checkpoints"
+    evaluator = {"entrypoint": "tests:main", "every": 5, "backlog": 9}
+    with a_job(tmp_path, evaluator=evaluator) as job:
+        monkeypatch.setattr(scripts, "_source", JobSource("test", job.open_connections()[0]))
+        for worker in range(2):
+            job.start(worker, train)
+        for checkpoint in elastic_ps.checkpoints():
+            model = Model().eval()
+            checkpoint.load(model)
+            seen[checkpoint.version] = model.rows(ids)
+        job.join()
+        assert max(seen) == job.version
+    last, model = max(seen), Model()
+    elastic_ps.load_checkpoint(checkpoints, model)
+    assert torch.equal(model.rows(ids), seen[last])
+    for out in (tmp_path / "model.safetensors", tmp_path / "model.pt"):
+        assert export_program.main([str(checkpoints), str(out)]) == 0
+        found = torch.load(out) if out.suffix == ".pt" else safetensors.torch.load_file(out)
+        assert found.keys() == {"head.weight", "head.bias", "rows.ids", "rows.values"}
+        assert torch.equal(found["rows.values"], seen[last][found["rows.ids"]])
+
+
+class Itself(torch.utils.data.Dataset[torch.Tensor]):
+    """Each record is its own number."""
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index)
+
+
+class Few(Itself):
+    """Each id once, and then a few of them often."""
+
+    def __len__(self) -> int:
+        return 3 * RECORDS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index if index < RECORDS else index % 5)
+
+
+class Counting(torch.nn.Module):
+    """The loss of a record has the gradient -1 for its own row, which begins with 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = elastic_ps.Embedding(
+            "rows", 1, init=constant(0.0), optimizer=SGD(lr=1.0, scheduled=True), dtype=torch.float64
+        )
+        self.bias = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.bias - self.rows(ids)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("consistency", "size"),
+    per_change(
+        [
+            ({"mode": "accumulate", "gradients": 2}, None),
+            ({"globalBatchSize": 6}, 6),
+            ({"mode": "bounded", "maxStaleness": 1}, None),
+            ({"mode": "async", "stalenessScale": "inverse"}, None),
+        ],
+        keep=[({"globalBatchSize": 6}, 6), ({"mode": "async", "stalenessScale": "inverse"}, None)],
+    ),
+)
+def test_each_record_is_in_its_row_once_in_each_mode(
+    tmp_path: Path, consistency: dict[str, Any], size: int | None
+) -> None:
+    """Also when a shard is lost: with the weight that it has in its version, where that is known."""
+    restarted = threading.Lock()
+
+    def script(session: Session) -> None:
+        model = Counting()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for ids in session.loader(Itself(), batch_size=3, epochs=2):
+            optimizer.zero_grad()
+            model(ids).mean().backward()
+            if session.version >= 5 and restarted.acquire(blocking=False):
+                job.restart(1)
+            optimizer.step()
+
+    with a_job(tmp_path, server={"checkpoint": {"everyVersions": 4}}, consistency=consistency) as job:
+        job.run(script, workers=2)
+        assert job.status().term > 1
+    model = Counting()
+    elastic_ps.load_checkpoint(tmp_path / "checkpoints", model)
+    rows = model.rows.table.state()
+    assert rows["ids"].tolist() == list(range(RECORDS))
+    assert rows["counts"].tolist() == [2] * RECORDS
+    if size is not None:
+        torch.testing.assert_close(rows["values"], torch.full((RECORDS, 1), 2 / size, dtype=torch.float64))
+    else:
+        assert bool(((rows["values"] > 0) & (rows["values"] <= 2 / 3)).all())
