@@ -10,6 +10,9 @@ gradient is nonzero for exactly its own. RMSprop with alpha 0 divides a gradient
 moves by exactly 1 for each version that contains its record, however the mean is weighted. At the end each
 record of each epoch must have moved by 1 in all, for one worker. Another parameter moves in every step: its
 elements are in buckets of every shard, so a model that is torn between two versions shows.
+
+Where tables that grow are trained, each record of each epoch has a row, too. Adagrad moves it by 1, against
+the gradient's sign, when it is trained first, and by less when it is trained again.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import psutil
 import torch
@@ -43,6 +46,8 @@ from elastic_ps.contract.schemes import WITHOUT_RANKS, Scheme
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.drill.wire import Wires
+from elastic_ps.embedding import Adagrad, constant
+from elastic_ps.embedding.module import Embedding
 from elastic_ps.local import Launcher, Options
 
 WORKERS, MOST_WORKERS, EPOCHS, BATCH = 3, 4, 2, 4
@@ -64,10 +69,17 @@ Kind: TypeAlias = Literal[
 
 
 class Accounts(torch.nn.Module):
-    """The parameters: how often each worker has trained each record, by epoch; and a clock."""
+    """The parameters: how often each worker has trained each record, by epoch; and a clock.
 
-    def __init__(self, records: int) -> None:
+    Args:
+        rows: whether each record of each epoch has a row, too.
+    """
+
+    def __init__(self, records: int, *, rows: bool = False) -> None:
         super().__init__()
+        rate = Adagrad(lr=1.0, eps=0.0)
+        options: dict[str, Any] = {"init": constant(0.0), "optimizer": rate, "dtype": torch.float64}
+        self.rows = Embedding("rows", 1, **options) if rows else None
         zeros = [torch.zeros(EPOCHS, records, dtype=torch.float64) for _ in range(MOST_WORKERS)]
         self.trained = torch.nn.ParameterList(torch.nn.Parameter(each) for each in zeros)
         self.clock = torch.nn.Parameter(torch.zeros(CLOCK, dtype=torch.float64))
@@ -78,12 +90,12 @@ def make_optimizer(accounts: Accounts) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(accounts.parameters(), lr=1.0, alpha=0.0, eps=1e-30)
 
 
-def train(records: int, seconds: float, results: str) -> None:
+def train(records: int, seconds: float, results: str, rows: bool = False) -> None:
     """What a worker runs; a batch takes `seconds`. The chief saves the model in the directory `results`."""
     import elastic_ps
 
     torch.set_num_threads(1)
-    accounts = Accounts(records)
+    accounts = Accounts(records, rows=rows)
     session = elastic_ps.connect()
     optimizer = session.optimizer(make_optimizer(accounts), accounts)
     loader = session.loader(list(range(records)), BATCH, epochs=EPOCHS)
@@ -91,11 +103,17 @@ def train(records: int, seconds: float, results: str) -> None:
         optimizer.zero_grad()
         own = accounts.trained[session.worker][loader.epoch, batch]
         time.sleep(seconds * random.random() * 2)
-        (-(own.sum() + accounts.clock.sum())).backward()
+        moved = own.sum() + accounts.clock.sum()
+        if accounts.rows is not None:
+            moved = moved + accounts.rows(torch.as_tensor(batch) + loader.epoch * records).sum()
+        (-moved).backward()
         optimizer.step()
     if session.is_chief:
         part = Path(results) / f"{os.getpid()}.part"
-        torch.save(accounts.state_dict(), part)
+        state = accounts.state_dict()
+        if accounts.rows is not None:
+            state["rows"] = accounts.rows(torch.arange(EPOCHS * records)).detach()
+        torch.save(state, part)
         part.rename(part.with_suffix(".pt"))
 
 
@@ -162,7 +180,12 @@ def make_job(plan: Plan, *, records: int, seconds: float, results: Path) -> Trai
     mode = MODES[plan.mode]
     spec = {
         "entrypoint": "benchmarks.soak:train",
-        "arguments": {"records": records, "seconds": seconds, "results": str(results)},
+        "arguments": {
+            "records": records,
+            "seconds": seconds,
+            "results": str(results),
+            "rows": mode.trains_rows,
+        },
         "worker": {
             "replicas": WORKERS,
             "processes": mode.processes,
@@ -362,6 +385,9 @@ def account(verdict: Verdict, saved: Sequence[Path]) -> None:
             )
         cells = torch.stack([state[f"trained.{worker}"] for worker in range(MOST_WORKERS)])
         times = cells.sum(0)
+        if (rows := state.get("rows")) is not None:
+            verdict.missing += int((rows < LEAST).sum())
+            verdict.twice += int((rows > 1 + LEAST).sum())
         if counted == "trained":
             verdict.missing += int((times < LEAST).sum())
         else:

@@ -40,6 +40,11 @@ class Mode:
     changes: tuple[Mapping[str, Any], ...] = ()
     processes: int = 1
 
+    @property
+    def trains_rows(self) -> bool:
+        """Whether such a job trains tables that grow."""
+        return self.consistency.get("mode") != "local" and self.processes == 1
+
 
 def half(staleness: int) -> float:
     """A `stalenessScale` of the user's own."""

@@ -6,6 +6,7 @@ import collections
 import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,9 +41,11 @@ def trained(steps: int = EPOCHS * RECORDS) -> tuple[Accounts, torch.optim.Optimi
     return accounts, optimizer
 
 
-def judged(tmp_path: Path, accounts: Accounts, versions: int = EPOCHS * RECORDS) -> Verdict:
+def judged(
+    tmp_path: Path, accounts: Accounts, versions: int = EPOCHS * RECORDS, rows: torch.Tensor | None = None
+) -> Verdict:
     saved = tmp_path / "1.pt"
-    torch.save(accounts.state_dict(), saved)
+    torch.save(accounts.state_dict() | ({} if rows is None else {"rows": rows}), saved)
     verdict = Verdict(
         Plan(0, 0, "sync", 1, standbys=False, transport="shm"),
         1.0,
@@ -52,6 +55,16 @@ def judged(tmp_path: Path, accounts: Accounts, versions: int = EPOCHS * RECORDS)
     )
     account(verdict, [saved])
     return verdict
+
+
+def test_rows_that_are_missing_or_came_twice_are_found(tmp_path: Path) -> None:
+    rows = Accounts(RECORDS, rows=True).rows
+    assert rows is not None
+    ids, one = np.arange(EPOCHS * RECORDS), np.ones(1, dtype=np.int64)
+    for version, id_ in enumerate([*ids[:-1], ids[3]], start=1):  # not the last one, and another one twice
+        rows.table.update(one * id_, torch.full((1, 1), -0.25).double(), one, version)
+    verdict = judged(tmp_path, trained()[0], rows=rows(torch.from_numpy(ids)).detach())
+    assert (verdict.missing, verdict.twice) == (1, 1)
 
 
 def test_a_right_job_adds_up(tmp_path: Path) -> None:
