@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 from accelerate import state
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", message=".*deprecated - use", category=DeprecationWarning)
+    import lightning.pytorch  # noqa: F401  it imports matplotlib, whose version 3.7 uses what pyparsing deprecates
 
 
 @pytest.fixture(autouse=True)
