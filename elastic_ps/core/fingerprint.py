@@ -19,6 +19,10 @@ TOLERANCE = 1e-4
 """The tolerance of sums. Other records, or the same ones in another order, differ by more."""
 
 
+ORDER = "the order of blocks"
+"""The part that says which blocks of records stay together. Without it, none do."""
+
+
 class Mark(NamedTuple):
     """The digest and sums of a part of a data set, an attribute with an entry for each record."""
 
@@ -40,11 +44,17 @@ def differing(one: str, other: str) -> list[str]:
     if one == other or not (one and other):
         return []
     ours, theirs = _parsed(one), _parsed(other)
-    return [name for name, mark in ours.items() if name in theirs and not _same(mark, theirs[name])]
+    lacking = [ORDER] if (ORDER in ours) != (ORDER in theirs) else []
+    return lacking + [name for name, mark in ours.items() if name in theirs and not _same(mark, theirs[name])]
 
 
 def other_records(names: Sequence[str]) -> str:
     """The message for parts that differ, with what to do."""
+    if ORDER in names:
+        return (
+            "data.order, or block_sizes() of the data set, says other blocks, so records would be at other "
+            "positions. All workers need the same blocks, and so does a job that continues from a checkpoint"
+        )
     return (
         f"the entries of {', '.join(names[:5])} are other ones, or in another order. All processes of a job "
         "must have the same records at the same positions. If the script draws which ones it has, as "

@@ -12,9 +12,9 @@ sharding.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeAlias
 
 
 class Range(NamedTuple):
@@ -27,6 +27,10 @@ class Range(NamedTuple):
     @property
     def records(self) -> int:
         return self.stop - self.start
+
+
+_Take: TypeAlias = Callable[[int], Range | None]
+"""Takes records, at most so many, that nobody holds; None if there are none."""
 
 
 class LedgerError(ValueError):
@@ -43,6 +47,8 @@ class Ledger:
         shard_records: the most records to hand out at a time.
         applied: the number of records in the model.
         skipped: the number of records that scripts have skipped, for example for a loss that was not finite.
+        run_end: the end of the run that has a position, by epoch and position: whoever begins a run is given
+            the rest of it, too, as long as there are other runs for others. None: there are no runs.
 
     A holder of records is a worker's incarnation, a number that is used only once.
     """
@@ -56,6 +62,8 @@ class Ledger:
     _next_position: int = 0
     _returned: list[Range] = field(default_factory=list)
     _held: dict[int, list[Range]] = field(default_factory=dict)
+    run_end: Callable[[int, int], int] | None = field(default=None, compare=False)
+    _begun: dict[int, Range] = field(default_factory=dict)  # the rest of a run, kept for who has begun it
 
     @property
     def expected(self) -> int:
@@ -71,7 +79,8 @@ class Ledger:
     def complete_epochs(self) -> int:
         """Epochs of which every record is in the model."""
         held = [r.epoch for ranges in self._held.values() for r in ranges]
-        return min([*(r.epoch for r in self._returned), *held, self._next_epoch])
+        kept = [r.epoch for r in (*self._returned, *self._begun.values())]
+        return min([*kept, *held, self._next_epoch])
 
     def extend(self, epochs: int) -> None:
         """Train each record `epochs` times instead, which is not fewer than before."""
@@ -95,17 +104,42 @@ class Ledger:
         left = self.expected - self.applied - self.skipped - held
         fair = -(-left // (2 * max(1, workers) * batch)) * batch
         limit = max(batch, min(self.shard_records, fair) // batch * batch)
-        first, second = self._take_returned, self._take_new
-        taken = (second(limit) or first(limit)) if fresh else (first(limit) or second(limit))
+        sources = (self._take_new, self._take_returned) if fresh else (self._take_returned, self._take_new)
+        taken = self._take_of_run(holder, limit, sources) if self.run_end else _first(sources, limit)
         if taken is None:
             return []
         self._held.setdefault(holder, []).append(taken)
         return [taken]
 
+    def _take_of_run(self, holder: int, limit: int, sources: Sequence[_Take]) -> Range | None:
+        """Of the run that `holder` has begun, or of another one, or of what is kept for someone else."""
+        run = self._begun.pop(holder, None) or _first(sources, self.records) or self._half_of_longest()
+        if run is None:
+            return None
+        stop = min(run.stop, run.start + limit)
+        if stop < run.stop:
+            self._begun[holder] = run._replace(start=stop)
+        return run._replace(stop=stop)
+
+    def _half_of_longest(self) -> Range | None:
+        """The end of the longest rest of a run: no other records are left."""
+        other = max(self._begun, key=lambda each: self._begun[each].records, default=None)
+        if other is None:
+            return None
+        rest = self._begun.pop(other)
+        middle = rest.start + rest.records // 2
+        if middle > rest.start:
+            self._begun[other] = rest._replace(stop=middle)
+        return rest._replace(start=middle)
+
+    def _within_run(self, epoch: int, start: int, limit: int) -> int:
+        return min(limit, self.run_end(epoch, start) - start) if self.run_end else limit
+
     def _take_returned(self, limit: int) -> Range | None:
         if not self._returned:
             return None
         first = self._returned.pop(0)
+        limit = self._within_run(first.epoch, first.start, limit)
         if first.records > limit:
             self._returned.insert(0, first._replace(start=first.start + limit))
             first = first._replace(stop=first.start + limit)
@@ -114,6 +148,7 @@ class Ledger:
     def _take_new(self, limit: int) -> Range | None:
         if self._next_epoch >= self.epochs:
             return None
+        limit = self._within_run(self._next_epoch, self._next_position, limit)
         stop = min(self.records, self._next_position + limit)
         taken = Range(self._next_epoch, self._next_position, stop)
         self._next_position = stop
@@ -148,6 +183,8 @@ class Ledger:
         kept = list(keep)
         returned = self._without(holder, kept)
         self._set_held(holder, kept)
+        if rest := self._begun.pop(holder, None):
+            returned.append(rest)
         self._returned = joined([*self._returned, *returned])
 
     def give_back_some(self, holder: int, ranges: Iterable[Range]) -> None:
@@ -168,11 +205,11 @@ class Ledger:
     def copy(self) -> Self:
         """An independent copy."""
         held = {holder: list(ranges) for holder, ranges in self._held.items()}
-        return replace(self, _returned=list(self._returned), _held=held)
+        return replace(self, _returned=list(self._returned), _held=held, _begun=dict(self._begun))
 
     def state(self) -> dict[str, Any]:
         """Plain data for a checkpoint. Held records count as given back, since workers will be new ones."""
-        ranges = joined([*self._returned, *itertools.chain(*self._held.values())])
+        ranges = joined([*self._returned, *self._begun.values(), *itertools.chain(*self._held.values())])
         return {
             "records": self.records,
             "epochs": self.epochs,
@@ -224,6 +261,11 @@ class Ledger:
                 f"{self.applied} records are in the model, {self.skipped} skipped and {returned} given back, "
                 f"of {handed_out} handed out and {self.expected} in all"
             )
+
+
+def _first(sources: Iterable[_Take], limit: int) -> Range | None:
+    """What the first of the sources gives that has any records."""
+    return next((taken for source in sources if (taken := source(limit)) is not None), None)
 
 
 def joined(ranges: Iterable[Range]) -> list[Range]:

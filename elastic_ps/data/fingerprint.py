@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
-from elastic_ps.core.fingerprint import MOST, Mark, to_text
+from elastic_ps.core.fingerprint import MOST, ORDER, Mark, to_text
 
 PARTS = 64
 """How many parts a fingerprint has at most, and how many entries a list of parts."""
@@ -44,11 +44,20 @@ CHARACTERS = 1024
 _WEIGHTS = (2654435761, 2246822519)  # multipliers that scatter positions over 32 bits
 
 
-def fingerprint(dataset: Any, records: int) -> str:
-    """What identifies its `records`, for `core.fingerprint.differing`; "" if nothing does."""
+def fingerprint(dataset: Any, records: int, order: str = "") -> str:
+    """What identifies its `records`, for `core.fingerprint.differing`; "" if nothing does.
+
+    Args:
+        order: which blocks of them stay together; see `data.order.Order.to_text`.
+    """
     looked = _Looked()
+    if order:
+        looked.marks[ORDER] = Mark(hashlib.blake2b(order.encode(), digest_size=8).hexdigest())
     with suppress(Exception):  # it may be made of anything
         looked.at(type(dataset).__name__, dataset, records)
+        if callable(digests := getattr(dataset, "block_digests", None)):
+            every = hashlib.blake2b("\0".join(digests()).encode(), digest_size=8)
+            looked.note(f"{type(dataset).__name__}.block_digests()", [every.hexdigest()])
     text = to_text(looked.marks)
     return text if len(text) <= MOST else ""
 
@@ -75,12 +84,13 @@ class _Looked:
                 self.at(f"{name}.{key}", each, length, depth + 1)
         elif _length(value) == records or (records is None and _are_names(value)):
             with suppress(Exception):  # it may be made of anything
-                self._note(name, value)
+                self.note(name, value)
         elif isinstance(value, list | tuple | dict) and len(value) <= PARTS:
             for key, each in value.items() if isinstance(value, dict) else enumerate(value):
                 self.at(f"{name}.{key}"[:CHARACTERS], each, records, depth + 1)
 
-    def _note(self, name: str, value: Any) -> None:
+    def note(self, name: str, value: Any) -> None:
+        """Note the entries of a part."""
         exact: list[str] = []
         floats: list[float] = []
         entries = _entries(value)

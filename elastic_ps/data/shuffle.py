@@ -48,7 +48,7 @@ class Shuffled(Sequence[int]):
         seed, epoch: each pair has a permutation of its own.
     """
 
-    def __init__(self, records: int, *, seed: int, epoch: int) -> None:
+    def __init__(self, records: int, *, seed: int | str, epoch: int) -> None:
         if not 0 <= records <= MOST_RECORDS:
             raise ValueError(f"{records} records; expected 0 to {MOST_RECORDS}")
         self._records = records

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from elastic_ps.api.job import Data
+from elastic_ps.data.order import Order
 from elastic_ps.data.stream import IndexedStream
 from elastic_ps.errors import InvalidModel, UsageError
 
@@ -52,6 +53,7 @@ class Source(NamedTuple):
         shuffle: the order of the records is random.
         drop_last: skip the records of an epoch that do not fill a batch.
         options: of the DataLoader that fetches.
+        order: of the records, if blocks of them stay together.
     """
 
     dataset: Any
@@ -61,6 +63,7 @@ class Source(NamedTuple):
     shuffle: bool
     drop_last: bool
     options: dict[str, Any]
+    order: Order | None = None
 
 
 def read_source(
@@ -108,7 +111,8 @@ def read_source(
     drop_last = bool(options.pop("drop_last", False))
     if not isinstance(dataset, IterableDataset):
         count = _records_of(dataset, records)
-        return Source(dataset, dataset, count, batch_size, shuffle, drop_last, options)
+        order = _order_of(dataset, count, shuffle=shuffle, seed=data.seed)
+        return Source(dataset, dataset, count, batch_size, shuffle, drop_last, options, order)
     fetched = batch_size * max(1, options.get("num_workers") or 0)
     indexed = _indexed(dataset, records, near=fetched, keep=late * _KEPT_BATCHES * fetched, seed=data.seed)
     return Source(dataset, indexed, len(indexed), batch_size, False, drop_last, options)
@@ -179,6 +183,16 @@ def _records_of(dataset: Any, records: int | None) -> int:
     if len(dataset) < 1:
         raise InvalidModel(_EMPTY % name)
     return len(dataset)
+
+
+def _order_of(dataset: Any, records: int, *, shuffle: bool, seed: int) -> Order | None:
+    """The order of a data set whose records are read in blocks. Raises UsageError: it says other numbers."""
+    if not callable(sizes := getattr(dataset, "block_sizes", None)):
+        return None
+    try:
+        return Order(records, [int(each) for each in sizes()], shuffle=shuffle, seed=seed)
+    except ValueError as error:
+        raise UsageError(f"{type(dataset).__name__}.block_sizes(): {error}") from None
 
 
 def _indexed(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from elastic_ps.core.ledger import Range
 from elastic_ps.core.portions import LEAST
@@ -15,6 +15,7 @@ class Supply:
 
     Args:
         source: with `drop_last`, an epoch's records that do not fill a batch, or a version, are left out.
+            With an `order` its blocks stay together.
         seed: of the order, where it is random: the same on all workers.
         version_records: how many records make a version, if that is fixed. A batch has records of one
             version only.
@@ -70,8 +71,11 @@ class Supply:
     def _indices(self, batch: list[Range]) -> list[int]:
         result: list[int] = []
         for each in batch:
-            order = permutation(
-                self._source.records, each.epoch, shuffle=self._source.shuffle, seed=self._seed
-            )
-            result.extend(order[each.start : each.stop])
+            result.extend(self._order_of(each.epoch)[each.start : each.stop])
         return result
+
+    def _order_of(self, epoch: int) -> Sequence[int]:
+        source = self._source
+        if source.order is not None:
+            return source.order.of_epoch(epoch)
+        return permutation(source.records, epoch, shuffle=source.shuffle, seed=self._seed)

@@ -15,10 +15,11 @@ from typing import Any
 from elastic_ps.codec.auto import CANDIDATES
 from elastic_ps.core.all_reduce import Barrier
 from elastic_ps.core.consistency import After, Contribution, Entry
-from elastic_ps.core.ledger import LedgerError, Range
+from elastic_ps.core.ledger import Ledger, LedgerError, Range
 from elastic_ps.core.membership import Member
 from elastic_ps.core.overlap import Overlap
 from elastic_ps.core.stages import CourseEvent
+from elastic_ps.data.order import Order
 from elastic_ps.errors import InvalidModel, Malformed, RefusalCode, Refused
 from elastic_ps.server.guarded import Look
 from elastic_ps.server.service import Callers
@@ -127,6 +128,12 @@ class StepCalls:
         state.open_ledger(request.records, request.epochs, shares=shares)
         if wrong := state.match_ledger(request.records, request.epochs, request.batch, request.data):
             raise Refused(RefusalCode.INVALID, wrong)
+        if request.order and isinstance(state.ledger, Ledger) and state.ledger.run_end is None:
+            try:
+                order = Order.from_text(request.order, records=request.records, seed=state.data.seed)
+            except ValueError as error:
+                raise Refused(RefusalCode.MALFORMED, str(error)) from error
+            state.ledger.run_end = order.run_end
 
     def _skip(self, state: JobState, member: Member, skipped: Sequence[Range]) -> None:
         """Skip records that a script has left out without a step. The lock is held."""

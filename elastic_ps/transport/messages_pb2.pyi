@@ -208,7 +208,7 @@ class Done(_message.Message):
     def __init__(self, duplicate: bool = ...) -> None: ...
 
 class TakeRequest(_message.Message):
-    __slots__ = ("caller", "records", "epochs", "batch", "wait", "abandoned", "skipped", "early", "data", "epoch")
+    __slots__ = ("caller", "records", "epochs", "batch", "wait", "abandoned", "skipped", "early", "data", "epoch", "order")
     CALLER_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +219,7 @@ class TakeRequest(_message.Message):
     EARLY_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ORDER_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     records: int
     epochs: int
@@ -229,7 +230,8 @@ class TakeRequest(_message.Message):
     early: bool
     data: str
     epoch: int
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., records: _Optional[int] = ..., epochs: _Optional[int] = ..., batch: _Optional[int] = ..., wait: bool = ..., abandoned: bool = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., early: bool = ..., data: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    order: str
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., records: _Optional[int] = ..., epochs: _Optional[int] = ..., batch: _Optional[int] = ..., wait: bool = ..., abandoned: bool = ..., skipped: _Optional[_Iterable[_Union[Range, _Mapping]]] = ..., early: bool = ..., data: _Optional[str] = ..., epoch: _Optional[int] = ..., order: _Optional[str] = ...) -> None: ...
 
 class TakeReply(_message.Message):
     __slots__ = ("ranges", "version", "finished", "chief", "pending", "stopped")

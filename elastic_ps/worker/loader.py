@@ -118,9 +118,9 @@ class ElasticLoader:
         self.epoch = 0
         self.dataset = source.dataset
         self._source = source
-        self._data_set = DataSet(
-            source.records, epochs, source.batch_size, fingerprint(source.dataset, source.records)
-        )
+        order = source.order.to_text() if source.order else ""
+        data_id = fingerprint(source.dataset, source.records, order)
+        self._data_set = DataSet(source.records, epochs, source.batch_size, data_id, order)
         self._supply = Supply(source, seed=data.seed, version_records=consistency.global_batch_size)
         self._drops = runtime.drops  # as of the records in hand
         self._issued: deque[list[Range]] = deque()  # what torch's DataLoader was told to fetch, and has not

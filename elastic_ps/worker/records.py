@@ -23,12 +23,16 @@ from elastic_ps.worker.membership import Membership
 
 
 class DataSet(NamedTuple):
-    """What a process trains: so many records, in batches; `data` identifies them (`core.fingerprint`)."""
+    """What a process trains: so many records, in batches; `data` identifies them (`core.fingerprint`).
+
+    `order` says which blocks of them stay together; see `data.order.Order.to_text`.
+    """
 
     records: int
     epochs: int
     batch: int
     data: str
+    order: str = ""
 
 
 def _check_same(processes: Sequence[DataSet]) -> None:
@@ -122,7 +126,7 @@ class Records:
                     self._note_part(PartEvent.ASK)
                     self._left = False
                 said = member.drops, mine.data
-                new = mine._replace(data="") if self._said == said else mine
+                new = mine._replace(data="", order="") if self._said == said else mine
                 granted = self._world.gather("the loader, where it gets records", new, take)
                 self._said = said
                 self._stopped.heed()

@@ -24,9 +24,15 @@ def positions(ranges: list[Range]) -> list[Position]:
 class Bookkeeping(RuleBasedStateMachine):
     """A ledger beside a model of it: a set of positions for each holder, and what is in the model."""
 
-    @initialize(records=st.integers(1, 40), epochs=st.integers(1, 3), shard_records=st.integers(1, 50))
-    def begin(self, records: int, epochs: int, shard_records: int) -> None:
-        self.ledger = Ledger(records, epochs, shard_records)
+    @initialize(
+        records=st.integers(1, 40),
+        epochs=st.integers(1, 3),
+        shard_records=st.integers(1, 50),
+        run=st.integers(0, 30),
+    )
+    def begin(self, records: int, epochs: int, shard_records: int, run: int) -> None:
+        self.run_end = (lambda _, position: min(records, (position // run + 1) * run)) if run else None
+        self.ledger = Ledger(records, epochs, shard_records, run_end=self.run_end)
         self.everything = {(e, p) for e in range(epochs) for p in range(records)}
         self.free = set(self.everything)
         self.held: dict[int, set[Position]] = {}
@@ -120,6 +126,7 @@ class Bookkeeping(RuleBasedStateMachine):
         """The parameter server dies and goes on from a checkpoint: its workers are gone."""
         state = json.loads(json.dumps(self.ledger.state()))
         self.ledger = Ledger.from_state(state, shard_records=self.ledger.shard_records)
+        self.ledger.run_end = self.run_end
         for held in self.held.values():
             self.free |= held
         self.held = {}

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset, random_split
 
-from elastic_ps.core.fingerprint import MOST, differing
+from elastic_ps.core.fingerprint import MOST, ORDER, differing, other_records
 from elastic_ps.data.fingerprint import fingerprint
 
 RECORDS = 40
@@ -186,3 +186,18 @@ def test_large_data_sets_are_looked_at_in_part() -> None:
 def test_what_is_no_fingerprint(text: str) -> None:
     with pytest.raises(ValueError, match=r"fingerprint"):
         differing("{}", text)
+
+
+def test_other_blocks_are_noticed_also_where_there_were_none() -> None:
+    """Records would be at other positions, so some would be trained twice and others never."""
+    dataset = TensorDataset(torch.arange(RECORDS))
+    plain, blocks, others = (fingerprint(dataset, RECORDS, order) for order in ("", "[5]", "[4]"))
+    for one, other in [(plain, blocks), (blocks, plain), (blocks, others)]:
+        assert differing(one, other) == [ORDER]
+    assert differing(blocks, blocks) == differing(plain, plain) == []
+    assert "data.order" in other_records([ORDER])
+
+
+def test_a_data_set_of_other_files_is_noticed_by_their_digests() -> None:
+    one, other = (Unreadable(block_digests=lambda digest=digest: ["a", digest]) for digest in "bc")
+    assert differing(fingerprint(one, RECORDS), fingerprint(other, RECORDS)) == ["Unreadable.block_digests()"]
