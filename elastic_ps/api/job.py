@@ -241,6 +241,35 @@ class Evaluator(CamelModel):
     )
 
 
+_SINGLE = rules.Rule(
+    cel="!has(self.blocks) || self.blocks != 1 || self.buffer == 1",
+    message="data.order.buffer works only with blocks of several records",
+    holds=lambda order: order.blocks != 1 or order.buffer == 1,
+    says=lambda order: (
+        f"buffer is {order.buffer}, but blocks is 1, so all records are shuffled together; leave buffer out"
+    ),
+)
+
+
+class BlockOrder(CamelModel):
+    """How blocks of consecutive records stay together when they are shuffled."""
+
+    blocks: int | None = Field(
+        default=None,
+        ge=1,
+        description="The number of consecutive records in a block. Blocks are shuffled, and so are the "
+        "records within each. A worker that has begun a block is given the rest of it. If unset, the data "
+        "set's method block_sizes() says it; without that method there are no blocks. With 1 there are none, "
+        "too.",
+    )
+    buffer: Annotated[int, _SINGLE] = Field(
+        default=1,
+        ge=1,
+        le=1024,
+        description="How many blocks are shuffled among each other. A worker has that many open at a time.",
+    )
+
+
 class Data(CamelModel):
     """How records are handed out to the workers."""
 
@@ -248,6 +277,7 @@ class Data(CamelModel):
         default=256, ge=1, description="The largest number of records that a worker is given at once."
     )
     shuffle: bool = Field(default=True, description="If true, each epoch has the records in a new order.")
+    order: BlockOrder = Field(default_factory=BlockOrder)
     # A checkpoint's numbers have no more bits.
     seed: int = Field(default=0, ge=0, lt=1 << 63, description="The seed of the records' order.")
 

@@ -111,11 +111,12 @@ def read_source(
     drop_last = bool(options.pop("drop_last", False))
     if not isinstance(dataset, IterableDataset):
         count = _records_of(dataset, records)
-        order = _order_of(dataset, count, shuffle=shuffle, seed=data.seed)
+        order = _order_of(dataset, count, data, shuffle=shuffle)
         return Source(dataset, dataset, count, batch_size, shuffle, drop_last, options, order)
     fetched = batch_size * max(1, options.get("num_workers") or 0)
     indexed = _indexed(dataset, records, near=fetched, keep=late * _KEPT_BATCHES * fetched, seed=data.seed)
-    return Source(dataset, indexed, len(indexed), batch_size, False, drop_last, options)
+    order = _order_of(dataset, len(indexed), data, shuffle=False)
+    return Source(dataset, indexed, len(indexed), batch_size, False, drop_last, options, order)
 
 
 def _shuffles(source: DataLoader[Any]) -> bool:
@@ -185,14 +186,22 @@ def _records_of(dataset: Any, records: int | None) -> int:
     return len(dataset)
 
 
-def _order_of(dataset: Any, records: int, *, shuffle: bool, seed: int) -> Order | None:
-    """The order of a data set whose records are read in blocks. Raises UsageError: it says other numbers."""
-    if not callable(sizes := getattr(dataset, "block_sizes", None)):
+def _order_of(dataset: Any, records: int, data: Data, *, shuffle: bool) -> Order | None:
+    """The order of records that are read in blocks. Raises UsageError: it says impossible numbers."""
+    blocks, name = data.order.blocks, type(dataset).__name__
+    sizes: Any = getattr(dataset, "block_sizes", None)
+    if blocks == 1 or (blocks is None and not callable(sizes)):
+        if data.order.buffer > 1:
+            raise UsageError(
+                f"data.order.buffer is {data.order.buffer}, but nothing says which records are a block: "
+                f"{name} has no block_sizes(). Set data.order.blocks to a number of records"
+            )
         return None
     try:
-        return Order(records, [int(each) for each in sizes()], shuffle=shuffle, seed=seed)
+        found = blocks or [int(each) for each in sizes()]
+        return Order(records, found, data.order.buffer, shuffle, data.seed)
     except ValueError as error:
-        raise UsageError(f"{type(dataset).__name__}.block_sizes(): {error}") from None
+        raise UsageError(f"{'data.order.blocks' if blocks else f'{name}.block_sizes()'}: {error}") from None
 
 
 def _indexed(

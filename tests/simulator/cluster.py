@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -22,6 +22,7 @@ from elastic_ps.api.mutable import MutableFields
 from elastic_ps.contract.env import ProcessEnvironment
 from elastic_ps.core.ledger import Range
 from elastic_ps.data.batches import slice_sizes
+from elastic_ps.data.order import Order
 from elastic_ps.data.shuffle import permutation
 from elastic_ps.errors import ElasticPSError, Fenced, RefusalCode, Refused, TransportError
 from elastic_ps.process.retrying import Patience
@@ -90,6 +91,7 @@ class Plan:
     assigning: float = 0.0
     overlap: bool = True
     shard_records: int = 6
+    blocks: int = 1
     every_versions: int = 2
     faults: tuple[str, ...] = ()
     deaths: tuple[tuple[str, int], ...] = ()
@@ -261,7 +263,7 @@ class Cluster:
                     "checkpoint": {"interval": "1h", "everyVersions": plan.every_versions, "keep": 2},
                 },
                 "consistency": plan.consistency,
-                "data": {"shardRecords": plan.shard_records},
+                "data": {"shardRecords": plan.shard_records, "order": {"blocks": plan.blocks}},
             },
             source="simulator",
         )
@@ -663,11 +665,14 @@ def halved(staleness: int) -> float:
 
 def places(ranges: Iterable[Range], plan: Plan) -> list[int]:
     """Where the records of these ranges leave their marks."""
-    return [
-        r.epoch * plan.records + index
-        for r in ranges
-        for index in permutation(plan.records, r.epoch, shuffle=True, seed=0)[r.start : r.stop]
-    ]
+    order = Order(plan.records, plan.blocks)
+
+    def of_epoch(epoch: int) -> Sequence[int]:
+        if plan.blocks > 1:
+            return order.of_epoch(epoch)
+        return permutation(plan.records, epoch, shuffle=True, seed=0)
+
+    return [r.epoch * plan.records + index for r in ranges for index in of_epoch(r.epoch)[r.start : r.stop]]
 
 
 def pid_of(name: str) -> int:

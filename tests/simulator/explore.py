@@ -165,7 +165,8 @@ def draw(seed: int, **fixed: Any) -> Plan:
     if chance.random() < 0.15:
         plan = _all_reduce(plan)
     plan = replace(plan, deaths=tuple(_death(chance, plan) for _ in range(chance.choice([0, 0, 1, 2]))))
-    return replace(_staleness(chance, plan), **fixed)
+    plan = replace(_staleness(chance, plan), blocks=chance.choice([1, 1, 2, 5]))
+    return replace(plan, **fixed)
 
 
 def _death(chance: random.Random, plan: Plan) -> tuple[str, int]:

@@ -129,6 +129,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         {"parameterServer": {"durability": "standby"}},
     ),
     ("unencryptedAllReduce works only with strategy all-reduce", {"unencryptedAllReduce": True}),
+    (
+        "order.buffer works only with blocks of several records",
+        {"data": {"order": {"blocks": 1, "buffer": 2}}},
+    ),
 ]
 """Words of the refusal, and the spec that is refused."""
 
@@ -147,6 +151,7 @@ FIXED: list[tuple[str, dict[str, Any]]] = [
     ("strategy", {"strategy": "all-reduce"}),
     ("unencryptedAllReduce", {"unencryptedAllReduce": True}),
     ("data", {"data": {"seed": 7}}),
+    ("data", {"data": {"order": {"blocks": 7}}}),
     ("parameterServer.bucketBytes", {"parameterServer": {"bucketBytes": 65536}}),
     ("parameterServer.overlap", {"parameterServer": {"overlap": "always"}}),
     ("parameterServer.replicas", {"parameterServer": {"replicas": 2}}),

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from elastic_ps.api.job import Data
+from elastic_ps.api.job import BlockOrder, Data
 from elastic_ps.data.source import Source, read_source
 from elastic_ps.errors import InvalidModel, UsageError
 
 RECORDS = TensorDataset(torch.arange(10.0))
+JOB = Data()
 
 
-def read(given: Any, batch_size: int | None = None, records: int | None = None, **options: Any) -> Source:
-    return read_source(
-        given, batch_size=batch_size, records=records, data=Data(), late=False, options=options
-    )
+def read(
+    given: Any, batch_size: int | None = None, records: int | None = None, data: Data = JOB, **options: Any
+) -> Source:
+    return read_source(given, batch_size=batch_size, records=records, data=data, late=False, options=options)
+
+
+class InBlocks(TensorDataset):
+    """Says which of its records are a block."""
+
+    def block_sizes(self) -> list[int]:
+        return [4, 6]
 
 
 def test_a_dataloader_of_a_torch_without_in_order_keeps_the_order() -> None:
@@ -37,3 +46,38 @@ def test_an_empty_data_set_says_what_was_expected() -> None:
 def test_a_dataloader_has_its_options_already() -> None:
     with pytest.raises(UsageError, match="takes its options from the DataLoader"):
         read(DataLoader(RECORDS, batch_size=4), batch_size=2)
+
+
+def blocks_of(given: Any, **order: int) -> tuple[Any, int, bool] | None:
+    """The blocks, how many of them are shuffled together, and whether they are."""
+    found = read(given, data=Data(order=BlockOrder(**order)), batch_size=2).order
+    return None if found is None else (found.blocks, found.buffer, found.shuffle)
+
+
+def test_blocks_are_those_of_the_job_or_else_of_the_data_set() -> None:
+    own = InBlocks(torch.arange(10.0))
+    assert blocks_of(RECORDS) is None
+    assert blocks_of(RECORDS, blocks=3, buffer=2) == (3, 2, True)
+    assert blocks_of(own, buffer=2) == ([4, 6], 2, True)
+    assert blocks_of(own, blocks=3) == (3, 1, True)
+    assert blocks_of(own, blocks=1) is None
+
+
+def test_the_items_of_a_stream_keep_their_order_and_are_handed_out_in_blocks() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(10))
+
+        def __len__(self) -> int:
+            return 10
+
+    assert blocks_of(Stream(), blocks=3) == (3, 1, False)
+
+
+def test_impossible_blocks_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"nothing says which records are a block: TensorDataset has no"):
+        blocks_of(RECORDS, buffer=2)
+    with pytest.raises(
+        UsageError, match=r"block_sizes\(\): the blocks have 10 records together, but the data"
+    ):
+        blocks_of(InBlocks(torch.arange(11.0)))
