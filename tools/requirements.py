@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTRAS = ("report", "examples", "operator", "mpi", "hf", "lightning", "zstd", "blosc")
+EXTRAS = ("report", "examples", "operator", "mpi", "hf", "lightning", "zstd", "blosc", "data")
 NOT_LOWEST = (
     "torch",
     "openmpi",

@@ -197,6 +197,8 @@ def _order_of(dataset: Any, records: int, data: Data, *, shuffle: bool) -> Order
                 f"{name} has no block_sizes(). Set data.order.blocks to a number of records"
             )
         return None
+    if callable(keep := getattr(dataset, "keep_blocks", None)):
+        keep(data.order.buffer + 1)
     try:
         found = blocks or [int(each) for each in sizes()]
         return Order(records, found, data.order.buffer, shuffle, data.seed)

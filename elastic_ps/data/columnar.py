@@ -1,0 +1,172 @@
+"""Records in Parquet and Arrow files: each row is one, as a dict. A row group or record batch is a block."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from elastic_ps.data.blocks import BlockDataset, Transform
+from elastic_ps.data.files import File, Index, RangeFile, changed, digest_of, files_of, index_of
+from elastic_ps.errors import UsageError
+
+_TAIL = 4096
+"""The bytes at the end of a file whose sum says whether it has changed: they tell where its parts are."""
+
+
+class TableDataset(BlockDataset):
+    """The rows of `ParquetDataset` and `ArrowDataset`.
+
+    Args:
+        urls: of the files; see `files_of`.
+        columns: to read; None: all.
+        where: which rows are records, as an expression of `pyarrow.compute`, or a list such as
+            `[("year", ">", 2020)]`; None: all. Only its columns are read to count them, once.
+        transform: makes of a row what the script gets.
+        index: where the numbers of rows are kept; see `index_of`.
+        options: for fsspec's filesystem.
+
+    Raises:
+        UsageError: there is no row, or pyarrow is not installed.
+    """
+
+    def __init__(
+        self,
+        urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        *,
+        columns: Sequence[str] | None = None,
+        where: Any = None,
+        transform: Transform | None = None,
+        index: str | os.PathLike[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        files = files_of(urls, options or {})
+        self._columns, self._where = None if columns is None else list(columns), _expression(where)
+        self._sources: dict[int, Any] = {}
+        kind = type(self).__name__
+        self._files, self._tails = files, list[int]()
+        indexes = [
+            index_of(file, f"{kind}/{self._where}", partial(self._indexed, number), index)
+            for number, file in enumerate(files)
+        ]
+        self._tails = [int(found["tail"]) for found in indexes]
+        rows = [found["rows"] for found in indexes]
+        self._blocks = [(number, part) for number, each in enumerate(rows) for part in range(len(each))]
+        digests = [digest_of(each, file.size) for each, file in zip(indexes, files, strict=True)]
+        super().__init__(files, [int(count) for each in rows for count in each], digests, transform)
+
+    def _indexed(self, number: int) -> Index:
+        counts = [self._count(number, part) for part in range(self._parts(number))]
+        return {"rows": np.array(counts, dtype=np.int64), "tail": np.array(_tail(self._files[number]))}
+
+    def _source(self, number: int) -> Any:
+        """What a file is read with."""
+        if number not in self._sources:
+            file = self._files[number]
+            if self._tails and _tail(file) != self._tails[number]:
+                raise changed(file.url)
+            self._sources[number] = self._opened_file(RangeFile(file))
+        return self._sources[number]
+
+    def _opened_file(self, file: Any) -> Any:
+        raise NotImplementedError
+
+    def _parts(self, number: int) -> int:
+        """How many row groups or record batches a file has."""
+        raise NotImplementedError
+
+    def _count(self, number: int, part: int) -> int:
+        """How many rows of a part are records."""
+        raise NotImplementedError
+
+    def _table(self, number: int, part: int) -> Any:
+        """The records of a part."""
+        raise NotImplementedError
+
+    def _read(self, block: int) -> Any:
+        number, part = self._blocks[block]
+        table = self._table(number, part)
+        if table.num_rows != self._sizes[block]:
+            raise changed(self._files[number].url)
+        return table
+
+    def _records(self, opened: Any, _: int, places: Sequence[int], /) -> list[Any]:
+        rows: list[Any] = opened.take(list(places)).to_pylist()
+        return rows
+
+    def __getstate__(self) -> Mapping[str, Any]:
+        return {**super().__getstate__(), "_sources": {}}
+
+
+class ParquetDataset(TableDataset):
+    """The rows of Parquet files; each row group is a block. For the arguments see `TableDataset`."""
+
+    def _opened_file(self, file: Any) -> Any:
+        import pyarrow.dataset
+
+        return pyarrow.dataset.ParquetFileFormat().make_fragment(file)
+
+    def _parts(self, number: int) -> int:
+        return int(self._source(number).num_row_groups)
+
+    def _part(self, number: int, part: int) -> Any:
+        return self._source(number).subset(row_group_ids=[part])
+
+    def _count(self, number: int, part: int) -> int:
+        found = self._part(number, part)
+        if self._where is None:
+            return int(found.row_groups[0].num_rows)
+        return int(found.count_rows(filter=self._where))
+
+    def _table(self, number: int, part: int) -> Any:
+        return self._part(number, part).to_table(columns=self._columns, filter=self._where)
+
+
+class ArrowDataset(TableDataset):
+    """The rows of Arrow (IPC) files; each record batch is a block. For the arguments see `TableDataset`."""
+
+    def _opened_file(self, file: Any) -> Any:
+        import pyarrow
+
+        fields = None
+        if self._columns is not None and self._where is None:
+            schema = pyarrow.ipc.open_file(file).schema
+            fields = [schema.get_field_index(name) for name in self._columns]
+            file.seek(0)
+        return pyarrow.ipc.open_file(file, options=pyarrow.ipc.IpcReadOptions(included_fields=fields))
+
+    def _parts(self, number: int) -> int:
+        try:
+            return int(self._source(number).num_record_batches)
+        except ValueError as error:
+            raise UsageError(
+                f"{self._files[number].url} is no Arrow file that can be read by its parts ({error}). A "
+                "stream of Arrow has no index: write it as a file, with pyarrow.ipc.new_file"
+            ) from error
+
+    def _count(self, number: int, part: int) -> int:
+        return int(self._table(number, part).num_rows)
+
+    def _table(self, number: int, part: int) -> Any:
+        import pyarrow
+
+        table = pyarrow.Table.from_batches([self._source(number).get_batch(part)])
+        table = table if self._where is None else table.filter(self._where)
+        return table if self._columns is None else table.select(self._columns)
+
+
+def _expression(where: Any) -> Any:
+    try:
+        import pyarrow.dataset
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UsageError("Parquet and Arrow files need pyarrow: pip install 'elastic-ps[data]'") from error
+    return pyarrow.parquet.filters_to_expression(where) if isinstance(where, list) else where
+
+
+def _tail(file: File) -> int:
+    return zlib.crc32(file.read(max(0, file.size - _TAIL), file.size))

@@ -1,0 +1,268 @@
+"""Files of a data set, local or remote, through fsspec: ranges of bytes, and an index of each file.
+
+The index says where the records of a file are. It is made once, by reading the file, and kept: in a cache of
+this host, or beside the file, where all workers find it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import os
+import re
+import tempfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from elastic_ps.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+Index: TypeAlias = dict[str, npt.NDArray[Any]]
+"""Arrays by name."""
+
+BESIDE = "beside"
+"""Keep a file's index beside it."""
+
+_NUMBERED = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+_VERSIONS = ("ETag", "etag", "mtime", "LastModified", "last_modified")
+"""What filesystems call the version of a file."""
+
+
+class File:
+    """A file that is read in ranges. Not thread-safe. A copy in another process opens it by itself.
+
+    Args:
+        url: anything that fsspec opens, such as a path, `s3://...` or `https://...`.
+        options: for fsspec's filesystem.
+
+    Attributes:
+        bytes_read: by this object so far.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self.url, self._options = url, dict(options)
+        self.bytes_read = 0
+        self._opened: tuple[Any, str, dict[str, Any]] | None = None
+
+    @property
+    def _place(self) -> tuple[Any, str, dict[str, Any]]:
+        """The filesystem, the path within it, and what the filesystem says of the file."""
+        if self._opened is None:
+            filesystem, path = _fsspec().core.url_to_fs(self.url, **self._options)
+            self._opened = filesystem, path, filesystem.info(path)
+        return self._opened
+
+    @property
+    def size(self) -> int:
+        """In bytes. Raises UsageError: it is a stream, which has none."""
+        size = self._place[2].get("size")
+        if size is None:
+            raise UsageError(
+                f"{self.url} is a stream: its server does not say how long it is, so its records cannot be "
+                "found by their offsets. Copy it to a file, or to a server that knows ranges of bytes"
+            )
+        return int(size)
+
+    @property
+    def version(self) -> str:
+        """What changes when the file does, as far as its filesystem says so."""
+        info = self._place[2]
+        return str(next((info[name] for name in _VERSIONS if info.get(name)), ""))
+
+    @property
+    def local(self) -> bool:
+        """Whether it is on this host, or in memory."""
+        return type(self._place[0]).__name__ in ("LocalFileSystem", "MemoryFileSystem")
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Some bytes. Raises UsageError: the file is shorter, or its server does not know ranges."""
+        filesystem, path, _ = self._place
+        if start >= stop:
+            return b""
+        found = bytes(filesystem.cat_file(path, start=start, end=stop))
+        self.bytes_read += len(found)
+        if len(found) > stop - start:
+            raise UsageError(
+                f"{self.url} is a stream: bytes {start} to {stop} were asked for, and its server sent "
+                f"{len(found)} bytes. Copy it to a file, or to a server that knows ranges of bytes"
+            )
+        if len(found) < stop - start:
+            raise changed(self.url)
+        return found
+
+    def beside(self, suffix: str) -> File:
+        """The file with this suffix in addition."""
+        return File(self.url + suffix, self._options)
+
+    def exists(self) -> bool:
+        """Whether there is such a file."""
+        with suppress(OSError):
+            return self.size >= 0
+        return False
+
+    def write(self, content: bytes) -> None:
+        """Write the whole file. Raises OSError, or what else its filesystem raises."""
+        filesystem, path = _fsspec().core.url_to_fs(self.url, **self._options)
+        filesystem.pipe_file(path, content)
+        self._opened = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_opened": None}
+
+
+class RangeFile(io.RawIOBase):
+    """A `File` as Python's file object, for libraries that read from one."""
+
+    def __init__(self, file: File) -> None:
+        self._file, self._at = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._file.read(self._at, min(self._file.size, self._at + len(buffer)))
+        buffer[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+
+def files_of(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], options: Any) -> list[File]:
+    """The files of some URLs, in this order; those of a pattern in the order of their names.
+
+    Patterns are fsspec's (`*`), and `{000..012}` for numbers.
+
+    Raises:
+        UsageError: there is none.
+    """
+    given = [os.fspath(urls)] if isinstance(urls, str | os.PathLike) else [os.fspath(url) for url in urls]
+    found: list[str] = []
+    for url in (each for one in given for each in _numbered(one)):
+        if "*" not in url:
+            found.append(url)
+            continue
+        filesystem, path = _fsspec().core.url_to_fs(url, **options)
+        found += [filesystem.unstrip_protocol(each) for each in sorted(filesystem.glob(path))]
+    if not found:
+        raise UsageError(f"there is no file for {', '.join(given)[:300] or 'an empty list'}")
+    return [File(url, options) for url in found]
+
+
+def index_of(file: File, kind: str, build: Callable[[], Index], keep: str | os.PathLike[str] | None) -> Index:
+    """The index of a file: the one beside it, one of the cache, or a new one, which is kept.
+
+    Args:
+        kind: what kind of index it is, with everything that it depends on but the file.
+        build: makes it.
+        keep: `BESIDE`, or the folder of the cache; None: `elastic-ps/index` in the user's cache.
+    """
+    beside = file.beside(f".{_digest(kind)}.index")
+    if beside.exists() and (found := _loaded(beside.read(0, beside.size), str(file.size))) is not None:
+        return found
+    cached = _cache(keep) / f"{_digest(f'{file.url}/{kind}')}.index"
+    stamp = f"{file.size}/{file.version}"
+    with suppress(OSError):
+        if (found := _loaded(cached.read_bytes(), stamp)) is not None:
+            return found
+    made = build()
+    if keep == BESIDE:
+        beside.write(_saved(made, str(file.size)))
+        return made
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=cached.parent)
+        with os.fdopen(handle, "wb") as unfinished:
+            unfinished.write(_saved(made, stamp))
+        Path(temporary).replace(cached)
+    except OSError as error:
+        logger.warning("the index of %s is not kept, so it is made each time: %s", file.url, error)
+    return made
+
+
+def digest_of(index: Index, size: int) -> str:
+    """What identifies the content of a file, by its index."""
+    sums = [zlib.crc32(np.ascontiguousarray(index[name]).tobytes()) for name in sorted(index)]
+    return f"{size}/{sums}"
+
+
+def refuse_compressed(file: File) -> None:
+    """Raise UsageError if a file is compressed as a whole."""
+    begin = file.read(0, min(6, file.size))
+    for magic, name in _COMPRESSED.items():
+        if begin.startswith(magic):
+            raise UsageError(
+                f"{file.url} is compressed with {name}, so it can only be read as a stream, and its records "
+                "have no offsets. Decompress it, or compress the records in it"
+            )
+
+
+def changed(url: str) -> UsageError:
+    """The error for a file that is not what its index says."""
+    return UsageError(
+        f"{url} has changed since its index was made. The records of a job must stay as they are. Start a "
+        "new job for other files, under other names"
+    )
+
+
+def _numbered(url: str) -> list[str]:
+    if not (found := _NUMBERED.search(url)):
+        return [url]
+    first, last = found.groups()
+    numbers = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+    return [
+        each for number in numbers for each in _numbered(url[: found.start()] + number + url[found.end() :])
+    ]
+
+
+def _cache(keep: str | os.PathLike[str] | None) -> Path:
+    if keep is None or keep == BESIDE:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "elastic-ps" / "index"
+    return Path(keep)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _saved(index: Index, stamp: str) -> bytes:
+    buffer = io.BytesIO()
+    arrays: dict[str, Any] = {"stamp": np.array(stamp), **index}
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
+
+
+def _loaded(content: bytes, stamp: str) -> Index | None:
+    """The index, if it is one of a file with this stamp."""
+    with suppress(ValueError, OSError, KeyError, EOFError):
+        with np.load(io.BytesIO(content), allow_pickle=False) as found:
+            arrays = {name: found[name] for name in found.files}
+        if str(arrays.pop("stamp")) == stamp:
+            return arrays
+    return None
+
+
+def _fsspec() -> Any:
+    try:
+        import fsspec.core
+    except ImportError as error:
+        raise UsageError("reading files of records needs fsspec: pip install 'elastic-ps[data]'") from error
+    return fsspec

@@ -1,0 +1,101 @@
+"""Records in Parquet and Arrow files: rows."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.compute
+import pyarrow.parquet
+import pytest
+
+from elastic_ps.data.columnar import ArrowDataset, ParquetDataset
+from elastic_ps.errors import UsageError
+from tests.testing.ranges import serving
+
+ROWS = 25
+WIDE = 3000
+
+
+def write(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Two files in parts of 10 rows; returns the rows. One column is far larger than the others."""
+    rows: list[dict[str, Any]] = []
+    for number in range(2):
+        own = [
+            {"id": 100 * number + i, "name": f"{number}/{i}", "wide": bytes([i, number]) * WIDE}
+            for i in range(ROWS)
+        ]
+        table, path = pyarrow.Table.from_pylist(own), folder / f"{number}.{kind}"
+        if kind == "parquet":
+            pyarrow.parquet.write_table(
+                table, path, row_group_size=10, compression="none", use_dictionary=False
+            )
+        else:
+            with pyarrow.ipc.new_file(path, table.schema) as writer:
+                writer.write_table(table, max_chunksize=10)
+        rows += own
+    return rows
+
+
+KINDS = pytest.mark.parametrize(("kind", "make"), [("parquet", ParquetDataset), ("arrow", ArrowDataset)])
+
+
+@KINDS
+def test_the_records_are_the_rows(tmp_path: Path, kind: str, make: Any) -> None:
+    rows = write(tmp_path, kind)
+    data = make(tmp_path / f"*.{kind}", index=tmp_path / "index")
+    assert data.block_sizes() == [10, 10, 5, 10, 10, 5]
+    assert data.__getitems__(range(50)) == rows
+    assert data.__getitems__([49, 0, 26]) == [rows[49], rows[0], rows[26]]
+    assert pickle.loads(pickle.dumps(data))[3] == rows[3]
+    with serving(tmp_path) as address:
+        there = make(f"{address}/{{0..1}}.{kind}", index=tmp_path / "index")
+        assert there.block_digests() == data.block_digests()
+        assert there[30] == rows[30]
+
+
+@KINDS
+def test_columns_and_rows_are_chosen(tmp_path: Path, kind: str, make: Any) -> None:
+    rows = write(tmp_path, kind)
+    wanted = [{"name": row["name"]} for row in rows if row["id"] % 100 > 18]
+    for where in ([("id", ">", 18), ("id", "<", 100)], pyarrow.compute.field("id") > 118):
+        data = make(tmp_path / f"*.{kind}", columns=["name"], where=where, index=tmp_path / "index")
+        found = data.__getitems__(range(len(data)))
+        assert found == wanted[:6] if isinstance(where, list) else wanted[6:]
+        assert sum(data.block_sizes()) == 6
+    with pytest.raises(UsageError, match="there is no record in"):
+        make(tmp_path / f"*.{kind}", where=[("id", ">", 1000)], index=tmp_path / "index")
+
+
+@KINDS
+def test_only_the_columns_and_parts_that_are_wanted_are_read(tmp_path: Path, kind: str, make: Any) -> None:
+    write(tmp_path, kind)
+    make(tmp_path / f"*.{kind}", columns=["id"], index=tmp_path / "index")
+    data = make(tmp_path / f"*.{kind}", columns=["id"], index=tmp_path / "index")
+    assert data.__getitems__([0, 11]) == [{"id": 0}, {"id": 11}]
+    narrow = data.bytes_read
+    whole = make(tmp_path / f"*.{kind}", index=tmp_path / "index")
+    whole[0]
+    assert 10 * WIDE * 2 < whole.bytes_read < 25 * WIDE * 2
+    if kind == "parquet":
+        assert narrow < whole.bytes_read
+
+
+@KINDS
+def test_a_file_that_changes_is_refused(tmp_path: Path, kind: str, make: Any) -> None:
+    write(tmp_path, kind)
+    data = make(tmp_path / f"*.{kind}", columns=["id"], index=tmp_path / "index")
+    data = pickle.loads(pickle.dumps(data))
+    (tmp_path / f"0.{kind}").write_bytes((tmp_path / f"1.{kind}").read_bytes())
+    with pytest.raises(UsageError, match="has changed since its index was made"):
+        data[0]
+
+
+def test_a_stream_of_arrow_is_refused(tmp_path: Path) -> None:
+    table = pyarrow.table({"id": [1, 2]})
+    with pyarrow.ipc.new_stream(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(UsageError, match="A stream of Arrow has no index"):
+        ArrowDataset(tmp_path / "a.arrow", index=tmp_path / "index")
