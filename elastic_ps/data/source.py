@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from elastic_ps.api.job import Data
 from elastic_ps.data.order import Order
-from elastic_ps.data.stream import IndexedStream
+from elastic_ps.data.stream import HuggingFaceStream, IndexedStream
 from elastic_ps.errors import InvalidModel, UsageError
 
 _CARRIED = (
@@ -126,7 +126,8 @@ def _shuffles(source: DataLoader[Any]) -> bool:
             f"the DataLoader is a {_name_of(source)}, which divides the records among processes itself. Pass "
             "session.loader the DataLoader that you had before accelerator.prepare(...), or the data set"
         )
-    for name in _LOOP:
+    stateful = library_of(source) == "torchdata"  # its own loop only remembers where it is, as the job does
+    for name in () if stateful else _LOOP:
         if getattr(type(source), name) is not getattr(DataLoader, name):
             raise UsageError(
                 f"the DataLoader is a {_name_of(source)}, which has a {name} of its own. session.loader "
@@ -152,9 +153,10 @@ def _shuffles(source: DataLoader[Any]) -> bool:
     if type(sampler) is SequentialSampler:
         return False
     if (
-        type(sampler) is RandomSampler
+        (type(sampler) is RandomSampler or (stateful and type(sampler).__name__ == "RandomSampler"))
+        and library_of(sampler) in ("torch", "torchdata")
         and not sampler.replacement
-        and len(sampler) == len(sampler.data_source)
+        and sampler.num_samples == len(sampler.data_source)
     ):
         return True
     raise UsageError(
@@ -209,6 +211,8 @@ def _order_of(dataset: Any, records: int, data: Data, *, shuffle: bool) -> Order
 def _indexed(
     stream: IterableDataset[Any], records: int | None, *, near: int, keep: int, seed: int
 ) -> IndexedStream:
+    if library_of(stream) == "datasets":
+        stream = HuggingFaceStream(stream)
     name, length = type(stream).__name__, _length(stream)
     if is_prepared(stream):
         raise UsageError(

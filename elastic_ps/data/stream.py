@@ -205,6 +205,26 @@ class IndexedStream(Dataset[Any]):
             )
 
 
+class HuggingFaceStream(IterableDataset[Any]):
+    """An `IterableDataset` of Hugging Face's `datasets`, which can begin with any item by its `skip`."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._epoch = stream, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """A shuffled stream has another order in each epoch."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.iterate_from(0)
+
+    def iterate_from(self, number: int) -> Iterator[Any]:
+        """Iterate from this item on. What `skip` returns does not know the epoch."""
+        found = self._stream.skip(number) if number else self._stream
+        found.set_epoch(self._epoch)
+        return iter(found)
+
+
 def _copied(item: Any) -> Any:
     """A copy of an item; None if it cannot be copied."""
     try:
