@@ -64,12 +64,13 @@ def proven(job: TrainingJob, directory: Path, *faults: Fault, hurry: Path | None
     return done
 
 
-def trained(example: str, directory: Path, *, records: int) -> Drill:
-    """Run the example as it says."""
+def trained(example: str, directory: Path, *, records: int, **fields: Any) -> Drill:
+    """Run the example as it says, but for some fields of the job."""
     given = command(example)
     assert given.command == "run"
     job = load_job(ROOT / given.job)
     job.spec.parameter_server.checkpoint.path = str(directory / "checkpoints")
+    job.spec = job.spec.model_copy(update=fields)
     done = proven(job, directory)
     assert done.records == records
     return done
@@ -89,6 +90,11 @@ def test_a_stream_without_an_end_is_trained_as_far_as_the_job_says(tmp_path: Pat
     assert progress is not None
     assert progress.loss is not None
     assert progress.loss < 4, "it begins with the logarithm of 256, which is 5.5"
+
+
+def test_digits_in_tar_files_are_learnt(tmp_path: Path) -> None:
+    done = trained("shards", tmp_path, records=8 * 1437, arguments={"folder": str(tmp_path / "tar")})
+    assert metrics(done)["test_accuracy"] > 0.8
 
 
 @pytest.mark.nightly
