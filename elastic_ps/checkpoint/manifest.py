@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from elastic_ps.core.partition import ITEM_SIZE, Rule, TensorSpec
+from elastic_ps.core.partition import ITEM_SIZE, Rule, TensorSpec, divided
 from elastic_ps.errors import CheckpointCorrupt, CheckpointUnreadable
 
 FORMAT = 2
@@ -56,7 +56,7 @@ class Manifest:
         version: the number of optimizer steps.
         term: the term of the parameter server that wrote it.
         number: a number of the checkpoint, unique within the term.
-        tensors: the model's tensors, as plain data, in order of registration; see `specs`.
+        tensors: the model's tensors, as plain data, in order of registration; see `every`.
         optimizer: name of the optimizer's class.
         state: the coordinator's state at this version: ledger, members, seen steps, settings, metrics.
         files: the file of each shard, and the base of those that have only the changes of rows since.
@@ -72,8 +72,22 @@ class Manifest:
     number: int = 0
     format: int = FORMAT
 
-    @cached_property
+    @property
     def specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors that the checkpoint has."""
+        return self._divided[0]
+
+    @property
+    def base(self) -> tuple[TensorSpec, ...]:
+        """What it has not, because each worker has it."""
+        return self._divided[1]
+
+    @cached_property
+    def _divided(self) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+        return divided(self.every)
+
+    @cached_property
+    def every(self) -> tuple[TensorSpec, ...]:
         """The model's tensors."""
         return tuple(
             TensorSpec(
@@ -85,6 +99,7 @@ class Manifest:
                 aliases=tuple(t["aliases"]),
                 frozen=t["frozen"],
                 sparse=t.get("sparse", False),  # checkpoints of older versions do not say so
+                content=t.get("content", ""),
             )
             for t in self.tensors
         )
@@ -169,7 +184,7 @@ def _faults_of_tensors(tensors: list[dict[str, Any]]) -> Iterator[str]:
             yield f"tensor {name!r} has the shape {shape!r}"
         elif len(shape) > 64 or math.prod(n or 1 for n in shape) >= MOST_ELEMENTS:
             yield f"tensor {name!r} has the shape {shape!r}, which is beyond all memory"
-        if tensor["dtype"] not in ITEM_SIZE:
+        if tensor["dtype"] not in ITEM_SIZE and tensor["rule"] != Rule.EXTERNAL:
             yield f"tensor {name!r} has the dtype {tensor['dtype']!r}"
         if not is_count(tensor["rule"], below=len(Rule)):
             yield f"tensor {name!r} has the rule {tensor['rule']!r}"
@@ -177,6 +192,8 @@ def _faults_of_tensors(tensors: list[dict[str, Any]]) -> Iterator[str]:
             yield f"tensor {name!r} is in group {tensor['group']!r}"
         if not isinstance(tensor["frozen"], bool):
             yield f"tensor {name!r} has {tensor['frozen']!r} for whether it is frozen"
+        if not isinstance(tensor["dtype"], str) or not isinstance(content := tensor.get("content", ""), str):
+            yield f"tensor {name!r} has the dtype {tensor['dtype']!r}, and {content!r} for what it holds"
         if not isinstance(sparse := tensor.get("sparse", False), bool) or (sparse and len(shape) < 2):
             yield f"tensor {name!r} of shape {shape!r} has {sparse!r} for whether its gradients are sparse"
 

@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from elastic_ps.adapters import base, peft
 from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import MANIFEST
 from elastic_ps.checkpoint.store import Store
@@ -67,7 +68,9 @@ def load_checkpoint(
     with open_checkpoint(Path(directory), version) as reader:
         values = state_dict(reader)
         left = _ids_of(model, own)
-        _require_same(model, values, left)
+        if outside := base.require(model, peft.tensors(reader.manifest.base)):
+            left |= {id(each) for name, each in naming.saved(model).items() if name in outside}
+        _require_same(model, values, left, outside)
         optimizers = _listed(optimizer)
         states = _optimizer_states(reader, model, optimizers, left)
         for module in model.modules():
@@ -89,22 +92,28 @@ def export(
 ) -> tuple[int, int]:
     """Write a checkpoint's model as a plain `state_dict` to a file, atomically.
 
+    A name without ending is that of a directory, for the adapters of a job with `base="external"`, in the
+    format of Hugging Face's PEFT: `adapter_model.safetensors` and `adapter_config.json`.
+
     Args:
-        out: the path of the file; it ends with `.safetensors` or `.pt`.
-        beside: gives further tensors of the checkpoint, by their names.
+        out: the path of the file, which ends with `.safetensors` or `.pt`; or of that directory.
+        beside: gives further tensors of the checkpoint for a file, by their names.
 
     Returns:
         The version, and the number of tensors.
 
     Raises:
-        UserError: `out` has another ending or cannot be written, there is no such checkpoint, or two tensors
-            have the same name.
+        UserError: `out` has another ending or cannot be written, there is no such checkpoint, it has no
+            adapters for a directory, or two tensors have the same name.
         CheckpointCorrupt, StorageUnavailable: see `load_checkpoint`.
     """
-    if out.suffix not in FORMATS:
+    if out.suffix not in ("", *FORMATS):
         raise UserError(f"OUT is {out}; expected a name that ends with {' or '.join(FORMATS)}")
     with open_checkpoint(directory, version) as reader:
-        values, further = state_dict(reader), beside(reader)
+        values = state_dict(reader)
+        if not out.suffix:
+            return reader.manifest.version, _export_adapters(reader, values, out)
+        further = beside(reader)
         if twice := sorted(values.keys() & further.keys()):
             raise UserError(
                 f"the model has a tensor {twice[0]!r}, and so has a table: name the table differently"
@@ -124,6 +133,23 @@ def export(
             temporary.unlink(missing_ok=True)
             raise UserError(f"cannot write {out}: {error}") from error
         return reader.manifest.version, len(values)
+
+
+def _export_adapters(reader: Reader, values: Mapping[str, torch.Tensor], out: Path) -> int:
+    """Write a directory for PEFT; returns the number of tensors. Raises UserError."""
+    said = peft.configuration(reader.manifest.base)
+    found = peft.adapters(said, values) if said is not None else {}
+    if not found:
+        raise UserError(
+            f"OUT is {out}; expected a name that ends with {' or '.join(FORMATS)}. A name without ending is "
+            "that of a directory for adapters, but the checkpoint has none: its job needs a model of Hugging "
+            "Face's PEFT, and session.optimizer(..., base='external')"
+        )
+    try:
+        peft.write(out, found)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {out}: {error}") from error
+    return sum(len(tensors) for tensors, _ in found.values())
 
 
 def open_checkpoint(directory: Path, version: int | None) -> Reader:
@@ -175,10 +201,16 @@ def _ids_of(model: torch.nn.Module, own: Sequence[str]) -> set[int]:
     return {id(tensors[name]) for name in within(own, list(tensors), "own")}
 
 
-def _require_same(model: torch.nn.Module, values: Mapping[str, torch.Tensor], left: Set[int]) -> None:
-    """Raise ModelMismatch unless the model has these tensors, and otherwise only those in `left`, by id."""
+def _require_same(
+    model: torch.nn.Module, values: Mapping[str, torch.Tensor], left: Set[int], outside: Set[str]
+) -> None:
+    """Raise ModelMismatch unless it has these tensors, and others only in `left` (ids) or `outside`."""
     present = {name: t for name, t in naming.saved(model).items() if isinstance(t, torch.Tensor)}
-    absent = [name for name in present if name not in values and id(present[name]) not in left]
+    absent = [
+        name
+        for name in present
+        if name not in values and name not in outside and id(present[name]) not in left
+    ]
     wrong = [f"{name} is not in the checkpoint" for name in absent]
     wrong += [f"{name} is not in the model" for name in values if name not in present]
     wrong += [

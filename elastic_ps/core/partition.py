@@ -61,6 +61,8 @@ class Rule(enum.IntEnum):
     SUM = 5
     """Values of which each worker changes a part, such as the rows of its batch. Contributions are changes,
     and all of them are added to the value."""
+    EXTERNAL = 6
+    """Each worker's own, and the same for all: the parameter server has only its description."""
 
 
 def uncompiled(name: str) -> str:
@@ -102,6 +104,8 @@ class TensorSpec:
         frozen: given to the optimizer, but not trained when the first worker joined. It may be later.
         sparse: it is a table: its gradients are sparse (`nn.Embedding(..., sparse=True)`), so that it has
             buckets of its own, and only the rows that a step has touched are sent.
+        content: where `rule` is EXTERNAL, what has to be the same for all workers: a digest of the values.
+            The dtype may then be any of torch. Or it is no tensor: see `adapters.peft`.
     """
 
     name: str
@@ -112,6 +116,7 @@ class TensorSpec:
     aliases: tuple[str, ...] = field(default=(), compare=False)
     frozen: bool = field(default=False, compare=False)
     sparse: bool = field(default=False, compare=False)
+    content: str = ""
 
     @property
     def elements(self) -> int:
@@ -169,11 +174,20 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Layout:
-    """The buckets of a model, in the order in which they are pushed."""
+    """The buckets of a model, in the order in which they are pushed.
+
+    `base`: what is in no bucket, because each worker has it (`Rule.EXTERNAL`).
+    """
 
     tensors: tuple[TensorSpec, ...]
     buckets: tuple[Bucket, ...]
     shards: int
+    base: tuple[TensorSpec, ...] = ()
+
+    @property
+    def every(self) -> tuple[TensorSpec, ...]:
+        """All tensors of the model."""
+        return self.tensors + self.base
 
     def of_shard(self, shard: int) -> list[Bucket]:
         """The buckets that `shard` owns, in order of push."""
@@ -213,11 +227,12 @@ def partition(
     between rows if a row has at most `bucket_bytes`. Each bucket goes to the shard with the fewest bytes so
     far, so shards differ by less than a bucket. Frozen tensors have buckets of their own, which cost nothing
     while they are frozen. Each table has buckets of its own, cut between rows: one for each shard if it is
-    large enough for that. Deterministic.
+    large enough for that. Deterministic. Tensors with the rule EXTERNAL become the layout's `base`.
 
     Args:
         whole: the parameter groups whose tensors are never cut. A bucket may be as large as one of them.
     """
+    tensors, base = divided(tensors)
     load = [0] * shards
     buckets: list[Bucket] = []
     for rule, frozen, sparse in itertools.product(Rule, (False, True), (False, True)):
@@ -236,7 +251,14 @@ def partition(
             shard = min(range(shards), key=lambda s: (load[s], s))
             load[shard] += nbytes
             buckets.append(Bucket(len(buckets), shard, dtype, rule, tuple(pieces)))
-    return Layout(tuple(tensors), tuple(buckets), shards)
+    return Layout(tensors, tuple(buckets), shards, base)
+
+
+def divided(tensors: Iterable[TensorSpec]) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """The tensors that the job keeps, and those that each worker has."""
+    every = [*tensors]
+    kept = tuple(each for each in every if each.rule is not Rule.EXTERNAL)
+    return kept, tuple(each for each in every if each.rule is Rule.EXTERNAL)
 
 
 def _cut_tables(
@@ -295,9 +317,15 @@ def cut_rows(layout: Layout, groups: Collection[int]) -> list[TensorSpec]:
     return [tensors[index] for index in sorted(cut)]
 
 
+_HINT = (
+    ". With base='external' all workers need the same frozen values, bit for bit, and the same adapters: "
+    "load them from the same files, in the same dtype"
+)
+
+
 def difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> str:
     """What differs between a worker's tensors (`ours`) and the parameter server's; "" if nothing."""
-    mine, other = {t.name: t for t in ours}, {t.name: t for t in theirs}
+    mine, other, hint = {t.name: t for t in ours}, {t.name: t for t in theirs}, ""
     lines = [f"{t}: only in this worker's model" for name, t in mine.items() if name not in other]
     lines += [
         f"{t}: only in the model on the parameter server" for name, t in other.items() if name not in mine
@@ -305,6 +333,10 @@ def difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> str:
     for name in mine.keys() & other.keys():
         if mine[name] != other[name]:
             a, b = mine[name], other[name]
+            if a.rule is b.rule is Rule.EXTERNAL and str(a) == str(b):
+                lines.append(f"{name}: this worker has {a.content}, the other workers have {b.content}")
+                hint = _HINT
+                continue
             same = str(a) == str(b)
             here, there = (
                 f"{t} ({t.rule.name.lower()}, group {t.group})" if same else f"{t}" for t in (a, b)
@@ -312,4 +344,4 @@ def difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> str:
             lines.append(f"{name}: this worker has {here}, the parameter server has {there}")
     if not lines and list(mine) != list(other):
         lines.append("the tensors are the same, but their order differs")
-    return "; ".join(sorted(lines)[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "")
+    return "; ".join(sorted(lines)[:8]) + (f"; and {len(lines) - 8} more" if len(lines) > 8 else "") + hint

@@ -442,7 +442,7 @@ class CommitCoordinator:
         """
         job = self.job
         settings = Settings.from_json(found.state["settings"])
-        layout, chosen = self._cut(found.specs, found.optimizer, settings, self._kept_size(found))
+        layout, chosen = self._cut(found.every, found.optimizer, settings, self._kept_size(found))
         mutable = mutable_of(found, job.mutable)
         scales.check(mutable.consistency.staleness_scale)
         Plan(mutable.compression)  # before any shard is told

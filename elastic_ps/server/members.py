@@ -333,7 +333,7 @@ def _require_same(model: Model | None, tensors: tuple[TensorSpec, ...], optimize
     """Raise Refused: MODEL_MISMATCH if a worker has another model than the job; NOT_READY if that is lost."""
     if model is None:
         raise Refused(RefusalCode.NOT_READY, "the worker that brought the model is gone; join again")
-    different = difference(tensors, model.layout.tensors)
+    different = difference(tensors, model.layout.every)
     if optimizer != model.optimizer:
         text = f"optimizer: this worker has {optimizer}, the parameter server has {model.optimizer}"
         different = f"{text}; {different}" if different else text

@@ -66,7 +66,7 @@ class Model:
     @cached_property
     def tensors(self) -> list[dict[str, Any]]:
         """The tensors as plain data."""
-        return [asdict(t) for t in self.layout.tensors]
+        return [asdict(t) for t in self.layout.every]
 
     @cached_property
     def message(self) -> pb.Layout:

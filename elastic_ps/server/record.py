@@ -271,7 +271,7 @@ def _try(
     if saved.bucket_bytes % SMALLEST or not 0 <= saved.bucket_bytes <= CROWDED:
         raise ValueError(f"buckets of {saved.bucket_bytes} bytes are never chosen")
     size = spec.parameter_server.bucket_bytes or saved.bucket_bytes or BUCKET_BYTES
-    layout = partition(manifest.specs, bucket_bytes=size, shards=1)  # mutant: equal
+    layout = partition(manifest.every, bucket_bytes=size, shards=1)  # mutant: equal
     # If the job has another size of batches, that is a person's mistake, not one of the checkpoint.
     consistency = spec.consistency.model_copy(update={"global_batch_size": None})
     saved.continued(

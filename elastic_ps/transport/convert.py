@@ -17,7 +17,7 @@ from google.protobuf.message_factory import GetMessageClass
 from elastic_ps.api.mutable import MutableFields, read_mutable
 from elastic_ps.codec.base import Packed
 from elastic_ps.core.ledger import Range
-from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule, TensorSpec
+from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule, TensorSpec, divided
 from elastic_ps.core.settings import Settings, read_settings
 from elastic_ps.core.stages import StandbyState
 from elastic_ps.errors import InvalidJob, Malformed
@@ -136,11 +136,14 @@ def tensors_to_message(tensors: Iterable[TensorSpec]) -> list[pb.Tensor]:
 
 def tensors_from_message(messages: Iterable[pb.Tensor]) -> tuple[TensorSpec, ...]:
     """Raises Malformed for a dtype or rule that does not exist."""
-    return tuple(from_message(TensorSpec, each, dtype=_dtype(each.dtype)) for each in messages)
+    return tuple(
+        from_message(TensorSpec, each, dtype=each.dtype if each.rule == Rule.EXTERNAL else _dtype(each.dtype))
+        for each in messages
+    )
 
 
 def layout_to_message(layout: Layout) -> pb.Layout:
-    return to_message(pb.Layout, layout)
+    return to_message(pb.Layout, layout, tensors=tensors_to_message(layout.every))
 
 
 def layout_from_message(message: pb.Layout) -> Layout:
@@ -149,7 +152,8 @@ def layout_from_message(message: pb.Layout) -> Layout:
         from_message(Bucket, each, index=index, dtype=_dtype(each.dtype))
         for index, each in enumerate(message.buckets)
     ]
-    return Layout(tensors_from_message(message.tensors), tuple(buckets), message.shards)
+    tensors, base = divided(tensors_from_message(message.tensors))
+    return Layout(tensors, tuple(buckets), message.shards, base)
 
 
 def ranges_to_message(ranges: Iterable[Range]) -> list[pb.Range]:

@@ -21,7 +21,7 @@ class Caller(_message.Message):
     def __init__(self, job: _Optional[str] = ..., term: _Optional[int] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., call: _Optional[int] = ...) -> None: ...
 
 class Tensor(_message.Message):
-    __slots__ = ("name", "shape", "dtype", "rule", "group", "aliases", "frozen", "sparse")
+    __slots__ = ("name", "shape", "dtype", "rule", "group", "aliases", "frozen", "sparse", "content")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class Tensor(_message.Message):
     ALIASES_FIELD_NUMBER: _ClassVar[int]
     FROZEN_FIELD_NUMBER: _ClassVar[int]
     SPARSE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
     name: str
     shape: _containers.RepeatedScalarFieldContainer[int]
     dtype: str
@@ -38,7 +39,8 @@ class Tensor(_message.Message):
     aliases: _containers.RepeatedScalarFieldContainer[str]
     frozen: bool
     sparse: bool
-    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., rule: _Optional[int] = ..., group: _Optional[int] = ..., aliases: _Optional[_Iterable[str]] = ..., frozen: bool = ..., sparse: bool = ...) -> None: ...
+    content: str
+    def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., rule: _Optional[int] = ..., group: _Optional[int] = ..., aliases: _Optional[_Iterable[str]] = ..., frozen: bool = ..., sparse: bool = ..., content: _Optional[str] = ...) -> None: ...
 
 class Piece(_message.Message):
     __slots__ = ("tensor", "start", "length")

@@ -58,10 +58,13 @@ class Registered:
 
     Args:
         own: names of modules and tensors that the job leaves alone, without what `torch.compile` adds.
+        check: called by `settle`.
     """
 
-    def __init__(self, model: torch.nn.Module, own: Sequence[str] = ()) -> None:
-        self._model, self._own = model, own
+    def __init__(
+        self, model: torch.nn.Module, own: Sequence[str] = (), check: Callable[[], None] | None = None
+    ) -> None:
+        self._model, self._own, self._check = model, own, check
         self._given = self._named()
         self._note()
 
@@ -92,6 +95,8 @@ class Registered:
 
     def settle(self) -> None:
         """Take over what was assigned to buffers. Raises UsageError if anything else is not as it was."""
+        if self._check is not None:
+            self._check()
         now = self._now()
         if len(now) == len(self._noted) and all(map(operator.is_, now, self._noted)):
             return

@@ -207,9 +207,9 @@ class Membership:
 
         def join(models: list[tuple[Sequence[TensorSpec], str]]) -> pb.JoinReply:
             _check_same(models)
-            return self.client.join(described.specs, described.optimizer, settings)
+            return self.client.join(described.every, described.optimizer, settings)
 
-        mine: tuple[Sequence[TensorSpec], str] = described.specs, described.optimizer
+        mine: tuple[Sequence[TensorSpec], str] = described.every, described.optimizer
         joined = self.world.gather("session.optimizer(...)", mine, join)
         self.working.note(Event.JOIN)
         if self.world.leads and self._heartbeat is None:
@@ -339,7 +339,7 @@ class Membership:
         described, settings = self._described, self.schedule.current() if trained else self._settings
         joined = self.world.decide(
             "the place where it joins again",
-            lambda: self.client.join(described.specs, described.optimizer, settings, again=trained),
+            lambda: self.client.join(described.every, described.optimizer, settings, again=trained),
         )
         strategy.reset()
         self._adopt(joined)

@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch.nn.parameter import is_lazy
 
+from elastic_ps.adapters import peft
+from elastic_ps.adapters.base import Base
 from elastic_ps.codec import name_of, naming
 from elastic_ps.codec.optimizers import Optimizers, check_tables, try_out
 from elastic_ps.codec.several import kinds_of, parts_of
@@ -28,7 +30,8 @@ class ModelDescription:
     """What a model and its optimizer are, for the first call to the parameter server.
 
     Attributes:
-        specs: the tensors, in order of registration: parameters, then persistent buffers.
+        specs: the job's tensors, in order of registration: parameters, then persistent buffers.
+        every: these, and what the worker has that has to be the same for all.
         tensors: the model's own, in the same order.
         optimizer: name of the optimizer's class; `module:Class` of one of the user's. Of several, the names
             of each parameter group's.
@@ -47,6 +50,7 @@ class ModelDescription:
         summed: Sequence[str] = (),
         optimizers: Optimizers | None = None,
         tables: bool = True,
+        base: str | None = None,
     ) -> None:
         """Look at both; nothing is changed.
 
@@ -56,6 +60,7 @@ class ModelDescription:
                 values, those that the job leaves alone, and those to which it adds all workers' changes.
             optimizers: those that the job may have; torch's without it.
             tables: whether only the rows of sparse gradients are sent. Else the job makes them dense.
+            base: with "external", what no optimizer trains is the worker's own; see `adapters.base.Base`.
 
         Raises:
             InvalidModel: the parameter server cannot train this; the message says what to do.
@@ -104,11 +109,21 @@ class ModelDescription:
         said = _named({"averaged": averaged, "broadcast": broadcast, "own": own, "summed": summed}, names)
         _check_normalisation(model)
         _check_embeddings(model, {*parameters} - said.keys())
-        self.registered = Registered(model, [uncompiled(name) for name in own])
+        if base not in (None, "external"):
+            raise InvalidModel(
+                f"base is {base!r}; expected 'external', or None to let the job keep all tensors"
+            )
+        trained = {id(p) for p in parameters.values() if id(p) in group_of and p.requires_grad}
+        frozen = Base(model, trained=trained, besides=said) if base else None
+        outside = frozen.tensors if frozen is not None else {}
+        check = frozen.check if frozen is not None else None
+        self.registered = Registered(model, [uncompiled(name) for name in own], check)
         self._tables = _sparse_weights(model) if tables else set()
         self.own = [tensor for name, tensor in {**parameters, **buffers}.items() if said.get(name) == "own"]
         for name, parameter in parameters.items():
             group = group_of.get(id(parameter), -1)
+            if name in outside:
+                continue
             if name in said:
                 if group >= 0 and parameter.requires_grad:
                     raise InvalidModel(f"the optimizer trains {name}, so do not name it in {said[name]}")
@@ -118,7 +133,8 @@ class ModelDescription:
                     group = -1  # of a quantised layer, say; an optimizer may have it, and never steps it
                 self._add(name, parameter, Rule.GRADIENT if group >= 0 else Rule.CONSTANT, group)
         for name, buffer in buffers.items():
-            self._add_changing(name, buffer, said.get(name, "averaged"))
+            if name not in outside:
+                self._add_changing(name, buffer, said.get(name, "averaged"))
         check_tables(self.specs, self.optimizer, optimizer.param_groups)
         pairs = zip(self.specs, self.tensors, strict=True)
         if not any(
@@ -128,6 +144,7 @@ class ModelDescription:
                 f"{type(model).__name__} has no trainable parameter: no parameter of the optimizer has "
                 "requires_grad=True and at least one element"
             )
+        self.every = self.specs + ([] if frozen is None else frozen.specs() + peft.described(model))
 
     @cached_property
     def tables(self) -> list[TensorSpec]:

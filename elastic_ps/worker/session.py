@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -177,6 +177,7 @@ class Session:
         clamp: tuple[float, float] | None = None,
         max_grad_norm: float | None = None,
         state: Mapping[str, Any] | None = None,
+        base: Literal["external"] | None = None,
     ) -> ElasticOptimizer:
         """Join the job with this model; returns the optimizer to use. Blocks.
 
@@ -191,9 +192,9 @@ class Session:
                 `optimizers["critic"].step()`, whose own `step` is that of all at once. Each batch is for one
                 step, and gradients are sent in it.
             model: on the device where it is to be trained.
-            overlap: whether the job may send gradients while backward runs, as its field
-                `parameterServer.overlap` says. With False they are sent in `step`, for scripts that change
-                gradients in between (GradScaler; to clip, see max_grad_norm) or run backward several times.
+            overlap: whether gradients may be sent while backward runs (`parameterServer.overlap`). With
+                False they are sent in `step`, for scripts that change gradients in between (GradScaler; to
+                clip, see max_grad_norm) or run backward several times.
             check_gradients: for debugging: `step` compares each gradient with what was sent. So it also finds
                 changes through `.data`, which are not noticed otherwise. Costs a pass over all gradients.
                 In mode `local` no gradient is sent, and this and `overlap` mean nothing.
@@ -205,8 +206,7 @@ class Session:
                 whose steps are in the version.
             summed: names of tensors of the same kind of which each worker changes a part, such as the rows of
                 its batch in a memory bank. The job adds the changes of all workers to its value.
-            own: names of modules, parameters or buffers that belong to this worker. They are never sent, and
-                the job never overwrites them.
+            own: names of modules, parameters or buffers that are this worker's: never sent or overwritten.
             clamp: the lowest and the highest value of trained parameters, for example of a Wasserstein
                 critic. The parameter server clamps them after each step. A parameter group may have limits of
                 its own, as in {"params": ..., "clamp": (-0.01, 0.01)}, or None for no limits. A group may
@@ -216,8 +216,9 @@ class Session:
                 be sent while backward runs. It needs parameter servers without standbys.
             state: what `state_dict()` of such an optimizer has given, to begin with its state and its
                 hyperparameters, as for fine-tuning; of several optimizers, by their names. The limits above
-                stay. It is ignored for a worker that joins later, like its model's values. The state moves to
-                the parameter server: `optimizer` has none afterwards.
+                stay. It is ignored for a worker that joins later. The state moves to the parameter server.
+            base: with "external", each worker loads by itself what no optimizer trains; see
+                `adapters.base.Base`. It is on no wire and in no checkpoint, and has to be the same for all.
 
         Raises:
             InvalidModel, ModelMismatch: the model or optimizer cannot be trained in this job.
@@ -286,6 +287,7 @@ class Session:
             summed=summed,
             optimizers=Optimizers(self.spec.parameter_server.optimizers),
             tables=not (self.spec.all_reduce or self.spec.consistency.mode == "local") and self._world.alone,
+            base=base,
         )
         flat = self._runtime.enter(described, model, runs_there, imported, overlap=overlap)
         self._runtime.phases.watch(model)

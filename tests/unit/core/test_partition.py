@@ -21,13 +21,14 @@ def spec(name: str, *shape: int, dtype: str = "float32", rule: Rule = Rule.GRADI
 
 @st.composite
 def models(draw: st.DrawFn) -> list[TensorSpec]:
-    """Tensors of all sizes, dtypes and rules."""
+    """Tensors of all sizes, dtypes and rules; those that no bucket has at the end."""
     shapes = st.sampled_from([(), (0, 3), (1,), (2, 3), (17,), (30, 10), (70, 80), (60_000,)])
     tensors = st.lists(
         st.tuples(shapes, st.sampled_from(sorted(ITEM_SIZE)), st.sampled_from(Rule)), min_size=1, max_size=12
     )
     return [
-        spec(str(i), *shape, dtype=dtype, rule=rule) for i, (shape, dtype, rule) in enumerate(draw(tensors))
+        spec(str(i), *shape, dtype=dtype, rule=rule)
+        for i, (shape, dtype, rule) in enumerate(sorted(draw(tensors), key=lambda t: t[2] is Rule.EXTERNAL))
     ]
 
 
@@ -47,8 +48,10 @@ def ranges(layout: Layout) -> dict[int, list[tuple[int, int]]]:
 def test_every_element_is_in_exactly_one_bucket_and_pieces_ascend(
     model: list[TensorSpec], cut: tuple[int, int]
 ) -> None:
-    found = ranges(partition(model, bucket_bytes=cut[0], shards=cut[1]))
-    for index, tensor in enumerate(model):
+    layout = partition(model, bucket_bytes=cut[0], shards=cut[1])
+    found = ranges(layout)
+    assert layout.base == tuple(tensor for tensor in model if tensor.rule is Rule.EXTERNAL)
+    for index, tensor in enumerate(layout.tensors):
         pieces = found.pop(index, [])
         assert [start for start, _ in pieces] == [0, *(stop for _, stop in pieces[:-1])][: len(pieces)]
         assert (pieces[-1][1] if pieces else 0) == tensor.elements

@@ -1,0 +1,1 @@
+"""Models of which only a small part is trained: their frozen base, and adapters in PEFT's format."""

@@ -1,0 +1,158 @@
+"""`base="external"`: what is frozen stays each worker's own, and all workers have to have the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from elastic_ps.checkpoint.plain import export, load_checkpoint
+from elastic_ps.errors import ModelMismatch, UsageError
+from elastic_ps.worker.session import Session
+from tests.testing.harness import Job, Numbers, running_job
+from tests.testing.oracle import assert_each_record_once, of_the_end, replay
+from tests.testing.trained import adam, await_training, failing
+
+WIDTH = 256
+DATA = Numbers(64)
+
+
+class Adapted(torch.nn.Module):
+    """Frozen layers, with a quantised parameter and a buffer, and an adapter beside them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second = torch.nn.Linear(6, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.second.register_buffer("scales", torch.randn(WIDTH))
+        packed = torch.nn.Parameter(torch.arange(64, dtype=torch.uint8), requires_grad=False)
+        self.second.register_parameter("packed", packed)
+        self.requires_grad_(False)
+        torch.manual_seed(1)
+        self.down, self.up = torch.nn.Linear(6, 2, bias=False), torch.nn.Linear(2, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.second(self.first(x))
+        result: torch.Tensor = hidden.mean(1, keepdim=True) + self.up(self.down(x))
+        return result
+
+
+ONE, OTHER = Adapted(3).double(), Adapted(4).double()
+"""Scripts copy them: threads share torch's random numbers."""
+
+
+def loss(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+    return torch.nn.functional.mse_loss(model(x.double()), y.double())
+
+
+def fit(session: Session, model: torch.nn.Module, before: Callable[[int], object] = lambda _: None) -> None:
+    optimizer = session.optimizer(adam(model), model, base="external")
+    for step, (x, y) in enumerate(session.loader(DATA, 4)):
+        before(step)
+        optimizer.zero_grad()
+        loss(model, x, y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("fields", [{}, {"strategy": "all-reduce"}], ids=["parameter server", "all-reduce"])
+def test_adapters_of_two_workers_are_those_of_one_process(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """A parameter server is lost on the way, and a worker. No checkpoint has the base."""
+    models, kept = dict[int, torch.nn.Module](), tmp_path / "kept"
+
+    def script(session: Session) -> None:
+        models[session.worker] = model = copy.deepcopy(ONE)
+
+        def before(step: int) -> None:
+            if step == 0:
+                await_training(job, 0, 1)
+            if step == 5 and session.worker == 0 and not fields:
+                job.restart(0)
+            if step == 2 and session.worker == 0:
+                job.declare_gone(1)
+
+        fit(session, model, before)
+
+    server = {"checkpoint": {"everyVersions": 1, "interval": "1h"}}
+    with running_job(
+        tmp_path, checkpoints=kept, parameterServer=server, data={"shardRecords": 4}, **fields
+    ) as job:
+        job.run(script, workers=2)
+        commits = of_the_end(job.commits())
+        assert_each_record_once(commits, records=len(DATA), epochs=1)
+        assert any(len(commit["contributions"]) > 1 for commit in commits)
+        expected = copy.deepcopy(ONE)
+        replay(commits, DATA, expected, adam, job.spec, loss=loss)
+    for ours, theirs in zip(models[0].parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    files = [file.stat().st_size for file in kept.glob("version-*/*")]
+    assert files
+    assert max(files) < 8 * WIDTH * WIDTH / 10
+    loaded = copy.deepcopy(ONE)
+    optimizer = adam(loaded)
+    assert load_checkpoint(kept, loaded, optimizer) == len(commits)
+    assert len(optimizer.state) == 2
+    for ours, theirs in zip(loaded.parameters(), models[0].parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(ModelMismatch, match=r"was trained on: first\.weight has other values"):
+        load_checkpoint(kept, copy.deepcopy(OTHER))
+    assert export(kept, tmp_path / "adapters.safetensors") == (len(commits), 2)
+
+
+def received(job: Job) -> int:
+    return sum(member.traffic.pulled_bytes for member in job.status().members)
+
+
+def test_a_worker_that_joins_receives_the_adapters_only(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        fit(session, copy.deepcopy(ONE), lambda _: await_training(job, 0, 1))
+
+    with running_job(tmp_path) as job:
+        job.run(script, workers=2)
+        adapters = sum(8 * p.numel() for p in ONE.parameters() if p.requires_grad)
+        assert 0 < received(job) <= 2 * (job.version + 1) * adapters
+
+
+def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
+    def first(session: Session) -> None:
+        fit(
+            session,
+            copy.deepcopy(ONE),
+            lambda _: job.until(lambda: bool(refused), "the other one is refused"),
+        )
+
+    refused: list[str] = []
+
+    def second(session: Session) -> None:
+        with pytest.raises(ModelMismatch) as told:
+            fit(session, copy.deepcopy(OTHER))
+        refused.append(str(told.value))
+
+    with running_job(tmp_path) as job:
+        job.start(0, first)
+        await_training(job, 0)
+        job.start(1, second)
+        job.join()
+    assert "first.weight: this worker has " in refused[0]
+    assert "all workers need the same frozen values" in refused[0]
+
+
+@pytest.mark.parametrize("what", ["changed", "unfrozen"])
+def test_a_base_that_changes_is_refused(tmp_path: Path, what: str) -> None:
+    def script(session: Session) -> None:
+        model = copy.deepcopy(ONE)
+
+        def before(step: int) -> None:
+            if step == 1 and what == "changed":
+                with torch.no_grad():
+                    model.first.weight.zero_()
+            if step == 1 and what == "unfrozen":
+                model.first.weight.requires_grad_()
+
+        fit(session, model, before)
+
+    match = {"changed": r"has changed first\.weight", "unfrozen": "requires_grad=True now"}[what]
+    failing(tmp_path, script, UsageError, match)
