@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -53,6 +53,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         overlap: send gradients while backward runs, for scripts that use `accumulate`; see
             `Session.optimizer`.
         session: by default the process's own, see `elastic_ps.connect`.
+        base: see `Session.optimizer`.
         options: those of `Accelerator`.
 
     Raises:
@@ -67,6 +68,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         max_grad_norm: float | None = None,
         overlap: bool = True,
         session: Session | None = None,
+        base: Literal["external"] | None = None,
         **options: Any,
     ) -> None:
         for name, given in options.items():
@@ -80,6 +82,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
                 records=records,
                 max_grad_norm=max_grad_norm,
                 overlap=overlap,
+                base=base,
             )
             super().__init__(**options)
         self.check()
@@ -92,11 +95,12 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         records: int | None = None,
         max_grad_norm: float | None = None,
         overlap: bool = True,
+        base: Literal["external"] | None = None,
     ) -> None:
         """Belong to this session; for an `Accelerator` that has got this class later. See the constructor."""
         self.session = session
         self._epochs, self._records = epochs, records
-        self._max_grad_norm, self._overlap = max_grad_norm, overlap
+        self._max_grad_norm, self._overlap, self._base = max_grad_norm, overlap, base
         self._elastic: ElasticOptimizer | None = None
         self._training: EpochLoader | None = None
         self._accumulates = self._shuffled = False
@@ -189,7 +193,9 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             )
         overlap = self._overlap and self.scaler is None
         limit = None if self._local else self._max_grad_norm
-        self._elastic = self.session.optimizer(optimizer, models[-1], overlap=overlap, max_grad_norm=limit)
+        self._elastic = self.session.optimizer(
+            optimizer, models[-1], overlap=overlap, max_grad_norm=limit, base=self._base
+        )
         self._elastic.register_step_post_hook(self._stepped)
         return super().prepare_optimizer(self._elastic, device_placement=False)
 

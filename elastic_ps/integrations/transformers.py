@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -33,7 +33,13 @@ _RESUME = (
 )
 
 
-def prepare_trainer(trainer: T, *, session: Session | None = None, records: int | None = None) -> T:
+def prepare_trainer(
+    trainer: T,
+    *,
+    session: Session | None = None,
+    records: int | None = None,
+    base: Literal["external"] | None = None,
+) -> T:
     """Let a trainer train as part of a job; returns it. To be called before `trainer.train()`.
 
     It may be any whose class leaves the DataLoader for training to `Trainer`, such as TRL's SFTTrainer,
@@ -42,6 +48,7 @@ def prepare_trainer(trainer: T, *, session: Session | None = None, records: int 
     Args:
         session: by default the process's own, see `elastic_ps.connect`.
         records: the items that make an epoch, if the data are a stream; see `Session.loader`.
+        base: see `Session.optimizer`.
 
     Raises:
         UsageError: what the trainer is set up for cannot work in a job; the message says what to do.
@@ -49,7 +56,7 @@ def prepare_trainer(trainer: T, *, session: Session | None = None, records: int 
     if not isinstance(trainer, ElasticMixin):
         kind = type(trainer)
         trainer.__class__ = type(f"Elastic{kind.__name__}", (ElasticMixin, kind), {})
-    trainer.join_job(session or connect(), records=records)
+    trainer.join_job(session or connect(), records=records, base=base)
     return trainer
 
 
@@ -68,7 +75,13 @@ class ElasticMixin:
             super().__init__(*args, **kwargs)
         self.join_job(session or connect(), records=records)
 
-    def join_job(self: Any, session: Session, *, records: int | None = None) -> None:
+    def join_job(
+        self: Any,
+        session: Session,
+        *,
+        records: int | None = None,
+        base: Literal["external"] | None = None,
+    ) -> None:
         """Belong to this session; see `prepare_trainer`, which raises the same."""
         _check(self)
         self.session = session
@@ -81,6 +94,7 @@ class ElasticMixin:
             epochs=math.ceil(self.args.num_train_epochs),
             records=records,
             max_grad_norm=self.args.max_grad_norm or None,
+            base=base,
         )
         self.accelerator.check()
         self.accelerator.take_over(self.args)

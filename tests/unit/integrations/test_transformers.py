@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
@@ -207,6 +209,33 @@ def test_a_worker_that_joins_again_trains_more_batches_than_an_epoch_has(tmp_pat
         assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
         assert job.status().progress.records_skipped == 0
     assert trainers[0].state.epoch == EPOCHS
+
+
+def test_adapters_of_peft_are_those_of_the_trainer_alone(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"records": 48, "eval_strategy": "no", "label_names": ["labels"]}
+    options["warmup_steps"] = 0
+    config = peft.LoraConfig(r=2, target_modules=["mlp.2"])
+    adapted = peft.get_peft_model(Net(), config, autocast_adapter_dtype=False)
+
+    def trainer(**more: Any) -> Any:
+        return make(
+            tmp_path, kind=lambda _, *a, **k: Trainer(copy.deepcopy(adapted), *a, **k), **options, **more
+        )
+
+    alone, trainers = trainer(per_device_train_batch_size=2 * BATCH), list[Any]()
+    alone.train()
+
+    def script(session: Session) -> None:
+        trainers.append(prepare_trainer(trainer(), session=session, base="external"))
+        trainers[-1].train()
+
+    together = {"globalBatchSize": 2 * BATCH}
+    with running_job(tmp_path / "job", consistency=together, data=IN_ORDER) as job:
+        job.run(script, workers=2)
+        assert [spec.name for spec in job.coordinator.job.state.model.layout.tensors] == [
+            f"base_model.model.mlp.2.lora_{part}.default.weight" for part in "AB"
+        ]
+    assert_same_model(trainers[0], alone)
 
 
 @pytest.mark.parametrize("how", per_change(["max_steps", "early stopping"], keep=["early stopping"]))

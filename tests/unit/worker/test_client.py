@@ -54,7 +54,7 @@ def test_a_worker_tells_its_starter_when_it_has_joined() -> None:
     told: list[str] = []
     reply = pb.JoinReply(lease_ms=3_600_000)
     client: Any = SimpleNamespace(join=lambda *_: reply, leave=lambda **_: None, close=lambda: None)
-    described: Any = SimpleNamespace(specs=[], optimizer="sgd")
+    described: Any = SimpleNamespace(every=[], optimizer="sgd")
     member = Membership(environment().spec, client, on_joined=lambda: told.append("joined"))
     assert told == []
     member.join(described, Settings(()))
