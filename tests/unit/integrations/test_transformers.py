@@ -232,7 +232,9 @@ def test_adapters_of_peft_are_those_of_the_trainer_alone(tmp_path: Path) -> None
     together = {"globalBatchSize": 2 * BATCH}
     with running_job(tmp_path / "job", consistency=together, data=IN_ORDER) as job:
         job.run(script, workers=2)
-        assert [spec.name for spec in job.coordinator.job.state.model.layout.tensors] == [
+        model = job.coordinator.job.state.model
+        assert model is not None
+        assert [spec.name for spec in model.layout.tensors] == [
             f"base_model.model.mlp.2.lora_{part}.default.weight" for part in "AB"
         ]
     assert_same_model(trainers[0], alone)
