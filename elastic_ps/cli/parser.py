@@ -337,7 +337,7 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "out",
         metavar="OUT",
         type=Path,
-        help="the file to write, *.safetensors or *.pt, or a directory for adapters; an existing file is replaced",
+        help="the file to write, *.safetensors or *.pt, or a directory for adapters; replaced if it exists",
     )
     export.add_argument(
         "--version",
