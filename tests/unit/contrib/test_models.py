@@ -189,12 +189,12 @@ def test_a_network_with_tables_that_grow_takes_any_category(network: str) -> Non
     rows = torch.tensor([[one, other] for one in (-largest - 1, largest) for other in (0, -5)])
     labels = torch.tensor([0, 1, 1, 0])  # neither field alone says anything
     optimizer, tables = torch.optim.Adam(model.parameters(), lr=0.05), LocalTables(model)
-    for _ in range(100):
+    for step in range(100):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(rows), labels).backward()
         optimizer.step()
         tables.prepare()
-        tables.applied()
+        tables.applied(step + 1, optimizer.param_groups)
     assert torch.equal(model(rows).argmax(1), labels)
     layers = [each for each in model.modules() if isinstance(each, Embedding)]
     assert [len(each.table) for each in layers] == [4] * len(layers)
