@@ -204,7 +204,9 @@ class Flat:
         alike = self._lends and type(gradient) is torch.Tensor and gradient.layout is torch.strided
         if not (alike and gradient.is_contiguous() and gradient.dtype is there.dtype and there.numel()):
             return None
-        own = gradient.requires_grad or self.layout.tensors[index].sparse
+        # Backward has added to memory that was there before, which the script may know of.
+        added = gradient._version > 0
+        own = added or gradient.requires_grad or self.layout.tensors[index].sparse
         return None if own else self._loans.lend(index, there)
 
     def is_lent(self, index: int, gradient: torch.Tensor) -> bool:

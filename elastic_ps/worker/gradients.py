@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -190,8 +191,13 @@ class Gradients:
             # Within backward, gradients have no history, unless the script asks for it (`create_graph`).
             self._flat.put(index, gradient.detach() if torch.is_grad_enabled() else gradient)
             if lend and (lent := self._flat.lend(index, gradient)) is not None:
+                kept = weakref.ref(gradient)
                 parameter.grad = lent
                 self._taken[index] = lent, lent._version
+                del gradient
+                if (own := kept()) is not None:  # the script has it: it may read or change it there
+                    parameter.grad = own
+                    self._taken[index] = own, own._version
         self._fill(index)
 
     def _fill(self, index: int) -> None:
