@@ -112,6 +112,7 @@ def _watch_forks() -> None:
         for start, end, handle in _known.values():
             flags = mmap.MAP_PRIVATE | _MAP_FIXED
             remap(start, end - start, mmap.PROT_READ | mmap.PROT_WRITE, flags, handle.fd, 0)
+        _known.clear()  # it is shared no more; a child of the child's sees what that has written
 
     os.register_at_fork(after_in_child=part)
 
