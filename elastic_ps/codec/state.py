@@ -169,7 +169,7 @@ class Snapshot:
                         break
                     stored = unread.popleft()
                     if stored.value.nbytes > most:
-                        flat, first = stored.value.view(-1), int(most) // stored.value.element_size()
+                        flat, first = stored.value.reshape(-1), int(most) // stored.value.element_size()
                         unread.appendleft(replace(stored, value=flat[first:]))
                         stored = replace(stored, value=flat[:first])
                     if bucket not in self._copies:

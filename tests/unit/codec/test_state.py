@@ -130,3 +130,9 @@ def test_a_long_tensor_of_a_snapshot_is_read_in_parts() -> None:
             each.fill_(-1)
     assert max(len(values) * tensors[number].element_size() for number, values in read) == 16
     assert [[v for n, values in read if n == number for v in values] for number in range(2)] == expected
+
+
+def test_a_long_tensor_in_another_order_of_memory_is_read_in_parts() -> None:
+    tensor = torch.arange(12.0).view(3, 4).t()
+    parts = Snapshot({0: [Stored(0, 0, "value", tensor)]}).read(Scratch(), most=16)
+    assert [value for part in parts for value in part.value.tolist()] == tensor.flatten().tolist()
