@@ -96,6 +96,7 @@ class Prefetch:
     def batches(self, given: Iterable[Any], fetch: Callable[[Any, int], object]) -> Iterator[Any]:
         """Yield the same batches, and fetch the rows of the next one before."""
         batches, end = iter(given), object()
+        fetch({}, self._staleness)  # a loop that was left has fetched rows that may be of any version by now
         batch = next(batches, end)
         while batch is not end:
             following = next(batches, end)

@@ -21,7 +21,7 @@ def test_the_rows_of_a_batch_are_fetched_before_the_batch_in_front_of_it_is_used
 
     for batch in Prefetch(lambda batch: {"a": batch * 10}, 1, "async").batches([1, 2, 3], fetch):
         events.append(batch)
-    assert events == [({"a": 20}, 1), 1, ({"a": 30}, 1), 2, ({}, 1), 3]
+    assert events == [({}, 1), ({"a": 20}, 1), 1, ({"a": 30}, 1), 2, ({}, 1), 3]
     assert list(Prefetch(dict, 0, "sync").batches([], fetch)) == []
 
 
