@@ -374,7 +374,10 @@ class Loop:
 
     def epochs_of(self, samples: int, every: int) -> int:
         """How often it steps a scheduler that counts epochs."""
-        return int(samples // self.epochs.records // every)
+        epoch = self.epochs
+        # Those of an epoch that `drop_last` leaves out are counted with a step of the next one.
+        left = max(0, epoch.records - len(epoch) * epoch.batch_size)
+        return int((samples + left) // epoch.records // every)
 
     # In the order in which they are called.
 

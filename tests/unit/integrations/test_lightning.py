@@ -146,6 +146,22 @@ def test_the_curve_is_that_of_lightning_alone(
     assert_same_model(ours, alone)
 
 
+@pytest.mark.parametrize("interval", per_change(["epoch", "step"], keep=["epoch"]))
+def test_schedules_count_the_records_that_drop_last_leaves(tmp_path: Path, interval: str) -> None:
+    rates = list[list[float]]()
+
+    def train(strategy: Any) -> None:
+        module = Net(interval)
+        trainer_of(strategy).fit(module, DataLoader(Numbers(7), BATCH, drop_last=True))
+        rates.append(module.rates)
+
+    train("auto")
+    with running_job(tmp_path, data=IN_ORDER) as job:
+        job.run(lambda session: train(ElasticStrategy(session=session)), workers=1)
+    assert len(rates[0]) == EPOCHS
+    assert rates[1] == rates[0]
+
+
 def test_two_workers_share_the_batches_of_lightning_alone(tmp_path: Path) -> None:
     records = 48  # the last batch of an epoch is as large as the others
     options: dict[str, Any] = {"records": records, "gradient_clip_val": 0.1}
