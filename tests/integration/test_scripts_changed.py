@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ps.errors import InvalidModel, Refused, UsageError
+from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.inside import runtime_of
@@ -316,4 +316,4 @@ def test_a_hyperparameter_that_needs_more_state_cannot_be_switched_on_later(tmp_
             mse(model, x, y).backward()
             optimizer.step()
 
-    failing(tmp_path, script, Refused, "amsgrad is True, and was False before")
+    failing(tmp_path, script, UsageError, "amsgrad is True, and was False before")
