@@ -152,7 +152,8 @@ def test_schedules_count_the_records_that_drop_last_leaves(tmp_path: Path, inter
 
     def train(strategy: Any) -> None:
         module = Net(interval)
-        trainer_of(strategy).fit(module, DataLoader(Numbers(7), BATCH, drop_last=True))
+        training = DataLoader(Numbers(7), BATCH, drop_last=True)
+        trainer_of(strategy).fit(module, training, DataLoader(Numbers(20), 7))
         rates.append(module.rates)
 
     train("auto")
