@@ -129,7 +129,7 @@ def _kept(model: torch.nn.Module, trained: Collection[int]) -> set[int]:
 
 
 def _within(name: str, frozen: Mapping[str, Any]) -> bool:
-    """Whether a name is that of a frozen parameter, and something after it."""
+    """Whether a name is below that of a frozen parameter, as `weight.absmax` is below `weight`."""
     return any(name[:place] in frozen for place, each in enumerate(name) if each == ".")
 
 

@@ -264,7 +264,7 @@ class Ledger:
 
 
 def _first(sources: Iterable[_Take], limit: int) -> Range | None:
-    """What the first of the sources gives that has any records."""
+    """Take from the first source that has records."""
     return next((taken for source in sources if (taken := source(limit)) is not None), None)
 
 

@@ -64,7 +64,7 @@ class TableDataset(BlockDataset):
         return {"rows": np.array(counts, dtype=np.int64), "tail": np.array(_tail(self._files[number]))}
 
     def _source(self, number: int) -> Any:
-        """What a file is read with."""
+        """The reader of a file."""
         if number not in self._sources:
             file = self._files[number]
             if self._tails and _tail(file) != self._tails[number]:

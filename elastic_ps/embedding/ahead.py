@@ -18,7 +18,7 @@ from elastic_ps.errors import ElasticPSError, UsageError
 
 
 class Held(NamedTuple):
-    """What an answer of a shard has given.
+    """The rows in an answer of a shard.
 
     Attributes:
         ids: one or more, each once, ascending.

@@ -188,7 +188,7 @@ class RemoteTables(Tables):
                 body += gradient_to_bytes(Gradient(ids[own], values[torch.from_numpy(own)], counts[own]))
             self._client.ask(calls.PUSH_ROWS, request, shard=shard, body=memoryview(b"".join(body)))
         for name, source in self._remote.items():
-            source.ahead = None  # after the step nothing uses rows of before
+            source.ahead = None  # these rows were for this step alone
             if name in taken:
                 source.used = source.used_ahead = 0
 

@@ -274,7 +274,7 @@ class ShardTables:
     # --- checkpoints
 
     def few_changed(self, since: int | None) -> bool:
-        """Whether the rows that have changed after a version are known, and half of all at most."""
+        """Whether at most half of the rows have changed after a version, and it is known which."""
         with self._lock:
             tables = list(self._tables.values())
             if since is None or not all(table.removed_since(since) for table in tables):
