@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from elastic_ps.core.sizing import (
     bucket_bytes,
 )
 from elastic_ps.errors import Malformed
-from elastic_ps.server.limits import USUAL
+from elastic_ps.server.limits import ServerLimits
 from elastic_ps.server.members import PROBE
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import layout_from_message
@@ -233,13 +234,14 @@ def test_another_one_measures_at_once_if_the_first_is_lost_while_it_brings_the_m
 
 
 def test_a_worker_that_waits_for_another_ones_measurement_gets_the_model_at_once() -> None:
-    with leading([Notes()]) as zero, ThreadPoolExecutor() as pool:
+    limits = ServerLimits(answer=timedelta(minutes=2))
+    with leading([Notes()], clock=lambda: 0.0, limits=limits) as zero, ThreadPoolExecutor() as pool:
         assert joining(zero, 0, measures=True).measure
         other = pool.submit(joining, zero, 1, measures=True)
         first = joining(zero, 0, measures=True, link=SLOW)
         assert not first.pending
         zero.coordinator.initialised(0, first.incarnation)
-        assert sizes(other.result(USUAL.answer.total_seconds() / 2)) == {64 * KIB}
+        assert sizes(other.result(timeout=60)) == {64 * KIB}
 
 
 def test_a_worker_that_cannot_measure_gets_buckets_of_the_usual_size() -> None:
