@@ -63,7 +63,7 @@ class BlockDataset(Dataset[Any]):
         return result
 
     def block_sizes(self) -> list[int]:
-        """How many records each block has; see Blocks in docs/guides/data.md."""
+        """How many records each block has; see Blocks in docs/guides/files.md."""
         return self._sizes
 
     def block_digests(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The recipes of docs/cookbook.md and docs/guides/data.md run as they stand there."""
+"""The recipes of docs/cookbook.md and of the guides of data and files run as they stand there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, mse
 
 ROOT = Path(__file__).parents[2]
-PAGES = "\n".join((ROOT / "docs" / page).read_text() for page in ("cookbook.md", "guides/data.md"))
+NAMES = ("cookbook.md", "guides/data.md", "guides/files.md")
+PAGES = "\n".join((ROOT / "docs" / name).read_text() for name in NAMES)
 RUNS = r"<!-- runs in [^\n]*test_scripts_recipes.py -->\n```{}\n(.*?)```"
 
 
