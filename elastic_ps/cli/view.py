@@ -128,7 +128,7 @@ def frame(
         parts.append(Text(waiting))
     elif status.server is not None and status.server.ready:
         parts += [_bar(status), _numbers(status, record)]
-        if record is None and (network := words.traffic(status.server.traffic, status.server.bucket_bytes)):
+        if record is None and (network := words.traffic(status.server.traffic)):
             parts.append(Text(network, style="dim"))
         if record is None:
             parts += [Text(f"table {words.table_line(each)}", style="dim") for each in status.server.tables]

@@ -10,7 +10,7 @@ from elastic_ps.api.tables import TableStatus
 from elastic_ps.api.traffic import Traffic
 from elastic_ps.local import LocalStatus, Outcome
 from elastic_ps.local.plan import WAS_FINISHED, name_of
-from elastic_ps.local.state import being_written
+from elastic_ps.local.state import KEEP_RUNS, being_written, is_of_run
 
 
 def duration(seconds: float) -> str:
@@ -161,7 +161,7 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
         yield "speed", f"{outcome.record.samples_per_second:,.0f} samples/s over {seconds} of training"
     if transports := {member.transport for member in server.members} - {""}:
         yield "transport", ", ".join(sorted(transports))
-    if network := traffic(server.traffic, server.bucket_bytes):
+    if network := traffic(server.traffic):
         yield "network", network
     if server.traffic.overlap:
         yield "overlap", server.traffic.overlap
@@ -172,7 +172,9 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
         yield name, member_line(member)
         name = ""
     if succeeded and progress.durable_version is not None:
-        yield "checkpoints", outcome.status.checkpoints
+        kept = outcome.status.checkpoints
+        left = f" (deleted after {KEEP_RUNS - 1} more runs)" if is_of_run(Path(kept)) else ""
+        yield "checkpoints", f"{kept}{left}"
     for at in outcome.unreached:
         yield "warning", f"--scale {at.version}:{at.workers} had no effect: the job ended before that version"
 
@@ -187,11 +189,8 @@ def _evaluated(evaluation: EvaluationStatus) -> Iterator[tuple[str, str]]:
         yield "warning", f"{left} of {left + evaluation.evaluated} checkpoints were not evaluated"
 
 
-def traffic(counts: Traffic, bucket_bytes: int = 0) -> str:
-    """`310.2 MB of gradients (26.1% of plain), 1.2 GB of values`; "" if nothing was sent.
-
-    `bucket_bytes`: the bucket size that was chosen; 0 if none was.
-    """
+def traffic(counts: Traffic) -> str:
+    """`310.2 MB of gradients (26.1% of plain), 1.2 GB of values`; "" if nothing was sent."""
     ways = [
         ("gradients", counts.pushed_bytes, counts.pushed_plain_bytes),
         ("values", counts.pulled_bytes, counts.pulled_plain_bytes),
@@ -200,10 +199,8 @@ def traffic(counts: Traffic, bucket_bytes: int = 0) -> str:
     said = [f"{size(sent)} of {name}{shares[name]}" for name, sent, plain in ways if plain]
     if said and counts.codec:
         said.append(f"sent as {counts.codec}")
-    if said and bucket_bytes:
-        said.append(f"in buckets of up to {bucket_bytes // 1024} KiB")
     if said and counts.hidden_share is not None:
-        said.append(f"{counts.hidden_share:.0%} of the time to send gradients was behind backward")
+        said.append(f"{counts.hidden_share:.0%} of the time to send gradients was during backward")
     seconds = counts.encode_seconds + counts.decode_seconds
     return ", ".join([*said, f"{seconds:.1f} s to encode and decode"] if seconds else said)
 

@@ -12,14 +12,14 @@ from elastic_ps.core.partition import SMALLEST_BUCKET_BYTES, Layout, Rule
 class Overlap(Enum):
     """The choice; the value is the reason. The names are part of the protocol."""
 
-    USED = "there are several buckets of gradients, which backward completes one after another"
-    LOCAL = "in mode local, workers send no gradients"
-    SCRIPT = "the script says session.optimizer(..., overlap=False)"
-    OPTIMIZERS = "the script has several optimizers, and only step() says which gradients it is about"
-    NEVER = "the job says parameterServer.overlap: never"
-    STALE = "in modes async and bounded, other workers would wait for this worker's backward"
-    ONE_BUCKET = "all gradients are in one bucket, which backward completes when it ends"
-    CROWDED = "the workers take every core of this host, so all gradients are in one large bucket"
+    USED = "they fill several buckets"
+    LOCAL = "mode local sends none"
+    SCRIPT = "overlap=False in session.optimizer"
+    OPTIMIZERS = "the script has several optimizers"
+    NEVER = "parameterServer.overlap is never"
+    STALE = "the mode is async or bounded"
+    ONE_BUCKET = "they fit into one bucket, see parameterServer.overlap"
+    CROWDED = "the workers take every core, see parameterServer.overlap"
 
     @property
     def in_hooks(self) -> bool:
@@ -29,8 +29,8 @@ class Overlap(Enum):
     def __str__(self) -> str:
         """The choice and the reason in a sentence."""
         if self is Overlap.USED:
-            return "gradients are sent while backward runs"
-        return f"gradients are not sent while backward runs: {self.value}"
+            return "gradients are sent during backward"
+        return f"gradients are not sent during backward: {self.value}"
 
 
 def choose(

@@ -161,23 +161,22 @@ class JobDirectory:
         fresh.mkdir(parents=True)
         return fresh
 
-    def remove_old_checkpoints(self) -> list[Path]:
-        """Make room for one more run: delete the directories that are unused for the longest, and return
-        them.
+    def remove_old_checkpoints(self) -> Iterator[Path]:
+        """Make room for one more run: delete the directories that are unused for the longest.
 
-        A directory in use stays; with `--resume` another job may use it.
+        Yields each before it is deleted. A directory in use stays; with `--resume` another job may use it.
         """
         runs = sorted((path for path in self._runs() if not owner.in_use(path)), key=_last_written)
-        for path in (old := runs[: -KEEP_RUNS + 1]):
+        for path in runs[: -KEEP_RUNS + 1]:
+            yield path
             shutil.rmtree(path, ignore_errors=True)
-        return old
 
     @property
     def _checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
     def _runs(self) -> list[Path]:
-        return [path for path in self._checkpoints.glob("run-*") if re.fullmatch(r"run-\d+", path.name)]
+        return [path for path in self._checkpoints.glob("run-*") if is_of_run(path)]
 
     def read_job(self) -> TrainingJob:
         return parse_job(json.loads(self._job_file.read_text()), source=str(self._job_file))
@@ -294,6 +293,11 @@ def _as_it_is(process: ProcessStatus) -> ProcessStatus:
     """Nobody has seen it end, so its exit status is not known. One on another host has no `start_time`."""
     ended = process.start_time is not None and start_time(process.pid) != process.start_time
     return process.model_copy(update={"state": "ended"}) if ended else process
+
+
+def is_of_run(checkpoints: Path) -> bool:
+    """Whether this directory is that of one run, so that a later run may delete it."""
+    return checkpoints.parent.name == "checkpoints" and bool(re.fullmatch(r"run-\d+", checkpoints.name))
 
 
 def newest_checkpoint(directory: Path) -> int | None:

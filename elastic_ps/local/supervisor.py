@@ -199,7 +199,7 @@ class Launcher:
         if given is not None:
             return Path(given).resolve()
         for old in self.directory.remove_old_checkpoints():
-            text = f"deleted {old}: of a job without checkpoint.path, {KEEP_RUNS} runs keep their checkpoints"
+            text = f"deleting {old}: without checkpoint.path, a job keeps the checkpoints of {KEEP_RUNS} runs"
             self.record.add_event(0.0, "checkpoint", text)
         return self.directory.new_checkpoints()
 
@@ -289,7 +289,7 @@ class Launcher:
             edited = self.directory.read_job()
             self._change(edited)
         except OSError as error:
-            self._warn("edits", f"a change of the job is not taken over yet: {error}")
+            self._warn("edits", f"a change of the job is not applied yet: {error}")
             return False
         except (ValueError, InvalidJob) as error:
             self._stamp = stamp

@@ -172,7 +172,7 @@ def test_a_change_is_taken_over_when_the_disk_has_room_again(
         launcher.directory.edit(change)
 
         def told() -> list[str]:
-            return [event.text for event in launcher.record.events if "not taken over yet" in event.text]
+            return [event.text for event in launcher.record.events if "not applied yet" in event.text]
 
         eventually(told, "a warning")
         full.clear()
@@ -195,7 +195,7 @@ def test_what_is_deleted_for_a_new_run_is_told(tmp_path: Path) -> None:
     os.utime(old[1], (1, 1))
     with launched(job, tmp_path) as launcher:
         outcome = end_of(launcher)
-    [text] = [event.text for event in outcome.record.events if event.text.startswith("deleted ")]
+    [text] = [event.text for event in outcome.record.events if event.text.startswith("deleting ")]
     assert str(old[1]) in text
     assert [path.is_dir() for path in old] == [True, False, True]
 

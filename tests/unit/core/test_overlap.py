@@ -71,10 +71,8 @@ def test_gradients_are_copied_during_backward_unless_something_forbids_it() -> N
 
 
 def test_the_reason_is_a_part_of_the_sentence_if_they_are_not_sent() -> None:
-    assert str(Overlap.USED) == "gradients are sent while backward runs"
-    assert str(Overlap.NEVER) == (
-        "gradients are not sent while backward runs: the job says parameterServer.overlap: never"
-    )
+    assert str(Overlap.USED) == "gradients are sent during backward"
+    assert str(Overlap.NEVER) == "gradients are not sent during backward: parameterServer.overlap is never"
     assert all("; " not in str(each) for each in Overlap), "it separates those of several workers"
 
 

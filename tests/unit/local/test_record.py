@@ -175,11 +175,11 @@ def test_the_runs_that_were_written_to_longest_ago_lose_their_checkpoints(tmp_pa
         os.utime(version, (written, written))
         os.utime(run, (500, 500))
     try:
-        assert directory.remove_old_checkpoints() == [runs[2]]
+        assert list(directory.remove_old_checkpoints()) == [runs[2]]
     finally:
         claim.close()
     assert [run.is_dir() for run in runs] == [True, True, False, True]
-    assert directory.remove_old_checkpoints() == [runs[1]]
+    assert list(directory.remove_old_checkpoints()) == [runs[1]]
     assert directory.new_checkpoints().name == "run-5"
 
 
