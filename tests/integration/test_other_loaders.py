@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from torch.utils.data import SequentialSampler
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from elastic_ps.api.job import Data
 from elastic_ps.data.source import read_source
@@ -18,6 +16,10 @@ from elastic_ps.errors import UsageError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once
+
+# The lowest versions leave them out: datasets needs a newer pyarrow than the extra `data`.
+datasets = pytest.importorskip("datasets")
+StatefulDataLoader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
 RECORDS = 40
 
