@@ -114,7 +114,7 @@ CONDITIONS = (
     Reason(
         "Degraded",
         ("WorkerFailed", "WorkerCrashed", "WorkerKilled", "WorkerLeft", "WorkerHung", "Lost"),
-        "A worker is being replaced. Reasons of Kubernetes, such as `Evicted`, stand here, too.",
+        "A worker is being replaced. The reason may also be one of Kubernetes, such as `Evicted`.",
         "Read the message, and `kubectl logs` while the pod exists.",
     ),
     Reason(
@@ -162,7 +162,7 @@ CONDITIONS = (
         ("FinalizerRemains",),
         "A pod was deleted a minute ago, but a finalizer keeps it, so the operator cannot replace it. (A "
         "worker gets another index meanwhile, unless it has a fixed share of the records.)",
-        "Look at what has set the finalizer.",
+        "Find out what has set the finalizer.",
     ),
     Reason("Degraded", ("CannotStart",), "A container cannot be created.", "Correct the template."),
     Reason(
@@ -199,7 +199,7 @@ CONDITIONS = (
         "The model learns nothing, by the loss that its scripts report. The job goes on.",
         "Read the message: it names what to change.",
     ),
-    Reason("Diverged=False", ("NotFound",), "The loss is well again."),
+    Reason("Diverged=False", ("NotFound",), "The model learns again."),
     Reason(
         "Suspended=False",
         ("Stopping",),
@@ -293,15 +293,15 @@ EVENTS = (
     Reason(
         "Warning",
         ("DegradedREASON", "DivergedREASON", "FailedREASON"),
-        "The condition has turned True, or its reason has changed. REASON is that of the condition, as in "
+        "The condition has turned True, or its reason has changed. REASON is the condition's reason, as in "
         "`DegradedUnschedulable`.",
     ),
     Reason("Normal", ("Recovered",), "The job is not Degraded any more."),
     Reason(
         "Warning",
         ("WorkerFailed", "WorkerCrashed", "WorkerKilled", "WorkerLeft", "WorkerHung", "OutOfMemory", "Lost"),
-        "A pod has ended, and is counted in `status.worker`. A pod's end may have any reason that Degraded "
-        "has for it, or one of Kubernetes, such as `Evicted`.",
+        "A pod has ended, and is counted in `status.worker`. Other reasons of Degraded, and those of "
+        "Kubernetes such as `Evicted`, are possible, too.",
     ),
     Reason(
         "Warning",
@@ -317,6 +317,6 @@ EVENTS = (
     Reason(
         "Warning",
         ("EvaluationMissed",),
-        "A checkpoint will not be evaluated: the evaluator is too slow, or dies over it.",
+        "A checkpoint will not be evaluated: the evaluator is too slow, or has failed on it.",
     ),
 )

@@ -336,8 +336,9 @@ class Consistency(CamelModel):
     ] = Field(
         default=0,
         ge=0,
-        description="How many slow workers each round leaves out. Example: with 4 workers and 1, a version "
-        "is made of the first 3 steps. The fourth step is dropped, and its records go to other workers.",
+        description="How many slow workers each version leaves out. Example: with 4 workers and "
+        "backupWorkers 1, a version is made of the first 3 steps. The fourth step is dropped, and its "
+        "records go to other workers.",
     )
 
     @property

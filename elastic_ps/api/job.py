@@ -88,19 +88,19 @@ class ParameterServer(CamelModel):
     )
     overlap: Annotated[OverlapSetting, rules.NEVER] = Field(
         default="auto",
-        description="Whether workers send gradients while backward runs. With auto they do if the gradients "
-        "fill several buckets. If the workers take every core of one host, buckets have 64 MiB, because "
-        "nothing can run beside backward. With always, buckets are as small there as elsewhere, and a small "
-        "model has several, too. With never, gradients are sent in optimizer.step(). Whatever is set here, "
-        "they are sent there in modes bounded and async, and if the script passes overlap=False or several "
-        "optimizers to session.optimizer. The status says what a job does, and why.",
+        description="Whether workers send gradients during backward. With auto they do if the gradients fill "
+        "several buckets. If the workers take every core of one host, buckets have 64 MiB, because nothing "
+        "can run beside backward. With always, buckets are small on such a host, too, and in a small model. "
+        "With never, gradients are sent in optimizer.step(). In modes bounded and async, and if the script "
+        "passes overlap=False or several optimizers to session.optimizer, they are always sent there. The "
+        "status says what a job does, and why.",
     )
     drafts: Annotated[bool, rules.NEW_PODS] = Field(
         default=True,
         description="With true, in mode sync, a shard makes and sends the next values of a bucket, a draft, "
-        "as soon as it has the gradients of all workers for it. So values travel while other gradients still "
-        "do. It keeps the old values until the whole step is complete, which takes a second copy of values, "
-        "sums and optimizer state. Workers on a shard's own host do not need it.",
+        "as soon as it has the gradients of all workers for it. So values are sent while other gradients "
+        "arrive. It keeps the old values until the whole step is complete, which takes a second copy of "
+        "values, sums and optimizer state. Workers on a shard's own host do not need it.",
     )
     draft_bytes: Annotated[int, rules.NEW_PODS] = Field(
         default=2 * 1024 * 1024 * 1024,
@@ -325,7 +325,7 @@ class TrainingJobSpec(CamelModel):
         description="How the gradients of a version are added up. With parameter-server, workers send them "
         "to the parameter servers, which make the optimizer's step. With all-reduce, workers add them up "
         "among themselves, through torch.distributed, and each makes the step. The parameter server then "
-        "counts the records, says who takes part, and gets the values only for checkpoints.",
+        "counts the records, decides which workers take part, and gets the values only for checkpoints.",
     )
     unencrypted_all_reduce: Annotated[bool, rules.OnlyWith("strategy", ("all-reduce",)), rules.NEVER] = Field(
         default=False,

@@ -99,7 +99,8 @@ class RunPolicy(CamelModel):
         default=None,
         ge=0,
         le=MOST_SECONDS,
-        description="The job is deleted this many seconds after it has finished.",
+        description="The job is deleted this many seconds after it has finished, and its volumeClaim with it "
+        "unless that has retain.",
     )
     clean_pod_policy: Literal["Running", "None", "All"] = Field(
         default="Running",

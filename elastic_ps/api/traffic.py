@@ -35,7 +35,7 @@ class Traffic(CamelModel):
     codec: str = Field(default="", description="The codecs that workers have chosen, with codec auto.")
     overlap: str = Field(
         default="",
-        description="Says whether gradients are sent while backward runs and, if they are not, why. Empty "
+        description="Says whether gradients are sent during backward and, if they are not, why. Empty "
         "before the first step, and with strategy all-reduce.",
     )
 
@@ -80,7 +80,7 @@ class TrafficStatus(CamelModel):
     )
     overlap: str | None = Field(
         default=None,
-        description="Says whether gradients are sent while backward runs and, if they are not, why.",
+        description="Says whether gradients are sent during backward and, if they are not, why.",
     )
     hidden_share: float | None = Field(
         default=None,

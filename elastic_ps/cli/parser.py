@@ -217,7 +217,7 @@ def _add_running(run: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--insecure",
         action="store_true",
-        help="use no TLS: whoever reaches a port of the job can read and change the model",
+        help="use no TLS: anyone who reaches a port of the job can read and change the model",
     )
     run.add_argument("--bind", action="store_true", help="bind each worker to cores of its own")
     run.add_argument(
@@ -402,7 +402,7 @@ def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "can mount",
     )
     cluster.add_argument(
-        "-n", "--namespace", metavar="NS", help="the namespace (default: that of kubectl's context)"
+        "-n", "--namespace", metavar="NS", help="the namespace (default: the one of kubectl's context)"
     )
 
 
@@ -411,7 +411,7 @@ def _add_hostfile(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "hostfile",
         help="print a hostfile for mpirun",
         description="Print a hostfile for `mpirun --hostfile`. It lists the hosts that you name, or else\n"
-        "those of the Slurm allocation that the command runs in. The first host has rank 0, with the\n"
+        "the hosts of the Slurm allocation that the command runs in. The first host has rank 0, with the\n"
         "launcher and the parameter servers. Each other rank runs a worker.",
         epilog=HOSTFILE_EXAMPLES,
         formatter_class=_Help,
@@ -427,7 +427,7 @@ def _add_hostfile(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         type=_number_of("ranks"),
         default=1,
         metavar="N",
-        help="how many ranks a host has that names no number (default: 1)",
+        help="the ranks of a host for which you give no number (default: 1)",
     )
     hostfile.add_argument(
         "--style",

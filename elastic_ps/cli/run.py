@@ -95,8 +95,8 @@ def run_job(
             raise UserError("--detach is not possible under mpirun; put `mpirun ... &` into the background")
         if parsed.bind:
             raise UserError(
-                "--bind is not possible under mpirun: a worker runs on the cores of its rank. Say which ones "
-                "these are to mpirun, for example with `mpirun --map-by slot:PE=4 --bind-to core`"
+                "--bind is not possible under mpirun: a worker runs on the cores of its rank. Choose these "
+                "with mpirun, as in `mpirun --map-by slot:PE=4 --bind-to core`"
             )
         return _run_job(job(slots.count), parsed, programs, slots)
     finally:

@@ -120,7 +120,9 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
         metavar="CODEC",
         help="the codec of gradients: none, bf16, int8, topk, ..., or the lossless compress (default: none)",
     )
-    job.add_argument("--name", metavar="NAME", help="the job's name (default: made of network and data set)")
+    job.add_argument(
+        "--name", metavar="NAME", help="the job's name (default: the names of network and data set)"
+    )
     # ps_pytorch's flags that change nothing here; the command says so.
     job.add_argument("--kill-threshold", help=argparse.SUPPRESS)
     job.add_argument("--comm-type", help=argparse.SUPPRESS)
@@ -135,7 +137,7 @@ def add_cluster(parser: argparse.ArgumentParser) -> None:
     instead.add_argument("--apply", action="store_true", help="create the job on a Kubernetes cluster")
     cluster.add_argument("--image", metavar="IMAGE", help="the container image of the job's pods")
     cluster.add_argument(
-        "-n", "--namespace", metavar="NS", help="the namespace (default: that of the kubeconfig's context)"
+        "-n", "--namespace", metavar="NS", help="the namespace (default: the one of the kubeconfig's context)"
     )
     cluster.add_argument(
         "--data-claim", metavar="CLAIM", help="a PersistentVolumeClaim with the data, mounted at --data-dir"

@@ -342,7 +342,7 @@ def _shape_for(
     if any(each not in sizes for each in found):
         raise InvalidModel(
             f"its state has a tensor {key!r} with a dimension that is neither 1 nor one of the parameter's; "
-            "what can be saved are numbers, and tensors with such dimensions"
+            "only numbers, and tensors with such dimensions, can be saved"
         )
     return tuple(sizes[each] for each in found)
 
@@ -538,15 +538,15 @@ def _saved(kind: Kind, state: Mapping[Any, Any], parameter: torch.Tensor) -> dic
             fits = value.dim() == 0 or value.shape == parameter.shape or steps_whole_tensors(kind)
             if not fits or name_of(value.dtype) not in ITEM_SIZE or value.is_complex():
                 raise InvalidModel(
-                    f"its state has a tensor {key!r} of {value.dtype} with shape {list(value.shape)}; what "
-                    f"can be saved are numbers, and tensors of the parameter's shape, {list(parameter.shape)}"
+                    f"its state has a tensor {key!r} of {value.dtype} with shape {list(value.shape)}; only "
+                    f"numbers, and tensors of the parameter's shape, {list(parameter.shape)}, can be saved"
                 )
             copies[key] = value.clone()
         elif isinstance(value, bool | int | float):
             copies[key] = type(value)(float(value))
         else:
             raise InvalidModel(
-                f"its state has {key!r}, which is a {type(value).__name__}; what can be saved are numbers, "
-                "and tensors of the parameter's shape"
+                f"its state has {key!r}, which is a {type(value).__name__}; only numbers, and tensors of the "
+                "parameter's shape, can be saved"
             )
     return copies

@@ -37,7 +37,7 @@ class Transitions(Generic[S, E]):
             return found
         allowed = ", ".join(repr(event.value) for start, event in self.table if start is state) or "nothing"
         raise ImpossibleTransition(
-            f"{self.of} is {state.value}, where {event.value!r} cannot happen; what can is {allowed}"
+            f"{self.of} is {state.value}, where {event.value!r} cannot happen; possible: {allowed}"
         )
 
     def picture(self) -> str:

@@ -295,8 +295,8 @@ def checked(metrics: Mapping[str, Any], reduce: str) -> dict[str, Any]:
     for name in metrics:
         if not is_name(name):
             raise UsageError(
-                f"the name of a value that is reported is a text of 1 to {LONGEST_NAME} printable "
-                f"characters; given: {repr(name)[:300]}"
+                f"the name of a reported value has 1 to {LONGEST_NAME} printable characters; given: "
+                f"{repr(name)[:300]}"
             )
     return {name: _checked(name, value) for name, value in metrics.items()}
 

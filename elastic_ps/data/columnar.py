@@ -144,8 +144,8 @@ class ArrowDataset(TableDataset):
             return int(self._source(number).num_record_batches)
         except ValueError as error:
             raise UsageError(
-                f"{self._files[number].url} is no Arrow file that can be read by its parts ({error}). A "
-                "stream of Arrow has no index: write it as a file, with pyarrow.ipc.new_file"
+                f"{self._files[number].url} is not an Arrow file with an index ({error}). Write a stream of "
+                "Arrow as a file, with pyarrow.ipc.new_file"
             ) from error
 
     def _count(self, number: int, part: int) -> int:

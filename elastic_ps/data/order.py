@@ -52,7 +52,10 @@ class Order:
     def __post_init__(self) -> None:
         numbers = [self.blocks] if isinstance(self.blocks, int) else self.blocks
         if min(numbers, default=0) < (1 if isinstance(self.blocks, int) else 0) or self.buffer < 1:
-            raise ValueError(f"blocks of {min(numbers, default=0)} records, {self.buffer} in a buffer")
+            raise ValueError(
+                f"a block has {min(numbers, default=0)} records, and a buffer {self.buffer} blocks; expected "
+                "1 or more of both"
+            )
         if not isinstance(self.blocks, int) and sum(self.blocks) != self.records:
             raise ValueError(
                 f"the blocks have {sum(self.blocks)} records together, but the data set has {self.records}"

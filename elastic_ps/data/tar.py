@@ -150,4 +150,4 @@ def _members(file: File) -> Iterator[tuple[str, int, int, int]]:
                     crc = zlib.crc32(source.read(_HEADER))
                     yield member.name, member.offset_data, member.size, crc
         except tarfile.TarError as error:
-            raise UsageError(f"{file.url} is no tar that can be read: {error}") from error
+            raise UsageError(f"{file.url} is not a readable tar file: {error}") from error

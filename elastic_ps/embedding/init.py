@@ -83,7 +83,7 @@ class Uniform:
     def __post_init__(self) -> None:
         if not -math.inf < self.low <= self.high < math.inf:
             raise UsageError(
-                f"uniform(low, high) takes two finite numbers in order: ({self.low}, {self.high})"
+                f"uniform(low, high) takes two finite numbers in order; given: ({self.low}, {self.high})"
             )
 
     def first_values(self, key: int, ids: Ids, dim: int) -> Values:
@@ -104,7 +104,9 @@ class Normal:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.mean) and 0 <= self.std < math.inf):
-            raise UsageError(f"normal(mean, std) takes a mean and a std >= 0: ({self.mean}, {self.std})")
+            raise UsageError(
+                f"normal(mean, std) takes a mean and a std >= 0; given: ({self.mean}, {self.std})"
+            )
 
     def first_values(self, key: int, ids: Ids, dim: int) -> Values:
         """The values of rows, of shape (ids, dim)."""
@@ -120,7 +122,7 @@ class Constant:
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):
-            raise UsageError(f"constant(value) takes a finite number: {self.value}")
+            raise UsageError(f"constant(value) takes a finite number; given: {self.value}")
 
     def first_values(self, key: int, ids: Ids, dim: int) -> Values:  # noqa: ARG002 (as the others)
         """The values of rows, of shape (ids, dim)."""

@@ -114,7 +114,7 @@ class Credentials:
         context = self.current().server
         if context is None:
             raise UsageError(
-                f"the certificate in {self._directory} is that of {self.identity}, but this process is a "
+                f"the certificate in {self._directory} belongs to {self.identity}, but this process is a "
                 f"server. Expected one of {' or '.join(SERVING)}"
             )
         return context
@@ -158,7 +158,7 @@ class Credentials:
         if identity is None:
             raise ValueError(f"{certificate} names no identity (elastic-ps://JOB/ROLE/INDEX)")
         if self._identity not in (None, identity):
-            raise ValueError(f"it is that of another process, {identity.uri}")
+            raise ValueError(f"it belongs to another process, {identity.uri}")
         client = _context(ssl.PROTOCOL_TLS_CLIENT, self._directory)
         server = None
         if identity.role in SERVING:
@@ -184,7 +184,7 @@ def of_process(environment: env.ProcessEnvironment) -> Credentials | None:
     expected = Identity(credentials.identity.job, role, environment.index)
     if credentials.identity != expected:
         raise UsageError(
-            f"the certificate in {environment.tls} is that of {credentials.identity}, but this process is "
+            f"the certificate in {environment.tls} belongs to {credentials.identity}, but this process is "
             f"{expected}. Give each process its own"
         )
     return credentials

@@ -134,9 +134,7 @@ def shared_if_possible(sizes: list[int]) -> Allocate:
     try:
         return SharedMemory(sum(size + ALIGNMENT for size in sizes)).take
     except (OSError, AttributeError) as error:  # another system than Linux, or a sandbox
-        text = (
-            "%d bytes of shared memory could not be had (%s): what is in them is sent, within this host, too"
-        )
+        text = "this system does not give %d bytes of shared memory (%s): they are sent over a socket instead"
         logger.warning(text, sum(sizes), error)
         return plain
 

@@ -208,7 +208,7 @@ def _secured(sock: socket.socket, address: str, credentials: Credentials, limit:
         raise SilentError(f"{address} says nothing") from None
     except ssl.SSLCertVerificationError as error:
         encrypted.close()
-        raise UntrustedError(f"{address} is no server of this job: {error.verify_message}") from error
+        raise UntrustedError(f"{address} is not a server of this job: {error.verify_message}") from error
     except ssl.SSLError as error:
         encrypted.close()
         raise UntrustedError(f"{address} and this process do not agree on TLS: {_reason(error)}") from error

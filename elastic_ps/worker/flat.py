@@ -339,7 +339,7 @@ class Flat:
         if (changed := self._writes.changed_constants()) is not None:
             names = ", ".join(self.layout.tensors[index].name for index in changed[:3]) or "a parameter"
             raise UsageError(
-                f"session.assign: {names}: changed, though no optimizer trains it, so that it keeps its "
+                f"session.assign: the script has changed {names}, which no optimizer trains, so it keeps its "
                 "first value. Give it to the optimizer, or name it in session.optimizer(..., averaged=[...])"
             )
         with torch.no_grad():

@@ -226,9 +226,9 @@ class Membership:
         sent = self._codecs.momentum
         if sent and self.spec.consistency.mode == "local":
             raise InvalidModel(
-                f"the job's codec has momentum {sent}, which is made of gradients, but in consistency.mode "
-                "local workers send what they have trained. Use another codec, and give the script's "
-                "optimizer a momentum"
+                f"the job's codec has momentum {sent}, which needs gradients, but in consistency.mode local "
+                "workers send changes of the model. Use another codec, and give the script's optimizer a "
+                "momentum"
             )
         if problem := second_momentum(settings.groups, sent):
             raise InvalidModel(problem)

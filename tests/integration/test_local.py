@@ -186,7 +186,7 @@ def test_without_shared_memory_everything_is_sent_and_the_log_says_so(
     body = shared_if_possible([10])(10)
     assert bytes(body) == bytes(10)
     assert place_of(body) is None
-    assert "10 bytes of shared memory could not be had (not here)" in caplog.text
+    assert "does not give 10 bytes of shared memory (not here)" in caplog.text
     with connected() as connection:
         (answer,) = (read(a) for a in connection.call("echo", Frame(b"", body), timeout=LONG))
     assert answer == bytes(10)

@@ -340,7 +340,7 @@ def test_an_average_beside_the_model_is_warned_of(
     alone(tmp_path / "a", lambda session: script(session, within=True))
     assert "AveragedModel" not in caplog.text
     alone(tmp_path / "b", lambda session: script(session, within=False))
-    assert "AveragedModel was made that is no part of the job's model" in caplog.text
+    assert "AveragedModel is not part of the job's model" in caplog.text
 
 
 EASGD: dict[str, Any] = {"consistency": {"mode": "local", "steps": 2, "outer": "easgd"}}

@@ -251,7 +251,7 @@ def test_the_certificate_of_another_process_leaves_the_old_one_in_use(
     assert port.ask(worker) == "worker 3"
     said = [record.message for record in caplog.records if "cannot be used" in record.message]
     assert len(said) == 2, "once for each"
-    assert all("that of another process" in text for text in said)
+    assert all("belongs to another process" in text for text in said)
 
 
 def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:

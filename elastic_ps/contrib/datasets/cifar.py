@@ -158,7 +158,7 @@ def _binary(source: Source, path: Path, data: bytes, before: int) -> tuple[torch
     if not data or len(data) % record:
         raise source.wrong(
             path,
-            f"it is cut: it has {len(data):,} bytes, which is no multiple of a record's {record:,}",
+            f"it is cut: it has {len(data):,} bytes, which is not a multiple of a record's {record:,}",
         )
     rows = _tensor(data).view(-1, record)
     return rows[:, before:].reshape(-1, *SHAPE), rows[:, before - 1].long()

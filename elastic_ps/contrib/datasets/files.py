@@ -61,7 +61,7 @@ class Source:
 
     def wrong(self, path: Path, found: str) -> InvalidModel:
         """The exception for a wrong file. `found` says what it is and what was expected."""
-        return InvalidModel(f"{path} is not the file of {self.name} that it should be: {found}. {self.hint}")
+        return InvalidModel(f"{path} is not a file of {self.name}: {found}. {self.hint}")
 
     def read(self, path: Path) -> bytes:
         """The content of a file, unpacked if it is packed by gzip.

@@ -224,7 +224,7 @@ CIFAR: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "binary cut": (
         lambda d: (cut(write_cifar10(d, binary=True) / BIN), (d / "cifar-10-batches-py").rename(d / "off")),
-        "data_batch_3.bin .* it is cut: it has 30,630 bytes, which is no multiple of a record's 3,073",
+        "data_batch_3.bin .* it is cut: it has 30,630 bytes, which is not a multiple of a record's 3,073",
     ),
     "packed": (
         lambda d: ((d / "cifar-10-batches-py").rename(d / "off"), written(d / "cifar-10-python.tar.gz", b"")),
@@ -262,7 +262,7 @@ def test_a_file_of_cifar_that_is_wrong_is_named(tmp_path: Path, case: str) -> No
 def test_a_pickle_that_wants_more_than_bytes_is_refused(tmp_path: Path, program: bytes) -> None:
     path = write_cifar10(tmp_path) / PY
     path.write_bytes(program)
-    with pytest.raises(InvalidModel, match="data_batch_3 is not the file of CIFAR-10"):
+    with pytest.raises(InvalidModel, match="data_batch_3 is not a file of CIFAR-10"):
         cifar10(tmp_path)
 
 

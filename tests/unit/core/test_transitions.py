@@ -13,6 +13,6 @@ def test_what_cannot_happen_is_refused_with_what_can() -> None:
     assert consistency.PHASES.after(Phase.DECIDED, Event.COMMIT) is Phase.COMMITTING
     with pytest.raises(
         ImpossibleTransition,
-        match=r"^the round is decided, where 'restart' cannot happen; what can is 'commit', 'undecide'$",
+        match=r"^the round is decided, where 'restart' cannot happen; possible: 'commit', 'undecide'$",
     ):
         consistency.PHASES.after(Phase.DECIDED, Event.RESTART)

@@ -191,7 +191,7 @@ def test_gradients_do_not_stay() -> None:
 
 @pytest.mark.parametrize("name", ["", "x" * 201, "two\nlines", "\ud800", 5, None])
 def test_a_name_is_a_short_text(name: Any) -> None:
-    with pytest.raises(UsageError, match="is a text of 1 to 200 printable characters; given: "):
+    with pytest.raises(UsageError, match="has 1 to 200 printable characters; given: "):
         checked({name: 1.0}, "mean")
 
 

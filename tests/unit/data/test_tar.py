@@ -86,11 +86,11 @@ def test_a_compressed_tar_is_refused(tmp_path: Path, mode: str) -> None:
 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(b"nothing of the kind" * 100)
-    with pytest.raises(UsageError, match="is no tar that can be read"):
+    with pytest.raises(UsageError, match="is not a readable tar file"):
         TarDataset(tmp_path / "a.tar")
     write_tar(tmp_path / "b.tar", {"a.txt": b"1" * 2000})
     (tmp_path / "b.tar").write_bytes((tmp_path / "b.tar").read_bytes()[:1500])
-    with pytest.raises(UsageError, match="is no tar that can be read"):
+    with pytest.raises(UsageError, match="is not a readable tar file"):
         TarDataset(tmp_path / "b.tar")
     write_tar(tmp_path / "c.tar", {"README": b"1"})
     with pytest.raises(UsageError, match="there is no record in"):
