@@ -98,8 +98,8 @@ class Manifest:
                 group=t["group"],
                 aliases=tuple(t["aliases"]),
                 frozen=t["frozen"],
-                sparse=t.get("sparse", False),  # checkpoints of older versions do not say so
-                content=t.get("content", ""),
+                sparse=t["sparse"],
+                content=t["content"],
             )
             for t in self.tensors
         )
@@ -192,9 +192,9 @@ def _faults_of_tensors(tensors: list[dict[str, Any]]) -> Iterator[str]:
             yield f"tensor {name!r} is in group {tensor['group']!r}"
         if not isinstance(tensor["frozen"], bool):
             yield f"tensor {name!r} has {tensor['frozen']!r} for whether it is frozen"
-        if not isinstance(tensor["dtype"], str) or not isinstance(content := tensor.get("content", ""), str):
+        if not isinstance(tensor["dtype"], str) or not isinstance(content := tensor["content"], str):
             yield f"tensor {name!r} has the dtype {tensor['dtype']!r}, and {content!r} for what it holds"
-        if not isinstance(sparse := tensor.get("sparse", False), bool) or (sparse and len(shape) < 2):
+        if not isinstance(sparse := tensor["sparse"], bool) or (sparse and len(shape) < 2):
             yield f"tensor {name!r} of shape {shape!r} has {sparse!r} for whether its gradients are sparse"
 
 

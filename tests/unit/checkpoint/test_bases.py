@@ -24,7 +24,7 @@ def write(
     if commit:
         both = [file] if base is None else [file, base]
         tensor: dict[str, Any] = {"name": "a", "shape": [2], "dtype": "float32", "rule": 0, "group": 0}
-        tensor |= {"aliases": [], "frozen": False}
+        tensor |= {"aliases": [], "frozen": False, "sparse": False, "content": ""}
         state: dict[str, Any] = {"tensors": [tensor], "optimizer": "SGD", "state": {}}
         manifest = Manifest(job="j", version=version, term=1, number=version, files=both, **state)
         store.commit(manifest, keep=keep)
