@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast, get_args
 
@@ -17,11 +16,11 @@ from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.node import Node
 from elastic_ps.server.process import service_of
 from elastic_ps.server.service import HEADER, Service, refuse, refuse_to_end, refuse_to_speak_for
-from elastic_ps.server.shard_service import ShardService
 from elastic_ps.server.shard_zero import ShardZero
 from elastic_ps.tensors.store import TensorStore
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.calls import CALLS, GONE, At, By, Call, Sender
+from tests.testing.service import Worker, environment, serving
 from tests.testing.shard import SYNC, Body
 
 EVERYTHING = set(CALLS)
@@ -30,6 +29,7 @@ ORDERS = {"Configure", "Advance", "State", "Sum", "Rows", "Held"}
 JOB = "job-1"
 EVERYBODY = [Identity(JOB, role, index) for role in get_args(Role) for index in (0, 1)]
 Namespace: Any = SimpleNamespace
+NO_BODY = torch.empty(0)
 each_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
@@ -142,16 +142,18 @@ def test_a_call_for_another_job_is_refused(call: Call[Any, Any]) -> None:
 
 
 class Made(Body):
-    """A call without a body, of a process with a certificate."""
+    """A call of a process with a certificate."""
 
-    def __init__(self, header: bytes, peer: Identity | None) -> None:
-        super().__init__(torch.empty(0))
+    def __init__(self, header: bytes, peer: Identity | None, body: torch.Tensor) -> None:
+        super().__init__(body)
         self.header, self.peer = header, peer
 
 
-def failed(service: Service, method: str, header: bytes, peer: Identity | None) -> Any:
+def failed(
+    service: Service, method: str, header: bytes, peer: Identity | None, body: torch.Tensor = NO_BODY
+) -> Any:
     with pytest.raises((Malformed, Refused)) as caught:
-        list(service(method, Made(header, peer)))
+        list(service(method, Made(header, peer, body)))
     return caught.value
 
 
@@ -167,12 +169,13 @@ def test_no_call_is_made_in_another_workers_name(name: str) -> None:
     assert ("worker 4" in str(error), "secret" in str(error)) == (True, False)
 
 
-def test_the_end_of_a_step_is_not_in_another_workers_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ShardService, "_added", lambda *_: True)
-    job = Namespace(term=1, lock=nullcontext(), check=lambda _: None)
-    knows = Namespace(job=job, commit=None, checkpoints=None, history=None, evaluation_queue=None)
-    node = Node(0, 2, store=None, consistency=SYNC, trace=Trace(None, ""))
-    zero, own = service_of("secret", node, cast(Any, knows)), pb.Caller(job="secret", worker=3, term=1)
-    request = pb.PushRequest(caller=own, finish=pb.FinishRequest(caller=CALLER))
-    error = failed(zero, "Push", request.SerializeToString(), Identity(JOB, "worker", 3))
-    assert error.code is RefusalCode.FORBIDDEN
+def test_the_end_of_a_step_is_not_in_another_workers_name() -> None:
+    with serving(environment(worker={"replicas": 5})) as (listener, server):
+        worker = Worker(listener, 3)
+        worker.start()
+        ending = worker.finishing(0, worker.take(), caller=worker.caller(worker=4))
+        request = pb.PushRequest(caller=worker.caller(), weight=10, codec="none", finish=ending)
+        zero = service_of("job", server.node, server.shard_zero)
+        peer, gradient = Identity(JOB, "worker", 3), torch.ones(4)
+        error = failed(zero, "Push", request.SerializeToString(), peer, gradient)
+        assert error.code is RefusalCode.FORBIDDEN
