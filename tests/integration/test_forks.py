@@ -238,34 +238,30 @@ def test_what_it_cannot_start_is_left_to_others(forks: ForkServer) -> None:
         assert psutil.Process(forks.pid).status() != psutil.STATUS_ZOMBIE, "it goes on"
 
 
-REFUSED = """
-import os, socket
-from elastic_ps.forkserver import Packets, _Forks
+SCARCE = """
+import os
 
-def none() -> int:
+def fork(fork=os.fork):
+    os.fork = fork
     raise BlockingIOError(11, "Resource temporarily unavailable")
 
-os.fork = none
-ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-Packets(ours).send({"descriptors": []})
-ours.shutdown(socket.SHUT_WR)
-assert _Forks(Packets(theirs)).serve() is None
-print(Packets(ours).receive()[0]["refused"])
+os.fork = fork
 """
-"""A fork server that is ordered to start a process when the system gives none, and then has no orders."""
+"""Python runs it at its start as `sitecustomize`: the system gives no process, once."""
 
 
-def test_when_the_system_gives_no_process_the_fork_server_says_so_and_goes_on(
-    forks: ForkServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, check=False)
-    assert "temporarily unavailable" in done.stdout, done.stderr
-    assert forks.ready(timedelta(seconds=60))
-    # The fork server of this test cannot be brought to lack processes from outside.
-    monkeypatch.setattr(forks._packets, "send", lambda *_: None)  # noqa: SLF001
-    monkeypatch.setattr(forks, "_read", lambda _: forks._note({"refused": "no process"}))  # noqa: SLF001
-    argv = [sys.executable, "-m", "elastic_ps.worker"]
-    assert forks.start(argv, variables={}, descriptors={}, name="other") is None, "it is started otherwise"
+def test_when_the_system_gives_no_process_the_fork_server_says_so_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SCARCE)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    server = ForkServer({**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path})
+    with contextlib.closing(server):
+        argv = [sys.executable, "-m", "elastic_ps.worker"]
+        assert server.start(argv, variables={}, descriptors={}, name="first") is None, (
+            "it is started otherwise"
+        )
+        pid = server.start(argv, variables={}, descriptors={}, name="second")
+        assert pid is not None
+        eventually(lambda: server.status(pid) is not None, "a worker without its variables ends")
 
 
 def test_without_its_process_it_starts_nothing() -> None:
