@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -66,75 +67,55 @@ def test_what_was_handed_out_before_is_dropped(tmp_path: Path, ahead: int) -> No
     assert len(histories.joined) == 2, "a step on what was dropped would be refused, and it would join again"
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("request_number", [3, 5], ids=["in the middle", "at the end"])
-def test_gradients_of_records_that_are_dropped_are_dropped_too(
-    tmp_path: Path, overlap: bool, request_number: int
+def train_pairs(
+    directory: Path, records: int, request_number: int, *, together: bool, overlap: bool = True
 ) -> None:
-    """Two batches make a step, and the parameter server is lost between them; the model counts records."""
-    records, lost, counted = 20, list[int](), list[torch.Tensor]()
+    """Two batches make a step, and the parameter server is lost between them; the model counts records.
+
+    Args:
+        together: both batches are loaded before the script computes.
+    """
+    lost, counted = list[int](), list[torch.Tensor]()
 
     def script(session: Session) -> None:
         model = Tally(records)
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, overlap=overlap)
         lose_server_in_request(request_number, session, job, lost)
-        held = 0
-        for batch in session.loader(Indexes(records), 4):
-            held += 1
-            if held < 2:
-                with optimizer.no_sync():
+        batches, held = iter(session.loader(Indexes(records), 4)), 1
+        while held:
+            pair, held = itertools.islice(batches, 2), 0
+            for batch in list(pair) if together else pair:
+                held += 1
+                with optimizer.no_sync() if held < 2 else nullcontext():
                     model(batch).backward()
-                continue
-            model(batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            held = 0
-        if held:
-            optimizer.step()
+            if held:
+                optimizer.step()
+                optimizer.zero_grad()
         counted.append(-model.weight.detach())
 
     with running_job(
-        tmp_path,
-        checkpoints=tmp_path / "checkpoints",
+        directory,
+        checkpoints=directory / "checkpoints",
         parameterServer={"checkpoint": {"everyVersions": 1}},
         data={"shardRecords": 4},
     ) as job:
         job.start(0, script)
         job.join()
     assert lost
-    assert check(read(tmp_path / "history"), Data(records, 1)) == []
+    assert check(read(directory / "history"), Data(records, 1)) == []
     assert counted[0].tolist() == [1.0] * records
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("request_number", [3, 5], ids=["in the middle", "at the end"])
+def test_gradients_of_records_that_are_dropped_are_dropped_too(
+    tmp_path: Path, overlap: bool, request_number: int
+) -> None:
+    train_pairs(tmp_path, 20, request_number, together=False, overlap=overlap)
 
 
 @pytest.mark.parametrize(
     "request_number", [2, 3, 5], ids=["first group", "between groups", "in a later group"]
 )
 def test_batches_that_are_loaded_together_are_lost_together(tmp_path: Path, request_number: int) -> None:
-    """A script loads two batches before it computes, and the parameter server is lost between them."""
-    records, lost, counted = 24, list[int](), list[torch.Tensor]()
-
-    def script(session: Session) -> None:
-        model = Tally(records)
-        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
-        lose_server_in_request(request_number, session, job, lost)
-        batches = iter(session.loader(Indexes(records), 4))
-        while group := list(itertools.islice(batches, 2)):
-            for batch in group[:-1]:
-                with optimizer.no_sync():
-                    model(batch).backward()
-            model(group[-1]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        counted.append(-model.weight.detach())
-
-    with running_job(
-        tmp_path,
-        checkpoints=tmp_path / "checkpoints",
-        parameterServer={"checkpoint": {"everyVersions": 1}},
-        data={"shardRecords": 4},
-    ) as job:
-        job.start(0, script)
-        job.join()
-    assert lost
-    assert check(read(tmp_path / "history"), Data(records, 1)) == []
-    assert counted[0].tolist() == [1.0] * records
+    train_pairs(tmp_path, 24, request_number, together=True)
