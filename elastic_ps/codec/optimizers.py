@@ -263,7 +263,7 @@ def unseen_step(kind: Kind) -> Callable[[torch.optim.Optimizer], object]:
     return without_history
 
 
-class Kept(NamedTuple):
+class StateEntry(NamedTuple):
     """An entry of the state that an optimizer keeps for a parameter.
 
     Attributes:
@@ -285,7 +285,7 @@ class Kept(NamedTuple):
 
 def kept_state(
     kind: Kind, group: Mapping[str, Any], dtype: torch.dtype, shape: Sequence[int]
-) -> dict[str, Kept]:
+) -> dict[str, StateEntry]:
     """The state that an optimizer keeps for a parameter after one step, by key.
 
     The parameter is flat unless the class steps whole tensors: one without dimensions has one element.
@@ -317,7 +317,7 @@ def kept_state(
     for key, value in state.items():
         tensor, shape = isinstance(value, torch.Tensor), shapes[key]
         name = name_of(value.dtype) if tensor else "float64"
-        kept[key] = Kept(name, shape != own, shape, None if tensor else type(value))
+        kept[key] = StateEntry(name, shape != own, shape, None if tensor else type(value))
     return kept
 
 

@@ -16,7 +16,7 @@ import torch
 
 from elastic_ps.codec.finite import require_finite
 from elastic_ps.codec.memory import Body, Scratch, as_bytes, as_tensor, dtype_of, name_of
-from elastic_ps.codec.optimizers import VALUE, Kept, kept_state, restored, wide
+from elastic_ps.codec.optimizers import VALUE, StateEntry, kept_state, restored, wide
 from elastic_ps.codec.several import Kind, Several, kinds_of, parts_of
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule
 from elastic_ps.core.settings import CONSTRAINTS, plain_group
@@ -324,7 +324,7 @@ def read_state(
     entries: Sequence[tuple[str, str, bool]],
     incoming: Body,
     *,
-    usual: Mapping[str, Kept],
+    usual: Mapping[str, StateEntry],
 ) -> dict[str, torch.Tensor]:
     """Read the optimizer's state of a piece of a bucket. Blocks.
 

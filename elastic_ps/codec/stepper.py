@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from elastic_ps.codec.optimizers import (
-    Kept,
+    StateEntry,
     constructor_arguments,
     is_of_torch,
     kept_state,
@@ -98,7 +98,7 @@ class Stepper:
             else:
                 own[key] = value.clone() if isinstance(value, torch.Tensor) else value
 
-    def usual_state(self, index: int) -> dict[str, Kept]:
+    def usual_state(self, index: int) -> dict[str, StateEntry]:
         """The state of a piece after a step."""
         one, piece = self._one(index), self._pieces[index]
         return kept_state(type(one.optimizer), self._values_for(index), piece.dtype, piece.shape)

@@ -16,7 +16,7 @@ from elastic_ps.codec.optimizers import (
     MASTER,
     PULLED,
     VALUE,
-    Kept,
+    StateEntry,
     kept_state,
     steps_whole_tensors,
     wide,
@@ -333,7 +333,7 @@ class BucketValues:
         assert self._stepper is not None
         self._stepper.take(index, state)
 
-    def usual_state(self, index: int) -> dict[str, Kept]:
+    def usual_state(self, index: int) -> dict[str, StateEntry]:
         """The entries of the optimizer's state of a piece after a step."""
         if self._stepper is None or index >= len(self._parameters):
             return {}
@@ -497,7 +497,7 @@ def state_bytes(
     """The bytes of the optimizer's state of these buckets. Arguments and exceptions: see `bytes_of`."""
 
     @cache
-    def state_of(group: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[tuple[int, Kept]]:
+    def state_of(group: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[tuple[int, StateEntry]]:
         kept = kept_state(kinds[group], groups[group], dtype, shape)
         return [(ITEM_SIZE[each.dtype], each) for each in kept.values()]
 

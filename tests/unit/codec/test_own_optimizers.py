@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elastic_ps.api.job import parse_spec
-from elastic_ps.codec.optimizers import Kept, Optimizers, kept_state, restored, try_out, usual_state
+from elastic_ps.codec.optimizers import Optimizers, StateEntry, kept_state, restored, try_out, usual_state
 from elastic_ps.errors import InvalidJob, InvalidModel
 from tests.testing import optimizers
 
@@ -145,13 +145,13 @@ def test_a_state_that_depends_on_sizes_is_refused() -> None:
 def test_the_shapes_of_the_state_follow_from_that_of_the_parameter() -> None:
     group = {"lr": 0.1}
     assert kept_state(torch.optim.Adafactor, group, torch.float64, [4, 7, 9]) == {
-        "step": Kept("float32", True, (), None),
-        "row_var": Kept("float64", True, (4, 7, 1), None),
-        "col_var": Kept("float64", True, (4, 1, 9), None),
+        "step": StateEntry("float32", True, (), None),
+        "row_var": StateEntry("float64", True, (4, 7, 1), None),
+        "col_var": StateEntry("float64", True, (4, 1, 9), None),
     }
     assert kept_state(torch.optim.Adafactor, group, torch.float32, [5, 1])["row_var"].scalar is False
     assert kept_state(torch.optim.Muon, group, torch.float32, [4, 7]) == {
-        "momentum_buffer": Kept("float32", False, (4, 7), None)
+        "momentum_buffer": StateEntry("float32", False, (4, 7), None)
     }
     assert kept_state(torch.optim.Adam, group, torch.float32, [4, 7])["exp_avg"].shape == (28,)
     saved = {"row_var": torch.arange(28.0), "step": torch.tensor(3.0)}
