@@ -33,7 +33,8 @@ if TYPE_CHECKING:
         UsageError,
         UserError,
     )
-    from elastic_ps.evaluation.checkpoints import Checkpoint, checkpoints
+    from elastic_ps.evaluation.checkpoints import checkpoints
+    from elastic_ps.evaluation.source import Checkpoint
     from elastic_ps.standalone import connect
     from elastic_ps.worker.local_world import Drained
     from elastic_ps.worker.optimizer import ElasticOptimizer
@@ -49,7 +50,7 @@ _PLACES = {
     "Embedding": "elastic_ps.embedding.module",
     "EmbeddingBag": "elastic_ps.embedding.module",
     "checkpoints": "elastic_ps.evaluation.checkpoints",
-    "Checkpoint": "elastic_ps.evaluation.checkpoints",
+    "Checkpoint": "elastic_ps.evaluation.source",
     "TrainingJob": "elastic_ps.api.job",
     "load_job": "elastic_ps.api.job",
     "ElasticPSError": "elastic_ps.errors",

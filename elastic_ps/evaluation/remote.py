@@ -21,7 +21,7 @@ from elastic_ps.errors import (
     RefusalCode,
     Refused,
 )
-from elastic_ps.evaluation.checkpoints import Checkpoint
+from elastic_ps.evaluation.source import Checkpoint
 from elastic_ps.process.retrying import retry
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb

@@ -79,12 +79,12 @@ def evaluate(argv: list[str]) -> int:
     parser.add_argument("--version", type=int)
     parser.add_argument("--json", action="store_true")
     parsed = parser.parse_args(argv)
-    from elastic_ps.evaluation import checkpoints
+    from elastic_ps.evaluation import checkpoints, source
 
     out = sys.stdout
 
-    class Printed(checkpoints.DirectorySource):
-        def finish(self, checkpoint: checkpoints.Checkpoint) -> None:
+    class Printed(source.DirectorySource):
+        def finish(self, checkpoint: source.Checkpoint) -> None:
             if parsed.json:
                 told = {"version": checkpoint.version, "metrics": checkpoint.metrics}
                 print(json.dumps(told), file=out, flush=True)

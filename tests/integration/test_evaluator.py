@@ -21,6 +21,7 @@ from elastic_ps.evaluation import checkpoints as scripts
 from elastic_ps.evaluation.decisions import Evaluation, Evaluations
 from elastic_ps.evaluation.remote import JobSource
 from elastic_ps.evaluation.results import FILE
+from elastic_ps.evaluation.source import Checkpoint
 from elastic_ps.worker.session import Session
 from examples.digits import evaluate
 from tests.testing.harness import Job, Numbers, make_mlp, running_job
@@ -80,7 +81,7 @@ class Trained:
         self._job.until(durable_or_lost, "the checkpoint is on disk, or the job has gone back")
 
 
-def loop(job: Job, monkeypatch: pytest.MonkeyPatch) -> Iterator[scripts.Checkpoint]:
+def loop(job: Job, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpoint]:
     """What the job's evaluator loops over, in this thread, as long as no worker fails."""
 
     class Watchful(JobSource):
@@ -181,7 +182,7 @@ def test_a_script_that_leaves_its_loop_has_reported(tmp_path: Path, monkeypatch:
         assert versions(job) == [EVERY]
 
 
-def fail(checkpoints: Iterator[scripts.Checkpoint]) -> None:
+def fail(checkpoints: Iterator[Checkpoint]) -> None:
     for checkpoint in checkpoints:
         checkpoint.report(loss=1 / 2)
         checkpoint.report(accuracy=1 / 0)
