@@ -22,7 +22,7 @@ from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.codec import as_bytes, checksum, dtype_of
 from elastic_ps.codec.optimizers import MASTER
-from elastic_ps.codec.state import Snapshot, Stored
+from elastic_ps.codec.state import Stored
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.settings import Settings
@@ -260,69 +260,68 @@ def test_a_checkpoint_that_nobody_waits_for_is_not_written(tmp_path: Path) -> No
         node.close()
 
 
-def test_a_part_that_is_ordered_again_while_it_is_carried_out_is_written_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class SlowHistory(History):
+    """A history that waits, once, before a snapshot is given to the writer.
+
+    Attributes:
+        slow: set to let it wait the next time.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, "ps-0")
+        self.slow, self.began, self.go_on = threading.Event(), threading.Event(), threading.Event()
+
+    def record(self, event: str, **values: Any) -> None:
+        super().record(event, **values)
+        if event == "values" and self.slow.is_set():
+            self.slow.clear()
+            self.began.set()
+            assert self.go_on.wait(10)
+
+
+def test_a_part_that_is_ordered_again_while_it_is_carried_out_is_written_once(tmp_path: Path) -> None:
     """The second time, the file would be replaced in a checkpoint that may be whole."""
-    snapshot, began, go_on = Shard.snapshot, threading.Event(), threading.Event()
-
-    def slowly(shard: Shard, version: int, *, since: int | None) -> Snapshot:
-        made = snapshot(shard, version, since=since)
-        if not began.is_set():
-            began.set()
-            assert go_on.wait(10)
-        return made
-
-    store = SlowStore(tmp_path)
+    store, history = SlowStore(tmp_path / "kept"), SlowHistory(tmp_path)
     store.go_on.set()
-    node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""))
-    monkeypatch.setattr(Shard, "snapshot", slowly)
+    node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""), history=history)
     order = Advance(0, 0, {}, checkpoint=1, term=1)
     try:
         configure(node, term=1)
+        history.slow.set()
         first = threading.Thread(target=node.advance, args=(order,))
         first.start()
-        assert began.wait(10)
+        assert history.began.wait(10)
         node.advance(order)
         eventually(lambda: told_in(node, term=1) is not None, "the part is written")
-        go_on.set()
+        history.go_on.set()
         first.join(10)
     finally:
-        go_on.set()
+        history.go_on.set()
         node.close()
+        history.close()
     assert store.numbers == [1]
 
 
 def test_a_snapshot_that_waits_is_not_dropped_for_an_order_that_is_repeated(tmp_path: Path) -> None:
     """The order is on its way in twice, and the one is overtaken by the other."""
-    slow, began, go_on = threading.Event(), threading.Event(), threading.Event()
-
-    class Slow(History):
-        def record(self, event: str, **values: Any) -> None:
-            super().record(event, **values)
-            if event == "values" and slow.is_set():  # before the snapshot
-                slow.clear()
-                began.set()
-                assert go_on.wait(10)
-
-    store, history = SlowStore(tmp_path / "kept"), Slow(tmp_path, "ps-0")
+    store, history = SlowStore(tmp_path / "kept"), SlowHistory(tmp_path)
     node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""), history=history)
     order = Advance(0, 0, {}, checkpoint=2, term=1)
     try:
         configure(node, term=1)
         node.advance(replace(order, checkpoint=1))
         assert store.began.wait(10)
-        slow.set()
+        history.slow.set()
         overtaken = threading.Thread(target=node.advance, args=(order,))
         overtaken.start()
-        assert began.wait(10)
+        assert history.began.wait(10)
         node.advance(order)
-        go_on.set()
+        history.go_on.set()
         overtaken.join(10)
         store.go_on.set()
         eventually(lambda: store.numbers == [1, 2], "both are written")
     finally:
-        go_on.set()
+        history.go_on.set()
         store.go_on.set()
         node.close()
         history.close()
