@@ -7,8 +7,9 @@ layer's `Source`, which keeps it until the step.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, get_args
 
 import numpy as np
@@ -21,6 +22,14 @@ from elastic_ps.embedding.optimizers import RowOptimizer
 from elastic_ps.embedding.stored import part_of, part_spec
 from elastic_ps.embedding.table import State, Table, TableSpec, WhenFull, default_init
 from elastic_ps.errors import ModelMismatch, UsageError
+
+logger = logging.getLogger(__name__)
+
+_UNTRAINED = (
+    "backward() has made gradients of rows of the table %r, but no step trains them: the layer is not part "
+    "of the model that session.optimizer(...) was given, or that was not called yet. Make the layer part of "
+    "that model. If its rows are to stay as they are, call layer.requires_grad_(False)"
+)
 
 Mode: TypeAlias = Literal["sum", "mean", "max"]
 Given: TypeAlias = torch.Tensor | npt.NDArray[Any] | Sequence[Any]
@@ -41,15 +50,27 @@ class Gradient(NamedTuple):
 
 
 class Pending:
-    """The gradients of a table's next step. `add` may be called from any thread."""
+    """The gradients of a table's next step. `add` may be called from any thread.
+
+    Attributes:
+        counts: called for each gradient before it is kept; whether its batch counts. None: there are no
+            steps.
+    """
 
     def __init__(self, spec: TableSpec) -> None:
         self.spec = spec
+        self.counts: Callable[[], bool] | None = None
+        self._warned = False
         self._lock = threading.Lock()
         self._gradients: list[Gradient] = []
 
     def add(self, gradient: Gradient) -> None:
-        """Keep a gradient."""
+        """Keep a gradient, if its batch counts."""
+        if self.counts is not None and not self.counts():
+            return
+        if self.counts is None and not self._warned:
+            self._warned = True
+            logger.warning(_UNTRAINED, self.spec.name)
         with self._lock:
             self._gradients.append(gradient)
 
@@ -185,6 +206,7 @@ class _Layer(torch.nn.Module):
         def computed(rows: torch.Tensor) -> None:
             gradient, rows.grad = rows.grad, None
             assert gradient is not None
+            gradient = gradient.detach()  # it has a graph with `create_graph=True`
             # Ids occur in forward, so another backward of it has none.
             counts = left[0]
             left[0] = np.zeros_like(counts)

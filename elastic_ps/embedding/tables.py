@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -79,9 +79,11 @@ class Tables(abc.ABC):
                     "rate may be too high. To make no step with a batch, call optimizer.skip()"
                 )
 
-    def begin(self, groups: Groups) -> None:
-        """Training begins with these parameter groups of the model's optimizer."""
+    def begin(self, groups: Groups, counts: Callable[[], bool]) -> None:
+        """Training begins with these parameter groups of the model's optimizer; `counts`: see `Pending`."""
         self._first = [dict(group) for group in groups]
+        for source in self._sources.values():
+            source.pending.counts = counts
 
     @abc.abstractmethod
     def send(self, caller: pb.Caller, step: int, weight: float) -> None:

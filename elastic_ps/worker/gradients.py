@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -39,6 +39,9 @@ _TWICE = (
     "runs another one for each use: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
 )
 
+_ROWS = -1
+"""Stands for the rows of tables that grow among the numbers of parameters."""
+
 
 class Gradients:
     """The gradients of one step after another.
@@ -51,6 +54,9 @@ class Gradients:
         check: compare each gradient with what was sent, which also notices changes through `.data`.
         lend: the strategy leaves contributions as they are. So after a hook has taken a gradient, the
             parameter has the contribution as its gradient, and there are no two copies of it.
+
+    Attributes:
+        drop_rows: drops the gradients of rows that no step was made with.
     """
 
     def __init__(
@@ -71,6 +77,7 @@ class Gradients:
         self._waiting: dict[int, int] = {}
         self._hooked = False  # backward() has made gradients
         self._ran: set[int] = set()  # the parameters that the present backward() has reached
+        self.drop_rows: Callable[[], object] = lambda: None
         self.reset()
         for index in self._trainable:
             self._hook(index)
@@ -85,6 +92,7 @@ class Gradients:
     def void(self) -> None:
         """Drop all gradients: their records were skipped, or handed to others."""
         self.reset()
+        self.drop_rows()
         for index in self._trainable:
             self._flat.tensors[index].grad = None
 
@@ -128,20 +136,7 @@ class Gradients:
 
     def _hook(self, index: int) -> None:
         def computed(parameter: torch.Tensor) -> None:
-            batches = self._runtime.batches
-            # Lost: the script had loaded it before its step, which was not made. A forked child shares the
-            # memory that gradients are sent from.
-            if batches.lost or os.getpid() != self._process:
-                return
-            with self._lock:
-                self._hooked = True
-                if batches.fresh and batches.computed and self._first(index):
-                    batches.skip_computed()
-                if batches.fresh or index in self._ran:  # another backward() than for the last gradient
-                    self._ran.clear()
-                    batches.compute()
-                self._ran.add(index)
-            if self._overlap and self._synchronise:
+            if self._made(index) and self._overlap and self._synchronise:
                 self._take(index, parameter, lend=self._lend)
 
         parameter = self._flat.tensors[index]
@@ -164,12 +159,38 @@ class Gradients:
         none = not batches.lost and self._runtime.slices.has_none(records)
         return torch.zeros_like(gradient) if none else None
 
-    def _first(self, index: int) -> bool:
-        """Whether no other parameter has a gradient: those of earlier batches were set to None.
+    def made_rows(self) -> bool:
+        """Note that backward() has made a gradient of rows. Returns False if it does not count."""
+        return self._made(_ROWS)
 
-        False for a single parameter, where that cannot be known.
-        """
-        return len(self._trainable) > 1 and not any(other != index for other, _ in self._present_ones())
+    def _made(self, index: int) -> bool:
+        """Note that backward() has made a gradient. Returns False if it does not count."""
+        batches = self._runtime.batches
+        # Lost: the script had loaded it before its step, which was not made. A forked child shares the
+        # memory that gradients are sent from.
+        if batches.lost or os.getpid() != self._process:
+            return False
+        with self._lock:
+            self._hooked = True
+            if batches.fresh and batches.computed and self._first(index):
+                batches.skip_computed()
+                self.drop_rows()
+            # Another backward() than for the last gradient; one may reach rows several times.
+            if batches.fresh or (index in self._ran and index != _ROWS):
+                self._ran.clear()
+                batches.compute()
+            self._ran.add(index)
+        return True
+
+    def _first(self, index: int) -> bool:
+        """Whether the gradients that the last backward() made of parameters were set to None since."""
+        if any(other != index for other, _ in self._present_ones()):
+            return False
+        if self._ran - {index, _ROWS}:
+            return True
+        gradient = self._flat.tensors[index].grad if index in self._ran and index != _ROWS else None
+        # Adding to a gradient changes it in place, unless it has a graph.
+        return gradient is not None and not gradient._version and not gradient.requires_grad
 
     def own(self) -> None:
         """Let the script have all gradients in memory of their own: that of contributions is in use."""

@@ -98,7 +98,8 @@ class ElasticOptimizer(torch.optim.Optimizer):
         super().__init__(parameters_of(wrapped.param_groups), wrapped.defaults)
         self.param_groups = wrapped.param_groups
         if tables is not None:
-            tables.begin(self.param_groups)
+            tables.begin(self.param_groups, self._gradients.made_rows)
+            self._gradients.drop_rows = tables.clear
             runtime.send_rows = tables.send
         if not runtime.strategy.steps_here:  # else the wrapped one's step calls its hooks
             for name, part in parts.items():
@@ -289,7 +290,6 @@ class ElasticOptimizer(torch.optim.Optimizer):
         A batch that no backward() runs for, or whose gradients `zero_grad` drops before `step`, counts as
         skipped without this call.
         """
-        self._clear_tables()
         self._runtime.skip()
 
     def _clear_tables(self) -> None:

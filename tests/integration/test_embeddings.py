@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,95 @@ def test_no_row_is_trained_by_gradients_that_are_dropped(session: Session) -> No
             break
     assert {*table_of(model).state()["ids"].tolist()} == first
     assert table_of(model).steps == 1
+
+
+Step = Callable[[Any, Any, int, Sequence[torch.Tensor]], None]
+
+
+def loss_of(model: torch.nn.Module, batch: Sequence[torch.Tensor]) -> Any:
+    return ((model(batch[0], batch[1]) - batch[2]) ** 2).mean()
+
+
+def sometimes_rows_alone(model: Model, optimizer: Any, number: int, batch: Sequence[torch.Tensor]) -> None:
+    optimizer.zero_grad()
+    if number % 2:
+        loss_of(model, batch).backward()
+    else:
+        (model.one(batch[0]) * model.other(batch[1])).sum().backward()
+    optimizer.step()
+
+
+def graph(model: Model, optimizer: Any, number: int, batch: Sequence[torch.Tensor]) -> None:
+    del number
+    optimizer.zero_grad()
+    loss_of(model, batch).backward(create_graph=True)
+    optimizer.step()
+
+
+def drops(model: Model, optimizer: Any, number: int, batch: Sequence[torch.Tensor]) -> None:
+    """As for a loss that is not finite."""
+    model.zero_grad()
+    loss_of(model, batch).backward()
+    if number != 1:
+        optimizer.step()
+
+
+def drops_by_hand(model: Model, optimizer: Any, number: int, batch: Sequence[torch.Tensor]) -> None:
+    loss_of(model, batch).backward()
+    if number != 1:
+        optimizer.step()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def adds_up(model: Model, optimizer: Any, number: int, batch: Sequence[torch.Tensor]) -> None:
+    with optimizer.no_sync() if hasattr(optimizer, "no_sync") and number % 2 == 0 else nullcontext():
+        loss_of(model, batch).backward()
+    if number % 2:
+        optimizer.step()
+        model.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(
+    ("step", "steps"),
+    [(sometimes_rows_alone, 8), (graph, 8), (drops, 7), (drops_by_hand, 7), (adds_up, 4)],
+)
+def test_a_script_does_with_gradients_of_rows_what_torch_allows(
+    session: Session, step: Step, steps: int, biased: bool
+) -> None:
+    """`biased`: also with a single parameter beside the table."""
+    model = growing()
+    table = torch.nn.Embedding(IDS, DIM, dtype=torch.float64)
+    table.weight.data = model.one(torch.arange(IDS)).detach().clone()
+    dense = Model(table, table)
+    for each in (model, dense):
+        each.head.bias.requires_grad_(biased)
+    sgd = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    optimizer = session.optimizer(sgd, model, overlap=False)
+    rows = {"params": [table.weight], "lr": 0.5}
+    expected = torch.optim.SGD([{"params": dense.head.parameters(), "lr": 0.1}, rows])
+    batches = []
+    for number, batch in enumerate(session.loader(Clicks(), batch_size=BATCH)):
+        step(model, optimizer, number, batch)
+        batches.append(batch)
+    for number, batch in enumerate(batches):
+        step(dense, expected, number, batch)
+    assert session.version == steps
+    torch.testing.assert_close(
+        model.eval().one(torch.arange(IDS)), table.weight.detach(), rtol=1e-12, atol=1e-12
+    )
+    torch.testing.assert_close(model.head.weight, dense.head.weight, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model.head.bias, dense.head.bias, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_that_no_step_trains_are_warned_of(session: Session, caplog: pytest.LogCaptureFixture) -> None:
+    model, forgotten = growing(), elastic_ps.Embedding("else", DIM, optimizer=SGD(lr=0.5))
+    session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    (model.one(torch.tensor([1])).sum() + forgotten(torch.tensor([1])).sum()).backward()
+    (warning,) = (each for each in caplog.messages if "no step trains them" in each)
+    assert "rows of the table 'else'" in warning
 
 
 def test_a_gradient_of_a_table_that_is_not_finite_is_an_error(session: Session) -> None:
@@ -373,3 +463,38 @@ def test_each_record_is_trained_once_when_a_shard_is_lost(tmp_path: Path, mode: 
     rows = table.table.state()
     assert rows["ids"].tolist() == list(range(60))
     assert rows["counts"].tolist() == [epochs] * 60
+
+
+def test_gradients_of_lost_batches_train_no_row(tmp_path: Path) -> None:
+    """Steps are made of two batches. A shard is lost between the batches of one, which come again."""
+    checkpoints = tmp_path / "checkpoints"
+
+    def script(session: Session) -> None:
+        table, restarted = layer(), False
+        model = torch.nn.ModuleDict({"rows": table, "head": torch.nn.Linear(DIM, 1, dtype=torch.float64)})
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        first = True
+        for ids in session.loader(Itself(), batch_size=3):
+            with optimizer.no_sync() if first else nullcontext():
+                model["head"](table(ids)).mean().backward()
+            if not first:
+                optimizer.step()
+                optimizer.zero_grad()
+            elif session.version == 6 and not restarted:
+                job.restart(0)
+                restarted = True
+            first = not first
+        if not first:
+            optimizer.step()
+
+    server = {"replicas": 2, "checkpoint": {"everyVersions": 4}}
+    with running_job(
+        tmp_path, checkpoints=checkpoints, parameterServer=server, data={"shardRecords": 3}
+    ) as job:
+        job.run(script, workers=1)
+        assert job.status().term > 1
+    model = torch.nn.ModuleDict({"rows": layer(), "head": torch.nn.Linear(DIM, 1, dtype=torch.float64)})
+    elastic_ps.load_checkpoint(checkpoints, model)
+    table = model["rows"]
+    assert isinstance(table, elastic_ps.Embedding)
+    assert table.table.state()["counts"].tolist() == [1] * 60
