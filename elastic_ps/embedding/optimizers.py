@@ -61,7 +61,8 @@ class RowOptimizer:
     Args:
         lr: the learning rate.
         scheduled: whether a scheduler of the model's optimizer changes it, too: it is multiplied by what the
-            scheduler makes of the learning rate of the first parameter group.
+            scheduler makes of the learning rate of the first parameter group. With `OneCycleLR`, `lr` is the
+            largest rate.
         weight_decay, momentum: refused unless 0; see the message.
 
     Raises:
@@ -98,7 +99,9 @@ class RowOptimizer:
             divisor: what the staleness of the step divides learning rates by, as it did those in `groups`.
         """
         if self.scheduled and groups and first and "lr" in groups[0]:
-            begun = float(groups[0].get("initial_lr", first[0].get("lr", 0.0)))
+            # OneCycleLR has an initial_lr of its own, a small part of its max_lr.
+            known = (groups[0][name] for name in ("max_lr", "initial_lr") if name in groups[0])
+            begun = float(next(known, first[0].get("lr", 0.0)))
             if begun:
                 return float(groups[0]["lr"]) / begun
         return 1.0 / divisor

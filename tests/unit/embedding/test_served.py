@@ -95,6 +95,20 @@ def test_rows_have_the_learning_rate_of_a_stale_step_and_of_a_scheduler_if_they_
     assert moved == pytest.approx([1 / 4, 1 / 16])
 
 
+def test_the_largest_rate_of_one_cycle_is_that_of_the_rows() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    model = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    first = [dict(group) for group in model.param_groups]
+    one_cycle = torch.optim.lr_scheduler.OneCycleLR(model, max_lr=0.1, total_steps=10)
+    rates = []
+    for _ in range(10):
+        rates.append(SGD(lr=1.0, scheduled=True).rate_of(model.param_groups, first))
+        model.step()
+        one_cycle.step()
+    assert max(rates) == pytest.approx(1.0)
+    assert rates[0] == pytest.approx(1 / 25)
+
+
 def test_the_steps_of_a_table_are_the_same_on_each_shard() -> None:
     """Lazy Adam corrects its bias by their number."""
     tables = ShardTables(0, 2)
