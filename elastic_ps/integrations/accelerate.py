@@ -7,6 +7,7 @@ docs/guides/huggingface.md.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
@@ -31,6 +32,19 @@ _RESUME = (
     "records that are left. Start it with `elastic-ps run JOB --resume DIR`. To begin with weights that were "
     "saved elsewhere, load them into the model before accelerator.prepare(...)"
 )
+_CHANGED = (
+    "a gradient was changed between accelerator.backward() and optimizer.step(). This worker's own gradient "
+    "was changed by that, of which the job then takes the mean over all workers. To limit the norm of the "
+    "mean, call accelerator.clip_grad_norm_ and give ElasticAccelerator(max_grad_norm=...). To change the "
+    "gradient of each worker, give ElasticAccelerator(overlap=False)"
+)
+_BY_HAND = (
+    "this script makes a step of {batches} batches, but the job steps the scheduler that "
+    "accelerator.prepare(...) got for every {steps} of them. Give "
+    "ElasticAccelerator(gradient_accumulation_steps={batches}), and write `with "
+    "accelerator.accumulate(model):` around backward and step. Or do not prepare the scheduler, and call "
+    "accelerator.session.scheduler(scheduler, interval=...)"
+)
 _HARMLESS = ("gradient_accumulation_plugin", "dynamo_plugin")
 _SHARDING = (
     "accelerate is set up for {what}, but each worker of a job holds the whole model, and the job adds up "
@@ -51,7 +65,8 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         records: the items that make an epoch, if the data are a stream; see `Session.loader`.
         max_grad_norm: what the script passes to `clip_grad_norm_`, if it calls that.
         overlap: send gradients while backward runs, for scripts that use `accumulate`; see
-            `Session.optimizer`.
+            `Session.optimizer`. With False a script may change gradients before the step, those of its
+            worker.
         session: by default the process's own, see `elastic_ps.connect`.
         base: see `Session.optimizer`.
         options: those of `Accelerator`.
@@ -105,6 +120,8 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self._training: EpochLoader | None = None
         self._accumulates = self._shuffled = False
         self._stepped_at = 0  # the number of batches at the last step
+        self._computed = set[int]()  # the numbers of the batches of the next step
+        self._made: list[tuple[torch.Tensor, Callable[[], torch.Tensor | None], int]] = []
 
     def check(self) -> None:
         """Raises UsageError: accelerate would divide the work itself."""
@@ -196,6 +213,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self._elastic = self.session.optimizer(
             optimizer, models[-1], overlap=overlap, max_grad_norm=limit, base=self._base
         )
+        self._elastic.register_step_pre_hook(self._check_step)
         self._elastic.register_step_post_hook(self._stepped)
         return super().prepare_optimizer(self._elastic, device_placement=False)
 
@@ -203,7 +221,18 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def _local(self) -> bool:
         return self.session.spec.consistency.mode == "local"
 
+    def _check_step(self, *_: object) -> None:
+        """Raise UsageError if the script clips or accumulates in a way that the job does not know of."""
+        for parameter, made, version in self._made:
+            gradient = parameter.grad
+            if gradient is not None and (gradient is not made() or gradient._version != version):
+                raise UsageError(_CHANGED)
+        counted = any(not isinstance(each.scheduler, ReduceLROnPlateau) for each in self._schedulers)
+        if counted and len(self._computed) > self.batches_of_step:
+            raise UsageError(_BY_HAND.format(batches=len(self._computed), steps=self.batches_of_step))
+
     def _stepped(self, *_: object) -> None:
+        self._computed.clear()
         self._stepped_at = 0 if self._training is None else self._training.batches
 
     def prepare_data_loader(
@@ -302,8 +331,18 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """As accelerate's. Sends gradients only in `accumulate`, where it is known that a step follows."""
-        with nullcontext() if self._accumulates and self.sync_gradients else self.no_sync():
+        groups = [] if self._elastic is None else self._elastic.param_groups
+        trained = [parameter for group in groups for parameter in group["params"]]
+        if all(parameter.grad is None for parameter in trained):
+            self._computed.clear()
+        sends = self._accumulates and self.sync_gradients
+        with nullcontext() if sends else self.no_sync():
             super().backward(loss, **kwargs)
+        self._computed.add(0 if self._training is None else self._training.batches)
+        own = sends or self._local or self.scaler is not None or not self._overlap
+        self._made = [
+            (p, weakref.ref(p.grad), p.grad._version) for p in trained if not own and p.grad is not None
+        ]
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2

@@ -176,6 +176,27 @@ def test_the_chief_saves_what_accelerate_loads(tmp_path: Path) -> None:
     assert all(float(state["step"]) > 0 for state in optimizer.state.values())
 
 
+def by_hand(accelerator: Any, *, steps: int = 1, clip: bool = False, schedule: bool = True) -> None:
+    """As scripts accumulate and clip without accelerate. The second batch is skipped after its backward."""
+    model = make_mlp()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler: Any = LambdaLR(optimizer, lambda step: 1.0)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Numbers(RECORDS), BATCH))
+    if schedule:
+        scheduler = accelerator.prepare(scheduler)
+    for number, (x, y) in enumerate(loader):
+        accelerator.backward(torch.nn.functional.mse_loss(model(x), y) / steps)
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if number == 1:
+            optimizer.zero_grad()
+        elif number % steps == 0:
+            optimizer.step()
+            if schedule:
+                scheduler.step()
+            optimizer.zero_grad()
+
+
 Refused = Callable[[Session], object]
 REFUSED: dict[str, tuple[str, Refused]] = {
     "sharding": ("holds the whole model", lambda s: elastic(s, fsdp_plugin=object())),
@@ -201,6 +222,11 @@ REFUSED: dict[str, tuple[str, Refused]] = {
         r"ElasticAccelerator\(max_grad_norm=0.1\)",
         lambda s: script(elastic(s), clip=0.1),
     ),
+    "clipping by torch": ("accelerator.clip_grad_norm_ and give", lambda s: by_hand(elastic(s), clip=True)),
+    "accumulation by hand": (
+        r"makes a step of 2 batches.*gradient_accumulation_steps=2",
+        lambda s: by_hand(elastic(s), steps=2),
+    ),
     "epochs": (
         "loop 2 over the training data begins, but epochs=1 was given",
         lambda s: script(ElasticAccelerator(epochs=1, session=s, cpu=True)),
@@ -213,6 +239,17 @@ def test_what_cannot_work_is_refused_with_a_sentence(tmp_path: Path, case: str) 
     said, refused = REFUSED[case]
     with running_job(tmp_path) as job, pytest.raises(UsageError, match=said):
         job.run(refused, workers=1)
+
+
+def test_a_script_may_change_its_own_gradients_and_accumulate_by_hand(tmp_path: Path) -> None:
+    def make(session: Session) -> None:
+        accelerator = ElasticAccelerator(epochs=1, session=session, cpu=True, overlap=False)
+        by_hand(accelerator, steps=3, clip=True, schedule=False)
+
+    with running_job(tmp_path) as job:
+        job.run(make, workers=1)
+        assert job.version == 5
+        assert job.status().progress.records_skipped == BATCH
 
 
 def test_the_job_accumulates_where_it_has_a_global_batch_size(tmp_path: Path) -> None:
