@@ -137,6 +137,7 @@ class TrainsInJob:
         records: the items that make an epoch, if the data are a stream; see `Session.loader`.
         overlap: send gradients while backward runs; see `Session.optimizer`. False if a hook of the module or
             of a callback changes gradients.
+        max_grad_norm: what a module with manual optimization passes to `clip_gradients`, if it calls that.
         session: by default the process's own, see `elastic_ps.connect`.
         options: those of Lightning's strategies: accelerator, checkpoint_io, precision_plugin.
 
@@ -157,6 +158,7 @@ class TrainsInJob:
         *,
         records: int | None = None,
         overlap: bool = True,
+        max_grad_norm: float | None = None,
         session: Session | None = None,
         **options: Any,
     ) -> None:
@@ -167,7 +169,7 @@ class TrainsInJob:
         self.num_nodes = 1
         self.cluster_environment = self.environment_kind()
         self.epochs: Epochs | None = None
-        self._records, self._overlap = records, overlap
+        self._records, self._overlap, self._max_grad_norm = records, overlap, max_grad_norm
         self._layer_sync = None  # Lightning puts that of sync_batchnorm here
         self._devices: list[torch.device] = []
         super().__init__(**options)
@@ -216,7 +218,7 @@ class TrainsInJob:
         """
         super().setup_optimizers(trainer)  # type: ignore[misc]
         given, module = self.optimizers, self.lightning_module
-        limit = None if self._local else trainer.gradient_clip_val or None
+        limit = None if self._local else trainer.gradient_clip_val or self._max_grad_norm
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
         names = [str(index) for index, _ in enumerate(given)]
         self.elastic = self.session.optimizer(
@@ -295,14 +297,18 @@ class TrainsInJob:
         """The parameter server clips the mean over all workers in the next step. Does not change gradients.
 
         Raises:
-            UsageError: `Trainer(gradient_clip_val=...)` was not given, or it is not the norm.
+            UsageError: no limit was given at the start, or it is not the norm.
         """
         if not clip_val or clip_val <= 0:
             return
-        if gradient_clip_algorithm not in (None, "norm") or not self._trainer.gradient_clip_val:
+        limited = self._trainer.gradient_clip_val or self._max_grad_norm
+        if gradient_clip_algorithm not in (None, "norm") or not limited:
+            automatic = f"Trainer(gradient_clip_val={clip_val})"
+            if not self.lightning_module.automatic_optimization:  # for which Lightning refuses that
+                automatic = f"ElasticStrategy(max_grad_norm={clip_val})"
             raise UsageError(
                 "the parameter server limits the norm of the mean gradient of all workers, and must know "
-                f"that before. Set Trainer(gradient_clip_val={clip_val}, gradient_clip_algorithm='norm')"
+                f"that before. Set {automatic}, and gradient_clip_algorithm='norm'"
             )
         for group in self.elastic.param_groups:
             group[MAX_GRAD_NORM] = float(clip_val)

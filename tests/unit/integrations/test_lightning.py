@@ -101,12 +101,12 @@ def fit(strategy: Any, module: Any, *, records: int = RECORDS, batch: int = BATC
 
 
 def in_job(
-    job: Any, make: Callable[[], Any] = Net, *, workers: int = 1, options: Any = None
+    job: Any, make: Callable[[], Any] = Net, *, workers: int = 1, options: Any = None, **of_strategy: Any
 ) -> dict[int, Any]:
     trained = dict[int, Any]()
 
     def script(session: Session) -> None:
-        strategy = ElasticStrategy(session=session)
+        strategy = ElasticStrategy(session=session, **of_strategy)
         trained[session.worker] = fit(strategy, make(), **(options or {}))
 
     job.run(script, workers=workers)
@@ -227,6 +227,8 @@ class Plateau(Net):
 class InTurn(Net):
     """Two optimizers, each of which steps with every second batch."""
 
+    limit: float | None = None
+
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -236,6 +238,8 @@ class InTurn(Net):
         optimizer.zero_grad()
         loss = self.loss(batch)
         self.manual_backward(loss)
+        if self.limit is not None:
+            self.clip_gradients(optimizer, gradient_clip_val=self.limit, gradient_clip_algorithm="norm")
         optimizer.step()
         self.losses.append(loss.item())
         return loss
@@ -247,11 +251,15 @@ class InTurn(Net):
         )
 
 
-@pytest.mark.parametrize("kind", [Plateau, InTurn])
-def test_other_modules(tmp_path: Path, kind: type[Net]) -> None:
+class Limited(InTurn):
+    limit = 0.01
+
+
+@pytest.mark.parametrize(("kind", "limit"), [(Plateau, None), (InTurn, None), (Limited, 0.01)])
+def test_other_modules(tmp_path: Path, kind: type[Net], limit: float | None) -> None:
     alone = fit("auto", kind())
     with running_job(tmp_path, data=IN_ORDER) as job:
-        ours = in_job(job, kind)[0]
+        ours = in_job(job, kind, max_grad_norm=limit)[0]
         assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
     assert ours.losses == pytest.approx(alone.losses, rel=1e-12)
     assert ours.rates == alone.rates
@@ -308,6 +316,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         {"callbacks": [GradientAccumulationScheduler({0: 2})]},
     ),
     "own clipping": (r"Set Trainer\(gradient_clip_val=0.5", {"kind": Clipping}),
+    "clipping by hand": (r"Set ElasticStrategy\(max_grad_norm=0.01", {"kind": Limited}),
     "own steps of a scheduler": ("the job steps schedulers", {"kind": Stepping}),
     "two loaders": ("training takes one torch", {"loaders": 2}),
     "ckpt_path": ("--resume DIR", {"ckpt_path": "last.ckpt"}),
