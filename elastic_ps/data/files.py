@@ -52,11 +52,13 @@ class File:
         self.url, self._options = url, dict(options)
         self.bytes_read = 0
         self._opened: tuple[Any, str, dict[str, Any]] | None = None
+        self._process = os.getpid()
 
     @property
     def _place(self) -> tuple[Any, str, dict[str, Any]]:
         """The filesystem, the path within it, and what the filesystem says of the file."""
-        if self._opened is None:
+        if self._opened is None or self._process != os.getpid():  # fsspec's filesystems do not survive a fork
+            self._process = os.getpid()
             filesystem, path = _fsspec().core.url_to_fs(self.url, **self._options)
             self._opened = filesystem, path, filesystem.info(path)
         return self._opened

@@ -10,6 +10,7 @@ from typing import Any
 
 import fsspec
 import pytest
+from torch.utils.data import DataLoader
 
 from elastic_ps.data.files import BESIDE
 from elastic_ps.data.tar import TarDataset
@@ -66,6 +67,14 @@ def test_files_are_found_by_a_pattern_in_memory_and_over_http(tmp_path: Path) ->
     with serving(tmp_path) as address:
         data = TarDataset(address + "/{000..002}.tar")
         assert data.__getitems__(range(30)) == written
+
+
+def test_a_process_of_a_loader_reads_over_http(tmp_path: Path) -> None:
+    written = write_shards(tmp_path)
+    with serving(tmp_path) as address:
+        data = TarDataset(address + "/{000..002}.tar")
+        loader = DataLoader(data, batch_size=10, num_workers=1, collate_fn=list)
+        assert [record for batch in loader for record in batch] == written
 
 
 def test_a_server_without_ranges_is_refused(tmp_path: Path) -> None:
