@@ -135,6 +135,10 @@ class ArrowDataset(TableDataset):
         fields = None
         if self._columns is not None and self._where is None:
             schema = pyarrow.ipc.open_file(file).schema
+            if missing := [name for name in self._columns if name not in schema.names]:
+                raise UsageError(
+                    f"there is no column {missing[0]!r}; there are {', '.join(schema.names)[:300]}"
+                )
             fields = [schema.get_field_index(name) for name in self._columns]
             file.seek(0)
         return pyarrow.ipc.open_file(file, options=pyarrow.ipc.IpcReadOptions(included_fields=fields))

@@ -12,6 +12,7 @@ import numpy as np
 
 from elastic_ps.data.blocks import BlockDataset, Transform
 from elastic_ps.data.files import File, Index, changed, digest_of, files_of, index_of, refuse_compressed
+from elastic_ps.errors import UsageError
 
 _CHUNK = 8 << 20
 
@@ -67,7 +68,14 @@ class TextDataset(BlockDataset):
         result: list[Any] = []
         for place in places:
             start, stop = (int(each) - begin for each in index["starts"][first + place : first + place + 2])
-            result.append(opened[start:stop].decode().removesuffix("\n").removesuffix("\r"))
+            try:
+                line = opened[start:stop].decode()
+            except UnicodeDecodeError as error:
+                url = self._files[number].url
+                raise UsageError(
+                    f"{url} has a line that is not in UTF-8: {error}. Convert the file"
+                ) from error
+            result.append(line.removesuffix("\n").removesuffix("\r"))
         return result
 
 

@@ -99,3 +99,9 @@ def test_a_stream_of_arrow_is_refused(tmp_path: Path) -> None:
         writer.write_table(table)
     with pytest.raises(UsageError, match="A stream of Arrow has no index"):
         ArrowDataset(tmp_path / "a.arrow", index=tmp_path / "index")
+
+
+def test_a_column_that_there_is_not_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "arrow")
+    with pytest.raises(UsageError, match="there is no column 'nmae'; there are id, name, wide"):
+        ArrowDataset(tmp_path / "*.arrow", columns=["id", "nmae"], index=tmp_path / "index")

@@ -62,3 +62,11 @@ def test_compressed_and_empty_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b").touch()
     with pytest.raises(UsageError, match="there is no record in"):
         TextDataset(tmp_path / "b", index=tmp_path)
+
+
+def test_a_line_in_another_encoding_is_refused_with_its_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("a\nBär\n".encode("latin-1"))
+    data = TextDataset(tmp_path / "a.txt", index=tmp_path / "index")
+    assert data[0] == "a"
+    with pytest.raises(UsageError, match=r"a\.txt has a line that is not in UTF-8"):
+        data[1]
