@@ -12,8 +12,12 @@ they would be killed, even a parameter server that writes its last checkpoint.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import fcntl
+import gc
+import logging
 import os
 import select
 import signal
@@ -21,7 +25,8 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 from elastic_ps.contract import exits
 from elastic_ps.contract.env import THREAD_VARIABLES, disable_grpc_fork_hooks
@@ -172,16 +177,46 @@ def _become(order: Mapping[str, Any]) -> None:
         Path("/proc/self/comm").write_text(order["name"])
 
 
+def _keep(modules: dict[str, ModuleType]) -> None:
+    """Keep modules for as long as this process and its forks exist."""
+    kept: list[object] = [modules]
+    kept.append(kept)
+    gc.freeze()  # nothing frees a cycle that the garbage collector does not see
+
+
+def _leave_modules(modules: dict[str, ModuleType]) -> None:
+    """Let Python end a fork without the modules that it has from the fork server; an exit handler.
+
+    To free their objects, Python writes to nearly all memory that the processes share, and each fork then has
+    a copy of it. Modules that the script has imported end as usual.
+    """
+    logging.shutdown()  # its own exit handler runs later, and would lack modules
+    cast(dict[str, object], sys.modules).update(dict.fromkeys(modules))
+    ctypes.CDLL(None).fflush(None)
+
+
+def _leave_libraries() -> None:
+    """In the fork: skip the exit handlers of C libraries that are loaded by now; see `_leave_modules`."""
+    with contextlib.suppress(AttributeError):  # only glibc has this
+        libc = ctypes.CDLL(None)
+        libc.on_exit(libc["_exit"], None)
+
+
 def main() -> int:
     """Serve, or run as a fork; returns the exit status."""
+    modules: dict[str, ModuleType] = {}
+    atexit.register(_leave_modules, modules)  # first, so that it is called last
     packets = Packets(socket.socket(fileno=int(sys.argv[1])))
     exits.print_stacks_on_request()  # before any fork
     with _ending_with(packets.sock):
         programs = _programs()
+        modules.update(sys.modules)
+        _keep(modules)
     packets.send({"programs": list(programs)})
     order = _Forks(packets).serve()
     if order is None:
         lifecycle.end_now(0)
+    _leave_libraries()
     _become(order)
     status = programs[order["program"]]()
     if order["program"] == "elastic_ps.server":  # as its own `__main__` does

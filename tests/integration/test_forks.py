@@ -226,6 +226,32 @@ def test_it_is_ended_with_what_it_has_started(forks: ForkServer, tmp_path: Path)
         eventually(lambda child=child: not psutil.pid_exists(child), "that ends, too")  # type: ignore[misc]
 
 
+ENDS = """
+import atexit
+
+def registered():
+    import torch
+    print(torch.ones(2).sum().item())
+
+atexit.register(registered)
+def main(): pass
+"""
+
+
+def test_its_end_copies_only_a_part_of_the_shared_memory(forks: ForkServer, tmp_path: Path) -> None:
+    def new_memory() -> int:
+        """The bytes that the forks which have ended had copied or allocated."""
+        faults = Path(f"/proc/{forks.pid}/stat").read_text().rpartition(")")[2].split()[8]
+        return int(faults) * os.sysconf("SC_PAGE_SIZE")
+
+    (tmp_path / "ends.py").write_text(ENDS)
+    assert forks.ready(timedelta(seconds=60))
+    before, shared = new_memory(), psutil.Process(forks.pid).memory_full_info().uss
+    ended = Run(forks, "ends:main", dict(os.environ), directory=tmp_path).ended()
+    assert ended == (0, "2.0\n", "")
+    assert new_memory() - before < shared / 2
+
+
 def test_what_it_cannot_start_is_left_to_others(forks: ForkServer) -> None:
     for argv in (
         [sys.executable, "-c", "pass"],
