@@ -460,10 +460,11 @@ def _check_same(models: Sequence[tuple[Sequence[TensorSpec], str]]) -> None:
     for rank, (specs, name) in enumerate(models):
         for ours, other in zip_longest(first, specs):
             if ours != other:
+                values = " with other values" if str(ours) == str(other) else ""
                 raise ModelMismatch(
                     f"the model of process {rank} of this worker is not that of process 0: it has "
-                    f"{other or 'nothing'} in place of {ours or 'nothing'}. Every process must build the "
-                    "same model and optimizer"
+                    f"{other or 'nothing'}{values} in place of {ours or 'nothing'}. Every process must build "
+                    "the same model and optimizer"
                 )
         if name != optimizer:
             raise ModelMismatch(f"process {rank} of this worker has {name}, process 0 has {optimizer}")

@@ -58,29 +58,52 @@ def fit(session: Session, model: torch.nn.Module, before: Callable[[int], object
         optimizer.step()
 
 
-@pytest.mark.parametrize("fields", [{}, {"strategy": "all-reduce"}], ids=["parameter server", "all-reduce"])
-def test_adapters_of_two_workers_are_those_of_one_process(tmp_path: Path, fields: dict[str, Any]) -> None:
+SHARDS: dict[str, Any] = {"replicas": 2, "bucketBytes": 1024}
+STANDBYS = SHARDS | {"durability": "standby"}
+OFTEN: dict[str, Any] = {"checkpoint": {"everyVersions": 1, "interval": "1h"}}
+
+
+@pytest.mark.parametrize(
+    ("server", "lost", "fields"),
+    [
+        pytest.param(OFTEN, 0, {}, id="parameter server"),
+        pytest.param(OFTEN, None, {"strategy": "all-reduce"}, id="all-reduce"),
+        pytest.param(SHARDS | OFTEN, 1, {}, id="shards", marks=pytest.mark.nightly),
+        pytest.param(STANDBYS | OFTEN, 1, {}, id="standbys, shard 1", marks=pytest.mark.nightly),
+        pytest.param(STANDBYS, 0, {"worker": {"processes": 2}}, id="standbys, shard 0, processes"),
+        pytest.param(
+            SHARDS | OFTEN, 0, {"worker": {"processes": 3}}, id="shards, processes", marks=pytest.mark.nightly
+        ),
+    ],
+)
+def test_adapters_of_two_workers_are_those_of_one_process(
+    tmp_path: Path, server: dict[str, Any], lost: int | None, fields: dict[str, Any]
+) -> None:
     """A parameter server is lost on the way, and a worker. No checkpoint has the base."""
     models, kept = dict[int, torch.nn.Module](), tmp_path / "kept"
 
-    def script(session: Session) -> None:
-        models[session.worker] = model = copy.deepcopy(ONE)
+    def script(session: Session, rank: int) -> None:
+        model = copy.deepcopy(ONE)
+        models.setdefault(session.worker, model)
+        disturbs = session.worker == rank == 0
 
         def before(step: int) -> None:
             if step == 0:
                 await_training(job, 0, 1)
-            if step == 5 and session.worker == 0 and not fields:
-                job.restart(0)
-            if step == 2 and session.worker == 0:
+            if step == 5 and disturbs and lost is not None:
+                if "durability" in server:
+                    job.until(lambda: job.followed, "the standbys follow")
+                job.restart(lost)
+            if step == 2 and disturbs:
                 job.declare_gone(1)
 
         fit(session, model, before)
 
-    server = {"checkpoint": {"everyVersions": 1, "interval": "1h"}}
-    with running_job(
-        tmp_path, checkpoints=kept, parameterServer=server, data={"shardRecords": 4}, **fields
-    ) as job:
-        job.run(script, workers=2)
+    data = {"shardRecords": 4}
+    with running_job(tmp_path, checkpoints=kept, parameterServer=server, data=data, **fields) as job:
+        for worker in range(2):
+            job.start_processes(worker, script)
+        job.join()
         commits = of_the_end(job.commits())
         assert_each_record_once(commits, records=len(DATA), epochs=1)
         assert any(len(commit["contributions"]) > 1 for commit in commits)
@@ -138,6 +161,17 @@ def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
         job.join()
     assert "first.weight: this worker has " in refused[0]
     assert "all workers need the same frozen values" in refused[0]
+
+
+def test_another_base_in_another_process_is_refused_by_name(tmp_path: Path) -> None:
+    def script(session: Session, rank: int) -> None:
+        fit(session, copy.deepcopy(OTHER if rank else ONE))
+
+    with running_job(tmp_path, worker={"processes": 2}) as job:
+        job.start_processes(0, script)
+        match = r"process 1 .* has first\.weight .* with other values in place"
+        with pytest.raises(ModelMismatch, match=match):
+            job.join()
 
 
 @pytest.mark.parametrize("what", ["changed", "unfrozen"])
