@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.codec import as_bytes
 from elastic_ps.embedding.ahead import Ahead, Found, Held
 from elastic_ps.embedding.init import Ids
@@ -15,7 +15,7 @@ from elastic_ps.embedding.module import Embedding, Given, Gradient, LocalSource,
 from elastic_ps.embedding.placing import shard_of
 from elastic_ps.embedding.stored import spec_to_text
 from elastic_ps.embedding.table import TableSpec
-from elastic_ps.embedding.tables import Groups, Tables, layers_of, require_trainable
+from elastic_ps.embedding.tables import Groups, Tables
 from elastic_ps.embedding.wire import gradient_to_bytes, ids_from_bytes
 from elastic_ps.errors import Malformed, UsageError
 from elastic_ps.tensors.client import Client
@@ -127,6 +127,14 @@ class RemoteSource:
         return self
 
 
+class Sent(NamedTuple):
+    """The gradients of a table in a step, and its counts; see `RemoteSource`."""
+
+    gradient: Gradient
+    used: int
+    used_ahead: int
+
+
 class RemoteTables(Tables):
     """All tables of a model that a job trains.
 
@@ -172,46 +180,40 @@ class RemoteTables(Tables):
             caller, step: the incarnation, and its number for the step.
             weight: that of the step in the mean.
         """
+        self.send_rows(self.taken(), caller, step, weight)
+        self.sent()
+
+    def taken(self) -> dict[str, Sent]:
+        """What this process has of the step, by the names of all tables."""
+        return {
+            name: Sent(self._taken[name], source.used, source.used_ahead)
+            for name, source in self._remote.items()
+        }
+
+    def send_rows(self, tables: Mapping[str, Sent], caller: pb.Caller, step: int, weight: float) -> None:
+        """See `send`."""
         shards = self._client.shards
         # Each shard hears of each table that has a gradient, because all count its steps.
-        taken = {name: each for name, each in self._taken.items() if len(each.ids)}
-        places = {name: shard_of(each.ids, shards) for name, each in taken.items()}
+        there = {name: each for name, each in tables.items() if len(each.gradient.ids)}
+        places = {name: shard_of(each.gradient.ids, shards) for name, each in there.items()}
         for shard in range(shards):
             request = pb.PushRowsRequest(caller=caller, step=step, weight=weight)
             body: list[bytes] = []
-            for name, (ids, values, counts) in taken.items():
+            for name, ((ids, values, counts), used, used_ahead) in there.items():
                 own = np.flatnonzero(places[name] == shard)
-                source, said = self._remote[name], dict[str, int]()
-                if shard == 0:
-                    said = {"used": source.used, "used_ahead": source.used_ahead}
-                request.tables.add(table=source.text, rows=len(own), **said)
+                said = {"used": used, "used_ahead": used_ahead} if shard == 0 else {}
+                request.tables.add(table=self._remote[name].text, rows=len(own), **said)
                 body += gradient_to_bytes(Gradient(ids[own], values[torch.from_numpy(own)], counts[own]))
             self._client.ask(calls.PUSH_ROWS, request, shard=shard, body=memoryview(b"".join(body)))
+
+    def sent(self) -> None:
+        """The rows of the step were sent."""
         for name, source in self._remote.items():
             source.ahead = None  # these rows were for this step alone
-            if name in taken:
+            if len(self._taken[name].ids):
                 source.used = source.used_ahead = 0
 
     def applied(self, version: int, groups: Groups) -> None:
         """See `Tables`."""
         del version, groups
         self._taken = {}
-
-
-def tables_in_job(model: torch.nn.Module, spec: TrainingJobSpec, client: Client) -> RemoteTables | None:
-    """The tables of a model that a job trains; None if it has none.
-
-    Raises:
-        InvalidModel: the job cannot train them.
-        ModelMismatch: see `RemoteTables`.
-    """
-    layers = layers_of(model)
-    if not layers:
-        return None
-    require_trainable(
-        spec,
-        {
-            "worker.processes above 1": spec.worker.processes > 1,
-        },
-    )
-    return RemoteTables(layers, client)

@@ -150,19 +150,14 @@ def tables_alone(model: torch.nn.Module, spec: TrainingJobSpec) -> LocalTables |
     """
     if not layers_of(model):
         return None
-    require_trainable(spec, {})
+    require_trainable(spec)
     return LocalTables(model)
 
 
-def require_trainable(spec: TrainingJobSpec, beside: Mapping[str, bool]) -> None:
-    """Raise InvalidModel if the job has a setting with which tables that grow are not trained.
-
-    Args:
-        beside: further settings, and whether the job has them.
-    """
+def require_trainable(spec: TrainingJobSpec) -> None:
+    """Raise InvalidModel if the job has a setting with which tables that grow are not trained."""
     wrong = ["strategy: all-reduce"] if spec.all_reduce else []
     wrong += ["consistency.mode: local"] if spec.consistency.mode == "local" else []
-    wrong += [name for name, there in beside.items() if there]
     if wrong:
         raise InvalidModel(
             f"the model has tables that grow, which are not trained with {', '.join(wrong)}. Leave that out, "

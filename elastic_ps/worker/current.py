@@ -44,10 +44,8 @@ def connect() -> Session:
         require_safe(host, environment.spec, secured=environment.tls is not None)
     world = _local_world(environment)
     process = f"worker-{environment.index}"
-    connections = []
-    if world.leads:
-        own = credentials.of_process(environment)
-        connections = [ways.connect(address, credentials=own) for address in environment.addresses]
+    own = credentials.of_process(environment)
+    connections = [ways.connect(address, credentials=own) for address in environment.addresses]
     _current = Session(
         environment.job,
         environment.spec,

@@ -144,7 +144,7 @@ class LocalSteps:
         The shares are those of the records. Raises UsageError if the step belongs to no batch.
         """
         self._runtime.require_batch()
-        return self._runtime.batches.weight, self._runtime.weights()
+        return self._runtime.parts()
 
     def _step_made(self) -> None:
         """The script's own optimizer has made a step. Blocks if it is time for an exchange.

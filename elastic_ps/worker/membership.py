@@ -134,6 +134,10 @@ class Membership:
         """For each process of this worker, its share of the records that the next step is computed on."""
         return self.slices.weights(self.batches.sizes)
 
+    def parts(self) -> tuple[float | None, list[float]]:
+        """What the script said that this process's part of the step weighs, and `weights`."""
+        return self.batches.weight, self.weights()
+
     # --- into the job
 
     def enter(

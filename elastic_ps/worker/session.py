@@ -20,8 +20,8 @@ from elastic_ps.core.settings import CLAMP, MAX_GRAD_NORM
 from elastic_ps.data.batches import checked_weight
 from elastic_ps.data.seed import seed_everything
 from elastic_ps.embedding.ahead import Prefetch
-from elastic_ps.embedding.remote import tables_in_job
 from elastic_ps.embedding.tables import Tables
+from elastic_ps.embedding.together import tables_in_job
 from elastic_ps.errors import UsageError
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.tensors.client import Tensors
@@ -304,7 +304,7 @@ class Session:
 
     def _tables_of(self, model: torch.nn.Module) -> Tables | None:
         """The tables of the model that grow. Raises InvalidModel: the job cannot train them."""
-        return tables_in_job(model, self.spec, self._client)
+        return tables_in_job(model, self.spec, self._client, self._world, self._runtime.parts)
 
     def _require_whole_gradient(self) -> None:
         """Raise UsageError where the gradient that is to be clipped is not known as a whole."""

@@ -311,14 +311,6 @@ def test_the_script_of_the_guide_runs() -> None:
     assert len(model.tags.table) == 9
 
 
-def test_a_worker_of_several_processes_refuses_a_table(tmp_path: Path) -> None:
-    said = "tables that grow, which are not trained with worker.processes above 1"
-    with running_job(tmp_path, worker={"replicas": 1, "processes": 2}) as job:
-        session, model = job.session(0), growing()
-        with pytest.raises(InvalidModel, match=said):
-            session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-
-
 @pytest.mark.parametrize("consistency", ["{globalBatchSize: 10}", "{mode: accumulate, gradients: 2}"])
 def test_a_version_of_several_steps_is_one_step_of_the_rows(tmp_path: Path, consistency: str) -> None:
     """Two batches of 5 make what one of 10 does, also alone, and with several optimizers and a scheduler."""

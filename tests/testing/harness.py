@@ -85,7 +85,7 @@ class Job:
             "test",
             self.spec,
             worker,
-            [self.through(worker, each) for each in self.open_connections()] if leads else [],
+            [self.through(worker, each) for each in self.open_connections()],
             trace=Trace(self.traces if leads else None, f"worker-{worker}"),
             history=History(self.history if leads else None, f"worker-{worker}"),
             world=world,

@@ -1,0 +1,165 @@
+"""Workers of several processes that train tables that grow."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import elastic_ps
+from elastic_ps.embedding import SGD, LazyAdam, uniform
+from elastic_ps.embedding.optimizers import RowOptimizer
+from elastic_ps.embedding.table import State
+from elastic_ps.errors import ModelMismatch
+from elastic_ps.worker.session import Session
+from tests.testing.harness import running_job
+from tests.testing.oracle import assert_each_record_once, mse, replay
+
+IDS, DIM, RECORDS = 30, 4, 64
+
+
+class Clicks(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Two ids for each record, most of them small, and a number to be predicted."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.ids = (torch.rand(RECORDS, 2, generator=generator) ** 3 * IDS).long()
+        self.targets = torch.randn(RECORDS, 1, generator=generator, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.ids[index], self.targets[index]
+
+
+class Model(torch.nn.Module):
+    """A table, and a linear layer."""
+
+    def __init__(self, rows: torch.nn.Module) -> None:
+        super().__init__()
+        self.rows, self.head = rows, torch.nn.Linear(2 * DIM, 1, dtype=torch.float64)
+        torch.nn.init.constant_(self.head.weight, 0.1)
+        torch.nn.init.zeros_(self.head.bias)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.rows(ids.long()).flatten(1))
+        return found
+
+
+def growing(name: str = "click", optimizer: RowOptimizer | None = None) -> Model:
+    optimizer = optimizer or SGD(lr=0.2)
+    init = uniform(-0.5, 0.5)
+    return Model(elastic_ps.Embedding(name, DIM, optimizer=optimizer, init=init, dtype=torch.float64))
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.2)
+
+
+def rows_of(model: Model) -> State:
+    assert isinstance(model.rows, elastic_ps.Embedding)
+    return model.rows.table.state()
+
+
+def trainer(
+    make: Callable[[], Model] = growing,
+    each: Callable[[Session], object] = lambda _: None,
+    *,
+    weigh: bool = False,
+    **loading: Any,
+) -> Callable[[Session, int], None]:
+    def script(session: Session, _: int) -> None:
+        model = make()
+        optimizer = session.optimizer(sgd(model), model)
+        for ids, targets in session.loader(Clicks(), epochs=2, **loading):
+            optimizer.zero_grad()
+            if weigh:
+                session.weigh(len(ids))
+            mse(model, ids, targets).backward()
+            each(session)
+            optimizer.step()
+
+    return script
+
+
+@pytest.mark.parametrize(("workers", "processes", "options"), [(1, 3, {"weigh": True}), (2, 2, {})])
+def test_the_rows_are_those_of_one_process_on_the_same_records(
+    tmp_path: Path, workers: int, processes: int, options: dict[str, Any]
+) -> None:
+    """Also if a slice has no records: its process computes on another slice, which must not count twice."""
+    checkpoints = tmp_path / "checkpoints"
+    fields: dict[str, Any] = {"parameterServer": {"replicas": 2}, "worker": {"processes": processes}}
+    with running_job(tmp_path, checkpoints=checkpoints, data={"shardRecords": 13}, **fields) as job:
+        for worker in range(workers):
+            script = trainer(batch_size=5, prefetch=lambda batch: {"click": batch[0]}, **options)
+            job.start_processes(worker, script)
+        job.join()
+        commits = job.commits()
+        (counts,) = job.status().tables
+    assert_each_record_once(commits, records=RECORDS, epochs=2)
+    model, first = growing(), growing()
+    elastic_ps.load_checkpoint(checkpoints, model)
+    table = torch.nn.Embedding(IDS, DIM, dtype=torch.float64)
+    table.weight.data = first.rows(torch.arange(IDS)).detach().clone()
+    dense = Model(table)
+    replay(commits, Clicks(), dense, sgd, job.spec)
+    rows = rows_of(model)
+    assert rows["ids"].tolist() == sorted(set(Clicks().ids.flatten().tolist()))
+    assert rows["counts"].sum() == 2 * 2 * RECORDS
+    assert counts.rows == len(rows["ids"])
+    assert 0 < counts.used_ahead < counts.used
+    weight = table.weight.detach()[rows["ids"]]
+    torch.testing.assert_close(rows["values"], weight, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model.head.weight, dense.head.weight, rtol=1e-12, atol=1e-12)
+
+
+def lazy() -> Model:
+    return growing(optimizer=LazyAdam(lr=0.1))
+
+
+def trained(directory: Path, *, lose: bool) -> State:
+    """The rows that a job has trained. `lose`: a shard is lost meanwhile."""
+    restarted = threading.Lock()
+
+    def restart(session: Session) -> None:
+        if lose and session.version >= 6 and restarted.acquire(blocking=False):
+            job.restart(1)
+
+    with running_job(
+        directory,
+        checkpoints=directory / "checkpoints",
+        consistency={"deterministic": True},
+        worker={"replicas": 2, "processes": 2},
+        parameterServer={"replicas": 2, "checkpoint": {"everyVersions": 4}},
+        data={"shardRecords": 6},
+    ) as job:
+        for worker in range(2):
+            job.start_processes(worker, trainer(lazy, restart, batch_size=3))
+        job.join()
+        assert (job.status().term > 1) == lose
+    model = lazy()
+    elastic_ps.load_checkpoint(directory / "checkpoints", model)
+    return rows_of(model)
+
+
+def test_the_rows_are_the_same_bit_for_bit_when_a_shard_is_lost(tmp_path: Path) -> None:
+    found, expected = (trained(tmp_path / str(lose), lose=lose) for lose in (True, False))
+    for name, value in expected.items():
+        assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
+
+
+def test_processes_with_other_tables_are_an_error(tmp_path: Path) -> None:
+    def script(session: Session, rank: int) -> None:
+        trainer(lambda: growing(("click", "tap")[rank]), batch_size=4)(session, rank)
+
+    with running_job(tmp_path, worker={"processes": 2}) as job:
+        job.start_processes(0, script)
+        with pytest.raises(
+            ModelMismatch, match="process 1 of this worker does not have the tables of process 0"
+        ):
+            job.join()
