@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, PlainSerializer
 
 from elastic_ps.api.fields import CamelModel
-from elastic_ps.api.tables import TableStatus
+from elastic_ps.api.tables import MOST_LISTED, TableRows, TableStatus
 from elastic_ps.api.traffic import Traffic, TrafficStatus
 
 
@@ -498,6 +498,11 @@ class TrainingJobStatus(CamelModel):
     traffic: TrafficStatus | None = Field(
         default=None,
         description="The traffic of all workers since the last start of the parameter server.",
+    )
+    tables: list[TableRows] | None = Field(
+        default=None,
+        description=f"The tables that grow, with their rows on all parameter servers: the {MOST_LISTED} "
+        "largest ones.",
     )
     summary: Summary = Field(default_factory=Summary)
     certificates: CertificatesStatus | None = Field(

@@ -36,6 +36,27 @@ class TableStatus(CamelModel):
         )
 
 
+MOST_LISTED = 20
+"""The most tables in a TrainingJob's status."""
+
+
+class TableRows(CamelModel):
+    """The rows of a table that grows, in a TrainingJob's status."""
+
+    name: str = Field(description="The table's name.")
+    rows: int = Field(default=0, description="Rows of the table.")
+    size_bytes: int = Field(default=0, description="Memory of the table, in bytes.")
+    admitted: int = Field(default=0, description="Rows that were made since the parameter servers' start.")
+    expired: int = Field(default=0, description="Rows that were dropped since the parameter servers' start.")
+
+    @classmethod
+    def of(cls, tables: Iterable[TableStatus]) -> list[TableRows]:
+        """Those of the largest tables, `MOST_LISTED` at most, in the order of their names."""
+        largest = sorted(tables, key=lambda table: (-table.size_bytes, table.name))[:MOST_LISTED]
+        found = [cls(**{name: getattr(table, name) for name in cls.model_fields}) for table in largest]
+        return sorted(found, key=lambda table: table.name)
+
+
 def added(parts: Iterable[Iterable[TableStatus]]) -> list[TableStatus]:
     """The tables of several shards, in the order of their names."""
     found: dict[str, TableStatus] = {}

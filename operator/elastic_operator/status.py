@@ -24,6 +24,7 @@ from elastic_ps.api.status import (
     TrainingJobStatus,
     WorkerStatus,
 )
+from elastic_ps.api.tables import TableRows
 from elastic_ps.api.traffic import TrafficStatus
 
 RECOVERING = "Recovering"
@@ -128,7 +129,7 @@ def with_counts(
             "selector": names.worker_selector(job),
         }
     )
-    progress, traffic = status.progress, status.traffic
+    progress, traffic, tables = status.progress, status.traffic, status.tables
     term = status.parameter_server.term
     told = observed.word
     if told is not None:
@@ -137,6 +138,7 @@ def with_counts(
             # The status that an ended server leaves has no metrics.
             progress = told.progress.model_copy(update={"metrics": told.progress.metrics or progress.metrics})
             traffic = TrafficStatus.of(told.traffic, bucket_bytes=told.bucket_bytes) or traffic
+            tables = TableRows.of(told.tables) or tables
     server = status.parameter_server.model_copy(
         update={
             "ready": sum(p.active and p.ready and p.index < shards for p in observed.of("ps")),
@@ -152,6 +154,7 @@ def with_counts(
             "parameter_server": server,
             "progress": progress,
             "traffic": traffic,
+            "tables": tables,
             "summary": _summary(worker, progress, replicas),
         }
     )

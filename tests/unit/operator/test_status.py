@@ -18,6 +18,7 @@ from elastic_operator.pods import Pod
 from elastic_operator.reconcile import reconcile
 from elastic_operator.status import dump_status, explained, holds, model_lost, turned, with_counts
 from elastic_ps.api.status import MemberStatus, Progress, ServerStatus, TrainingJobStatus, WorkerStatus
+from elastic_ps.api.tables import MOST_LISTED, TableStatus
 from elastic_ps.api.traffic import Traffic
 from tests.testing.simulation import START, Simulation, finish, job_document, running, tell
 
@@ -341,3 +342,27 @@ def test_a_server_that_has_no_model_yet_waits_for_workers() -> None:
     }
     simulation.step()
     assert simulation.condition("Running")["reason"] == "WaitingForWorkers"
+
+
+def test_the_status_has_the_rows_of_the_largest_tables() -> None:
+    """They are kept when the parameter server has just come back, and when the job has ended."""
+    simulation = running(worker={"replicas": 1})
+    tell(simulation, sender(0))
+    simulation.settle()
+    assert "tables" not in simulation.status
+    assert simulation.server is not None
+    counts = {"admitted": 9, "expired": 2, "hits": 5}
+    tables = [TableStatus(name=f"{i:03}", rows=7, size_bytes=i, **counts) for i in reversed(range(30))]
+    simulation.server = simulation.server.model_copy(update={"tables": tables})
+    simulation.settle()
+    expected = [
+        {"name": f"{i:03}", "rows": 7, "sizeBytes": i, "admitted": 9, "expired": 2}
+        for i in range(30 - MOST_LISTED, 30)
+    ]
+    assert simulation.status["tables"] == expected
+    simulation.server = simulation.server.model_copy(update={"tables": []})
+    simulation.settle()
+    assert simulation.status["tables"] == expected
+    finish(simulation)
+    simulation.settle()
+    assert simulation.status["tables"] == expected
