@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -139,6 +139,7 @@ class TrainsInJob:
             of a callback changes gradients.
         max_grad_norm: what a module with manual optimization passes to `clip_gradients`, if it calls that.
         session: by default the process's own, see `elastic_ps.connect`.
+        base: see `Session.optimizer`.
         options: those of Lightning's strategies: accelerator, checkpoint_io, precision_plugin.
 
     Attributes:
@@ -160,6 +161,7 @@ class TrainsInJob:
         overlap: bool = True,
         max_grad_norm: float | None = None,
         session: Session | None = None,
+        base: Literal["external"] | None = None,
         **options: Any,
     ) -> None:
         with as_only_process("Lightning"):
@@ -169,7 +171,8 @@ class TrainsInJob:
         self.num_nodes = 1
         self.cluster_environment = self.environment_kind()
         self.epochs: Epochs | None = None
-        self._records, self._overlap, self._max_grad_norm = records, overlap, max_grad_norm
+        self._records, self._overlap, self._base = records, overlap, base
+        self._max_grad_norm = max_grad_norm
         self._layer_sync = None  # Lightning puts that of sync_batchnorm here
         self._devices: list[torch.device] = []
         super().__init__(**options)
@@ -226,6 +229,7 @@ class TrainsInJob:
             module,
             overlap=self._overlap and module.automatic_optimization and not scaled,
             max_grad_norm=limit,
+            base=self._base,
         )
         self.optimizers = [self.elastic] if len(given) == 1 else [self.elastic[name] for name in names]
         trainer.fit_loop.setup_data()

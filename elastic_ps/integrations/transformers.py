@@ -63,17 +63,22 @@ def prepare_trainer(
 class ElasticMixin:
     """For a class of trainers of one's own: `class MyTrainer(ElasticMixin, Trainer)`.
 
-    It takes the arguments of the other class, and `session` and `records` as `prepare_trainer` does, which is
-    not to be called. In a worker of several processes it also keeps transformers from beginning a process
-    group.
+    It takes the arguments of the other class, and `session`, `records` and `base` as `prepare_trainer` does,
+    which is not to be called. In a worker of several processes it also keeps transformers from beginning a
+    process group.
     """
 
     def __init__(
-        self, *args: Any, session: Session | None = None, records: int | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        session: Session | None = None,
+        records: int | None = None,
+        base: Literal["external"] | None = None,
+        **kwargs: Any,
     ) -> None:
         with as_only_process("transformers"):
             super().__init__(*args, **kwargs)
-        self.join_job(session or connect(), records=records)
+        self.join_job(session or connect(), records=records, base=base)
 
     def join_job(
         self: Any,

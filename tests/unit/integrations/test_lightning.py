@@ -194,6 +194,25 @@ def test_two_workers_share_the_batches_of_lightning_alone(tmp_path: Path) -> Non
     assert not trained[1].trainer.is_global_zero
 
 
+def test_a_frozen_base_stays_the_workers_own(tmp_path: Path) -> None:
+    class Adapted(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp[0].requires_grad_(False)
+
+    alone, trained = fit("auto", Adapted()), list[Any]()
+
+    def script(session: Session) -> None:
+        trained.append(fit(ElasticStrategy(session=session, base="external"), Adapted()))
+
+    with running_job(tmp_path, data=IN_ORDER) as job:
+        job.run(script, workers=1)
+        model = job.coordinator.job.state.model
+        assert model is not None
+        assert [spec.name for spec in model.layout.base] == ["mlp.0.weight", "mlp.0.bias"]
+    assert_same_model(trained[0], alone)
+
+
 STOPS = ["max_steps", "early stopping", "within an epoch", "fast_dev_run"]
 
 

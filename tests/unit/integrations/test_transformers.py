@@ -217,17 +217,20 @@ def test_adapters_of_peft_are_those_of_the_trainer_alone(tmp_path: Path) -> None
     config = peft.LoraConfig(r=2, target_modules=["mlp.2"])
     adapted = peft.get_peft_model(Net(), config, autocast_adapter_dtype=False)
 
-    def trainer(**more: Any) -> Any:
-        return make(
-            tmp_path, kind=lambda _, *a, **k: Trainer(copy.deepcopy(adapted), *a, **k), **options, **more
-        )
+    def trainer(of: Any = Trainer, **more: Any) -> Any:
+        return make(tmp_path, kind=lambda _, *a, **k: of(copy.deepcopy(adapted), *a, **k), **options, **more)
 
     alone, trainers = trainer(per_device_train_batch_size=2 * BATCH), list[Any]()
     alone.train()
 
+    class Own(ElasticMixin, Trainer):  # type: ignore[misc]
+        pass
+
     def script(session: Session) -> None:
-        trainers.append(prepare_trainer(trainer(), session=session, base="external"))
-        trainers[-1].train()
+        joins: dict[str, Any] = {"session": session, "base": "external"}
+        made = prepare_trainer(trainer(), **joins) if session.worker else trainer(of=Own, given=joins)
+        trainers.append(made)
+        made.train()
 
     together = {"globalBatchSize": 2 * BATCH}
     with running_job(tmp_path / "job", consistency=together, data=IN_ORDER) as job:
