@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from elastic_ps.core.settings import MAX_GRAD_NORM
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.epochs import EpochLoader
+from elastic_ps.integrations.gradients import are_there
 from elastic_ps.integrations.processes import as_only_process, leads
 from elastic_ps.standalone import connect
 from elastic_ps.worker.optimizer import ElasticOptimizer
@@ -262,7 +263,10 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def _step_with_rest(self) -> None:
         """At the end of an epoch, as accelerate does with the last batch."""
         self.step = 0
-        if self._training is not None and self._training.batches > self._stepped_at:
+        if self._training is None or self._elastic is None:
+            return
+        there = self.scaler is None or are_there(self._elastic)
+        if self._training.batches > self._stepped_at and there:
             self.gradient_state._set_sync_gradients(True)  # noqa: SLF001 (no other way)
             self._optimizers[-1].step()
             self._optimizers[-1].zero_grad()

@@ -26,6 +26,7 @@ from elastic_ps.contract import env
 from elastic_ps.core.settings import MAX_GRAD_NORM
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.epochs import EpochLoader
+from elastic_ps.integrations.gradients import are_there
 from elastic_ps.integrations.lightning_checks import RESUME, check
 from elastic_ps.integrations.processes import as_only_process, leads
 from elastic_ps.standalone import connect
@@ -435,7 +436,8 @@ class Loop:
 
     def step_with_rest(self) -> None:
         """At the end of an epoch, as Lightning does with the last batch."""
-        if not self.owes_step:
+        scaled = getattr(self._strategy.precision_plugin, "scaler", None) is not None
+        if not self.owes_step or (scaled and not are_there(self._strategy.elastic)):
             return
         epoch_loop = self._trainer.fit_loop.epoch_loop
         epoch_loop.batch_progress.is_last_batch = True

@@ -379,7 +379,8 @@ class Runtime(Membership):
         self.note_skipped(self.batches.decide())
         if self.batches.computed and not self.working.in_step:
             what = "the end of the loop over the loader"
-            if not self.world.gather(what, self.gradients.finite(), all):
+            mine = self.gradients.may_make_a_step, self.gradients.finite()
+            if not self.world.gather(what, mine, _may_follow):
                 self.skip()
         return not self.batches.computed
 
@@ -412,3 +413,8 @@ class Runtime(Membership):
         else:
             self.batches.add(ranges)
         self.phases.forward()
+
+
+def _may_follow(processes: Sequence[tuple[bool, bool]]) -> bool:
+    """Whether a step may follow: some process of the worker has gradients, and all of them are finite."""
+    return any(there for there, _ in processes) and all(finite for _, finite in processes)

@@ -39,26 +39,28 @@ def script(
     batch: int = BATCH,
     records: int = RECORDS,
     max_steps: int | None = None,
+    broken: int = -1,
     at_end_of_epoch: Callable[[int], object] = lambda epoch: None,
 ) -> Trained:
-    """Hugging Face's `*_no_trainer` scripts have this shape."""
+    """Hugging Face's `*_no_trainer` scripts have this shape. `broken`: a batch with an infinite loss."""
     data, dtype = Numbers(records), torch.float64
     model = make_mlp().to(dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader, evaluation = DataLoader(data, batch_size=batch), DataLoader(data, batch_size=7)
     of_epoch = math.ceil(len(loader) / accelerator.gradient_accumulation_steps)
     total = max_steps or EPOCHS * of_epoch
-    schedule = LambdaLR(optimizer, lambda step: 1 - step / (EPOCHS * of_epoch))
+    falls = 1 if broken < 0 else 0  # alone, a step that is skipped does not count for the schedule
+    schedule = LambdaLR(optimizer, lambda step: 1 - falls * step / (EPOCHS * of_epoch))
     model, optimizer, loader, evaluation, schedule = accelerator.prepare(
         model, optimizer, loader, evaluation, schedule
     )
     losses, rates, evaluations, completed = list[float](), list[float](), list[float](), 0
     for epoch in range(EPOCHS):
         model.train()
-        for x, y in loader:
+        for number, (x, y) in enumerate(loader):
             with accelerator.accumulate(model):
                 loss = torch.nn.functional.mse_loss(model(x.to(dtype)), y.to(dtype))
-                accelerator.backward(loss)
+                accelerator.backward(loss * (math.inf if number == broken else 1))
                 if clip and accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), clip)
                 rates += schedule.get_last_lr()
@@ -115,6 +117,24 @@ def test_the_curve_is_that_of_accelerate_alone(tmp_path: Path, steps: int, clip:
         assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
         assert len(job.commits()) == EPOCHS * math.ceil(13 / steps)
     assert_same(ours, alone)
+
+
+def scaled(accelerator: Any) -> Any:
+    """As `mixed_precision="fp16"` makes one on a GPU."""
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
+    return accelerator
+
+
+@pytest.mark.parametrize("broken", per_change([2, 12], keep=[12]))
+def test_a_step_that_overflows_in_half_precision_is_skipped(tmp_path: Path, broken: int) -> None:
+    """Also the last one of an epoch."""
+    alone = script(scaled(Accelerator(cpu=True)), broken=broken, max_steps=1000)
+    with running_job(tmp_path, data=IN_ORDER) as job:
+        ours = in_job(job, lambda session: script(scaled(elastic(session)), broken=broken, max_steps=1000))[0]
+        assert job.status().progress.records_skipped == EPOCHS * (2 if broken == 12 else BATCH)
+    assert ours.losses == pytest.approx(alone.losses, rel=1e-12)
+    for a, b in zip(ours.model.parameters(), alone.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
 def test_two_workers_share_the_batches_of_accelerate_alone(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import pytorch_lightning
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -211,6 +212,29 @@ def test_a_frozen_base_stays_the_workers_own(tmp_path: Path) -> None:
         assert model is not None
         assert [spec.name for spec in model.layout.base] == ["mlp.0.weight", "mlp.0.bias"]
     assert_same_model(trained[0], alone)
+
+
+@pytest.mark.parametrize("broken", per_change([2, 12], keep=[12]))
+def test_a_step_that_overflows_in_half_precision_is_skipped(tmp_path: Path, broken: int) -> None:
+    """Also the last one of an epoch. The model is of float64, which autocast leaves as it is."""
+
+    class Overflowing(Net):
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, batch_idx) * (math.inf if batch_idx == broken else 1)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def half() -> dict[str, Any]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
+        return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+
+    alone = fit("auto", Overflowing(), **half())
+    with running_job(tmp_path, data=IN_ORDER) as job:
+        ours = in_job(job, Overflowing, options=half())[0]
+        assert job.status().progress.records_skipped == EPOCHS * (2 if broken == 12 else BATCH)
+    assert ours.losses == pytest.approx(alone.losses, rel=1e-12)
+    assert_same_model(ours, alone)
 
 
 STOPS = ["max_steps", "early stopping", "within an epoch", "fast_dev_run"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -240,6 +241,38 @@ def test_adapters_of_peft_are_those_of_the_trainer_alone(tmp_path: Path) -> None
         assert [spec.name for spec in model.layout.tensors] == [
             f"base_model.model.mlp.2.lora_{part}.default.weight" for part in "AB"
         ]
+    assert_same_model(trainers[0], alone)
+
+
+class Overflowing(Net):
+    """The last batch of each epoch, of 13, has an infinite loss."""
+
+    batches = 0
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = super().forward(x, labels)
+        self.batches += self.training
+        return found | {"loss": found["loss"] * (1 if self.batches % 13 else math.inf)}
+
+
+def test_a_step_that_overflows_in_half_precision_is_skipped(tmp_path: Path) -> None:
+    def half(directory: Path) -> Any:
+        options: dict[str, Any] = {"lr_scheduler_type": "constant", "max_grad_norm": 0, "eval_strategy": "no"}
+        trainer = make(directory, kind=lambda _, *a, **k: Trainer(Overflowing(), *a, **k), **options)
+        # As fp16=True makes one on a GPU.
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
+        return trainer
+
+    alone, trainers = half(tmp_path / "alone"), list[Any]()
+    alone.train()
+
+    def script(session: Session) -> None:
+        trainers.append(prepare_trainer(half(tmp_path / "job"), session=session))
+        trainers[-1].train()
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        job.run(script, workers=1)
+        assert job.status().progress.records_skipped == EPOCHS * 2
     assert_same_model(trainers[0], alone)
 
 
