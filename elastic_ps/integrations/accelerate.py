@@ -19,10 +19,9 @@ from accelerate.utils import DistributedType, send_to_device
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, RandomSampler
 
-from elastic_ps.core.settings import MAX_GRAD_NORM
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.epochs import EpochLoader
-from elastic_ps.integrations.gradients import are_there
+from elastic_ps.integrations.gradients import are_there, clip
 from elastic_ps.integrations.processes import as_only_process, leads
 from elastic_ps.standalone import connect
 from elastic_ps.worker.optimizer import ElasticOptimizer
@@ -360,19 +359,16 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         """
         if self._local:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[no-any-return]
-        only_tells = max_norm == float("inf")
-        if norm_type != 2 or self._elastic is None or (self._max_grad_norm is None and not only_tells):
-            raise UsageError(
-                "clip_grad_norm_ limits the norm of the gradient of all workers, which the parameter server "
-                "does for the 2-norm if it knows so at the start: "
-                f"ElasticAccelerator(max_grad_norm={max_norm})"
-            )
         self.unscale_gradients()
-        for group in () if only_tells else self._elastic.param_groups:
-            group[MAX_GRAD_NORM] = float(max_norm)
-        each = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        norms = [torch.linalg.vector_norm(p.grad.detach()) for p in each if p.grad is not None]
-        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        return clip(
+            self._elastic,
+            parameters,
+            max_norm,
+            norm_type,
+            given=self._max_grad_norm,
+            call="clip_grad_norm_",
+            how="ElasticAccelerator",
+        )
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """As accelerate's where `is_main_process` is true."""

@@ -2,9 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
+
+from elastic_ps.core.settings import MAX_GRAD_NORM
+from elastic_ps.errors import UsageError
 from elastic_ps.worker.optimizer import ElasticOptimizer
 
 
 def are_there(optimizer: ElasticOptimizer) -> bool:
     """Whether a parameter has a gradient. A GradScaler makes no step without one, and raises an error."""
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def clip(
+    optimizer: ElasticOptimizer | None,
+    parameters: Iterable[torch.Tensor] | torch.Tensor,
+    max_norm: float,
+    norm_type: float,
+    *,
+    given: float | None,
+    call: str,
+    how: str,
+) -> torch.Tensor:
+    """The parameter server clips the gradient of all workers in the next step. Does not change gradients.
+
+    Returns the 2-norm of this worker's own gradient, of shape ().
+
+    Args:
+        max_norm: infinity: only tell the norm.
+        given: the limit that was named at the start.
+        call: what the script calls.
+        how: how the limit is named at the start.
+
+    Raises:
+        UsageError: the parameter server does not know of a limit, or it is another norm.
+    """
+    only_tells = max_norm == float("inf")
+    if norm_type != 2 or optimizer is None or (given is None and not only_tells):
+        raise UsageError(
+            f"{call} limits the norm of the gradient of all workers, which the parameter server does for the "
+            f"2-norm if it knows so at the start: {how}(max_grad_norm={max_norm})"
+        )
+    for group in () if only_tells else optimizer.param_groups:
+        group[MAX_GRAD_NORM] = float(max_norm)
+    each = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    norms = [torch.linalg.vector_norm(p.grad.detach()) for p in each if p.grad is not None]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())

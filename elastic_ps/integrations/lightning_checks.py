@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-from elastic_ps.contract import env
 from elastic_ps.errors import UsageError
+from elastic_ps.integrations.processes import too_many_devices
 
 RESUME = (
     "trainer.fit(ckpt_path=...) is not for a job, which continues from its own checkpoints: model, "
@@ -24,7 +23,7 @@ _REPEATING = (
 def check(trainer: Any) -> None:
     """Raises UsageError: what the Trainer is set up for cannot work in a job."""
     strategy, module = trainer.strategy, trainer.lightning_module
-    devices, fit = len(strategy.parallel_devices), trainer.fit_loop
+    too_many, fit = too_many_devices(strategy.parallel_devices, strategy.num_nodes), trainer.fit_loop
     unlimited = trainer.limit_train_batches == 1.0 or trainer.fast_dev_run
     names = {kind.__name__ for each in trainer.callbacks for kind in type(each).__mro__}
     refused = [name for name in _REPEATING if name in names]
@@ -35,11 +34,8 @@ def check(trainer: Any) -> None:
             "trainer.fit(...) is called a second time, but a job trains one model once. Start another job",
         ),
         (
-            strategy.num_nodes > 1
-            or (devices > 1 and (strategy.root_device.type == "cpu" or env.LOCAL_RANK not in os.environ)),
-            f"the Trainer is to use {devices} devices and {strategy.num_nodes} nodes, but a worker of a job "
-            "is one process with one device. Set devices=1 and num_nodes=1, and start more workers: "
-            "`elastic-ps run SCRIPT --workers N`; or several processes in a worker, with worker.processes",
+            bool(too_many),
+            too_many,
         ),
         (
             bool(vars(strategy)["_layer_sync"]),

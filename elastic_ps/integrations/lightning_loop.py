@@ -10,7 +10,6 @@ what was accumulated, and the validation. See docs/guides/lightning.md.
 from __future__ import annotations
 
 import math
-import os
 import signal
 import sys
 import threading
@@ -28,7 +27,7 @@ from elastic_ps.errors import UsageError
 from elastic_ps.integrations.epochs import EpochLoader
 from elastic_ps.integrations.gradients import are_there
 from elastic_ps.integrations.lightning_checks import RESUME, check
-from elastic_ps.integrations.processes import as_only_process, leads
+from elastic_ps.integrations.processes import OneDevice, as_only_process, leads
 from elastic_ps.standalone import connect
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.session import Session
@@ -131,7 +130,7 @@ class Fetcher:
     teardown = reset
 
 
-class TrainsInJob:
+class TrainsInJob(OneDevice):
     """A strategy of Lightning's, in front of `SingleDeviceStrategy`: each worker is one process for it.
 
     Args:
@@ -175,7 +174,6 @@ class TrainsInJob:
         self._records, self._overlap, self._base = records, overlap, base
         self._max_grad_norm = max_grad_norm
         self._layer_sync = None  # Lightning puts that of sync_batchnorm here
-        self._devices: list[torch.device] = []
         super().__init__(**options)
         rank_zero_only.rank = 0 if self.is_global_zero else max(1, self.session.worker)
 
@@ -185,18 +183,6 @@ class TrainsInJob:
     def is_global_zero(self: Any) -> bool:
         """Whether this is worker 0, which logs and shows progress."""
         return bool(self.session.worker == 0 and leads())
-
-    @property
-    def parallel_devices(self) -> list[torch.device]:
-        """What Lightning has found for `Trainer(devices=...)`."""
-        return self._devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device]) -> None:
-        self._devices, self._root_device = devices, devices[0]
-        if env.LOCAL_RANK in os.environ and devices[0].type == "cuda":
-            own = int(os.environ[env.LOCAL_RANK]) % torch.cuda.device_count()
-            self._root_device = torch.device("cuda", own)
 
     @property
     def _trainer(self: Any) -> Any:

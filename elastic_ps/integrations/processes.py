@@ -7,8 +7,9 @@ and those of a batch system, are hidden while a library looks for them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -56,3 +57,33 @@ def as_only_process(library: str) -> Iterator[None]:
         yield
     finally:
         os.environ.update(started)
+
+
+class OneDevice:
+    """In front of a strategy of Lightning's: this process has one of the devices that Lightning has found."""
+
+    _devices: Sequence[torch.device] = ()
+
+    @property
+    def parallel_devices(self) -> Sequence[torch.device]:
+        """What Lightning has found for `devices=...`."""
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self: Any, devices: Sequence[torch.device]) -> None:
+        self._devices, self._root_device = devices, devices[0]
+        if env.LOCAL_RANK in os.environ and devices[0].type == "cuda":
+            own = int(os.environ[env.LOCAL_RANK]) % torch.cuda.device_count()
+            self._root_device = torch.device("cuda", own)
+
+
+def too_many_devices(devices: Sequence[torch.device], nodes: int) -> str:
+    """What to say if a `Trainer` or a `Fabric` is to use other devices than this process's; "" if not."""
+    several = devices[0].type == "cpu" or env.LOCAL_RANK not in os.environ
+    if nodes == 1 and not (len(devices) > 1 and several):
+        return ""
+    return (
+        f"the training is to use {len(devices)} devices and {nodes} nodes, but a worker of a job is one "
+        "process with one device. Set devices=1 and num_nodes=1, and start more workers: `elastic-ps run "
+        "SCRIPT --workers N`; or several processes in a worker, with worker.processes"
+    )
