@@ -17,9 +17,12 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
+import safetensors.torch
+import torch
 import yaml
 
 from elastic_operator import builders, crd
+from elastic_ps import export as export_program
 from elastic_ps import load_checkpoint
 from elastic_ps.api.job import KIND, TrainingJob, load_job, parse_job
 from elastic_ps.cli.parser import build_parser
@@ -99,7 +102,13 @@ def test_digits_in_tar_files_are_learnt(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("example", "records"), [("accelerate", 8 * 1437), ("lightning", 8 * 1437), ("transformers", 4 * 2000)]
+    ("example", "records"),
+    [
+        ("accelerate", 8 * 1437),
+        ("lightning", 8 * 1437),
+        ("transformers", 4 * 2000),
+        ("peft", 6 * 2000),
+    ],
 )
 def test_a_script_of_another_library_survives_its_workers_and_its_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: str, records: int
@@ -118,6 +127,31 @@ def test_a_script_of_another_library_survives_its_workers_and_its_server(
     assert done.records == records
     assert metrics(done)["test_accuracy"] > 0.8
     assert output.exists() == (example != "accelerate")
+
+
+@pytest.mark.nightly
+def test_peft_loads_the_adapters_of_a_job(tmp_path: Path) -> None:
+    """They are what the chief saves, too."""
+    saved, out = tmp_path / "saved", tmp_path / "out"
+    trained("peft", tmp_path, records=2000, arguments={"epochs": 1, "output": str(saved)})
+    assert export_program.main([str(tmp_path / "checkpoints"), str(out)]) == 0
+    ours, theirs = (safetensors.torch.load_file(each / "adapter_model.safetensors") for each in (out, saved))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    program(
+        tmp_path,
+        "-c",
+        "from peft import PeftModel\n"
+        "from examples.peft.train import base\n"
+        "model = PeftModel.from_pretrained(base(), 'out')\n"
+        "assert any(float(p.abs().sum()) for n, p in model.named_parameters() if 'lora_B' in n)",
+    )
+
+
+@pytest.mark.nightly
+def test_adapters_are_trained_alone(tmp_path: Path) -> None:
+    program(tmp_path, EXAMPLES / "peft" / "train.py")
+    assert (tmp_path / "runs" / "peft" / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.nightly
