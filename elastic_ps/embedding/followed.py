@@ -63,14 +63,13 @@ class Leading:
     ) -> Iterator[tuple[pb.RowsRequest, bytes]]:
         extents = tables.extents()
         ranges = [(name, self._since, 0, reached) for name, reached in self._reached.items()]
-        self._reached = {name: self._reached.get(name, 0) for name in extents}
         enough = False
         while ranges or not enough:
             if not ranges:
-                name = next((name for name, (_, all_) in extents.items() if self._reached[name] < all_), None)
+                name = next((name for name, (_, all_) in extents.items() if self._lacks(name, all_)), None)
                 if name is None:
                     break
-                start, enough = self._reached[name], slow()
+                start, enough = self._reached.get(name, 0), slow()
                 spec, extent = extents[name]
                 self._reached[name] = stop = min(extent, start + max(1, BLOCK // spec.row_bytes))
                 ranges = [(name, NEVER, start, stop)]
@@ -81,9 +80,13 @@ class Leading:
             columns = columns_to_part(extents[name][0], part)
             yield Kind(what=Kind.PART, version=version), columns_to_bytes(columns)
         self._since = version
-        if all(self._reached[name] >= extent for name, (_, extent) in extents.items()):
+        if not any(self._lacks(name, extent) for name, (_, extent) in extents.items()):
             yield Kind(what=Kind.WHOLE, version=version), b""
             self.whole = True
+
+    def _lacks(self, name: str, extent: int) -> bool:
+        """Whether the standby does not have all of a table, of which it has to hear even without rows."""
+        return self._reached.get(name, -1) < extent
 
 
 class FollowingTables(ShardTables):

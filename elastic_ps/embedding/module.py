@@ -283,7 +283,8 @@ class Embedding(_Layer):
         optimizer: one of `elastic_ps.embedding`, such as `RowwiseAdagrad(lr=0.05)`.
         admit_after: an id gets a row when it has occurred so often in training. Before, it has its first
             values, and its gradients are dropped.
-        expire_after: a row is dropped when so many versions were made without its id. None: never.
+        expire_after: a row is dropped when so many versions were made without its id. None: never. Or the
+            time, such as "7d", "12h", "30m" or "90s": a pause between two versions counts as a 32nd at most.
         padding_idx: an id whose row is 0 and is never trained.
         table_bytes, when_full: see `TableSpec`.
         seed: another one gives other first values.
@@ -301,7 +302,7 @@ class Embedding(_Layer):
         optimizer: RowOptimizer,
         init: Init | None = None,
         admit_after: int = 1,
-        expire_after: int | None = None,
+        expire_after: int | str | None = None,
         padding_idx: int | None = None,
         table_bytes: int | None = None,
         when_full: WhenFull = "refuse",

@@ -76,6 +76,9 @@ class Applied(Protocol):
     @property
     def divisor(self) -> float: ...
 
+    @property
+    def time(self) -> float: ...
+
 
 class Mean(NamedTuple):
     """A table, and the mean of the gradients of its rows in a round."""
@@ -236,7 +239,7 @@ class ShardTables:
             there = name in means
             ids, values, counts = means[name].gradient if there else coalesced([], table.spec)
             rate = table.spec.optimizer.rate_of(settings.groups, settings.first, order.divisor)
-            table.update(ids, values, counts, version, stepped=there, rate=rate)
+            table.update(ids, values, counts, version, stepped=there, rate=rate, now=order.time)
 
     def _of(self, order: Applied) -> list[Step]:
         contributors = () if order.assigns else sorted(order.contributors)

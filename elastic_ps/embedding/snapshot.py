@@ -63,7 +63,7 @@ class TablesAt:
             removed = {} if since == NEVER else table.removed_since(since)
             assert removed is not None, "it is not known what was removed"
             for block in range(max(1, *(len(each.counts) for each in rows))):
-                state: State = {"version": table.version, "steps": table.steps, **removed}
+                state: State = {**table.header(), **removed}
                 there = [each for each in rows if block < len(each.counts)]
                 known = columns_to_part(table.spec, state)
                 self._parts.append(_Part(len(self._parts), block, known, there))

@@ -17,6 +17,7 @@ import torch
 
 from elastic_ps.codec import as_bytes
 from elastic_ps.codec.state import Stored
+from elastic_ps.embedding.ages import Ages
 from elastic_ps.embedding.init import Constant, Ids, Init, Normal, Uniform
 from elastic_ps.embedding.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowOptimizer, RowwiseAdagrad
 from elastic_ps.embedding.table import State, Table, TableSpec
@@ -113,6 +114,9 @@ def part_spec(columns: Mapping[str, torch.Tensor]) -> TableSpec:
 def _chosen(spec: TableSpec, columns: Mapping[str, torch.Tensor], wanted: Wanted) -> State:
     """The rows of one part that are wanted."""
     chosen: State = {key: int(columns[key]) for key in ("version", "steps")}
+    if spec.expire_time is not None:
+        chosen["times"] = columns["times"]
+        Ages(spec.expire_time).learn(chosen["times"])
     widths = {"values": spec.dim, **{slot.name: slot.width or spec.dim for slot in spec.optimizer.slots}}
     none = torch.empty(0, dtype=torch.int64)
     for prefix, names in (("", (*_KNOWN, *widths)), ("waiting_", _KNOWN)):

@@ -1,14 +1,15 @@
 """A table of rows by ids, which grows as ids are trained.
 
 A look-up creates nothing: an id without a row has its first values. A row is made in the first version in
-which its id has occurred in training `admit_after` times. Everything is decided by what was trained, never by
-time or chance, so the same steps make the same table.
+which its id has occurred in training `admit_after` times. Everything is decided by what was trained, and for
+`expire_after="7d"` by the times of versions, which are given. So the same steps make the same table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 
 from elastic_ps.codec import dtype_of, name_of
 from elastic_ps.core.names import LONGEST_NAME, is_name
+from elastic_ps.embedding.ages import Ages, lasting
 from elastic_ps.embedding.columns import NEVER, Column, Rows
 from elastic_ps.embedding.copies import RowsAt
 from elastic_ps.embedding.init import Ids, Init, Uniform, key_of
@@ -30,6 +32,7 @@ OVERHEAD = 24
 
 _KNOWN = ("ids", "counts", "seen")
 _SWEEPS = 8
+_SWEPT = 1024
 _EVICTED = 32
 
 
@@ -45,7 +48,8 @@ class TableSpec:
         seed: another seed gives other first values.
         dtype: "float32" or "float64".
         admit_after: how often an id has to occur in training before it gets a row.
-        expire_after: after how many versions without its id a row is dropped; None: never.
+        expire_after: after how many versions without its id a row is dropped; None: never. Or the time, such
+            as "7d", "12h", "30m" or "90s"; see `embedding.ages`.
         table_bytes: the most bytes of all rows with their overhead, on each parameter server; None: no
             limit.
         when_full: what happens at that limit: "refuse" makes no more rows, and "expire" drops those whose ids
@@ -63,7 +67,7 @@ class TableSpec:
     seed: int = 0
     dtype: str = "float32"
     admit_after: int = 1
-    expire_after: int | None = None
+    expire_after: int | str | None = None
     table_bytes: int | None = None
     when_full: WhenFull = "refuse"
 
@@ -77,10 +81,8 @@ class TableSpec:
         self._require("seed", isinstance(self.seed, int), "a whole number")
         self._require("dtype", self.dtype in ("float32", "float64"), "torch.float32 or torch.float64")
         self._require("admit_after", _is_count(self.admit_after), "a whole number above 0")
-        versions = self.expire_after is None or _is_count(self.expire_after)
-        self._require(
-            "expire_after", versions, "a number of versions above 0, or None; times are not supported"
-        )
+        expires = self.expire_after is None or self.expire_time is not None or _is_count(self.expire_after)
+        self._require("expire_after", expires, 'a number of versions above 0, a time such as "7d", or None')
         enough = self.table_bytes is None or (_is_count(self.table_bytes) and self.rows_in_budget > 0)
         least = self.row_bytes + (OVERHEAD if self._bytes_to_wait else 0)
         self._require("table_bytes", enough, f"None, or at least {least}, the bytes of one row")
@@ -96,6 +98,11 @@ class TableSpec:
     @property
     def torch_dtype(self) -> torch.dtype:
         return dtype_of(self.dtype)
+
+    @property
+    def expire_time(self) -> timedelta | None:
+        """`expire_after`, if it is a time."""
+        return lasting(self.expire_after) if isinstance(self.expire_after, str) else None
 
     @property
     def row_bytes(self) -> int:
@@ -169,6 +176,8 @@ class Table:
         self._rows = Rows([self._values, *self._slots])
         self._waiting = Rows()  # ids that are not admitted yet
         self._swept = [0, 0]
+        time = spec.expire_time
+        self._ages = None if time is None else Ages(time)
 
     def __len__(self) -> int:
         """The number of rows, with those that have expired and are not swept yet."""
@@ -221,6 +230,7 @@ class Table:
         *,
         stepped: bool = False,
         rate: float = 1.0,
+        now: float = 0.0,
     ) -> None:
         """Make the optimizer's step of a version, and create the rows of new ids.
 
@@ -232,6 +242,7 @@ class Table:
             version: the one that this makes; at least the last one.
             stepped: whether it counts as a step without ids, because other shards have rows that it changes.
             rate: by what the learning rate is multiplied.
+            now: when the version is made, in seconds; see `Ages.advance`.
         """
         self.steps += bool(len(ids)) or stepped
         self._rows.now = self._waiting.now = version
@@ -242,6 +253,8 @@ class Table:
                 rows, gradient = rows[known], gradient[torch.from_numpy(known)]
             self._step(rows, gradient, rate)
         self.version = version
+        if self._ages is not None and self.extent:  # where a look-up made the table, a standby has none
+            self._ages.advance(version, now)
         for place, rows_ in enumerate((self._rows, self._waiting)):
             self._sweep(place, rows_)
 
@@ -330,17 +343,28 @@ class Table:
         if self.spec.expire_after is None:
             return np.empty(0, dtype=np.int64)
         seen = np.take(rows.seen.array, numbers, mode="clip")
-        expired: Ids = np.flatnonzero((numbers >= 0) & (seen < self.version - self.spec.expire_after))
+        expired: Ids = np.flatnonzero((numbers >= 0) & (seen < self._oldest))
         return expired
 
-    def _sweep(self, place: int, rows: Rows) -> None:
-        """Drop some of the rows that have expired: all are looked at `_SWEEPS` times in `expire_after`."""
+    @property
+    def _oldest(self) -> int:
+        """Rows with an earlier last version have expired."""
+        if self._ages is not None:
+            return self._ages.oldest
         after = self.spec.expire_after
-        if after is None or not rows.extent:
+        return self.version - after if isinstance(after, int) else 0
+
+    def _sweep(self, place: int, rows: Rows) -> None:
+        """Drop some of the rows that have expired: all are looked at `_SWEEPS` times in `expire_after`.
+
+        If that is a time, in `_SWEPT` versions.
+        """
+        after = _SWEPT if self._ages is not None else self.spec.expire_after
+        if not isinstance(after, int) or not rows.extent:
             return
         start = self._swept[place] if self._swept[place] < rows.extent else 0
         stop = start + max(1 << 12, -(-rows.extent * _SWEEPS // after))
-        old = rows.seen_before(self.version - after, start, stop)
+        old = rows.seen_before(self._oldest, start, stop)
         if place == 0:
             self._drop(old)
         else:
@@ -362,7 +386,7 @@ class Table:
         `ids`, `counts` and `seen` (the last version) have the shape (rows,), `values` and the optimizer's
         slots (rows, width); `waiting_ids` and so on are of the ids that are not admitted yet.
         """
-        state: State = {"version": self.version, "steps": self.steps}
+        state = self.header()
         for prefix, rows in self._both():
             numbers = rows.seen_since(self._first_since(NEVER))
             state |= self._columns(prefix, rows, numbers[np.argsort(rows.ids.array[numbers])])
@@ -378,7 +402,7 @@ class Table:
         Returns:
             None if it is not known any more what was removed.
         """
-        state: State = {"version": self.version, "steps": self.steps}
+        state = self.header()
         removed = {} if since == NEVER else self.removed_since(since)
         if removed is None:
             return None
@@ -386,6 +410,11 @@ class Table:
             numbers = rows.seen_since(self._first_since(since), start, stop)
             state |= self._columns(prefix, rows, numbers)
         return state | removed
+
+    def header(self) -> State:
+        """What `state` has of the table, not of its rows."""
+        times = {} if self._ages is None else {"times": self._ages.to_tensor()}
+        return {"version": self.version, "steps": self.steps, **times}
 
     def removed_since(self, version: int) -> dict[str, torch.Tensor] | None:
         """`removed` and `waiting_removed`; see `changes`."""
@@ -413,8 +442,7 @@ class Table:
 
     def _first_since(self, version: int) -> int:
         """The least last version of the rows that changed after a version, and have not expired."""
-        after = self.spec.expire_after
-        return max(version + 1, 0 if after is None else self.version - after)
+        return max(version + 1, self._oldest)
 
     def _columns(self, prefix: str, rows: Rows, numbers: Ids) -> State:
         columns: State = {}
@@ -471,6 +499,8 @@ class Table:
             for name, column in self._named(prefix):
                 column.tensor.index_copy_(0, numbers, part[name])
         self.version, self.steps = int(part["version"]), int(part["steps"])
+        if self._ages is not None and self.extent and "times" in part:
+            self._ages.learn(part["times"])
         for _, rows in self._both():
             rows.forget_removed(self.version)
 

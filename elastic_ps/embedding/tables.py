@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -138,7 +139,7 @@ class LocalTables(Tables):
             ids, values, counts = mean_of([(taken[name], own) for taken, own in steps], weight, table.spec)
             rate = table.spec.optimizer.rate_of(groups, self._first)
             # One that was loaded may have more versions than the session.
-            table.update(ids, values, counts, table.version + 1, rate=rate)
+            table.update(ids, values, counts, table.version + 1, rate=rate, now=time.monotonic())
 
 
 def tables_alone(model: torch.nn.Module, spec: TrainingJobSpec) -> LocalTables | None:
@@ -148,16 +149,22 @@ def tables_alone(model: torch.nn.Module, spec: TrainingJobSpec) -> LocalTables |
         InvalidModel: the job makes no step of them.
         ModelMismatch: see `Tables`.
     """
-    if not layers_of(model):
+    if not (layers := layers_of(model)):
         return None
-    require_trainable(spec)
+    require_trainable(spec, layers)
     return LocalTables(model)
 
 
-def require_trainable(spec: TrainingJobSpec) -> None:
-    """Raise InvalidModel if the job has a setting with which tables that grow are not trained."""
+def require_trainable(spec: TrainingJobSpec, layers: Sequence[Embedding]) -> None:
+    """Raise InvalidModel if the job has a setting with which these tables are not trained."""
     wrong = ["strategy: all-reduce"] if spec.all_reduce else []
     wrong += ["consistency.mode: local"] if spec.consistency.mode == "local" else []
+    timed = [layer.spec for layer in layers if layer.spec.expire_time is not None]
+    if spec.consistency.deterministic and timed:
+        raise InvalidModel(
+            f"the table {timed[0].name!r} has expire_after={timed[0].expire_after!r}, but with "
+            "consistency.deterministic no row may depend on time. Use a number of versions"
+        )
     if wrong:
         raise InvalidModel(
             f"the model has tables that grow, which are not trained with {', '.join(wrong)}. Leave that out, "

@@ -132,5 +132,5 @@ def tables_in_job(
     layers = layers_of(model)
     if not layers:
         return None
-    require_trainable(spec)
+    require_trainable(spec, layers)
     return RemoteTables(layers, client) if world.alone else GroupTables(layers, client, world, parts)

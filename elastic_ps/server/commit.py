@@ -103,6 +103,7 @@ class CommitCoordinator:
         self.tables: list[TableStatus] = []
         self._prepared: Advance | None = None  # the last order that every shard's standby can carry out
         self._ordered = 0  # the version that the shards were ordered to make last, when all had voted for it
+        self._decided = 0, 0, 0.0  # the term and version that were decided last, and when
         self._norm = 0.0  # the norm of its mean gradient, if that is clipped
         self._over = False  # no more orders are sent
         self._pauses, self._not_before = Pauses(RETRY.total_seconds(), LONGEST), 0.0  # after a failed order
@@ -362,6 +363,9 @@ class CommitCoordinator:
         job = self.job
         state, rounds = job.state, job.state.rounds
         state.decide_settings(contributions)
+        version = rounds.version + 1
+        if self._decided[:2] != (state.term, version):  # else the same order is made again
+            self._decided = state.term, version, decided
         application = Application(
             attempt=rounds.attempt,
             contributors=[(c.worker, c.incarnation, c.step) for c in contributions],
@@ -370,8 +374,8 @@ class CommitCoordinator:
             assigns=any(c.assigns for c in contributions),
             elsewhere=state.state_holders is not None,
             divisor=state.divisor_with(contributions),
+            time=self._decided[2],
         )
-        version = rounds.version + 1
         due = self.checkpoints.due(version, job.clock())
         if state.state_holders is not None:  # it is written when a worker has sent the values
             state.state_holders.wanted = version if due else None

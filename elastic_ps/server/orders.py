@@ -38,6 +38,7 @@ class Application:
     `assigns`: the sums are the version's values, and the optimizer makes no step.
     `elsewhere`: the workers make the step, and the shard, which is the only one, counts it.
     `divisor`: what the staleness of the steps divides learning rates by, as it did those in `settings`.
+    `time`: when the version was decided, in seconds of shard 0's monotonic clock.
     `norm`: the norm of the mean gradient on all shards, if it is clipped; None if there is one shard.
     """
 
@@ -49,6 +50,7 @@ class Application:
     elsewhere: bool = False
     norm: float | None = None
     divisor: float = 1.0
+    time: float = 0.0
 
     @property
     def clips(self) -> float | None:

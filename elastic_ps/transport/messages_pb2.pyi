@@ -829,7 +829,7 @@ class HeldReply(_message.Message):
     def __init__(self, orders: _Optional[_Iterable[_Union[AdvanceRequest, _Mapping]]] = ...) -> None: ...
 
 class Apply(_message.Message):
-    __slots__ = ("attempt", "contributors", "weight", "settings", "assigns", "norm", "divisor")
+    __slots__ = ("attempt", "contributors", "weight", "settings", "assigns", "norm", "divisor", "time")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
@@ -837,6 +837,7 @@ class Apply(_message.Message):
     ASSIGNS_FIELD_NUMBER: _ClassVar[int]
     NORM_FIELD_NUMBER: _ClassVar[int]
     DIVISOR_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
     attempt: int
     contributors: _containers.RepeatedCompositeFieldContainer[Contributor]
     weight: float
@@ -844,7 +845,8 @@ class Apply(_message.Message):
     assigns: bool
     norm: float
     divisor: float
-    def __init__(self, attempt: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., weight: _Optional[float] = ..., settings: _Optional[str] = ..., assigns: bool = ..., norm: _Optional[float] = ..., divisor: _Optional[float] = ...) -> None: ...
+    time: float
+    def __init__(self, attempt: _Optional[int] = ..., contributors: _Optional[_Iterable[_Union[Contributor, _Mapping]]] = ..., weight: _Optional[float] = ..., settings: _Optional[str] = ..., assigns: bool = ..., norm: _Optional[float] = ..., divisor: _Optional[float] = ..., time: _Optional[float] = ...) -> None: ...
 
 class Contributor(_message.Message):
     __slots__ = ("worker", "incarnation", "step")

@@ -35,9 +35,10 @@ def gradient_of(ids: Ids, version: int) -> torch.Tensor:
     return torch.from_numpy(np.sin(ids.astype(np.float64)[:, None] + version + np.arange(DIM)))
 
 
-def update(table: Table, counts: dict[int, int], version: int) -> None:
+def update(table: Table, counts: dict[int, int], version: int, now: float = 0.0) -> None:
     ids = np.array(sorted(counts), dtype=np.int64)
-    table.update(ids, gradient_of(ids, version), np.array([counts[i] for i in ids.tolist()]), version)
+    often = np.array([counts[i] for i in ids.tolist()])
+    table.update(ids, gradient_of(ids, version), often, version, now=now)
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Dictionary:
 
     def alive(self, seen: int) -> bool:
         after = self.spec.expire_after
-        return after is None or seen >= self.version - after
+        return not isinstance(after, int) or seen >= self.version - after
 
     def lookup(self, id_: int) -> torch.Tensor:
         row = self.rows.get(id_)
@@ -218,6 +219,25 @@ def test_rows_that_have_expired_are_dropped_in_time() -> None:
     assert table.state()["ids"].tolist() == [*range(31, 40), 1000]
 
 
+def test_rows_expire_by_time_as_those_of_a_table_that_was_loaded_do() -> None:
+    spec = a_spec(expire_after="10m", admit_after=2)
+    table, other = Table(spec), Table(spec)
+    for number in range(40):
+        for each in (table, other):
+            update(each, {number: 2, 100 + number: 1, 1000: 1}, number + 1, now=18.0 * number)
+        if number == 20:
+            other.load_state(table.state())
+    found = table.state()
+    assert found["ids"].tolist() == [*range(4, 40), 1000]
+    assert found["waiting_ids"].tolist() == [*range(104, 140)]
+    for name, value in found.items():
+        assert torch.equal(torch.as_tensor(other.state()[name]), torch.as_tensor(value)), name
+    assert (len(table), table.waiting, table.counts.expired) == (37, 36, 4)
+    assert torch.equal(table.lookup(np.arange(4)), Table(spec).lookup(np.arange(4)))
+    update(table, {3: 2}, 41, now=18.0 * 40)
+    assert table.state()["counts"].tolist()[0] == 2
+
+
 def test_a_full_table_refuses_new_rows_and_trains_the_others() -> None:
     spec = a_spec()
     table = Table(replace(spec, table_bytes=spec.row_bytes * 3 + 1))
@@ -312,7 +332,7 @@ def test_rows_of_another_kind_are_not_loaded(other: TableSpec, said: str) -> Non
         ({"seed": 1.5}, "seed=1.5"),
         ({"dtype": "float16"}, "dtype='float16'; expected torch.float32"),
         ({"admit_after": 0}, "admit_after=0"),
-        ({"expire_after": "30d"}, "expire_after='30d'; expected a number of versions .* times"),
+        ({"expire_after": "1w"}, "expire_after='1w'; expected a number of versions .* a time such as \"7d\""),
         ({"table_bytes": 10}, "table_bytes=10; expected None, or at least 56, the bytes of one row"),
         ({"when_full": "drop"}, "when_full='drop'; expected \"refuse\""),
         ({"optimizer": torch.optim.SGD}, "optimizer=SGD"),
