@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from elastic_ps.codec.base import Packed
@@ -217,6 +218,19 @@ class Arrivals:
         whole, rows = self._whole, self._rows
         self._whole, self._rows = set(), {}
         return whole, {table: _union(parts) for table, parts in rows.items() if table not in whole}
+
+
+def put(matrix: torch.Tensor, numbers: torch.Tensor, values: torch.Tensor) -> None:
+    """Replace these rows, each once, of a contiguous matrix on the CPU.
+
+    numpy copies each row as one item, in half the time of torch's `index_copy_`.
+    """
+    item = np.dtype((np.void, matrix.shape[1] * matrix.element_size()))
+    there, given = (
+        each.detach().view(torch.uint8).numpy().view(item).reshape(-1)
+        for each in (matrix, values.contiguous())
+    )
+    there[numbers.numpy()] = given
 
 
 def _union(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -454,7 +454,7 @@ class TableValues(BucketValues):
         if divisor != 1:
             mean.values.div_(divisor)
         self._stepper.prepare(groups)
-        self._stepper.step([0], [mean.gradient(self._shape[0])])
+        self._stepper.step_rows(mean)
 
     def _publish(self, version: int) -> None:
         numbers = self._mean.mean().numbers
@@ -472,7 +472,8 @@ class TableValues(BucketValues):
             if numbers is None or 2 * len(numbers) > rows:
                 self._made[held] = None
             else:
-                changed = Rows(numbers, self.values.view(self._shape)[numbers]).packed(rows)
+                values = self.values.view(self._shape).index_select(0, numbers)
+                changed = Rows(numbers, values).packed(rows)
                 self._made[held] = Delta(held, self.version, changed)
         return self._made[held]
 

@@ -15,7 +15,7 @@ import torch
 from elastic_ps.codec import as_bytes, as_tensor, dtype_of
 from elastic_ps.codec.devices import Staging
 from elastic_ps.codec.lending import Loans
-from elastic_ps.codec.rows import Arrivals, Rows
+from elastic_ps.codec.rows import Arrivals, Rows, put
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule
 from elastic_ps.errors import UsageError
 from elastic_ps.transport.memory import Allocate, shared_if_possible
@@ -253,7 +253,7 @@ class Flat:
     def take_rows(self, bucket: Bucket, rows: Rows | None) -> None:
         """Write rows of a bucket that a version has changed. None: all of the bucket has been received."""
         if (width := self.layout.width(bucket)) and rows is not None:
-            self._value_of[bucket.index].view(-1, width)[rows.numbers] = rows.values
+            put(self._value_of[bucket.index].view(-1, width), *rows)
             rows = Rows(rows.numbers + bucket.pieces[0].start // width, rows.values)
         if width:
             self._arrived.note(bucket.pieces[0].tensor, None if rows is None else rows.numbers)

@@ -13,7 +13,8 @@ from elastic_ps.api.compression import Compression
 from elastic_ps.codec.base import Payload
 from elastic_ps.codec.encoder import Encoder
 from elastic_ps.codec.plan import Plan
-from elastic_ps.codec.rows import MOST_VERSIONS, ROWS, History, Rows, RowSum
+from elastic_ps.codec.rows import MOST_VERSIONS, ROWS, History, Rows, RowSum, put
+from elastic_ps.codec.stepper import Stepper
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.worker.measuring import Traffic
@@ -44,6 +45,35 @@ def test_the_mean_is_that_of_dense_gradients(given: list[tuple[list[int], int]])
         total += gradient.to_dense() * own / weight
     torch.testing.assert_close(made.dense(20), total, rtol=1e-13, atol=1e-13)
     assert made.mean().numbers.tolist() == sorted({n for numbers, _ in given for n in numbers})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_are_replaced(dtype: torch.dtype) -> None:
+    matrix, values = torch.zeros(5, WIDTH, dtype=dtype), torch.ones(2, 1, dtype=dtype).expand(2, WIDTH)
+    put(matrix, torch.tensor([1, 4]), values)
+    assert matrix.sum(1).tolist() == [0, WIDTH, 0, 0, WIDTH]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.SGD, torch.optim.SparseAdam])
+def test_a_step_of_rows_is_that_of_the_sparse_gradient(kind: Any) -> None:
+    """With the state that a checkpoint has, too."""
+    options = {"lr": 0.1, **({"lr_decay": 0.5, "eps": 1e-3} if kind is torch.optim.Adagrad else {})}
+    matrix = torch.nn.Parameter(torch.randn(20, WIDTH, dtype=torch.float64))
+    plain = torch.nn.Parameter(matrix.detach().clone())
+    stepper, alone = Stepper([kind], [options], [matrix], [0]), kind([plain], **options)
+    for numbers in ([2, 7, 7], [7, 11], [], [0, 2, 19]):
+        plain.grad = sparse(numbers)
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            alone.step()
+        stepper.prepare([options])
+        stepper.step_rows(Rows.of(sparse(numbers)))
+        again = {key: torch.as_tensor(each) for key, each in stepper.state_of(0).items()}
+        if again:
+            stepper = Stepper([kind], [options], [matrix], [0])
+            stepper.take(0, again)
+    torch.testing.assert_close(matrix, plain, rtol=1e-13, atol=1e-13)
+    for key, value in alone.state[plain].items():
+        torch.testing.assert_close(again[key], torch.as_tensor(value))
 
 
 def test_workers_without_a_gradient_count_for_the_mean() -> None:
