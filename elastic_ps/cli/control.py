@@ -78,6 +78,9 @@ def stop(parsed: argparse.Namespace) -> int:
             raise ElasticPSError(f"{directory.job} (launcher pid {launcher}) is still running after {limit}")
         time.sleep(0.1)
     found = status_of(directory)
+    if found.phase == "Succeeded":
+        print(f"{directory.job} succeeded before it was stopped")
+        return 0
     print(f"{directory.job} is stopped")
     if newest_checkpoint(Path(found.checkpoints)) is not None:
         print(f"continue from its last checkpoint with: elastic-ps run FILE --resume {found.checkpoints}")

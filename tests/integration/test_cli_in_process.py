@@ -74,6 +74,35 @@ def test_a_job_whose_launcher_is_elsewhere_is_not_stopped_here(
     assert stranger.poll() is None
 
 
+FINISHES = """
+import os, signal
+from elastic_ps.local.state import JobDirectory, LocalStatus, start_time
+directory = JobDirectory("j")
+lock = directory.claim()
+said = {"job": "j", "started": 0.0, "updated": 0.0, "workers": 1, "launcher_pid": os.getpid()}
+said["launcher_start_time"] = start_time(os.getpid())
+def finish(*_):
+    directory.write_status(LocalStatus(phase="Succeeded", **said))
+    os._exit(0)
+signal.signal(signal.SIGTERM, finish)
+directory.write_status(LocalStatus(phase="Running", **said))
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_a_job_that_succeeds_while_it_is_stopped_is_not_to_be_continued(elastic_ps_here: Here) -> None:
+    with subprocess.Popen([sys.executable, "-c", FINISHES], stdout=subprocess.PIPE, text=True) as launcher:
+        try:
+            assert launcher.stdout is not None
+            assert launcher.stdout.readline() == "ready\n"
+            done = elastic_ps_here("stop", "j")
+        finally:
+            launcher.kill()
+    assert (done.returncode, done.stdout) == (0, "j succeeded before it was stopped\n")
+
+
 def test_the_last_line_of_a_log_is_shown_although_it_has_no_end(elastic_ps_here: Here) -> None:
     directory = JobDirectory("j")
     files.unlock(directory.claim())
