@@ -26,7 +26,7 @@ BLOCK = 1 << 22
 Kind = pb.RowsRequest
 
 
-class Leading:
+class StandbyRows:
     """What a standby has of the tables of its shard. Not thread-safe.
 
     Attributes:
@@ -99,7 +99,7 @@ class FollowingTables(ShardTables):
         self._means: dict[tuple[int, int], dict[str, Mean]] = {}
 
     def follow(self, request: pb.RowsRequest, incoming: Incoming) -> None:
-        """Take over what `Leading.messages` has made. Blocks.
+        """Take over what `StandbyRows.messages` has made. Blocks.
 
         Raises:
             Malformed, CheckpointCorrupt: it is something else.

@@ -32,7 +32,7 @@ from elastic_ps.codec import as_bytes
 from elastic_ps.codec.state import Part
 from elastic_ps.core.sequence import PushKey
 from elastic_ps.core.stages import STANDBY_STATES, StandbyEvent, StandbyState
-from elastic_ps.embedding.followed import Leading
+from elastic_ps.embedding.followed import StandbyRows
 from elastic_ps.errors import AskedToEnd, Fenced, RefusalCode, Refused, StorageUnavailable, TransportError
 from elastic_ps.process.retrying import retry
 from elastic_ps.server.checkpointer import Checkpointer
@@ -77,7 +77,7 @@ class _Copy:
     base: Configuration
     state: StandbyState = StandbyState.AWAY
     buckets: set[int] = field(default_factory=set)
-    rows: Leading = field(default_factory=Leading)
+    rows: StandbyRows = field(default_factory=StandbyRows)
     staged: Advance | None = None
     before: Application | None = None
 
@@ -162,7 +162,7 @@ class Follower:
                 logger.warning("training continues without the standby: %s", why)
             copy.note(StandbyEvent.LOSE)
             copy.buckets.clear()
-            copy.rows = Leading()
+            copy.rows = StandbyRows()
             self._changed.notify_all()
 
     def _give(self, shard: Shard, order: Advance, copy: _Copy) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from elastic_ps.core.settings import Settings
 from elastic_ps.embedding import LazyAdam, Table, TableSpec, uniform
-from elastic_ps.embedding.followed import FollowingTables, Leading
+from elastic_ps.embedding.followed import FollowingTables, StandbyRows
 from elastic_ps.embedding.module import Gradient
 from elastic_ps.embedding.served import ShardTables, Step
 from elastic_ps.embedding.stored import parts_in
@@ -45,7 +45,7 @@ class Pair:
 
     shard: ShardTables = field(default_factory=lambda: ShardTables(0, 1))
     standby: FollowingTables = field(default_factory=lambda: FollowingTables(0, 1))
-    leading: Leading = field(default_factory=Leading)
+    rows: StandbyRows = field(default_factory=StandbyRows)
     before: Application | None = None
     version: int = 0
 
@@ -56,7 +56,7 @@ class Pair:
     def stage(self, version: int, *, slow: bool, attempt: int = 0) -> None:
         self.push(version, attempt)
         now = order(version, attempt)
-        for request, body in self.leading.messages(self.shard, version, now, lambda: slow):
+        for request, body in self.rows.messages(self.shard, version, now, lambda: slow):
             data = torch.from_numpy(np.frombuffer(body, np.uint8).copy())
             self.standby.follow(pb.RowsRequest.FromString(request.SerializeToString()), Body(data))
         if self.before is not None and self.version < version:
@@ -131,8 +131,8 @@ def test_a_standby_drops_the_rows_that_its_shard_drops_by_time() -> None:
         pair.shard.push(0, step, [spec])
         made = Application(0, [(0, 1, version)], 1.0, Settings(({"lr": 0.1},)), time=61.0 * version)
         if version in (3, 20):  # it begins with one without rows, and in another term with one that has some
-            pair.standby, pair.leading = FollowingTables(0, 1), Leading()
-        for request, body in pair.leading.messages(pair.shard, version, made, lambda: False):
+            pair.standby, pair.rows = FollowingTables(0, 1), StandbyRows()
+        for request, body in pair.rows.messages(pair.shard, version, made, lambda: False):
             pair.standby.follow(request, Body(torch.from_numpy(np.frombuffer(body, np.uint8).copy())))
         pair.shard.apply(version, made)
         pair.standby.apply(version, alone(made))
