@@ -31,7 +31,7 @@ from elastic_ps.worker.dialogue import Step
 from elastic_ps.worker.measuring import Phases
 from elastic_ps.worker.membership import Membership
 from elastic_ps.worker.records import Records, Stopping
-from elastic_ps.worker.state import State as ScriptState
+from elastic_ps.worker.state import ScriptState
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from elastic_ps.worker.model import ModelDescription
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.runtime import Runtime
 from elastic_ps.worker.schedule import Interval, check_interval
-from elastic_ps.worker.state import State
+from elastic_ps.worker.state import ScriptState
 
 S = TypeVar("S", bound=torch.optim.lr_scheduler.LRScheduler)
 
@@ -422,7 +422,7 @@ class Session:
         return loader
 
     @property
-    def state(self) -> State:
+    def state(self) -> ScriptState:
         """What the scripts keep with the job: a mapping of names to small plain data, such as a best score.
 
         All workers read the same, which is asked of the parameter server at each use. The chief writes it

@@ -17,7 +17,7 @@ from elastic_ps.worker.membership import Membership
 logger = logging.getLogger(__name__)
 
 
-class State(MutableMapping[str, Any]):
+class ScriptState(MutableMapping[str, Any]):
     """The job's own small state; each use asks the parameter server. Belongs to the training thread.
 
     Values that were read cannot be changed in place: lists come as tuples, and dicts are read-only. To change
@@ -38,7 +38,7 @@ class State(MutableMapping[str, Any]):
         return len(self._read())
 
     def __repr__(self) -> str:
-        return f"State({self._read()!r})"
+        return f"ScriptState({self._read()!r})"
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.update({key: value})
