@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch._compile import _disable_dynamo
 
 from elastic_ps.codec import name_of
 from elastic_ps.embedding.init import Ids, Init, hashed
@@ -181,6 +182,7 @@ class _Layer(torch.nn.Module):
             return self.source.table
         raise UsageError(f"the rows of the table {self.spec.name!r} are not in this process")
 
+    @_disable_dynamo  # torch.compiler.disable would import the compiler at once
     def _rows(self, given: Given) -> tuple[_Rows, torch.Size]:
         """The rows of some ids, and the shape in which the ids were given."""
         ids, shape, device = as_ids(given, self.spec.name, self._where.device)

@@ -91,6 +91,15 @@ def test_a_bag_is_that_of_torch_on_the_same_rows(
     )
 
 
+def test_the_compiler_leaves_rows_to_python() -> None:
+    layer, ids = make(), torch.tensor([[3, 1], [3, 2**63 - 1]])
+    compiled: Any = torch.compile(layer, backend="eager")
+    found = compiled(ids)
+    assert torch.equal(found, layer(ids))
+    found.sum().backward()
+    assert gradient(layer) == {1: [1.0] * DIM, 3: [2.0] * DIM, 2**63 - 1: [1.0] * DIM}
+
+
 @given(
     ids=st.lists(st.one_of(st.sampled_from(EDGES), st.integers(-(2**63), 2**63 - 1)), max_size=8),
     repeated=st.integers(1, 3),
