@@ -252,7 +252,7 @@ class _Layer(torch.nn.Module):
             spec = part_spec(columns)
             known.add(spec.name)
             if spec.name == self.spec.name:
-                self.spec.require_same(spec)
+                self.spec.require_same(spec, here="this layer", there="the checkpoint")
                 new.merge(part_of(columns)[1])
         if self.spec.name not in known:
             said = ", ".join(map(repr, sorted(known))) or "none"

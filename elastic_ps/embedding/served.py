@@ -252,7 +252,8 @@ class ShardTables:
                 raise Refused(RefusalCode.INVALID, f"there are {MOST_TABLES} tables already")
             table = self._tables[spec.name] = Table(spec)
         try:
-            table.spec.require_same(spec)
+            here = "the job, or in the checkpoint that it began with,"
+            table.spec.require_same(spec, here=here, there="this worker")
         except ModelMismatch as error:
             raise Refused(RefusalCode.MODEL_MISMATCH, str(error)) from error
         return table

@@ -129,14 +129,15 @@ class TableSpec:
         """The most ids that wait; None if that depends on the rows, or there is no limit."""
         return self._bytes_to_wait // OVERHEAD or None
 
-    def require_same(self, other: TableSpec) -> None:
-        """Raise ModelMismatch if another layer has described the table differently."""
+    def require_same(self, other: TableSpec, *, here: str = "one layer", there: str = "another") -> None:
+        """Raise ModelMismatch if the table is described differently `there`."""
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if mine != theirs:
                 raise ModelMismatch(
-                    f"the table {self.name!r} has {field.name}={mine} in one layer and {theirs} in another. "
-                    "Layers with the same name share a table: describe it the same, or use two names"
+                    f"the table {self.name!r} has {field.name}={mine} in {here} and {theirs} in {there}. A "
+                    "table is described the same by all layers with its name, in all workers, and when a job "
+                    "goes on"
                 )
 
 
