@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 _SKIPPED = (
     "%d records are skipped: no backward() ran for their batch before the next one was loaded, or the script "
     "made no step after it. No worker trains them; the job's report counts them. To make one step of several "
-    "batches, run a backward() for each of them, or load larger batches"
+    "batches, run a backward() for each of them, or load larger batches. A script that loads a batch ahead "
+    "does so between backward() and step(), because backward() is for the batch that was loaded last"
 )
 
 _LEFT = (
