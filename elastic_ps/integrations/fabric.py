@@ -21,7 +21,7 @@ from torch.utils.data import RandomSampler
 
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.epochs import EpochLoader
-from elastic_ps.integrations.gradients import are_there, clip
+from elastic_ps.integrations.gradients import clip
 from elastic_ps.integrations.processes import OneDevice, as_only_process, leads, too_many_devices
 from elastic_ps.standalone import connect
 from elastic_ps.worker.optimizer import ElasticOptimizer
@@ -88,7 +88,6 @@ class ElasticStrategy(OneDevice, SingleDeviceStrategy):  # type: ignore[misc]
         self._models: list[torch.nn.Module] = []
         self._training: EpochLoader | None = None
         self._shuffled = False
-        self._stepped_at = 0  # the number of batches at the last step
         super().__init__(**options)
         leader = self.session.worker == 0 and leads()
         self.global_rank = self.local_rank = 0 if leader else max(1, self.session.worker)
@@ -152,10 +151,7 @@ class ElasticStrategy(OneDevice, SingleDeviceStrategy):  # type: ignore[misc]
             max_grad_norm=None if self._local else self._max_grad_norm,
             base=self._base,
         )
-        joined = [self.elastic] if len(optimizers) == 1 else [self.elastic[name] for name in names]
-        for optimizer in joined:
-            optimizer.register_step_post_hook(self._stepped)
-        return joined
+        return [self.elastic] if len(optimizers) == 1 else [self.elastic[name] for name in names]
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """The first one becomes the job's; see `Session.loader`. Others stay whole on each worker.
@@ -194,15 +190,9 @@ class ElasticStrategy(OneDevice, SingleDeviceStrategy):  # type: ignore[misc]
 
     # Steps.
 
-    def _stepped(self, *_: object) -> None:
-        self._stepped_at = 0 if self._training is None else self._training.batches
-
     def _step_with_rest(self) -> None:
         """At the end of an epoch: a step with the batches that no step was made with."""
-        assert self._training is not None
-        if self.elastic is None or self._training.batches == self._stepped_at:
-            return
-        if getattr(self.precision, "scaler", None) is None or are_there(self.elastic):
+        if self.elastic is not None and self.elastic.owes_step:
             self.optimizer_step(self.elastic)
             self.elastic.zero_grad()
 

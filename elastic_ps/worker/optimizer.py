@@ -127,6 +127,11 @@ class ElasticOptimizer(torch.optim.Optimizer):
             raise UsageError(_SCALED)
         return False
 
+    @property
+    def owes_step(self) -> bool:
+        """Whether backward() has run on records that no step was made with yet."""
+        return bool(self._runtime.batches.computed)
+
     def __getitem__(self, name: str) -> Part:
         """One of several optimizers. Raises UsageError: there is none with this name."""
         if name not in self._parts:

@@ -160,6 +160,29 @@ def test_a_step_that_overflows_in_half_precision_is_skipped(tmp_path: Path, brok
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+def test_a_script_skips_the_last_batch_of_an_epoch(tmp_path: Path) -> None:
+    """The gradient of the last step is still there, as zero_grad comes before backward."""
+
+    def skips(fabric: Any) -> torch.nn.Module:
+        model = make_mlp().double()
+        model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.01))
+        loader = fabric.setup_dataloaders(DataLoader(Numbers(16), BATCH))
+        for _ in range(EPOCHS):
+            for number, (x, y) in enumerate(loader, start=1):
+                if number == len(loader):
+                    continue
+                optimizer.zero_grad()
+                fabric.backward(torch.nn.functional.mse_loss(model(x.double()), y.double()))
+                optimizer.step()
+        return model.module  # type: ignore[no-any-return]
+
+    alone, models = skips(of_fabric()), list[torch.nn.Module]()
+    with running_job(tmp_path, data=IN_ORDER) as job:
+        job.run(lambda session: models.append(skips(elastic(session))), workers=1)
+        assert job.status().progress.records_skipped == EPOCHS * BATCH
+    assert_same(models[0], alone)
+
+
 def test_several_optimizers_step_in_turn(tmp_path: Path) -> None:
     def turns(fabric: Any) -> torch.nn.Module:
         both = torch.nn.ModuleDict({"first": make_mlp(), "second": make_mlp(seed=1)}).double()
