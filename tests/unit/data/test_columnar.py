@@ -97,7 +97,7 @@ def test_a_stream_of_arrow_is_refused(tmp_path: Path) -> None:
     table = pyarrow.table({"id": [1, 2]})
     with pyarrow.ipc.new_stream(tmp_path / "a.arrow", table.schema) as writer:
         writer.write_table(table)
-    with pytest.raises(UsageError, match="A stream of Arrow has no index"):
+    with pytest.raises(UsageError, match="is not an Arrow file with an index"):
         ArrowDataset(tmp_path / "a.arrow", index=tmp_path / "index")
 
 
