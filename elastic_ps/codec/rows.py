@@ -157,12 +157,14 @@ class RowSum:
         if len(self._parts) == 1 and self._parts[0][1] == self.weight:
             rows, _ = self._parts[0]
             return Rows(rows.numbers, rows.values.to(self._dtype))
-        numbers = _union([rows.numbers for rows, _ in self._parts])
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        every = torch.cat([none, *(rows.numbers for rows, _ in self._parts)])
+        numbers, places = np.unique(every.numpy(), return_inverse=True)
         total = torch.zeros(len(numbers), self._width, dtype=self._dtype, device="cpu")
-        for rows, weight in self._parts:
-            share = rows.values.to(self._dtype) * (weight / self.weight)
-            total.index_add_(0, torch.searchsorted(numbers, rows.numbers), share)
-        return Rows(numbers, total)
+        sizes = [len(rows.numbers) for rows, _ in self._parts]
+        for (rows, weight), own in zip(self._parts, torch.from_numpy(places).split(sizes), strict=True):
+            total.index_add_(0, own, rows.values.to(self._dtype) * (weight / self.weight))
+        return Rows(torch.from_numpy(numbers), total)
 
 
 class History:

@@ -78,8 +78,9 @@ def test_a_step_of_rows_is_that_of_the_sparse_gradient(kind: Any) -> None:
 
 def test_workers_without_a_gradient_count_for_the_mean() -> None:
     made = RowSum(WIDTH, torch.float64)
-    made.add(Rows.of(sparse([4])), 1)
     made.add(None, 3)
+    assert not made.mean().numbers.numel()
+    made.add(Rows.of(sparse([4])), 1)
     torch.testing.assert_close(made.dense(20), sparse([4]).to_dense() / 4)
 
 
