@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 import torch
@@ -14,6 +15,12 @@ from elastic_ps.worker.optimizer import ElasticOptimizer
 def are_there(optimizer: ElasticOptimizer) -> bool:
     """Whether a parameter has a gradient. A GradScaler makes no step without one, and raises an error."""
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def clip_nothing(optimizer: ElasticOptimizer) -> None:
+    """The next step has no limit, unless `clip` is called before it."""
+    for group in optimizer.param_groups:
+        group[MAX_GRAD_NORM] = sys.float_info.max  # infinity would be refused, as a hyperparameter
 
 
 def clip(
