@@ -35,9 +35,10 @@ def base() -> BertForSequenceClassification:
     return BertForSequenceClassification(BertConfig(vocab_size=WORDS, **size))
 
 
-def main(epochs: int = 6, batch_size: int = 16, lr: float = 0.02, output: str = "runs/peft") -> None:
+def main(epochs: int = 3, batch_size: int = 16, lr: float = 0.01, output: str = "runs/peft") -> None:
     """Train the adapters and the classifier, save them, and evaluate."""
-    config = LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16, target_modules="all-linear")
+    layers = ["word_embeddings", "query", "value"]
+    config = LoraConfig(task_type="SEQ_CLS", r=8, lora_alpha=16, target_modules=layers)
     arguments = TrainingArguments(
         output_dir=output,
         num_train_epochs=epochs,
