@@ -158,7 +158,6 @@ def end_soon() -> None:
     """Prepare the end of this process: disable garbage collection, which would take the longest."""
     exits.ignore_requests()
     gc.disable()
-    gc.freeze()
 
 
 def end_now(status: int) -> NoReturn:

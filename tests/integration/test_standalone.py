@@ -48,12 +48,15 @@ model = torch.nn.Linear(3, 1)
 optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=float(sys.argv[2])), model)
 data = torch.utils.data.TensorDataset(torch.ones(24, 3), torch.ones(24, 1))
 loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=1)
+left_open = open(f"read-{session.worker}", "w")
+def read(batch): left_open.write("*" * len(batch))
 records = 0
 for x, y in session.loader(loader, epochs=2):
     optimizer.zero_grad()
     torch.nn.functional.mse_loss(model(x), y).backward()
     optimizer.step()
     records += len(x)
+    read(x)
 print(json.dumps([__name__, sys.argv, records, session.version, session.is_chief]))
 """
 
@@ -123,6 +126,7 @@ def test_a_plain_script_runs_as_a_job_with_its_own_command_line(folder: Path) ->
     assert {tuple(argv) for _, argv, *_ in seen} == {(str(folder / "plain.py"), "--lr", "0.01")}
     assert sum(records for _, _, records, *_ in seen) == 48
     assert sorted(chief for *_, chief in seen) == [False, True]
+    assert sum(file.stat().st_size for file in folder.glob("read-*")) == 48, "written as the processes end"
     status = run(folder, "-m", "elastic_ps.cli", "status", "plain.py")
     assert "Succeeded" in status.stdout
 
