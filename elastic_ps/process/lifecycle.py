@@ -155,7 +155,7 @@ def give_back_freed_memory() -> None:
 
 
 def end_soon() -> None:
-    """Prepare the end of this process: disable garbage collection, which would take the longest."""
+    """Prepare the end of this process: disable garbage collection."""
     exits.ignore_requests()
     gc.disable()
 
