@@ -51,8 +51,8 @@ class ElasticStrategy(OneDevice, SingleDeviceStrategy):  # type: ignore[misc]
         epochs: how many loops over the training data the script makes.
         records: the items that make an epoch, if the data are a stream; see `Session.loader`.
         max_grad_norm: what the script passes to `fabric.clip_gradients(max_norm=...)`, if it calls that.
-        overlap: send gradients while backward runs, if the script makes a step after each backward; see
-            `Session.optimizer`.
+        overlap: send gradients while backward runs, if the script makes a step after each backward and has no
+            GradScaler; see `Session.optimizer`.
         session: by default the process's own, see `elastic_ps.connect`.
         base: see `Session.optimizer`.
         options: those of Fabric's strategies: accelerator, checkpoint_io, precision.
@@ -148,7 +148,7 @@ class ElasticStrategy(OneDevice, SingleDeviceStrategy):  # type: ignore[misc]
         self.elastic = self.session.optimizer(
             optimizers[0] if len(optimizers) == 1 else dict(zip(names, optimizers, strict=True)),
             models[-1],
-            overlap=self._overlap,
+            overlap=self._overlap and getattr(self.precision, "scaler", None) is None,
             max_grad_norm=self._max_grad_norm,
             base=self._base,
         )

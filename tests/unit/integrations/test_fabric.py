@@ -152,8 +152,12 @@ def test_a_step_that_overflows_in_half_precision_is_skipped(tmp_path: Path, brok
     """Also the last one of an epoch."""
     options: dict[str, Any] = {"broken": broken, "dtype": torch.float32}
     alone = script(of_fabric(plugins=scaled()), **options)
+
+    def halved(session: Session) -> Any:
+        return elastic(session, plugins=scaled(), overlap=True)
+
     with running_job(tmp_path, data=IN_ORDER) as job:
-        ours = in_job(job, lambda session: script(elastic(session, plugins=scaled()), **options))[0]
+        ours = in_job(job, lambda session: script(halved(session), **options))[0]
         assert job.status().progress.records_skipped == EPOCHS * (2 if broken == 13 else BATCH)
     assert ours.losses == pytest.approx(alone.losses, rel=1e-3)
     for a, b in zip(ours.model.parameters(), alone.model.parameters(), strict=True):
