@@ -21,7 +21,7 @@ from torch.utils.data import RandomSampler
 
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.epochs import EpochLoader
-from elastic_ps.integrations.gradients import clip, clip_nothing
+from elastic_ps.integrations.gradients import ClippedSteps, clip
 from elastic_ps.integrations.processes import OneDevice, as_only_process, leads, too_many_devices
 from elastic_ps.standalone import connect
 from elastic_ps.worker.optimizer import ElasticOptimizer
@@ -88,7 +88,7 @@ class ElasticStrategy(OneDevice, SingleDeviceStrategy):  # type: ignore[misc]
         self._models: list[torch.nn.Module] = []
         self._training: EpochLoader | None = None
         self._shuffled = False
-        self._clips, self._clipped = False, True  # the next step; the last one, as which the rest is clipped
+        self._clipped = ClippedSteps(self._max_grad_norm)
         super().__init__(**options)
         leader = self.session.worker == 0 and leads()
         self.global_rank = self.local_rank = 0 if leader else max(1, self.session.worker)
@@ -193,16 +193,14 @@ class ElasticStrategy(OneDevice, SingleDeviceStrategy):  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """As Fabric's. The step is clipped if `fabric.clip_gradients` was called for it. Blocks."""
-        if self.elastic is not None and self._max_grad_norm is not None and not self._clips:
-            clip_nothing(self.elastic)
-        self._clips, self._clipped = False, self._clips
-        return super().optimizer_step(optimizer, **kwargs)
+        with self._clipped.step(self.elastic):
+            return super().optimizer_step(optimizer, **kwargs)
 
     def _step_with_rest(self) -> None:
         """At the end of an epoch: a step with the batches that no step was made with."""
         if self.elastic is not None and self.elastic.owes_step:
-            self._clips = self._clipped
-            self.optimizer_step(self.elastic)
+            with self._clipped.step(self.elastic, as_last=True):
+                super().optimizer_step(self.elastic)
             self.elastic.zero_grad()
 
     def clip_gradients_norm(
@@ -236,7 +234,8 @@ class ElasticStrategy(OneDevice, SingleDeviceStrategy):  # type: ignore[misc]
             call="fabric.clip_gradients(max_norm=...)",
             how="ElasticStrategy",
         )
-        self._clips = max_norm < float("inf")
+        if max_norm < float("inf"):
+            self._clipped.ask()
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradient is {norm.item()}, so it cannot be clipped")
         return norm

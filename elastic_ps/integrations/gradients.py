@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -17,10 +18,32 @@ def are_there(optimizer: ElasticOptimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
-def clip_nothing(optimizer: ElasticOptimizer) -> None:
-    """The next step has no limit, unless `clip` is called before it."""
-    for group in optimizer.param_groups:
-        group[MAX_GRAD_NORM] = sys.float_info.max  # infinity would be refused, as a hyperparameter
+class ClippedSteps:
+    """The parameter server clips those steps for which a script asks with `clip`, and no others.
+
+    Args:
+        limit: that was named at the start; None: no step is clipped.
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        self._limit = limit
+        self._next, self._last = False, True  # so a step that the script does not make itself is clipped
+
+    def ask(self) -> None:
+        """The script has called `clip` for its next step, or for the one under way."""
+        self._next = True
+
+    @contextmanager
+    def step(self, optimizer: ElasticOptimizer | None, *, as_last: bool = False) -> Iterator[None]:
+        """While this is open, a step is made. `as_last`: it is clipped if the last one was."""
+        self._next = self._last if as_last else self._next
+        if optimizer is not None and self._limit is not None and not self._next:
+            for group in optimizer.param_groups:
+                group[MAX_GRAD_NORM] = sys.float_info.max  # infinity is refused in hyperparameters
+        try:
+            yield
+        finally:
+            self._next, self._last = False, self._next
 
 
 def clip(

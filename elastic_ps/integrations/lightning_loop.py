@@ -25,7 +25,7 @@ from elastic_ps.contract import env
 from elastic_ps.core.settings import MAX_GRAD_NORM
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.epochs import EpochLoader
-from elastic_ps.integrations.gradients import are_there
+from elastic_ps.integrations.gradients import ClippedSteps, are_there
 from elastic_ps.integrations.lightning_checks import RESUME, check
 from elastic_ps.integrations.processes import OneDevice, as_only_process, leads
 from elastic_ps.standalone import connect
@@ -173,6 +173,7 @@ class TrainsInJob(OneDevice):
         self.epochs: Epochs | None = None
         self._records, self._overlap, self._base = records, overlap, base
         self._max_grad_norm = max_grad_norm
+        self._clipped = ClippedSteps(None if self._local else max_grad_norm)
         self._layer_sync = None  # Lightning puts that of sync_batchnorm here
         super().__init__(**options)
         rank_zero_only.rank = 0 if self.is_global_zero else max(1, self.session.worker)
@@ -303,6 +304,12 @@ class TrainsInJob(OneDevice):
             )
         for group in self.elastic.param_groups:
             group[MAX_GRAD_NORM] = float(clip_val)
+        self._clipped.ask()
+
+    def optimizer_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning's. By hand, a step is clipped if `clip_gradients` was called for it. Blocks."""
+        with self._clipped.step(self.elastic):
+            return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
 
     # Evaluation and saving.
 

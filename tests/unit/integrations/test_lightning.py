@@ -281,7 +281,7 @@ class InTurn(Net):
         optimizer.zero_grad()
         loss = self.loss(batch)
         self.manual_backward(loss)
-        if self.limit is not None:
+        if self.limit is not None and batch_idx % 2 == 0:
             self.clip_gradients(optimizer, gradient_clip_val=self.limit, gradient_clip_algorithm="norm")
         optimizer.step()
         self.losses.append(loss.item())
@@ -295,6 +295,8 @@ class InTurn(Net):
 
 
 class Limited(InTurn):
+    """One of the two clips, as the critic of a GAN does."""
+
     limit = 0.01
 
 
