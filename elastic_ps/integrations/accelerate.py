@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.epochs import EpochLoader
-from elastic_ps.integrations.gradients import are_there, clip
+from elastic_ps.integrations.gradients import clip
 from elastic_ps.integrations.processes import as_only_process, leads
 from elastic_ps.standalone import connect
 from elastic_ps.worker.optimizer import ElasticOptimizer
@@ -119,7 +119,6 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self._elastic: ElasticOptimizer | None = None
         self._training: EpochLoader | None = None
         self._accumulates = self._shuffled = False
-        self._stepped_at = 0  # the number of batches at the last step
         self._computed = set[int]()  # the numbers of the batches of the next step
         self._made: list[tuple[torch.Tensor, Callable[[], torch.Tensor | None], int]] = []
 
@@ -233,7 +232,6 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
 
     def _stepped(self, *_: object) -> None:
         self._computed.clear()
-        self._stepped_at = 0 if self._training is None else self._training.batches
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, **options: Any
@@ -262,10 +260,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def _step_with_rest(self) -> None:
         """At the end of an epoch, as accelerate does with the last batch."""
         self.step = 0
-        if self._training is None or self._elastic is None:
-            return
-        there = self.scaler is None or are_there(self._elastic)
-        if self._training.batches > self._stepped_at and there:
+        if self._elastic is not None and self._elastic.owes_step:
             self.gradient_state._set_sync_gradients(True)  # noqa: SLF001 (no other way)
             self._optimizers[-1].step()
             self._optimizers[-1].zero_grad()

@@ -137,6 +137,29 @@ def test_a_step_that_overflows_in_half_precision_is_skipped(tmp_path: Path, brok
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
+def skips(accelerator: Any) -> torch.nn.Module:
+    """The gradient of the last step is still there, as zero_grad comes before backward."""
+    model = make_mlp().double()
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Numbers(16), BATCH))
+    for _ in range(EPOCHS):
+        for number, (x, y) in enumerate(loader, start=1):
+            if number < len(loader):
+                optimizer.zero_grad()
+                accelerator.backward(torch.nn.functional.mse_loss(model(x.double()), y.double()))
+                optimizer.step()
+    return model  # type: ignore[no-any-return]
+
+
+def test_a_script_skips_the_last_batch_of_an_epoch(tmp_path: Path) -> None:
+    alone, models = skips(Accelerator(cpu=True)), list[torch.nn.Module]()
+    with running_job(tmp_path, data=IN_ORDER) as job:
+        job.run(lambda session: models.append(skips(elastic(session))), workers=1)
+        assert job.status().progress.records_skipped == EPOCHS * BATCH
+    for a, b in zip(models[0].parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
 def test_two_workers_share_the_batches_of_accelerate_alone(tmp_path: Path) -> None:
     records = 48  # the last batch of an epoch is as large as the others
     alone = by_itself(batch=2 * BATCH, records=records, clip=0.1)
