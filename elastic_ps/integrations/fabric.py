@@ -91,6 +91,7 @@ class ElasticStrategy(OneDevice, SingleDeviceStrategy):  # type: ignore[misc]
         self._clipped = ClippedSteps(self._max_grad_norm)
         super().__init__(**options)
         leader = self.session.worker == 0 and leads()
+        # Fabric prints where local_rank is 0: in one process of the job.
         self.global_rank = self.local_rank = 0 if leader else max(1, self.session.worker)
         rank_zero_only.rank = self.global_rank
 

@@ -103,7 +103,11 @@ class Records:
         """
         member = self._member
         if not member.entered:
-            raise UsageError("call session.optimizer(...) before iterating over session.loader(...)")
+            raise UsageError(
+                "call session.optimizer(...) before iterating over session.loader(...). With Fabric or "
+                "accelerate, pass the optimizer, with its model, to fabric.setup(...) or "
+                "accelerator.prepare(...)"
+            )
 
         def take(all_of_them: list[DataSet]) -> pb.TakeReply:
             _check_same(all_of_them)

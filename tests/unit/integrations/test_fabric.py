@@ -234,6 +234,10 @@ REFUSED: dict[str, tuple[str, Callable[[Session], object]]] = {
         r"model, optimizer = fabric\.setup",
         lambda s: elastic(s).setup_optimizers(torch.optim.SGD(make_mlp().parameters(), lr=0.1)),
     ),
+    "no optimizer": (
+        r"pass the optimizer, with its model, to fabric\.setup",
+        lambda s: next(iter(elastic(s).setup_dataloaders(DataLoader(Numbers(8), 4)))),
+    ),
     "two models": (
         "one torch.nn.ModuleDict",
         lambda s: setup(s)[0].setup(other := make_mlp(), torch.optim.SGD(other.parameters(), lr=0.1)),
