@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.epochs import EpochLoader
-from elastic_ps.integrations.gradients import clip
+from elastic_ps.integrations.gradients import ClippedSteps, clip
 from elastic_ps.integrations.processes import as_only_process, leads
 from elastic_ps.standalone import connect
 from elastic_ps.worker.optimizer import ElasticOptimizer
@@ -116,6 +116,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self.session = session
         self._epochs, self._records = epochs, records
         self._max_grad_norm, self._overlap, self._base = max_grad_norm, overlap, base
+        self._clipped = ClippedSteps(None if self._local else max_grad_norm)
         self._elastic: ElasticOptimizer | None = None
         self._training: EpochLoader | None = None
         self._accumulates = self._shuffled = False
@@ -229,8 +230,10 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         counted = any(not isinstance(each.scheduler, ReduceLROnPlateau) for each in self._schedulers)
         if counted and len(self._computed) > self.batches_of_step:
             raise UsageError(_BY_HAND.format(batches=len(self._computed), steps=self.batches_of_step))
+        self._clipped.begin(self._elastic)
 
     def _stepped(self, *_: object) -> None:
+        self._clipped.end()
         self._computed.clear()
 
     def prepare_data_loader(
@@ -261,6 +264,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         """At the end of an epoch, as accelerate does with the last batch."""
         self.step = 0
         if self._elastic is not None and self._elastic.owes_step:
+            self._clipped.as_last()
             self.gradient_state._set_sync_gradients(True)  # noqa: SLF001 (no other way)
             self._optimizers[-1].step()
             self._optimizers[-1].zero_grad()
@@ -355,7 +359,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         if self._local:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[no-any-return]
         self.unscale_gradients()
-        return clip(
+        norm = clip(
             self._elastic,
             parameters,
             max_norm,
@@ -364,6 +368,9 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             call="clip_grad_norm_",
             how="ElasticAccelerator",
         )
+        if max_norm < float("inf"):
+            self._clipped.ask()
+        return norm
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """As accelerate's where `is_main_process` is true."""

@@ -200,8 +200,8 @@ class ElasticStrategy(OneDevice, SingleDeviceStrategy):  # type: ignore[misc]
     def _step_with_rest(self) -> None:
         """At the end of an epoch: a step with the batches that no step was made with."""
         if self.elastic is not None and self.elastic.owes_step:
-            with self._clipped.step(self.elastic, as_last=True):
-                super().optimizer_step(self.elastic)
+            self._clipped.as_last()
+            self.optimizer_step(self.elastic)
             self.elastic.zero_grad()
 
     def clip_gradients_norm(

@@ -33,17 +33,28 @@ class ClippedSteps:
         """The script has called `clip` for its next step, or for the one under way."""
         self._next = True
 
-    @contextmanager
-    def step(self, optimizer: ElasticOptimizer | None, *, as_last: bool = False) -> Iterator[None]:
-        """While this is open, a step is made. `as_last`: it is clipped if the last one was."""
-        self._next = self._last if as_last else self._next
+    def as_last(self) -> None:
+        """The next step is made for the script, and clipped if the last one was."""
+        self._next = self._last
+
+    def begin(self, optimizer: ElasticOptimizer | None) -> None:
+        """A step begins. It may call the script, which may ask."""
         if optimizer is not None and self._limit is not None and not self._next:
             for group in optimizer.param_groups:
                 group[MAX_GRAD_NORM] = sys.float_info.max  # infinity is refused in hyperparameters
+
+    def end(self) -> None:
+        """The step has ended."""
+        self._next, self._last = False, self._next
+
+    @contextmanager
+    def step(self, optimizer: ElasticOptimizer | None) -> Iterator[None]:
+        """From `begin` to `end`."""
+        self.begin(optimizer)
         try:
             yield
         finally:
-            self._next, self._last = False, self._next
+            self.end()
 
 
 def clip(

@@ -160,6 +160,29 @@ def test_a_script_skips_the_last_batch_of_an_epoch(tmp_path: Path) -> None:
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
+def test_a_script_clips_some_steps(tmp_path: Path) -> None:
+    """Those of the second epoch. In the third it only asks for the norm."""
+
+    def clips(accelerator: Any) -> torch.nn.Module:
+        model = make_mlp().double()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Numbers(16), BATCH))
+        for epoch in range(EPOCHS):
+            for x, y in loader:
+                optimizer.zero_grad()
+                accelerator.backward(torch.nn.functional.mse_loss(model(x.double()), y.double()))
+                if epoch:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.05 if epoch == 1 else math.inf)
+                optimizer.step()
+        return model  # type: ignore[no-any-return]
+
+    alone, models = clips(Accelerator(cpu=True)), list[torch.nn.Module]()
+    with running_job(tmp_path, data=IN_ORDER) as job:
+        job.run(lambda session: models.append(clips(elastic(session, max_grad_norm=0.05))), workers=1)
+    for a, b in zip(models[0].parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
 def test_two_workers_share_the_batches_of_accelerate_alone(tmp_path: Path) -> None:
     records = 48  # the last batch of an epoch is as large as the others
     alone = by_itself(batch=2 * BATCH, records=records, clip=0.1)
