@@ -43,6 +43,11 @@ class Ages:
         self._clock, self._last = 0, -1  # time that has passed; when the last version was made
         self._marks: list[tuple[int, int]] = []  # versions, and when the clock was there
 
+    @property
+    def begun(self) -> bool:
+        """Whether it knows of a version."""
+        return self._last >= 0
+
     def advance(self, version: int, now: float) -> None:
         """A version is made, at a time in seconds of any clock. Where it goes back, no time has passed."""
         at = int(now * 1000)

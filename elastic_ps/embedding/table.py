@@ -254,7 +254,8 @@ class Table:
                 rows, gradient = rows[known], gradient[torch.from_numpy(known)]
             self._step(rows, gradient, rate)
         self.version = version
-        if self._ages is not None and self.extent:  # where a look-up made the table, a standby has none
+        # Where a look-up made the table, a standby has none; after all rows were dropped, it has one.
+        if self._ages is not None and (self.extent or self._ages.begun):
             self._ages.advance(version, now)
         for place, rows_ in enumerate((self._rows, self._waiting)):
             self._sweep(place, rows_)
@@ -500,7 +501,7 @@ class Table:
             for name, column in self._named(prefix):
                 column.tensor.index_copy_(0, numbers, part[name])
         self.version, self.steps = int(part["version"]), int(part["steps"])
-        if self._ages is not None and self.extent and "times" in part:
+        if self._ages is not None and "times" in part:
             self._ages.learn(part["times"])
         for _, rows in self._both():
             rows.forget_removed(self.version)
