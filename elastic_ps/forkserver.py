@@ -12,12 +12,10 @@ they would be killed, even a parameter server that writes its last checkpoint.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import fcntl
 import gc
-import logging
 import os
 import select
 import signal
@@ -184,39 +182,47 @@ def _keep(modules: dict[str, ModuleType]) -> None:
     gc.freeze()  # nothing frees a cycle that the garbage collector does not see
 
 
-def _leave_modules(modules: dict[str, ModuleType]) -> None:
-    """Let Python end a fork without the modules that it has from the fork server; an exit handler.
+class _End:
+    """Lets Python end a fork without the modules that it has from the fork server.
 
     To free their objects, Python writes to nearly all memory that the processes share, and each fork then has
     a copy of it. Modules that the script has imported end as usual.
+
+    Python deletes `sys.__interactivehook__`, which a fork has no use for, before it frees modules. By then
+    all exit handlers have run, and no other thread runs any more: each may have to import something.
     """
-    logging.shutdown()  # its own exit handler runs later, and would lack modules
-    cast(dict[str, object], sys.modules).update(dict.fromkeys(modules))
-    ctypes.CDLL(None).fflush(None)
+
+    def __init__(self, modules: Mapping[str, ModuleType]) -> None:
+        self._known = cast(dict[str, object], sys.modules)
+        self._none = dict.fromkeys(modules)
+        vars(sys)["__interactivehook__"] = self
+
+    def __del__(self) -> None:
+        self._known.update(self._none)
 
 
 def _leave_libraries() -> None:
-    """In the fork: skip the exit handlers of C libraries that are loaded by now; see `_leave_modules`."""
+    """In the fork: skip the exit handlers of C libraries that are loaded by now; see `_End`."""
     with contextlib.suppress(AttributeError):  # only glibc has this
         libc = ctypes.CDLL(None)
         libc.on_exit(libc["_exit"], None)
+        libc["__cxa_atexit"](libc["fflush"], None, None)  # before: all files, as exit() does at its end
 
 
 def main() -> int:
     """Serve, or run as a fork; returns the exit status."""
-    modules: dict[str, ModuleType] = {}
-    atexit.register(_leave_modules, modules)  # first, so that it is called last
     packets = Packets(socket.socket(fileno=int(sys.argv[1])))
     exits.print_stacks_on_request()  # before any fork
     with _ending_with(packets.sock):
         programs = _programs()
-        modules.update(sys.modules)
+        modules = sys.modules.copy()
         _keep(modules)
     packets.send({"programs": list(programs)})
     order = _Forks(packets).serve()
     if order is None:
         lifecycle.end_now(0)
     _leave_libraries()
+    _End(modules)
     _become(order)
     status = programs[order["program"]]()
     if order["program"] == "elastic_ps.server":  # as its own `__main__` does

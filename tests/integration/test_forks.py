@@ -227,12 +227,18 @@ def test_it_is_ended_with_what_it_has_started(forks: ForkServer, tmp_path: Path)
 
 
 ENDS = """
-import atexit
+import atexit, logging
 
 def registered():
     import torch
     print(torch.ones(2).sum().item())
 
+class Handler(logging.Handler):
+    def close(self):
+        import json
+        print(json.dumps("closed"))
+
+handler = Handler()
 atexit.register(registered)
 def main(): pass
 """
@@ -248,7 +254,7 @@ def test_its_end_copies_only_a_part_of_the_shared_memory(forks: ForkServer, tmp_
     assert forks.ready(timedelta(seconds=60))
     before, shared = new_memory(), psutil.Process(forks.pid).memory_full_info().uss
     ended = Run(forks, "ends:main", dict(os.environ), directory=tmp_path).ended()
-    assert ended == (0, "2.0\n", "")
+    assert ended == (0, '2.0\n"closed"\n', "")
     assert new_memory() - before < shared / 2
 
 
