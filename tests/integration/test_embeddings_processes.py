@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,40 @@ def test_the_rows_are_those_of_one_process_on_the_same_records(
     weight = table.weight.detach()[rows["ids"]]
     torch.testing.assert_close(rows["values"], weight, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(model.head.weight, dense.head.weight, rtol=1e-12, atol=1e-12)
+
+
+class Both(torch.nn.Module):
+    """A model with a table that grows, and the same one with a parameter in its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.growing, table = growing(), torch.nn.Embedding(IDS, DIM, dtype=torch.float64)
+        table.weight.data = self.growing.rows(torch.arange(IDS)).detach().clone()
+        self.dense = Model(table)
+
+
+def test_a_batch_without_records_for_a_process_counts_once_in_a_step_of_several(tmp_path: Path) -> None:
+    """The last of the 10 batches has a single record."""
+
+    def script(session: Session, _: int) -> None:
+        model = Both()
+        optimizer = session.optimizer(sgd(model), model)
+        for number, (ids, targets) in enumerate(session.loader(Clicks(), batch_size=7)):
+            with nullcontext() if number % 2 else optimizer.no_sync():
+                sum(mse(each, ids, targets) for each in (model.growing, model.dense)).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with running_job(tmp_path, checkpoints=tmp_path / "checkpoints", worker={"processes": 2}) as job:
+        job.start_processes(0, script)
+        job.join()
+    model = Both()
+    elastic_ps.load_checkpoint(tmp_path / "checkpoints", model)
+    rows = rows_of(model.growing)
+    weight = model.dense.rows.get_parameter("weight").detach()[rows["ids"]]
+    torch.testing.assert_close(rows["values"], weight, rtol=1e-12, atol=1e-12)
+    assert rows["counts"].sum() == 2 * RECORDS
 
 
 def lazy() -> Model:
