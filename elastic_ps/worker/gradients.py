@@ -160,10 +160,7 @@ class Gradients:
         return torch.zeros_like(gradient) if none else None
 
     def made_rows(self) -> bool:
-        """Note that backward() has made a gradient of rows. Returns False if it does not count.
-
-        See `_counted`, too.
-        """
+        """Note that backward() has made a gradient of rows. Returns False if it does not count."""
         batches = self._runtime.batches
         return self._made(_ROWS) and not self._runtime.slices.has_none(batches.under_way(begins=False))
 
