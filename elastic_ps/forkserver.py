@@ -12,6 +12,7 @@ they would be killed, even a parameter server that writes its last checkpoint.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -21,10 +22,10 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any, cast
+from typing import Any, NoReturn
 
 from elastic_ps.contract import exits
 from elastic_ps.contract.env import THREAD_VARIABLES, disable_grpc_fork_hooks
@@ -175,60 +176,51 @@ def _become(order: Mapping[str, Any]) -> None:
         Path("/proc/self/comm").write_text(order["name"])
 
 
-def _keep(modules: dict[str, ModuleType]) -> None:
-    """Keep modules for as long as this process and its forks exist."""
-    kept: list[object] = [modules]
-    kept.append(kept)
-    gc.freeze()  # nothing frees a cycle that the garbage collector does not see
+def _run(program: Callable[[], int], shared: Collection[str]) -> NoReturn:
+    """Run as a fork and end as Python does, but without freeing what the fork server shares with it.
 
+    To free that, Python writes to nearly all of this memory, and each fork then has a copy of it. What the
+    script has imported is freed: its files are written, and its finalizers run.
 
-class _End:
-    """Lets Python end a fork without the modules that it has from the fork server.
-
-    To free their objects, Python writes to nearly all memory that the processes share, and each fork then has
-    a copy of it. Modules that the script has imported end as usual.
-
-    Python deletes `sys.__interactivehook__`, which a fork has no use for, before it frees modules. By then
-    all exit handlers have run, and no other thread runs any more: each may have to import something.
+    Args:
+        shared: the names of the modules that the fork server has imported.
     """
+    status: object = 1
+    try:
+        status = program()
+    except SystemExit as ending:
+        status = ending.code
+    except Exception:  # noqa: BLE001 (as Python does at the end)
+        sys.excepthook(*sys.exc_info())
+    if not isinstance(status, int):
+        if status is not None:
+            print(status, file=sys.stderr)
+        status = 0 if status is None else 1
+    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001 (as in a process of multiprocessing)
+    atexit._run_exitfuncs()  # noqa: SLF001
+    for name in sys.modules.keys() - shared:
+        del sys.modules[name]
+    gc.collect()
+    ctypes.CDLL(None).fflush(None)
+    lifecycle.end_now(status)
 
-    def __init__(self, modules: Mapping[str, ModuleType]) -> None:
-        self._known = cast(dict[str, object], sys.modules)
-        self._none = dict.fromkeys(modules)
-        vars(sys)["__interactivehook__"] = self
 
-    def __del__(self) -> None:
-        self._known.update(self._none)
-
-
-def _leave_libraries() -> None:
-    """In the fork: skip the exit handlers of C libraries that are loaded by now; see `_End`."""
-    with contextlib.suppress(AttributeError):  # only glibc has this
-        libc = ctypes.CDLL(None)
-        libc.on_exit(libc["_exit"], None)
-        libc["__cxa_atexit"](libc["fflush"], None, None)  # before: all files, as exit() does at its end
-
-
-def main() -> int:
-    """Serve, or run as a fork; returns the exit status."""
+def main() -> NoReturn:
+    """Serve, or run as a fork, to the end of the process."""
     packets = Packets(socket.socket(fileno=int(sys.argv[1])))
     exits.print_stacks_on_request()  # before any fork
     with _ending_with(packets.sock):
         programs = _programs()
-        modules = sys.modules.copy()
-        _keep(modules)
     packets.send({"programs": list(programs)})
     order = _Forks(packets).serve()
     if order is None:
         lifecycle.end_now(0)
-    _leave_libraries()
-    _End(modules)
+    shared = set(sys.modules)
     _become(order)
-    status = programs[order["program"]]()
     if order["program"] == "elastic_ps.server":  # as its own `__main__` does
-        lifecycle.end_now(status)
-    return status
+        lifecycle.end_now(programs[order["program"]]())
+    _run(programs[order["program"]], shared)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
