@@ -132,7 +132,7 @@ def test_a_stranger_who_calls_himself_a_process_of_the_job_is_not_answered(port:
 def test_no_worker_passes_for_a_server(kind: str, tmp_path: Path) -> None:
     ca = authority()
     worker = Credentials(write(tmp_path / "worker", ca, "worker"))
-    with pytest.raises(UsageError, match="that of worker 0, but this process is a server"):
+    with pytest.raises(UsageError, match="belongs to worker 0, but this process is a server"):
         ways.listen(f"{kind}:127.0.0.1:0", credentials=worker)
 
 
