@@ -470,7 +470,7 @@ class Client:
             raise ConnectionLost("the parameter server ended the call without an answer")
         return found
 
-    def _lost(self, since: float, problem: Exception) -> ConnectionLost | None:
+    def lost(self, since: float, problem: Exception) -> ConnectionLost | None:
         """The error to end with, if calls have failed since `since` (monotonic, s) for too long; else None.
 
         The log says now and then that a call is repeated.
@@ -487,38 +487,31 @@ class Client:
     def _call(self, shard: int, method: str, frame: Frame) -> Iterator[Incoming]:
         return self._connections[shard].call(method, frame, timeout=TIMEOUT)
 
-    def retry(
-        self,
-        attempt: Callable[[], T],
-        *,
-        heard: Callable[[], float] = lambda: 0.0,
-        over: Callable[[], bool] = lambda: False,
-    ) -> T:
+    def retry(self, attempt: Callable[[], T]) -> T:
         """Repeat an attempt that fails on the way, or is answered with "not yet", with growing pauses.
 
         Blocks. Raises Refused, and ConnectionLost when nobody has answered for `WorkerLimits.patience`.
-
-        Args:
-            heard: when an attempt, which may have several answers, got one last (monotonic, s).
-            over: whether another attempt has no use. Then the error of the last one is raised.
         """
         since = time.monotonic()
         pauses, answered = Pauses(FIRST_PAUSE, LONGEST_PAUSE_CALLING), False
         while True:
             try:
                 return attempt()
-            except (ConnectionLost, DeadlineExceeded, Refused) as error:
-                since = max(since, heard())
-                if self._closed.is_set() or over():
+            except (ConnectionLost, DeadlineExceeded) as error:
+                if self._closed.is_set():
                     raise
-                if not isinstance(error, Refused):
-                    if lost := self._lost(since, error):
-                        raise lost from error
-                elif error.code is RefusalCode.NOT_YOUR_TURN:
+                if lost := self.lost(since, error):
+                    raise lost from error
+            except Refused as refusal:
+                if refusal.code is RefusalCode.NOT_YOUR_TURN and not self._closed.is_set():
                     since = time.monotonic()  # it waits for a worker
-                elif error.code is not RefusalCode.NOT_READY or self._is_late(since, time.monotonic()):
+                elif (
+                    refusal.code is not RefusalCode.NOT_READY
+                    or self._closed.is_set()
+                    or self._is_late(since, time.monotonic())
+                ):
                     raise
-                if isinstance(error, Refused) and not answered:
+                if not answered:
                     pauses, answered = Pauses(FIRST_PAUSE, LONGEST_PAUSE), True
             self._closed.wait(pauses.next() * (0.5 + random.random()))
 

@@ -30,7 +30,7 @@ from elastic_ps.codec.encoder import Encoder
 from elastic_ps.codec.plan import Plan
 from elastic_ps.core.partition import Bucket, Rule
 from elastic_ps.core.pushing import FINISH, BaseReport, BeginTime, Progress, PushPolicy, PushTime, end_of
-from elastic_ps.errors import ConnectionLost, Malformed, RefusalCode, Refused, UsageError
+from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, RefusalCode, Refused, UsageError
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import EMPTY, Incoming
 from elastic_ps.worker.client import Client
@@ -479,16 +479,23 @@ class PushPull(Strategy):
 
     def _receive(self, pull: _Pull) -> None:
         """Ask until all has arrived, or something has gone wrong. Blocks."""
-
-        def over() -> bool:
-            return not self._goes_on(pull) or self._progress.error is not None
-
-        attempt, heard = partial(self._pull_once, pull), lambda: self._heard[pull.shard]
-        try:
-            while not over() and not self._client.retry(attempt, heard=heard, over=over):
-                pass
-        except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
-            self._fail(error, pull.generation)
+        shard = pull.shard
+        self._heard[shard] = time.monotonic()
+        while pull.generation == self._progress.generation and self._progress.error is None:
+            try:
+                if self._pull_once(pull):
+                    break
+                self._heard[shard] = time.monotonic()
+            except (ConnectionLost, DeadlineExceeded) as error:
+                lost = self._client.lost(self._heard[shard], error)
+                if lost or self._closing.wait(0.1):
+                    self._fail(lost or error, pull.generation)
+            except Refused as refusal:
+                again = refusal.code in (RefusalCode.NOT_READY, RefusalCode.NOT_YOUR_TURN)
+                if not again or self._closing.wait(0.1):
+                    self._fail(refusal, pull.generation)
+            except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
+                self._fail(error, pull.generation)
 
     def _pull_once(self, pull: _Pull) -> bool:
         """One try to get what is still missing. Returns whether all of it has arrived."""

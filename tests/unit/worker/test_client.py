@@ -123,16 +123,3 @@ def test_the_time_that_one_that_leaves_waits_begins_when_it_was_asked() -> None:
     assert not client.is_lost(time.monotonic() - 60)
     client.expect_to_leave()
     assert not client.is_lost(time.monotonic() - 60)
-
-
-def test_an_attempt_that_gets_answers_is_repeated_until_it_has_no_use() -> None:
-    client = Client("job", 0, [], limits=WorkerLimits(patience=timedelta(0)))
-    tried: list[int] = []
-
-    def attempt() -> None:
-        tried.append(1)
-        raise ConnectionLost("cut")
-
-    with pytest.raises(ConnectionLost, match=r"^cut"):
-        client.retry(attempt, heard=lambda: time.monotonic() + 60, over=lambda: len(tried) == 3)
-    assert len(tried) == 3
