@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import os
 import threading
@@ -24,6 +25,8 @@ from typing import cast
 from elastic_ps.contract.env import disable_grpc_fork_hooks
 
 disable_grpc_fork_hooks()
+# To free a channel waits for threads, which a forked process, such as a DataLoader's, does not have.
+os.register_at_fork(after_in_child=gc.freeze)
 
 import grpc  # noqa: E402
 
