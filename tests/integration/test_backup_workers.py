@@ -120,7 +120,7 @@ def test_a_worker_that_has_begun_and_dies_is_not_waited_for(tmp_path: Path) -> N
 
 
 def test_a_worker_that_hangs_before_it_pushes_is_declared_hung(tmp_path: Path) -> None:
-    """Rounds go on without it until there are no records but those that it holds."""
+    """Rounds go on without it, at most until there are no records but those that it holds."""
     data, stuck, release = Numbers(200), threading.Event(), threading.Event()
     refusals: list[RefusalCode] = []
 
@@ -147,7 +147,9 @@ def test_a_worker_that_hangs_before_it_pushes_is_declared_hung(tmp_path: Path) -
         job.stop_time()
         for worker in range(3):
             job.start(worker, script)
-        job.until(lambda: job.coordinator.job.state.starved == {0, 2}, "the others lack what it holds")
+        state = job.coordinator.job.state
+        # A round waits for it if it holds records that were late twice.
+        job.until(lambda: state.starved == {0, 2} or 1 in state.rounds.owed, "the others lack what it holds")
         job.let_hang(1)
         job.until(lambda: job.status().progress.finished, "the others train all records")
         members = job.status().members
