@@ -503,6 +503,7 @@ def test_an_optimizer_that_evaluates_the_loss_itself(tmp_path: Path) -> None:
     losses = list[float]()
 
     def script(session: Session) -> None:
+        torch.manual_seed(0)
         model = torch.nn.Linear(6, 1)
         optimizer = session.optimizer(torch.optim.LBFGS(model.parameters(), max_iter=4), model)
         for x, y in session.loader(Numbers(64), 16, epochs=2):
