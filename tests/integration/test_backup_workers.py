@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
+from elastic_ps.core.consistency import AskedRounds
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
 from elastic_ps.errors import InvalidJob, RefusalCode, Refused, UsageError
@@ -148,8 +149,10 @@ def test_a_worker_that_hangs_before_it_pushes_is_declared_hung(tmp_path: Path) -
         for worker in range(3):
             job.start(worker, script)
         state = job.coordinator.job.state
+        rounds = state.rounds
+        assert isinstance(rounds, AskedRounds)
         # A round waits for it if it holds records that were late twice.
-        job.until(lambda: state.starved == {0, 2} or 1 in state.rounds.owed, "the others lack what it holds")
+        job.until(lambda: state.starved == {0, 2} or 1 in rounds.owed, "the others lack what it holds")
         job.let_hang(1)
         job.until(lambda: job.status().progress.finished, "the others train all records")
         members = job.status().members
