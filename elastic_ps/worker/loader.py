@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -24,7 +25,7 @@ from elastic_ps.data.states import Loop, LoopEvent
 from elastic_ps.data.stream import IndexedStream, ItemIndex
 from elastic_ps.data.supply import Supply
 from elastic_ps.embedding.ahead import Prefetch
-from elastic_ps.errors import UsageError
+from elastic_ps.errors import ConnectionLost, UsageError
 from elastic_ps.worker.checks import check_loop
 from elastic_ps.worker.records import DataSet
 from elastic_ps.worker.runtime import Runtime
@@ -338,7 +339,8 @@ class ElasticLoader:
         """A loop is left: give back the records in hand, which others or this worker's next loop get."""
         if not self._runtime.records.over:
             self._supply.in_hand.clear()
-            self._runtime.records.stop_computing(leaves=for_good)
+            with suppress(ConnectionLost):  # others get them when this worker's lease ends
+                self._runtime.records.stop_computing(leaves=for_good)
 
     def close(self) -> None:
         """End the processes that fetch. Waits a while for them; those that are late end later. Idempotent.
