@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from elastic_ps.codec.several import Several, parameters_of, parts_of
+from elastic_ps.codec.several import Several, before_each_step, parameters_of, parts_of
 from elastic_ps.codec.state import state_dict_of
 from elastic_ps.core.working import Event, State
 from elastic_ps.embedding.tables import Tables
@@ -109,7 +108,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         self._groups = self._groups_now()
         self._own = {id(tensor) for tensor in own}
         self._thread = threading.get_ident()
-        runtime.at_close.append(register_optimizer_step_pre_hook(self._check_other).remove)
+        runtime.at_close.append(before_each_step(self._check_other))
         runtime.make_step = self._make_step
 
     @property
@@ -139,7 +138,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
             raise UsageError(f"there is no optimizer {name!r}: session.optimizer(...) was given {known}")
         return self._parts[name]
 
-    def _check_other(self, other: torch.optim.Optimizer, *_: object) -> None:
+    def _check_other(self, other: torch.optim.Optimizer) -> None:
         """Called before the step of any optimizer. Raises UsageError if it must not make one."""
         if self._stepping:
             return  # also the one within another, as SAM has it
