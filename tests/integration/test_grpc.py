@@ -375,9 +375,8 @@ def test_a_worker_says_that_it_is_not_answered(caplog: pytest.LogCaptureFixture)
     with pytest.raises(ConnectionLost, match=r"the parameter server has not answered for \d s"):
         calls.heartbeat()
     calls.close()
-    assert 1 <= len(caplog.messages) <= 15, "now and then"
     said = r"the parameter server has not answered for \d s, trying again: Heartbeat at"
-    assert re.match(said, caplog.messages[0])
+    assert 1 <= sum(bool(re.match(said, message)) for message in caplog.messages) <= 15, "now and then"
 
 
 def test_a_stranger_at_the_address_is_a_transport_error() -> None:
