@@ -129,7 +129,7 @@ def _kept(model: torch.nn.Module, trained: Collection[int]) -> set[int]:
 
 
 def _within(name: str, frozen: Mapping[str, Any]) -> bool:
-    """Whether a name is below that of a frozen parameter, as `weight.absmax` is below `weight`."""
+    """Whether a tensor belongs to a frozen parameter, such as `weight.absmax` to `weight`."""
     return any(name[:place] in frozen for place, each in enumerate(name) if each == ".")
 
 

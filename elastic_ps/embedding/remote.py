@@ -184,7 +184,7 @@ class RemoteTables(Tables):
         self.sent()
 
     def taken(self) -> dict[str, Sent]:
-        """What this process has of the step, by the names of all tables."""
+        """The gradients of this process in the step, by the names of all tables."""
         return {
             name: Sent(self._taken[name], source.used, source.used_ahead)
             for name, source in self._remote.items()

@@ -47,7 +47,7 @@ class _Rows(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What a process has of a step, by the descriptions of tables; and what it said that its part weighs."""
+    """The gradients of a process in a step, by the descriptions of tables, with the weight from `weigh`."""
 
     weight: float | None
     tables: Mapping[str, _Rows]

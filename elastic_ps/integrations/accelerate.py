@@ -146,7 +146,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is worker 0; after a loop over the training data, whether it is the chief."""
+        """True on worker 0. After a loop over the training data, true on the chief instead."""
         training = self._training
         if training is None or training.within or not training.begun:
             return self.is_local_main_process

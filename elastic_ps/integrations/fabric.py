@@ -102,7 +102,7 @@ class ElasticStrategy(OneDevice, SingleDeviceStrategy):  # type: ignore[misc]
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is worker 0; after a loop over the training data, whether it is the chief."""
+        """True on worker 0. After a loop over the training data, true on the chief instead."""
         training = self._training
         if training is None or training.within or not training.begun:
             return bool(self.global_rank == 0)

@@ -14,7 +14,7 @@ from elastic_ps.worker.optimizer import ElasticOptimizer
 
 
 def are_there(optimizer: ElasticOptimizer) -> bool:
-    """Whether a parameter has a gradient. A GradScaler makes no step without one, and raises an error."""
+    """Whether any parameter has a gradient. Without one, the step of a GradScaler raises an error."""
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 

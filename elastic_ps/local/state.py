@@ -296,7 +296,7 @@ def _as_it_is(process: ProcessStatus) -> ProcessStatus:
 
 
 def is_of_run(checkpoints: Path) -> bool:
-    """Whether this directory is that of one run, so that a later run may delete it."""
+    """Whether this directory belongs to one run. A later run may delete such a directory."""
     return checkpoints.parent.name == "checkpoints" and bool(re.fullmatch(r"run-\d+", checkpoints.name))
 
 
