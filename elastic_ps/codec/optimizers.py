@@ -11,9 +11,11 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from elastic_ps.codec.delayed import OURS
 from elastic_ps.codec.memory import name_of
@@ -550,3 +552,23 @@ def _saved(kind: Kind, state: Mapping[Any, Any], parameter: torch.Tensor) -> dic
                 "parameter's shape, can be saved"
             )
     return copies
+
+
+_checks: list[Callable[[torch.optim.Optimizer], None]] = []
+
+
+def before_each_step(check: Callable[[torch.optim.Optimizer], None]) -> Callable[[], None]:
+    """Call `check` before the step of any optimizer of this process; returns what ends that.
+
+    Torch's own hooks of that kind must not change while a thread makes a step.
+    """
+    _checks.append(check)
+    return partial(_checks.remove, check)
+
+
+def _check(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for check in tuple(_checks):
+        check(optimizer)
+
+
+register_optimizer_step_pre_hook(_check)

@@ -7,35 +7,14 @@ checkpoints, which use groups, several optimizers are one with more groups.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 SEPARATOR = "+"
 """Separates the classes' names, one for each parameter group, of several optimizers."""
 
 Kind = type[torch.optim.Optimizer]
-
-_checks: list[Callable[[torch.optim.Optimizer], None]] = []
-
-
-def before_each_step(check: Callable[[torch.optim.Optimizer], None]) -> Callable[[], None]:
-    """Call `check` before the step of any optimizer of this process; returns what ends that.
-
-    Torch's own hooks of that kind must not change while a thread makes a step.
-    """
-    _checks.append(check)
-    return partial(_checks.remove, check)
-
-
-def _check(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    for check in tuple(_checks):
-        check(optimizer)
-
-
-register_optimizer_step_pre_hook(_check)
 
 
 class Several(torch.optim.Optimizer):

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from elastic_ps.codec.several import Several, before_each_step, parameters_of, parts_of
+from elastic_ps.codec.optimizers import before_each_step
+from elastic_ps.codec.several import Several, parameters_of, parts_of
 from elastic_ps.codec.state import state_dict_of
 from elastic_ps.core.working import Event, State
 from elastic_ps.embedding.tables import Tables
@@ -194,7 +195,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self._runtime.batches.lost:
             self._runtime.batches.stale = False
-            self._clear_tables()
+            self._gradients.drop_rows()
             logger.info("no step is made: its records went to other workers when this worker joined again")
             return loss
         if self._runtime.has_no_step:
@@ -296,17 +297,13 @@ class ElasticOptimizer(torch.optim.Optimizer):
         """
         self._runtime.skip()
 
-    def _clear_tables(self) -> None:
-        if self._tables is not None:
-            self._tables.clear()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in torch. If this drops gradients that no step was made with, their records count as skipped."""
         self.zero_grad_of(self._wrapped, set_to_none)
 
     def zero_grad_of(self, wrapped: torch.optim.Optimizer, set_to_none: bool) -> None:
         """As `zero_grad`, of the wrapped optimizer, or of one of several."""
-        self._clear_tables()  # also of gradients that a step has failed with
+        self._gradients.drop_rows()  # also of gradients that a step has failed with
         if not self._runtime.working.in_step:  # it makes no step with what it has computed
             self._runtime.note_skipped(self._runtime.batches.reopen())
         if not (set_to_none and type(wrapped).zero_grad is torch.optim.Optimizer.zero_grad):
