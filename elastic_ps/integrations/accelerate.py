@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.epochs import EpochLoader
-from elastic_ps.integrations.gradients import ClippedSteps, clip
+from elastic_ps.integrations.gradients import ClippedSteps
 from elastic_ps.integrations.processes import as_only_process, leads
 from elastic_ps.standalone import connect
 from elastic_ps.worker.optimizer import ElasticOptimizer
@@ -359,18 +359,9 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         if self._local:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[no-any-return]
         self.unscale_gradients()
-        norm = clip(
-            self._elastic,
-            parameters,
-            max_norm,
-            norm_type,
-            given=self._max_grad_norm,
-            call="clip_grad_norm_",
-            how="ElasticAccelerator",
+        return self._clipped.clip(
+            self._elastic, parameters, max_norm, norm_type, call="clip_grad_norm_", how="ElasticAccelerator"
         )
-        if max_norm < float("inf"):
-            self._clipped.ask()
-        return norm
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """As accelerate's where `is_main_process` is true."""

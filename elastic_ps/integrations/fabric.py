@@ -21,7 +21,7 @@ from torch.utils.data import RandomSampler
 
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.epochs import EpochLoader
-from elastic_ps.integrations.gradients import ClippedSteps, clip
+from elastic_ps.integrations.gradients import ClippedSteps
 from elastic_ps.integrations.processes import OneDevice, as_only_process, leads, too_many_devices
 from elastic_ps.standalone import connect
 from elastic_ps.worker.optimizer import ElasticOptimizer
@@ -226,17 +226,14 @@ class ElasticStrategy(OneDevice, SingleDeviceStrategy):  # type: ignore[misc]
             )
             return norm
         self.precision.unscale_gradients(optimizer)
-        norm = clip(
+        norm = self._clipped.clip(
             self.elastic,
             self.precision.main_params(optimizer),
             max_norm,
             norm_type,
-            given=self._max_grad_norm,
             call="fabric.clip_gradients(max_norm=...)",
             how="ElasticStrategy",
         )
-        if max_norm < float("inf"):
-            self._clipped.ask()
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"the norm of the gradient is {norm.item()}, so it cannot be clipped")
         return norm

@@ -19,7 +19,7 @@ def are_there(optimizer: ElasticOptimizer) -> bool:
 
 
 class ClippedSteps:
-    """The parameter server clips those steps for which a script asks with `clip`, and no others.
+    """The parameter server clips those steps for which a script asks, and no others.
 
     Args:
         limit: that was named at the start; None: no step is clipped.
@@ -30,7 +30,7 @@ class ClippedSteps:
         self._next, self._last = False, True  # so a step that the script does not make itself is clipped
 
     def ask(self) -> None:
-        """The script has called `clip` for its next step, or for the one under way."""
+        """The script clips its next step, or the one under way."""
         self._next = True
 
     def as_last(self) -> None:
@@ -56,38 +56,39 @@ class ClippedSteps:
         finally:
             self.end()
 
+    def clip(
+        self,
+        optimizer: ElasticOptimizer | None,
+        parameters: Iterable[torch.Tensor] | torch.Tensor,
+        max_norm: float,
+        norm_type: float,
+        *,
+        call: str,
+        how: str,
+    ) -> torch.Tensor:
+        """Ask for the next step: the gradient of all workers is clipped. Does not change gradients.
 
-def clip(
-    optimizer: ElasticOptimizer | None,
-    parameters: Iterable[torch.Tensor] | torch.Tensor,
-    max_norm: float,
-    norm_type: float,
-    *,
-    given: float | None,
-    call: str,
-    how: str,
-) -> torch.Tensor:
-    """The parameter server clips the gradient of all workers in the next step. Does not change gradients.
+        Returns the 2-norm of this worker's own gradient, of shape ().
 
-    Returns the 2-norm of this worker's own gradient, of shape ().
+        Args:
+            max_norm: infinity: only tell the norm.
+            call: what the script calls.
+            how: how the limit is named at the start.
 
-    Args:
-        max_norm: infinity: only tell the norm.
-        given: the limit that was named at the start.
-        call: what the script calls.
-        how: how the limit is named at the start.
-
-    Raises:
-        UsageError: the parameter server does not know of a limit, or it is another norm.
-    """
-    only_tells = max_norm == float("inf")
-    if norm_type != 2 or optimizer is None or (given is None and not only_tells):
-        raise UsageError(
-            f"{call} limits the norm of the gradient of all workers, which the parameter server does for the "
-            f"2-norm if it knows so at the start: {how}(max_grad_norm={max_norm})"
-        )
-    for group in () if only_tells else optimizer.param_groups:
-        group[MAX_GRAD_NORM] = float(max_norm)
-    each = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    norms = [torch.linalg.vector_norm(p.grad.detach()) for p in each if p.grad is not None]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        Raises:
+            UsageError: the parameter server does not know of a limit, or it is another norm.
+        """
+        clips = max_norm != float("inf")
+        if norm_type != 2 or optimizer is None or (self._limit is None and clips):
+            raise UsageError(
+                f"{call} limits the norm of the gradient of all workers, which the parameter server does for "
+                f"the 2-norm if it knows so at the start: {how}(max_grad_norm={max_norm})"
+            )
+        each = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        norms = [torch.linalg.vector_norm(p.grad.detach()) for p in each if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        if clips:
+            for group in optimizer.param_groups:
+                group[MAX_GRAD_NORM] = float(max_norm)
+            self.ask()
+        return norm
