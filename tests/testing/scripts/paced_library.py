@@ -14,7 +14,7 @@ def main(example: str, hurry: str, **arguments: Any) -> None:
     """Train as `examples/EXAMPLE/train.py`; `hurry` is the file."""
 
     def wait(module: Any, _inputs: object) -> None:
-        whole = type(module).__name__ in ("LeNet", "BertForSequenceClassification")
+        whole = type(module).__name__ in ("LeNet", "BertModel")
         if whole and module.training and not Path(hurry).exists():
             time.sleep(0.4)
 
