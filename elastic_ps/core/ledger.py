@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self, TypeAlias
 
+LEAST = 2
+"""The smallest part of a batch, in records, if there are as many: BatchNorm cannot train on one record."""
+
 
 class Range(NamedTuple):
     """Positions `start` to `stop - 1` of an epoch."""
@@ -105,18 +108,23 @@ class Ledger:
         fair = -(-left // (2 * max(1, workers) * batch)) * batch
         limit = max(batch, min(self.shard_records, fair) // batch * batch)
         sources = (self._take_new, self._take_returned) if fresh else (self._take_returned, self._take_new)
-        taken = self._take_of_run(holder, limit, sources) if self.run_end else _first(sources, limit)
+        taken = self._take_of_run(holder, limit, batch, sources) if self.run_end else _first(sources, limit)
         if taken is None:
             return []
         self._held.setdefault(holder, []).append(taken)
         return [taken]
 
-    def _take_of_run(self, holder: int, limit: int, sources: Sequence[_Take]) -> Range | None:
-        """Of the run that `holder` has begun, or of another one, or of what is kept for someone else."""
+    def _take_of_run(self, holder: int, limit: int, batch: int, sources: Sequence[_Take]) -> Range | None:
+        """Of the run that `holder` has begun, or of another one, or of what is kept for someone else.
+
+        No single record is left of a run, unless a batch is as small.
+        """
         run = self._begun.pop(holder, None) or _first(sources, self.records) or self._half_of_longest()
         if run is None:
             return None
         stop = min(run.stop, run.start + limit)
+        if stop + 1 == run.stop and batch > LEAST:
+            stop -= 1
         if stop < run.stop:
             self._begun[holder] = run._replace(start=stop)
         return run._replace(stop=stop)
@@ -127,9 +135,10 @@ class Ledger:
         if other is None:
             return None
         rest = self._begun.pop(other)
+        if rest.records < 2 * LEAST:
+            return rest
         middle = rest.start + rest.records // 2
-        if middle > rest.start:
-            self._begun[other] = rest._replace(stop=middle)
+        self._begun[other] = rest._replace(stop=middle)
         return rest._replace(start=middle)
 
     def _within_run(self, epoch: int, start: int, limit: int) -> int:

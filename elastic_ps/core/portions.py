@@ -17,9 +17,6 @@ from typing import Self
 
 from elastic_ps.core.ledger import Ledger, Range, joined, without
 
-LEAST = 2
-"""The smallest part of a batch, in records, if there are as many."""
-
 
 def apportion(total: int, weights: Sequence[float], *, least: int = 1) -> list[int]:
     """Divide `total` into whole numbers in proportion to `weights`, which are positive.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from elastic_ps.core.ledger import Range
-from elastic_ps.core.portions import LEAST
+from elastic_ps.core.ledger import LEAST, Range
 from elastic_ps.data.shuffle import permutation
 from elastic_ps.data.source import Source
 
@@ -43,11 +42,8 @@ class Supply:
         batch: list[Range] = []
         missing = self._source.batch_size
         while missing:
-            one_version = self._version_records is not None
-            if not self.in_hand and ((batch and one_version) or not more()):
+            if not self.in_hand and ((batch and self._version_records is not None) or not more()):
                 break
-            if one_version and not batch and self._leaves_one():
-                missing -= 1
             first = self.in_hand[0]
             if (only is not None and first.epoch > only) or (batch and first.epoch != batch[0].epoch):
                 break
@@ -55,12 +51,25 @@ class Supply:
             batch.append(taken)
             missing -= taken.records
             self.in_hand[:1] = [first._replace(start=taken.stop)] if taken.stop < first.stop else []
+        if not missing and self._leaves_one(batch[0].epoch, more):
+            last = batch.pop()
+            batch += [last._replace(stop=last.stop - 1)] if last.records > 1 else []
+            self.in_hand.insert(0, last._replace(start=last.stop - 1))
         return batch, None if self._source.drop_last and self._is_rest(batch) else self._indices(batch)
 
-    def _leaves_one(self) -> bool:
-        """Whether a whole batch leaves a single record of what this worker has of the version."""
-        left = sum(each.records for each in self.in_hand) - self._source.batch_size
-        return left == 1 and self._source.batch_size > LEAST
+    def _leaves_one(self, epoch: int, more: Callable[[], bool]) -> bool:
+        """Whether a whole batch leaves a single record of the version, or of the epoch's last run.
+
+        Without either, only an epoch ends with a single record, as with torch's DataLoader.
+        """
+        source, one_version = self._source, self._version_records is not None
+        if source.batch_size <= LEAST or not (one_version or (source.order and not source.drop_last)):
+            return False
+
+        def one() -> bool:
+            return sum(each.records for each in self.in_hand if each.epoch == epoch) == 1
+
+        return one() and (one_version or not more() or one())
 
     def _is_rest(self, batch: list[Range]) -> bool:
         """Whether the epoch has no more records for a whole batch, or for a whole version."""

@@ -21,11 +21,11 @@ from elastic_ps.core.chiefs import Chiefs
 from elastic_ps.core.consistency import After, AskedRounds, Contribution, Entry, SyncRounds
 from elastic_ps.core.fixed_schedule import FixedSchedule
 from elastic_ps.core.late_records import LateRecords
-from elastic_ps.core.ledger import Ledger, LedgerError, Range
+from elastic_ps.core.ledger import LEAST, Ledger, LedgerError, Range
 from elastic_ps.core.membership import Member, Members
 from elastic_ps.core.modes import rounds_of
 from elastic_ps.core.pace import Pace, Waiting
-from elastic_ps.core.portions import LEAST, PortionedLedger
+from elastic_ps.core.portions import PortionedLedger
 from elastic_ps.core.results import Results
 from elastic_ps.core.script_state import EMPTY
 from elastic_ps.core.settings import Settings

@@ -17,8 +17,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from elastic_ps.core.ledger import Range
-from elastic_ps.core.portions import LEAST
+from elastic_ps.core.ledger import LEAST, Range
 from elastic_ps.data.fingerprint import fingerprint
 from elastic_ps.data.source import read_source
 from elastic_ps.data.states import Loop, LoopEvent

@@ -147,3 +147,17 @@ def test_a_worker_opens_its_share_and_at_most_two_blocks_more(blocks: int | list
         indexes = [i for each in ranges for i in given.of_epoch(0)[each.start : each.stop]]
         opened = sum(given.sizes[block] for block in {of[i] for i in indexes})
         assert len(indexes) <= opened <= len(indexes) + 2 * max(given.sizes)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("batch", [3, 4])
+def test_no_single_record_is_left_of_a_run(batch: int, workers: int) -> None:
+    """BatchNorm, for one, can do nothing with it."""
+    given = order(9, records=90)
+    ledger, sizes = Ledger(given.records, 1, 16, run_end=given.run_end), Counter[int]()
+    while not ledger.finished:
+        for worker in range(workers):
+            found = ledger.take(worker, batch=batch, workers=workers)
+            ledger.apply(worker, found)
+            sizes.update(each.records for each in found)
+    assert min(sizes) > 1

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from elastic_ps.core.ledger import Range
+from elastic_ps.data.order import Order
 from elastic_ps.data.source import Source
 from elastic_ps.data.supply import Supply
 
@@ -22,8 +23,10 @@ class Cutting:
         records: int = 100,
         drop_last: bool = False,
         version: int | None = None,
+        blocks: int | None = None,
     ) -> None:
-        source = Source(None, None, records, batch, shuffle=False, drop_last=drop_last, options={})
+        order = Order(records, blocks, shuffle=False) if blocks else None
+        source = Source(None, None, records, batch, False, drop_last, options={}, order=order)
         self.supply, self._ranges = Supply(source, seed=0, version_records=version), iter(ranges)
 
     def more(self) -> bool:
@@ -71,6 +74,19 @@ def test_of_a_version_no_single_record_is_left(records: int, sizes: list[int]) -
     """BatchNorm, for one, can do nothing with it."""
     cutting = Cutting([Range(0, 0, records)], batch=4, version=8)
     assert [len(indices or ()) for _, indices in cutting.batches()] == sizes
+
+
+@pytest.mark.parametrize(
+    ("more", "sizes"), [([], [4, 3, 2]), ([Range(0, 18, 20)], [4, 4, 3]), ([Range(1, 0, 4)], [4, 3, 2, 4])]
+)
+def test_of_the_last_run_no_single_record_is_left(more: list[Range], sizes: list[int]) -> None:
+    cutting = Cutting([Range(0, 0, 8), Range(0, 8, 9), *more], batch=4, records=20, blocks=9)
+    assert [len(indices or ()) for _, indices in cutting.batches()] == sizes
+
+
+def test_of_the_last_run_whole_batches_are_kept_with_drop_last() -> None:
+    cutting = Cutting([Range(0, 0, 9)], batch=4, records=9, blocks=9, drop_last=True)
+    assert [len(batch or ()) for _, batch in cutting.batches()] == [4, 4, 0]
 
 
 def test_a_batch_has_records_of_one_version() -> None:
