@@ -10,6 +10,7 @@ also etcd, containerd and metrics-server. `KUBEBUILDER_ASSETS` (the convention o
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import re
 import shutil
@@ -137,6 +138,7 @@ def build() -> Path:
 
 
 def _build_in(work: Path, cache: Path) -> Path:
+    faulthandler.cancel_dump_traceback_later()  # the time limit of a test; the steps have their own
     log = cache / "build.log"
     log.unlink(missing_ok=True)
     say(f"building Kubernetes from Debian's source package: 8 minutes on two cores, once (log: {log})")
