@@ -320,25 +320,45 @@ class Table:
         waiting.touch(rows[stay], counts[stay], version)
         new = np.flatnonzero(~there & ~admitted)
         if (most := self.spec.most_waiting) is not None:
+            if len(waiting) + len(new) > most:
+                self._drop_expired()
             missing = len(waiting) + len(new) - most
             if missing > 0:
                 waiting.remove(_least_recent(waiting, version, max(missing, most // _EVICTED)))
             new = new[: most - len(waiting)]
         elif self.spec.table_bytes is not None:
-            free = self.spec.table_bytes - len(self._rows) * self.spec.row_bytes - len(waiting) * OVERHEAD
-            new = new[: max(0, free // OVERHEAD)]
+            if self._free_to_wait < len(new):
+                self._drop_expired()
+            new = new[: self._free_to_wait]
         waiting.add(ids[new], counts[new], version)
         return total
 
     def _make_room(self, wanted: int, version: int) -> int:
         """How many of so many new rows there is room for, perhaps after others were dropped."""
         most = self.spec.rows_in_budget
+        if wanted > most - len(self._rows):
+            self._drop_expired()
         room = most - len(self._rows)
         if wanted > room and self.spec.when_full == "expire":
             # More than are needed, because finding them takes a look at all.
             self._drop(_least_recent(self._rows, version, max(wanted - room, most // _EVICTED)))
             room = most - len(self._rows)
         return min(wanted, max(room, 0))
+
+    @property
+    def _free_to_wait(self) -> int:
+        """How many more ids may wait, if that depends on the rows."""
+        used = len(self._rows) * self.spec.row_bytes + len(self._waiting) * OVERHEAD
+        return max(0, (self.spec.table_bytes or 0) - used) // OVERHEAD
+
+    def _drop_expired(self) -> None:
+        """Drop everything that has expired: what there is room for must not depend on sweeps.
+
+        A standby has other row numbers, so it has swept others.
+        """
+        if self.spec.expire_after is not None:
+            self._drop(self._rows.seen_before(self._oldest))
+            self._waiting.remove(self._waiting.seen_before(self._oldest))
 
     def _expired(self, rows: Rows, numbers: Ids) -> Ids:
         """A mask of the row numbers whose rows have expired. The number -1 has not expired."""

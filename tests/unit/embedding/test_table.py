@@ -187,6 +187,31 @@ def test_a_table_is_followed_by_its_rows_in_blocks_and_its_changes(
             assert torch.equal(torch.as_tensor(given), torch.as_tensor(expected)), name
 
 
+@pytest.mark.parametrize("admit_after", [1, 2])
+@pytest.mark.parametrize("when_full", ["refuse", "expire"])
+def test_expired_rows_take_no_room(when_full: WhenFull, admit_after: int) -> None:
+    """They are swept in parts, and not at the same time as in a table that follows."""
+    spec = a_spec(when_full=when_full, expire_after=100, admit_after=admit_after, dim=1)
+    table = Table(replace(spec, table_bytes=20_000 * spec.row_bytes))
+
+    def add(to: Table, first: int, version: int) -> None:
+        """Of half of the ids the first occurrence, of half the second."""
+        ids = np.arange(first, first + 18_000)
+        to.update(ids, torch.ones(len(ids), 1).double(), 1 + ids % 2, version)
+
+    add(table, 0, 1)
+    add(table, 20_000, 1)
+    table.update(np.array([], dtype=np.int64), torch.ones(0, 1).double(), np.array([], dtype=np.int64), 149)
+    follower = Table(table.spec)
+    follower.load_state(table.state())
+    assert len(follower) < len(table), "some are not swept yet"
+    for each in (table, follower):
+        add(each, 100_000, 150)
+    for name, expected in table.state().items():
+        assert torch.equal(torch.as_tensor(follower.state()[name]), torch.as_tensor(expected)), name
+    assert len(table) == (18_000 if admit_after == 1 else 9_000)
+
+
 def test_changes_are_not_known_after_many_rows_were_removed() -> None:
     """Those of the last version are."""
     spec = a_spec(when_full="expire", dim=1)
