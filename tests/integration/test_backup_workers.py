@@ -142,7 +142,7 @@ def test_a_worker_that_hangs_before_it_pushes_is_declared_hung(tmp_path: Path) -
     with running_job(
         tmp_path,
         consistency=BACKUP,
-        worker={"replicas": 3, "leaseDuration": "10s", "progressTimeout": "2s"},
+        worker={"replicas": 3, "leaseDuration": "10m", "progressTimeout": "2s"},
         data={"shardRecords": 8},
     ) as job:
         job.stop_time()

@@ -186,20 +186,25 @@ class Job:
         self._let_pass(timedelta(0))
 
     def let_hang(self, worker: int) -> None:
-        """More than `progressTimeout` passes once this worker alone keeps the others waiting.
+        """More than `progressTimeout` passes in each round in which this worker alone keeps others waiting.
 
-        To be called after `stop_time`.
+        Waits until it is declared hung. To be called after `stop_time`.
         """
-        zero = self.servers[0].shard_zero
+        zero, rounds = self.servers[0].shard_zero, set[tuple[int, int]]()
         assert zero is not None
+        job = zero.job
 
-        def alone() -> bool:
-            with zero.job.lock:
-                state, queued = zero.job.state, zero.commit.queued
-                return state.hung(zero.job.clock(), timedelta(-1), queued=queued).keys() == {worker}
+        def declared() -> bool:
+            with job.lock:
+                state, queued = job.state, zero.commit.queued
+                alone = state.hung(job.clock(), timedelta(-1), queued=queued).keys() == {worker}
+                round_ = state.rounds.version, state.rounds.attempt
+            if alone and round_ not in rounds:
+                rounds.add(round_)
+                self._let_pass(1.25 * self.spec.worker.progress_timeout)
+            return any(m.worker == worker and m.state == "hung" for m in self.status().members)
 
-        self.until(alone, f"worker {worker} alone is waited for")
-        self._let_pass(1.25 * self.spec.worker.progress_timeout)
+        self.until(declared, f"worker {worker} is declared hung")
 
     def _let_pass(self, time: timedelta) -> None:
         guarded = self.coordinator.job
