@@ -174,10 +174,6 @@ def test_a_chief_that_has_left_its_loop_says_so_again_when_it_joins_again(tmp_pa
     chiefs: list[tuple[int, int]] = []
     left = threading.Event()
 
-    def on_disk() -> bool:
-        progress = job.status().progress
-        return bool(progress.durable_version == progress.version)
-
     def script(session: Session) -> None:
         model = Tally(16)
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
@@ -188,7 +184,9 @@ def test_a_chief_that_has_left_its_loop_says_so_again_when_it_joins_again(tmp_pa
                 model(batch).backward()
                 optimizer.step()
                 if not left.is_set():
-                    job.until(on_disk, "the version is on disk")
+                    job.until(
+                        lambda: job.status().progress.durable_version == session.version, "it is on disk"
+                    )
             if session.is_chief:
                 chiefs.append((epoch, session.worker))
             if session.worker == 0 and epoch == 1:
