@@ -11,10 +11,15 @@ from typing import Any
 
 import torch
 
+from elastic_ps.codec import naming
+from elastic_ps.errors import InvalidModel
+
 SEPARATOR = "+"
 """Separates the classes' names, one for each parameter group, of several optimizers."""
 
 Kind = type[torch.optim.Optimizer]
+
+_EXAMPLE = 'as in {"generator": torch.optim.Adam(...), "critic": torch.optim.SGD(...)}'
 
 
 class Several(torch.optim.Optimizer):
@@ -115,3 +120,30 @@ def name_of_all(
     if len(parts) == 1:
         return name_of(parts[0])
     return SEPARATOR.join(name_of(part) for part in parts for _ in part.param_groups)
+
+
+def together(optimizers: Mapping[str, torch.optim.Optimizer], model: torch.nn.Module) -> Several:
+    """These optimizers as one.
+
+    Raises:
+        InvalidModel: they have no names, one is no optimizer, or a parameter is in two of them.
+    """
+    if not optimizers:
+        raise InvalidModel(f"session.optimizer got no optimizer; expected one or several, {_EXAMPLE}")
+    names = {id(parameter): name for name, parameter in naming.parameters(model).items()}
+    owner: dict[int, str] = {}
+    for name, optimizer in optimizers.items():
+        if not isinstance(name, str) or not isinstance(optimizer, torch.optim.Optimizer):
+            raise InvalidModel(
+                f"session.optimizer got {name!r}: {type(optimizer).__name__}; expected names and torch "
+                f"optimizers, {_EXAMPLE}"
+            )
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                first = owner.setdefault(id(parameter), name)
+                if first != name:
+                    which = names.get(id(parameter), "a parameter")
+                    raise InvalidModel(
+                        f"{which} is in the optimizers {first!r} and {name!r}; give it to one of them"
+                    )
+    return Several(optimizers)

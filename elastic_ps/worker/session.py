@@ -13,7 +13,7 @@ import torch
 
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.codec.optimizers import Optimizers
-from elastic_ps.codec.several import parts_of
+from elastic_ps.codec.several import parts_of, together
 from elastic_ps.codec.state import ImportedState
 from elastic_ps.core.metrics import Reduction
 from elastic_ps.core.settings import CLAMP, MAX_GRAD_NORM
@@ -26,7 +26,7 @@ from elastic_ps.errors import UsageError
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.tensors.client import Tensors
 from elastic_ps.transport.base import Connection
-from elastic_ps.worker.checks import Averages, check_model, check_wrapper, together
+from elastic_ps.worker.checks import Averages, check_model, check_wrapper
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import USUAL, WorkerLimits
 from elastic_ps.worker.loader import ElasticLoader
