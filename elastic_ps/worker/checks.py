@@ -351,11 +351,16 @@ class Averages:
         self._over, self._thread = over, threading.get_ident()
         self._made = weakref.WeakSet[torch.nn.Module]()
         self._begun = False
-        self.close = register_module_module_registration_hook(self._registered).remove
+        _averages.append(self)
 
-    def _registered(self, parent: torch.nn.Module, _name: str, _child: torch.nn.Module | None) -> None:
-        if isinstance(parent, AveragedModel) and threading.get_ident() == self._thread:
-            self._made.add(parent)
+    def close(self) -> None:
+        """Look no more."""
+        _averages[:] = [each for each in _averages if each is not self]
+
+    def made(self, module: torch.nn.Module) -> None:
+        """Note an `AveragedModel`."""
+        if threading.get_ident() == self._thread:
+            self._made.add(module)
             self._look()
 
     def begin(self, model: torch.nn.Module) -> None:
@@ -368,6 +373,18 @@ class Averages:
         if self._begun and self._made and not self._over():
             logger.warning(_APART)
             self.close()
+
+
+_averages: list[Averages] = []
+
+
+def _registered(parent: torch.nn.Module, *_: object) -> None:
+    for each in [*_averages] if isinstance(parent, AveragedModel) else ():
+        each.made(parent)
+
+
+# Torch's own list of such hooks must not change while a thread builds a model.
+register_module_module_registration_hook(_registered)
 
 
 _LOOP = (

@@ -8,11 +8,22 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils import parametrizations, prune
 
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.errors import UsageError
-from elastic_ps.worker.checks import ALWAYS, EVERY, MUCH, PAGE, PARTS, Registered, WriteDetector, overlaps
+from elastic_ps.worker.checks import (
+    ALWAYS,
+    EVERY,
+    MUCH,
+    PAGE,
+    PARTS,
+    Averages,
+    Registered,
+    WriteDetector,
+    overlaps,
+)
 
 
 class Net(nn.Module):
@@ -249,3 +260,19 @@ def test_what_lies_side_by_side_does_not() -> None:
     halves = STORAGE[:, :2], STORAGE[:, 2:]
     assert overlaps([*halves, torch.zeros(6, 4), torch.zeros(0), torch.zeros(0)]) == []
     assert overlaps([STORAGE[3:], STORAGE[:3]]) == []
+
+
+def test_a_session_may_begin_and_end_while_a_model_is_built() -> None:
+    """In another thread. Torch's own hooks must not change then; here one of them begins and ends it."""
+    begun: list[Averages] = []
+
+    def session(*_: object) -> None:
+        begun.append(Averages(lambda: False))
+        begun[-1].close()
+
+    handle = register_module_module_registration_hook(session)
+    try:
+        nn.Sequential(nn.Linear(1, 1))
+    finally:
+        handle.remove()
+    assert begun
