@@ -24,7 +24,7 @@ BACKUP = {"backupWorkers": 1}
 ACCUMULATE = {"mode": "accumulate", "gradients": 2}
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("consistency", [BACKUP, ACCUMULATE], ids=["backup workers", "accumulate"])

@@ -21,6 +21,7 @@ from elastic_ps.errors import InvalidModel, ModelMismatch, UsageError
 from elastic_ps.standalone import connect
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job
+from tests.testing.tiers import per_change
 
 IDS, DIM, BATCH = 30, 4, 5
 
@@ -414,7 +415,10 @@ class Itself(torch.utils.data.Dataset[torch.Tensor]):
         return torch.tensor(index)
 
 
-@pytest.mark.parametrize(("mode", "lost"), [("sync", 0), ("sync", 1), ("async", 1)])
+@pytest.mark.parametrize(
+    ("mode", "lost"),
+    per_change([("sync", 0), ("sync", 1), ("async", 1)], keep=[("sync", 0), ("async", 1)]),
+)
 def test_each_record_is_trained_once_when_a_shard_is_lost(tmp_path: Path, mode: str, lost: int) -> None:
     """A record is an id of its own, so its row counts how often it was trained."""
     epochs, checkpoints = 2, tmp_path / "checkpoints"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.testing.mortal import Fate, Mortals
+from tests.testing.tiers import per_change
 
 BUCKETS = 5
 """Of the workers' model."""
@@ -18,7 +19,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, torch.Ten
     return {shards: Mortals(tmp_path_factory.mktemp("calm"), shards=shards).run() for shards in (1, 2)}
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", per_change([1, 2], keep=[2]))
 def test_a_worker_is_killed_at_every_boundary_of_a_step(
     undisturbed: dict[int, torch.Tensor], tmp_path: Path, shards: int
 ) -> None:

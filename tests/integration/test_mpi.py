@@ -259,6 +259,7 @@ def test_an_order_and_an_answer_that_are_both_large_do_not_wait_for_each_other(r
     assert out == "closed\n"
 
 
+@pytest.mark.nightly
 def test_a_job_that_is_wrong_ends_all_ranks_with_a_sentence(ranks: Ranks) -> None:
     code, _, err = ranks.run(2, ranks.job(entrypoint="nowhere:main"))
     assert code == 2, err

@@ -63,6 +63,7 @@ INTERVAL: dict[str, Interval | None] = {"ReduceLROnPlateau": None}
 """Of all others: a step for each version."""
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("make", [sgd, adam])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_learning_rate_schedulers(tmp_path: Path, name: str, make: MakeOptimizer) -> None:
@@ -79,6 +80,7 @@ def test_learning_rate_schedulers(tmp_path: Path, name: str, make: MakeOptimizer
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("after", [1, 10])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_late_joiner_goes_on_where_the_schedule_stands(tmp_path: Path, name: str, after: int) -> None:
@@ -175,6 +177,7 @@ POSITIONS: dict[str, tuple[Interval, Scheduler]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("consistency", [{}, {"backupWorkers": 1}], ids=["sync", "backup workers"])
 @pytest.mark.parametrize("name", POSITIONS)
 def test_a_schedule_follows_the_jobs_progress(tmp_path: Path, name: str, consistency: dict[str, Any]) -> None:

@@ -40,6 +40,7 @@ from tests.testing.store import (
     same,
     write,
 )
+from tests.testing.tiers import per_change
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def test_without_a_checkpoint_the_message_says_where_was_looked(store: Store) ->
         Store(store.directory / "missing").newest()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", per_change(range(12), keep=range(4)))
 @pytest.mark.parametrize("number", range(SHARDS + 1))
 def test_a_flipped_byte_is_found_wherever_it_is(store: Store, number: int, seed: int) -> None:
     write(store, 1)
@@ -153,6 +154,7 @@ def test_no_character_of_the_manifest_can_change(store: Store) -> None:
     assert store.manifest(2).version == 2
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("number", range(SHARDS + 1))
 @pytest.mark.parametrize("left", [0.0, 0.5, 0.99])
 def test_a_file_cut_short_is_found(store: Store, number: int, left: float) -> None:

@@ -96,6 +96,7 @@ def test_the_picture_marks_what_happened_and_when() -> None:
     assert set(panels(record.metric_curves())["accuracy"]) == {"test_accuracy", "train/accuracy"}
 
 
+@pytest.mark.nightly
 def test_the_picture_does_not_grow_with_the_metrics_and_the_numbers_have_all(tmp_path: Path) -> None:
     status = LocalStatus(job="j", launcher_pid=1, started=0, updated=0, workers=2)
     heights = []
