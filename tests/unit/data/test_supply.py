@@ -80,7 +80,7 @@ def test_of_a_version_no_single_record_is_left(records: int, sizes: list[int]) -
     ("more", "sizes"), [([], [4, 3, 2]), ([Range(0, 18, 20)], [4, 4, 3]), ([Range(1, 0, 4)], [4, 3, 2, 4])]
 )
 def test_of_the_last_run_no_single_record_is_left(more: list[Range], sizes: list[int]) -> None:
-    cutting = Cutting([Range(0, 0, 8), Range(0, 8, 9), *more], batch=4, records=20, blocks=9)
+    cutting = Cutting([Range(0, 0, 7), Range(0, 7, 9), *more], batch=4, records=20, blocks=9)
     assert [len(indices or ()) for _, indices in cutting.batches()] == sizes
 
 
