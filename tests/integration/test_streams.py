@@ -7,7 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from multiprocessing import active_children
+from multiprocessing import active_children, current_process
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -349,6 +349,9 @@ def test_the_processes_that_read_a_stream_end_with_the_session(
     seen: list[list[Path]] = []
     kept, kind = short_directory, "pymp-*"
     monkeypatch.setattr("tempfile.tempdir", str(kept))
+    # Another test may have made this process's own directory, which forked processes share.
+    config = current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001
+    monkeypatch.delitem(config, "tempdir", raising=False)
 
     def script(session: Session) -> None:
         model = Tally(40)
