@@ -85,7 +85,8 @@ def replay(
             before(version, model, optimizer)
         optimizer.zero_grad(set_to_none)
         loss(model, x, y).backward()
-        optimizer.step()
+        with torch.sparse.check_sparse_tensor_invariants(False):  # said, because torch warns if nobody says
+            optimizer.step()
         if after is not None:
             after(version, optimizer)
     return optimizer
