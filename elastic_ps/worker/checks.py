@@ -379,8 +379,9 @@ _averages: list[Averages] = []
 
 
 def _registered(parent: torch.nn.Module, *_: object) -> None:
-    for each in [*_averages] if isinstance(parent, AveragedModel) else ():
-        each.made(parent)
+    if isinstance(parent, AveragedModel):
+        for each in tuple(_averages):
+            each.made(parent)
 
 
 # Torch's own list of such hooks must not change while a thread builds a model.
