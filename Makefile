@@ -49,7 +49,7 @@ test-docs: $(VENV)/ready  ## The tests that read documentation
 	$(BIN)/python $(PYTEST) $(PARALLEL) --numprocesses=2 $(shell grep -rl --include='test_*.py' '/ "docs" /' tests)
 
 test-cluster: $(VENV)/ready  ## The tests on a real Kubernetes, see `make cluster`
-	$(BIN)/python $(PYTEST) --numprocesses=$(CLUSTER_PROCESSES) --dist=loadscope --no-loadscope-reorder tests/e2e
+	$(BIN)/python $(PYTEST) -v --numprocesses=$(CLUSTER_PROCESSES) --dist=loadscope --no-loadscope-reorder tests/e2e
 
 check: $(VENV)/ready  ## Format, lint, types, layers, generated files, sizes, the site
 	$(BIN)/ruff format --check .
