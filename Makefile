@@ -48,8 +48,10 @@ test-integration: $(INTEGRATION)/ready
 test-docs: $(VENV)/ready  ## The tests that read documentation
 	$(BIN)/python $(PYTEST) $(PARALLEL) --numprocesses=2 $(shell grep -rl --include='test_*.py' '/ "docs" /' tests)
 
+# No process is replaced: the new one may wait for tests forever, while another has the cluster to itself.
 test-cluster: $(VENV)/ready  ## The tests on a real Kubernetes, see `make cluster`
-	$(BIN)/python $(PYTEST) -v --numprocesses=$(CLUSTER_PROCESSES) --dist=loadscope --no-loadscope-reorder tests/e2e
+	$(BIN)/python $(PYTEST) -v --numprocesses=$(CLUSTER_PROCESSES) --max-worker-restart=0 \
+	  --dist=loadscope --no-loadscope-reorder tests/e2e
 
 check: $(VENV)/ready  ## Format, lint, types, layers, generated files, sizes, the site
 	$(BIN)/ruff format --check .

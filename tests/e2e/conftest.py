@@ -34,7 +34,7 @@ from tests.e2e.cluster import (
     host,
     wait_for,
 )
-from tests.e2e.cluster.shell import locked
+from tests.e2e.cluster.shell import lock, locked, take_long
 from tests.testing.operator_process import OperatorProcess
 from tools.load_images import load_images
 
@@ -84,8 +84,8 @@ def company(request: pytest.FixtureRequest, session_directory: Path) -> Iterator
     """Modules marked `alone` have the cluster to themselves."""
     alone = request.node.get_closest_marker("alone") is not None
     with (session_directory / "gate").open("w") as gate, (session_directory / "tests").open("w") as tests:
-        fcntl.flock(gate, fcntl.LOCK_EX)  # who waits to be alone keeps others from beginning
-        fcntl.flock(tests, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        lock(gate, fcntl.LOCK_EX)  # who waits to be alone keeps others from beginning
+        lock(tests, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(gate, fcntl.LOCK_UN)
         yield
 
@@ -168,6 +168,7 @@ def python_image(cluster: GivenCluster) -> str:
 def training_images(cluster: GivenCluster, pytestconfig: pytest.Config) -> None:
     """The operator's and the training image, built from the Dockerfiles and known to the node."""
     if isinstance(cluster, Cluster):  # whoever gave a cluster has loaded them
+        take_long()
         pytestconfig.stash[IMAGES_LOADED].result()
 
 

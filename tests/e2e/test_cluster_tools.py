@@ -26,6 +26,7 @@ from tests.e2e.cluster import (
     metrics,
     pipsettings,
     processes,
+    shell,
 )
 from tests.e2e.cluster.errors import ClusterError
 from tests.testing.polling import eventually
@@ -207,6 +208,27 @@ def test_an_image_that_another_process_has_just_built_is_not_built_again(
     monkeypatch.setattr(apt, "install", lambda packages, log: None)
     image = images.build_image(dockerfile, tmp_path, "localhost/x:1")
     assert image.archive.is_file()
+
+
+def test_a_test_may_wait_for_another_process_for_longer_than_a_test_may_take(tmp_path: Path) -> None:
+    waiting = f"""
+from pathlib import Path
+from tests.e2e.cluster.shell import locked
+
+def test_waits():
+    with locked(Path({str(tmp_path / "lock")!r}), "building"):
+        pass
+"""
+    (tmp_path / "test_waiting.py").write_text(waiting)
+    limit = ["-o", "faulthandler_timeout=1", "-o", "faulthandler_exit_on_timeout=true"]
+    command = [sys.executable, "-m", "pytest", "--rootdir", str(tmp_path), "-s", *limit]
+    with shell.locked(tmp_path / "lock", "building"):
+        test = subprocess.Popen([*command, tmp_path / "test_waiting.py"], stderr=subprocess.PIPE, text=True)
+        assert test.stderr is not None
+        assert "another process is building" in test.stderr.readline()
+        time.sleep(3)
+    with test.stderr:
+        assert test.wait(60) == 0, test.stderr.read()
 
 
 def test_what_was_not_used_for_long_leaves_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

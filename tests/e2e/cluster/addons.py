@@ -13,6 +13,7 @@ Both are level-triggered: after any change, all is computed anew from what the w
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import queue
 import shutil
@@ -75,7 +76,7 @@ class Watch(threading.Thread):
         while True:
             try:
                 self._once()
-            except (OSError, ValueError, urllib.error.HTTPError) as error:
+            except (OSError, ValueError, http.client.HTTPException) as error:
                 print(f"{self.name}: {error}; listing again", file=sys.stderr, flush=True)
                 time.sleep(0.5)  # the API server is away or has forgotten our version
 

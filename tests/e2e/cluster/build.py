@@ -10,7 +10,6 @@ also etcd, containerd and metrics-server. `KUBEBUILDER_ASSETS` (the convention o
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import re
 import shutil
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from . import apt
 from .errors import ClusterError, ClusterUnavailable
-from .shell import cache_dir, locked, run, run_logged, say
+from .shell import cache_dir, locked, run, run_logged, say, take_long
 
 KUBERNETES = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy")
 # Two rounds, so that a failure of the second does not lose sight of which part failed.
@@ -138,7 +137,7 @@ def build() -> Path:
 
 
 def _build_in(work: Path, cache: Path) -> Path:
-    faulthandler.cancel_dump_traceback_later()  # the time limit of a test; the steps have their own
+    take_long()
     log = cache / "build.log"
     log.unlink(missing_ok=True)
     say(f"building Kubernetes from Debian's source package: 8 minutes on two cores, once (log: {log})")

@@ -25,7 +25,7 @@ from . import apt, host, pipsettings
 from .archive import write_image
 from .errors import ClusterError
 from .layout import PAUSE_IMAGE
-from .shell import cache_dir, locked, run, run_logged, say
+from .shell import cache_dir, locked, run, run_logged, say, take_long
 
 BASE_IMAGE = "localhost/elastic-ps-base:bookworm"
 # Raise it when `_bootstrap` changes, so that cached base images are made anew.
@@ -95,6 +95,7 @@ def base_image() -> Image:
     archive = _archive_path(BASE_IMAGE, digest)
     with locked(cache_dir() / "base.lock", "making the base image"):
         if not _cached(archive):
+            take_long()
             apt.install(PACKAGES, log=cache_dir() / "apt.log")
             say(f"making the base image {BASE_IMAGE} by debootstrap, once")
             _make_base(archive)
@@ -141,6 +142,7 @@ def build_image(
     archive = _archive_path(tag, digest)
     if _cached(archive):
         return Image(tag, digest, archive)
+    take_long()
     apt.install(PACKAGES, log=cache_dir() / "apt.log")
     with locked(cache_dir() / "images.lock", "building an image"):
         if archive.is_file():  # by now: whoever had the lock has built it

@@ -6,16 +6,19 @@ person who reads "returned 1" in a CI log has no other way to learn more.
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import os
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import TextIO
 
 from .errors import ClusterError, CommandError
 
@@ -147,14 +150,29 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "elastic-ps"
 
 
+def take_long() -> None:
+    """Do not hold the test that runs here to the time that a test may take (pytest's `faulthandler_timeout`).
+
+    To be called before what has limits of its own, such as a build, or the wait for another test's.
+    """
+    if threading.current_thread() is threading.main_thread():
+        faulthandler.cancel_dump_traceback_later()
+
+
+def lock(stream: TextIO, mode: int, otherwise: Callable[[], None] = lambda: None) -> None:
+    """Lock an open file, in fcntl's mode. Blocks; `otherwise` is called if it has to."""
+    try:
+        fcntl.flock(stream, mode | fcntl.LOCK_NB)
+    except BlockingIOError:
+        otherwise()
+        take_long()
+        fcntl.flock(stream, mode)
+
+
 @contextmanager
 def locked(path: Path, action: str) -> Iterator[None]:
     """Let one process at a time do something; the others wait, and say so."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"another process is {action}; waiting for it")
-            fcntl.flock(stream, fcntl.LOCK_EX)
+        lock(stream, fcntl.LOCK_EX, lambda: say(f"another process is {action}; waiting for it"))
         yield
