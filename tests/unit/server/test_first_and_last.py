@@ -161,7 +161,8 @@ def test_a_chief_that_is_chosen_while_the_last_version_is_written_is_written_at_
     rig.job.state.chiefs.of.clear()
 
     def choose() -> None:
-        rig.job.state.chiefs.of[rig.job.state.last_epoch] = 0
+        with rig.job.lock:
+            rig.job.state.chiefs.of[rig.job.state.last_epoch] = 0
 
     rig.disk.before_write = choose
     rig.checkpoints.keep_what_must_be()
