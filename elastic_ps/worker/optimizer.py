@@ -7,7 +7,7 @@ import operator
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -49,13 +49,53 @@ _SCALED_ROWS = (
     "without one, as with torch.autocast in bfloat16 or float32"
 )
 
+_STATE = "the optimizer's state is on the parameter server: state_dict() fetches it; it cannot be changed"
+
 _ASSIGNED_ROWS = (
     "session.assign does not take a model with tables that grow, because it assigns no rows. To go back to "
     "earlier values, start the job with `elastic-ps run JOB --resume DIR`"
 )
 
 
-class ElasticOptimizer(torch.optim.Optimizer):
+class _Remote(dict[Any, Any]):
+    """The state if it is on the parameter server. Uses raise UsageError; but Lightning may see no `items`."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(_STATE)
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __contains__ = _refuse
+    get = keys = values = pop = popitem = clear = update = setdefault = _refuse
+
+
+class _Wrapping(torch.optim.Optimizer):
+    """Has the parameter groups of a torch optimizer, and its state if that is on this worker."""
+
+    def __init__(self, wrapped: torch.optim.Optimizer, *, steps_here: bool) -> None:
+        self._wrapped, self.steps_here = wrapped, steps_here
+        # Optimizer.__init__ copies the groups; schedulers and scripts must see the wrapped one's.
+        super().__init__(parameters_of(wrapped.param_groups), wrapped.defaults)
+        self.param_groups = wrapped.param_groups
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's. Raises UsageError when it is used, if it is on the parameter server."""
+        return self._wrapped.state if self.steps_here else _Remote()
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if "param_groups" in vars(self):  # else in torch's constructor
+            if not self.steps_here:
+                raise UsageError(_STATE)
+            self._wrapped.state = state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """For torch's constructor only. Raises UsageError afterwards, because the model cannot grow."""
+        if len(self.param_groups) == len(self._wrapped.param_groups):
+            raise UsageError("parameter groups cannot be added after session.optimizer(...); add them before")
+        super().add_param_group(param_group)
+
+
+class ElasticOptimizer(_Wrapping):
     """Takes the place of a torch optimizer, whose state is on the parameter server.
 
     In mode `local`, and with `strategy: all-reduce`, the torch optimizer itself makes the steps, and its
@@ -78,16 +118,12 @@ class ElasticOptimizer(torch.optim.Optimizer):
         own: Sequence[torch.Tensor] = (),
         tables: Tables | None = None,
     ) -> None:
-        # Optimizer.__init__ would copy the groups; schedulers and scripts must see the wrapped one's.
-        self.defaults = wrapped.defaults
-        self._wrapped = wrapped
-        self._runtime = runtime
-        self._flat = flat
+        super().__init__(wrapped, steps_here=runtime.strategy.steps_here)
+        self._runtime, self._flat, self._tables = runtime, flat, tables
         self._stepping = False
-        self._tables = tables
         parts = wrapped.parts if isinstance(wrapped, Several) else {}
         local = runtime.strategy.exchanges
-        in_hooks, lend = runtime.overlap.in_hooks, not runtime.strategy.steps_here
+        in_hooks, lend = runtime.overlap.in_hooks, not self.steps_here
         self._gradients = Gradients(flat, runtime, overlap=in_hooks, check=check, lend=lend)
         self._local = LocalSteps(flat, runtime, self._gradients, self._make_step) if local else None
         self._parts = {name: Part(self, name, part) for name, part in parts.items()}
@@ -95,20 +131,17 @@ class ElasticOptimizer(torch.optim.Optimizer):
             id(part): frozenset(id(p) for group in part.param_groups for p in group["params"])
             for part in parts.values()
         }
-        super().__init__(parameters_of(wrapped.param_groups), wrapped.defaults)
-        self.param_groups = wrapped.param_groups
         if tables is not None:
             tables.begin(self.param_groups, self._gradients.made_rows)
             self._gradients.drop_rows = tables.clear
             runtime.send_rows = tables.send
-        if not runtime.strategy.steps_here:  # else the wrapped one's step calls its hooks
+        if not self.steps_here:  # else the wrapped one's step calls its hooks
             for name, part in parts.items():
                 _call_hooks_of(part, self._parts[name])
             for part in parts_of(wrapped):
                 _call_hooks_of(part, self)
-        self._groups = self._groups_now()
+        self._groups, self._thread = self._groups_now(), threading.get_ident()
         self._own = {id(tensor) for tensor in own}
-        self._thread = threading.get_ident()
         runtime.at_close.append(before_each_step(self._check_other))
         runtime.make_step = self._make_step
 
@@ -327,7 +360,7 @@ class ElasticOptimizer(torch.optim.Optimizer):
         `load_state_dict` of the same class of torch optimizer reads it. In mode `local`, and with `strategy:
         all-reduce`, it is this worker's. Of several optimizers, the state of each by its name.
         """
-        if self._runtime.strategy.steps_here:
+        if self.steps_here:
             state = self._wrapped.state_dict()
         elif self._runtime.world.leads:
             client = self._runtime.client
@@ -357,24 +390,16 @@ class ElasticOptimizer(torch.optim.Optimizer):
             "or Hugging Face's Trainer called this, use elastic_ps.integrations: docs/guides/huggingface.md"
         )
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """For torch's constructor only. Raises UsageError afterwards, because the model cannot grow."""
-        if len(self.param_groups) < len(self._wrapped.param_groups):
-            super().add_param_group(param_group)
-            return
-        raise UsageError("parameter groups cannot be added after session.optimizer(...); add them before")
 
-
-class Part(torch.optim.Optimizer):
+class Part(_Wrapping):
     """One of several optimizers that train a model together: `optimizers["critic"]`.
 
     It is used as torch's own. In its step the gradients of other optimizers' parameters count as absent.
     """
 
     def __init__(self, whole: ElasticOptimizer, name: str, wrapped: torch.optim.Optimizer) -> None:
-        self._whole, self._name, self._wrapped = whole, name, wrapped
-        super().__init__(wrapped.param_groups, wrapped.defaults)
-        self.param_groups = wrapped.param_groups
+        self._whole, self._name = whole, name
+        super().__init__(wrapped, steps_here=whole.steps_here)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As `ElasticOptimizer.step`, which raises the same; other optimizers' parameters stay. Blocks."""
@@ -392,13 +417,6 @@ class Part(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As `ElasticOptimizer.load_state_dict`, which raises the same; the other optimizers keep theirs."""
         self._whole.load_state_dict({**self._whole.state_dict(), self._name: state_dict})
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """For torch's constructor only. Raises UsageError afterwards, because the model cannot grow."""
-        if len(self.param_groups) < len(self._wrapped.param_groups):
-            super().add_param_group(param_group)
-        else:
-            self._whole.add_param_group(param_group)
 
 
 def _call_hooks_of(other: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,53 @@ def test_other_parameter_groups_of_the_torch_optimizer(tmp_path: Path, change: s
             assert step < 2
 
     failing(tmp_path, script, UsageError, r"its add_param_group\(\) or load_state_dict\(\) was called")
+
+
+def forget(optimizer: torch.optim.Optimizer) -> None:
+    for parameter in optimizer.param_groups[0]["params"]:
+        if "momentum_buffer" in optimizer.state[parameter]:
+            optimizer.state[parameter]["momentum_buffer"].zero_()
+
+
+RESETS: dict[str, Callable[[Any], object]] = {
+    "assigned": lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
+    "cleared": lambda optimizer: optimizer.state.clear(),
+    "zeroed": forget,
+    "all zeroed": lambda optimizer: [each["momentum_buffer"].zero_() for each in optimizer.state.values()],
+}
+
+
+@pytest.mark.parametrize("mode", ["sync", "local"])
+@pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
+@pytest.mark.parametrize("reset", RESETS.values(), ids=list(RESETS))
+def test_the_optimizers_state_is_reset_where_it_is(
+    tmp_path: Path, reset: Callable[[Any], object], several: bool, mode: str
+) -> None:
+    """On the parameter server it cannot be, and that is no secret."""
+    model, plain = make_mlp(), make_mlp()
+    batches = list[Any]()
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, given: Iterable[Any]) -> None:
+        for step, (x, y) in enumerate(given):
+            batches.append((x, y))
+            if step == 3:
+                reset(optimizer)
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    def script(session: Session) -> None:
+        wrapped = sgd(model)
+        optimizer = session.optimizer({"only": wrapped} if several else wrapped, model)
+        train(model, optimizer["only"] if several else optimizer, session.loader(Numbers(20), 4))
+
+    if mode == "sync":
+        failing(tmp_path, script, UsageError, "the optimizer's state is on the parameter server")
+        return
+    alone(tmp_path, script, consistency={"mode": "local", "steps": 5, "outer": "average"})
+    train(plain, sgd(plain), list(batches))
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours, theirs)
 
 
 def test_clipping_is_refused_with_overlap_and_works_without(tmp_path: Path) -> None:
