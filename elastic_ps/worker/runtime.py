@@ -49,16 +49,16 @@ _LEFT = (
 )
 
 _COUNTED = (
-    "this step has no batch: the last one of session.loader(...) has had its step, or was skipped. Each "
-    "batch is for one step, and its records count once. Load a batch for each step, or compute all gradients "
-    "of a batch and make one step with them: see One model, one or several optimizers in "
-    "docs/guides/scripts.md. A batch that comes from elsewhere cannot be trained: pass session.loader(...) "
-    "its data set"
+    "this step has no batch: the last one of session.loader(...) has had its step, or was skipped. Load a "
+    "batch for each step, or compute all gradients of a batch and make one step with them: see One model, "
+    "one or several optimizers in docs/guides/scripts.md. A batch from elsewhere cannot be trained: "
+    "pass session.loader(...) its data set"
 )
 
 _FROM_ELSEWHERE = (
-    "this step's batch did not come from session.loader(...), so its records cannot be counted. Iterate over "
-    "session.loader(...), and pass it your data set or DataLoader"
+    "this step's batch did not come from session.loader(...), or the loop over it has ended, so its records "
+    "cannot be counted. Iterate over session.loader(...), and pass it your data set or DataLoader. Make the "
+    "step of a batch before you load the next one; DataLoader(..., num_workers=N) fetches ahead"
 )
 
 _WEIGHED_LATE = (

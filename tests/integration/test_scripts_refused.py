@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -100,6 +101,29 @@ def test_the_optimizers_state_is_reset_where_it_is(
         assert torch.allclose(ours, theirs)
 
 
+def one_ahead(loader: Iterable[Any]) -> Iterator[Any]:
+    """As prefetchers do: a batch is copied to the device while the one before it is trained."""
+    batches = iter(loader)
+    batch = next(batches)
+    for following in batches:
+        yield batch
+        batch = following
+    yield batch
+
+
+@pytest.mark.parametrize("wrap", [one_ahead, itertools.cycle])
+def test_a_step_after_the_end_of_the_loop(tmp_path: Path, wrap: Callable[[Any], Iterator[Any]]) -> None:
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in wrap(session.loader(Numbers(20), 4)):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+
+    failing(tmp_path, script, UsageError, "step of a batch before you load the next one; DataLoader")
+
+
 def test_clipping_is_refused_with_overlap_and_works_without(tmp_path: Path) -> None:
     def script(session: Session, *, overlap: bool) -> None:
         model = make_mlp()
@@ -145,7 +169,7 @@ def test_a_second_step_with_a_batch_is_told_what_to_do(tmp_path: Path, overlap: 
                 mse(model, x, y).backward()
                 optimizer.step()
 
-    failing(tmp_path, script, UsageError, r"has had its step, .*for one step.* One model, one or")
+    failing(tmp_path, script, UsageError, r"has had its step, .*a batch for each step,.* One model, one or")
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
