@@ -348,28 +348,28 @@ class LocalSteps:
         Parameters that were set aside move towards those that were pulled.
         """
         layout, tensors = self._flat.layout, self._flat.tensors
-        for index in self._exchanged(excluded):
-            if tensors[index].requires_grad:
-                self._subtract(index)
-            else:
-                self._flat.clear_contribution(index)
+        trained = {index for index in self._exchanged(excluded) if self._subtract(index)}
         for index, spec in enumerate(layout.tensors):
             if spec.rule is Rule.SUM:
                 self._flat.put(index, tensors[index])
             elif spec.rule not in (Rule.GRADIENT, Rule.CONSTANT):
                 self._flat.contribution(index).copy_(self._own.get(index, tensors[index]))
         for bucket in layout.pushed:
-            there = bucket.index not in excluded
-            trained = [there and tensors[piece.tensor].requires_grad for piece in bucket.pieces]
-            yield bucket, trained if bucket.rule is Rule.GRADIENT else ()
+            present = [piece.tensor in trained for piece in bucket.pieces]
+            yield bucket, present if bucket.rule is Rule.GRADIENT else ()
 
     @torch.no_grad()
-    def _subtract(self, index: int) -> None:
-        contribution, own = self._flat.contribution(index), self._own.get(index)
-        contribution.copy_(self._flat.tensors[index] if own is None else own)
-        torch.sub(self._flat.value(index), contribution, out=contribution)
+    def _subtract(self, index: int) -> bool:
+        """Put the change of a parameter; returns False if it has been frozen all the time."""
+        tensor, own, value = self._flat.tensors[index], self._own.get(index), self._flat.value(index)
+        contribution = self._flat.contribution(index).copy_(tensor if own is None else own)
+        if not tensor.requires_grad and torch.equal(contribution.to(tensor.dtype), value.to(tensor.dtype)):
+            self._flat.clear_contribution(index)
+            return False
+        torch.sub(value, contribution, out=contribution)
         if own is not None:
             own.add_(contribution.to(own.device), alpha=self._rate)
+        return True
 
 
 def _go_on(tensor: torch.Tensor, before: torch.Tensor, value: torch.Tensor, rule: Rule) -> None:

@@ -165,6 +165,28 @@ def test_one_worker_whose_values_are_taken_as_they_are_trains_as_its_optimizer_d
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("steps", [1, 5])
+def test_what_was_trained_before_it_was_frozen_is_exchanged(tmp_path: Path, steps: int) -> None:
+    """Scripts of GANs freeze each network while they train the other one, also at the step that exchanges."""
+    model, plain, batches = make_mlp(), make_mlp(), list[Any]()
+
+    def train(model: torch.nn.Sequential, optimizer: torch.optim.Optimizer, given: Any) -> None:
+        for step, (x, y) in enumerate(given):
+            model[0].requires_grad_(step % 2 == 0)
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            batches.append((x, y))
+
+    def script(session: Session) -> None:
+        train(model, session.optimizer(sgd(model), model), session.loader(Numbers(80), BATCH))
+
+    alone(tmp_path, script, consistency=local(steps, outerLearningRate=1, outerMomentum=0))
+    train(plain, sgd(plain), list(batches))
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("outer", "options"),
     [("diloco", {"outerNesterov": False}), *((outer, {}) for outer in OUTER_RULES)],
