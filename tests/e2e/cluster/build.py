@@ -30,7 +30,7 @@ OPTIONAL = ("metrics-server",)
 """Used where they are given; Debian has no source of them."""
 # Raise this when `_patch` changes: it is part of the cache's key.
 PATCH_REVISION = 1
-BUILD_TIMEOUT = timedelta(minutes=60)
+BUILD_TIMEOUT = timedelta(hours=3)
 NEEDED_DISK = 6 * 1024**3
 
 RUNTIME_PACKAGES = (
