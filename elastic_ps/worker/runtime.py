@@ -49,10 +49,10 @@ _LEFT = (
 )
 
 _COUNTED = (
-    "this step has no batch: the last one of session.loader(...) has had its step, or was skipped. Load a "
-    "batch for each step, or compute all gradients of a batch and make one step with them: see One model, "
-    "one or several optimizers in docs/guides/scripts.md. A batch from elsewhere cannot be trained: "
-    "pass session.loader(...) its data set"
+    "this step has no batch: the last one of session.loader(...) has had its step, or was skipped. Each "
+    "batch is for one step, and counts once. Load another, or compute all gradients of a batch and make one "
+    "step with them: see One model, one or several optimizers in docs/guides/scripts.md. A batch that comes "
+    "from elsewhere cannot be trained: pass session.loader(...) its data set"
 )
 
 _FROM_ELSEWHERE = (
