@@ -70,8 +70,13 @@ def test_job_gets_where_it_should(
         os.kill(local_cluster.pod_pid("digits-worker-1", namespace=namespace), signal.SIGKILL)
         jobs.wait_replaced("digits", "digits-worker-1", known, timeout=LIMIT)
         jobs.kubectl("scale", "tj/digits", "--replicas=1")
+        wait_for(
+            lambda: jobs.identities("digits").keys() == {"digits-ps-0", "digits-worker-0"},
+            what="digits has one worker",
+            timeout=LIMIT,
+            explain=lambda: str(jobs.identities("digits")),
+        )
         jobs.wait_status("digits", workers="1/1", timeout=LIMIT)
-    assert jobs.identities("digits").keys() == {"digits-ps-0", "digits-worker-0"}
     assert jobs.identities("digits").items() <= first.items()
     status = jobs.job("digits")["status"]["worker"]
     assert (status["failures"], status["restarts"]) == (1, 1), "what was lost was counted once"
