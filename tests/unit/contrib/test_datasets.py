@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import pickle
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from elastic_ps.contrib.datasets import cifar10, cifar100, mnist, text
+from elastic_ps.contrib.datasets import cifar10, cifar100, digits, mnist, text
 from elastic_ps.contrib.datasets.images import Images
 from elastic_ps.contrib.zoo.catalog import find_dataset
-from elastic_ps.errors import InvalidModel, UserError
+from elastic_ps.errors import InvalidModel, UsageError, UserError
 from tests.testing.datafiles import python2_pickle, write_cifar10, write_cifar100, write_mnist
 
 
@@ -101,6 +102,22 @@ def test_a_data_set_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyP
         find_dataset("mnist").read(None)
     with pytest.raises(UserError, match=r"digits has no files to look for in .*scikit-learn ships them"):
         find_dataset("digits").read(tmp_path)
+
+
+def test_the_digits_are_those_that_scikit_learn_reads() -> None:
+    from sklearn.datasets import load_digits
+
+    data, held_out = load_digits(), torch.arange(1797) % 5 == 0
+    for read, kept in zip(digits(), (~held_out, held_out), strict=True):
+        images, labels = read.tensors
+        assert torch.equal(images, torch.tensor(data.images, dtype=torch.float32).unsqueeze(1)[kept] / 16)
+        assert torch.equal(labels, torch.tensor(data.target, dtype=torch.int64)[kept])
+
+
+def test_digits_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(UsageError, match=r"not installed: pip install 'elastic-ps\[examples\]'"):
+        digits()
 
 
 def cut(path: Path, by: int = 100) -> Path:
