@@ -26,7 +26,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from elastic_ps.contract import exits
-from elastic_ps.errors import ElasticPSError, Refused, UsageError
+from elastic_ps.errors import ConnectionLost, ElasticPSError, Refused, UsageError
 from elastic_ps.transport.memory import ALIGNMENT, Allocate, SharedMemory, pieces_of
 
 DRAIN = "drain"
@@ -139,7 +139,7 @@ class LocalWorld:
             self._agreed |= arrival.proposals
         try:
             _check_together(arrivals)
-            answer = _Answer(call([arrival.mine for arrival in arrivals]), self._agreed)
+            value = call([arrival.mine for arrival in arrivals])
         except ElasticPSError as error:
             given = (error.code, str(error)) if isinstance(error, Refused) else (str(error),)
             self._tell(_Answer(None, self._agreed, (type(error), given)))
@@ -148,8 +148,7 @@ class LocalWorld:
             failed = f"process 0 of this worker has failed at {what}; its own message says why"
             self._tell(_Answer(None, self._agreed, (ElasticPSError, (failed,))))
             raise
-        self._tell(answer)
-        value: T = answer.value
+        self._tell(_Answer(value, self._agreed))
         return value
 
     def allocate(self, sizes: Sequence[int]) -> Allocate:
@@ -187,10 +186,7 @@ class LocalWorld:
     def close(self) -> None:
         """Close the sockets: a process that waits for this one learns that it has ended."""
         for each in (connection for link in self.links for connection in link):
-            with (
-                contextlib.suppress(OSError),
-                socket.fromfd(each.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as own,
-            ):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(each.fileno())) as own:
                 own.shutdown(socket.SHUT_RDWR)  # a thread may wait for it
             each.close()
 
@@ -226,12 +222,15 @@ class LocalWorld:
 
         Raises:
             Drained: the worker was asked to leave.
+            ConnectionLost: this process has closed its session meanwhile.
             UsageError: nobody has ended this process, since the other one's script came to its end.
         """
-        if DRAIN not in self._proposals:
+        if DRAIN not in self._proposals and not self.links[0].questions.closed:
             time.sleep(self._ending.total_seconds())
         if DRAIN in self._proposals:
             raise Drained
+        if self.links[0].questions.closed:
+            raise ConnectionLost("this process has left the job")
         raise UsageError(
             f"process {rank} of this worker has ended its script, but process {self.rank} is at {what}. With "
             "worker.processes all processes of a worker make the same steps and end together"

@@ -16,6 +16,7 @@ from elastic_ps.worker.model import ModelDescription
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, running_job
 from tests.testing.oracle import assert_each_record_once, mse, replay
+from tests.testing.trained import await_training
 from tests.testing.transports import whole_jobs
 
 Optimizers = Callable[[torch.nn.Module], torch.optim.Optimizer | dict[str, torch.optim.Optimizer]]
@@ -80,6 +81,7 @@ def trainer(
     models: Models,
     *,
     epochs: int = 1,
+    begin: Callable[[], object] = lambda: None,
     each: Callable[[Session], object] = lambda session: None,
     **options: Any,
 ) -> Callable[[Session], None]:
@@ -90,6 +92,7 @@ def trainer(
         optimizer = session.optimizer(make(model), model, **options)
         models[session.worker] = model
         for x, y in session.loader(data, 4, epochs=epochs):
+            begin()
             optimizer.zero_grad()
             mse(model, x.double(), y.double()).backward()
             each(session)
@@ -97,6 +100,11 @@ def trainer(
         model.version = session.version
 
     return script
+
+
+def together(job: Job) -> Callable[[], object]:
+    """For `begin`: no step is made before both workers compute."""
+    return lambda: await_training(job, 0, 1)
 
 
 def final(job: Job, models: Models) -> list[Recommender]:
@@ -125,7 +133,7 @@ def test_tables_are_trained_as_in_one_process(tmp_path: Path, make: Optimizers, 
     data, models = Numbers(160), Models()
     with running_job(tmp_path, parameterServer={"replicas": shards, "bucketBytes": 1024}) as job:
         for worker in range(2):
-            job.start(worker, trainer(make, data, models, epochs=2))
+            job.start(worker, trainer(make, data, models, epochs=2, begin=together(job)))
         check(job, data, models, make, epochs=2)
 
 
@@ -313,7 +321,7 @@ def test_where_no_server_steps_gradients_are_as_torch_has_them(
 ) -> None:
     data, models = Numbers(64), Models()
     with running_job(tmp_path, worker={"replicas": 2}, **fields) as job:
-        job.run(trainer(sgd, data, models), workers=2)
+        job.run(trainer(sgd, data, models, begin=together(job)), workers=2)
         assert_each_record_once(job.commits(), records=len(data), epochs=1)
         if "strategy" in fields:
             check(job, data, models, sgd)

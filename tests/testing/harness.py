@@ -331,7 +331,7 @@ def running_job(
         yield job
     finally:
         if job is not None:
-            for session in job.sessions:
+            for session in reversed(job.sessions):  # process 0 of a worker last: the others ask it
                 session.close()
             for thread in job.threads:
                 thread.join(LIMIT)
