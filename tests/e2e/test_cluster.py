@@ -209,6 +209,7 @@ def test_pods_reach_each_other_by_a_service_name(
         assert "hello from the service" in cluster.kubectl("logs", "-n", namespace, name).stdout
 
 
+@pytest.mark.nightly
 def test_a_pod_may_ask_the_api_server_what_its_role_allows(
     cluster: GivenCluster, namespace: str, python_image: str
 ) -> None:
@@ -231,6 +232,7 @@ def test_a_pod_may_ask_the_api_server_what_its_role_allows(
     ]
 
 
+@pytest.mark.nightly
 def test_kubectl_scales_a_custom_resource(cluster: GivenCluster, namespace: str) -> None:
     count = {"type": "integer"}
     counts = {"type": "object", "properties": {"replicas": count}}
@@ -269,6 +271,7 @@ def test_kubectl_scales_a_custom_resource(cluster: GivenCluster, namespace: str)
         cluster.kubectl("delete", "crd", f"gadgets.{group}")
 
 
+@pytest.mark.nightly
 def test_memory_limits_are_real(cluster: GivenCluster, namespace: str, python_image: str) -> None:
     hungry = "data = []\nwhile True: data.append(bytearray(10_000_000))"
     limits = {"resources": {"limits": {"memory": "64Mi"}}}
@@ -279,6 +282,7 @@ def test_memory_limits_are_real(cluster: GivenCluster, namespace: str, python_im
     assert state["terminated"]["exitCode"] == 137
 
 
+@pytest.mark.nightly
 def test_a_claim_gets_a_volume_that_any_user_may_write_to(
     cluster: GivenCluster, namespace: str, python_image: str
 ) -> None:
@@ -308,6 +312,7 @@ with socket.create_connection(("{address}", 8080), timeout=3) as link: print("re
 """
 
 
+@pytest.mark.nightly
 def test_a_pod_can_be_cut_off_and_healed(local_cluster: Cluster, namespace: str, python_image: str) -> None:
     local_cluster.apply(pod("web", python_image, SERVE), namespace=namespace)
     wait_for_pod(local_cluster, namespace, "web", "Running")

@@ -15,7 +15,6 @@ import pytest
 from benchmarks.network import Hosts, address
 from tests.testing import mpirun
 from tests.testing.polling import LIMIT
-from tests.testing.tiers import per_change
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,10 +46,8 @@ def written_by_command(slurm: dict[str, str]) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    ("options", "way"),
-    per_change([("", "tcp"), ("--transport mpi", "mpi")], keep=[("--transport mpi", "mpi")]),
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("options", "way"), [("", "tcp"), ("--transport mpi", "mpi")])
 def test_workers_on_other_hosts_train(hosts: Hosts, tmp_path: Path, options: str, way: str) -> None:
     names = [f"host{number}" for number in range(3)]
     known = tmp_path / "names"

@@ -278,6 +278,7 @@ def make(target: str, cluster: GivenCluster) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_make_install_and_the_helm_command_take_turns(
     installed: None, cluster: GivenCluster, command: HelmCommand | Config
 ) -> None:

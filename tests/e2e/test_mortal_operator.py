@@ -11,6 +11,7 @@ import pytest
 from elastic_operator.api import EXIT_TEST
 from tests.e2e.cluster import GivenCluster, wait_for
 from tests.testing.operator_process import LIMIT, Jobs, OperatorProcess
+from tests.testing.tiers import per_change
 
 CLAIM = {"checkpoint": {"volumeClaim": {"storage": "10Mi"}}}
 
@@ -80,12 +81,7 @@ def test_two_operators_that_die_after_each_write_start_a_job_together(
     assert holder["leaseTransitions"] >= 4, "they took turns"
 
 
-COUNTS = [
-    pytest.param(count, marks=[] if count in (2, 4) else [pytest.mark.nightly]) for count in range(1, 7)
-]
-
-
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("count", per_change(range(1, 7), keep=[2]))
 def test_failure_is_counted_once(jobs: Jobs, idle: OperatorProcess, count: int) -> None:
     """Wherever between counting a failed worker and replacing it the operator dies."""
     once = "import os, sys, time; time.sleep(1); sys.exit(1)"

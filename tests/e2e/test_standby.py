@@ -43,6 +43,7 @@ def wait_unsaved(jobs: Jobs, rounds: int) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_no_round_is_lost_with_the_parameter_server(
     operator: OperatorProcess, jobs: Jobs, local_cluster: Cluster
 ) -> None:
