@@ -181,7 +181,7 @@ def test_what_is_compressed_without_loss_has_the_same_bits(
     assert torch.equal(found, undisturbed[1, "SGD"])
 
 
-@pytest.mark.parametrize("durability", per_change(["checkpoint", "standby"], keep=["checkpoint"]))
+@pytest.mark.parametrize("durability", ["checkpoint", "standby"])
 def test_rounded_values_are_the_same_when_the_parameter_server_has_died(
     tmp_path: Path, durability: str
 ) -> None:
@@ -191,9 +191,8 @@ def test_rounded_values_are_the_same_when_the_parameter_server_has_died(
     assert torch.equal(found, expected)
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("durability", ["checkpoint", "standby"])
-@pytest.mark.parametrize("values", per_change(["int8", "topk", "changed"], keep=["int8", "topk"]))
+@pytest.mark.parametrize("values", per_change(["int8", "topk", "changed"], keep=["topk"]))
 def test_deltas_are_the_same_when_the_parameter_server_has_died(
     tmp_path: Path, durability: str, values: str
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.testing import mpirun
 from tests.testing.addresses import addresses
 from tests.testing.scripts import together
+from tests.testing.tiers import per_change
 
 CHECKS = [name for name in vars(together) if name.startswith("check_")]
 LIMIT = 300
@@ -21,7 +22,7 @@ Found = list[dict[str, str]]
 """For each process, check -> its traceback, or ""."""
 
 
-@pytest.fixture(scope="module", params=["torch", "mpi"])
+@pytest.fixture(scope="module", params=per_change(["torch", "mpi"], keep=["mpi"]))
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What became of the checks; all of them run in one start of the processes."""
     directory = tmp_path_factory.mktemp("together")

@@ -29,6 +29,7 @@ from tests.testing.oracle import (
     replay,
 )
 from tests.testing.polling import LIMIT, eventually
+from tests.testing.tiers import per_change
 from tests.testing.trained import Models, alone, sgd, training
 from tests.testing.transports import whole_jobs
 from tests.unit.codec.test_codecs import Negative
@@ -364,13 +365,16 @@ def flat(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "mode",
-    [
-        {"mode": "sync"},
-        {"mode": "sync", "backupWorkers": 1},
-        {"mode": "accumulate", "gradients": 2},
-        {"mode": "bounded", "maxStaleness": 4},
-        {"mode": "local", "steps": 3},
-    ],
+    per_change(
+        [
+            {"mode": "sync"},
+            {"mode": "sync", "backupWorkers": 1},
+            {"mode": "accumulate", "gradients": 2},
+            {"mode": "bounded", "maxStaleness": 4},
+            {"mode": "local", "steps": 3},
+        ],
+        keep=[{"mode": "sync", "backupWorkers": 1}, {"mode": "bounded", "maxStaleness": 4}],
+    ),
     ids=lambda mode: "-".join(str(value) for value in mode.values()),
 )
 def test_all_workers_have_the_same_values_with_deltas(tmp_path: Path, mode: dict[str, Any]) -> None:

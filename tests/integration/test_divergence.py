@@ -89,6 +89,7 @@ def run_digits(tmp_path: Path, policy: dict[str, Any], *, lr: float) -> tuple[in
     return done.returncode, done.stdout + done.stderr, report
 
 
+@pytest.mark.nightly
 def test_a_job_with_an_absurd_learning_rate_warns_and_goes_on(tmp_path: Path) -> None:
     """Here the network dies, and its loss is that of ten classes of which it knows nothing."""
     status, said, report = run_digits(tmp_path, {}, lr=2.0)

@@ -88,6 +88,7 @@ def test_images_are_classified_also_without_a_gpu(tmp_path: Path) -> None:
     assert metrics(trained("gpu", tmp_path, records=8 * 1437))["test_accuracy"] > 0.8
 
 
+@pytest.mark.nightly
 def test_a_stream_without_an_end_is_trained_as_far_as_the_job_says(tmp_path: Path) -> None:
     progress = trained("streaming", tmp_path, records=4000).result.progress
     assert progress is not None
@@ -95,6 +96,7 @@ def test_a_stream_without_an_end_is_trained_as_far_as_the_job_says(tmp_path: Pat
     assert progress.loss < 4, "it begins with the logarithm of 256, which is 5.5"
 
 
+@pytest.mark.nightly
 def test_digits_in_tar_files_are_learnt(tmp_path: Path) -> None:
     done = trained("shards", tmp_path, records=8 * 1437, arguments={"folder": str(tmp_path / "tar")})
     assert metrics(done)["test_accuracy"] > 0.8

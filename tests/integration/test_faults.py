@@ -107,7 +107,7 @@ def injected(result: Drill, kind: Kind) -> Injection:
     return next(each for each in result.injections if each.fault.kind == kind)
 
 
-@pytest.fixture(scope="module", params=per_change(["grpc", "tcp"], keep=["tcp"]))
+@pytest.fixture(scope="module", params=["grpc", "tcp"])
 def unharmed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drill:
     """A job whose parameter server lives on, whatever happens to workers and disk."""
     directory = tmp_path_factory.mktemp("workers")
@@ -115,6 +115,7 @@ def unharmed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return drill(directory, kinds, seed=1, transport=request.param)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["kill-worker", "freeze-worker", "cut", "reset", "stop-worker"])
 def test_workers_are_killed_frozen_cut_off_and_taken_away(unharmed: Drill, kind: Kind) -> None:
     assert injected(unharmed, kind).state == "recovered"
@@ -122,6 +123,7 @@ def test_workers_are_killed_frozen_cut_off_and_taken_away(unharmed: Drill, kind:
     assert unharmed.result.failures == 0
 
 
+@pytest.mark.nightly
 def test_the_disk_is_full(unharmed: Drill) -> None:
     fault = injected(unharmed, "fill-disk")
     if fault.state == "unavailable":
@@ -151,7 +153,8 @@ def test_the_parameter_server_is_killed_frozen_and_taken_over_from(tmp_path: Pat
     assert result.result.failures == 0
 
 
-@pytest.mark.parametrize("transport", per_change(["shm", "tcp"], keep=["tcp"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_shards_with_standbys_are_killed_and_nothing_is_trained_again(
     tmp_path: Path, transport: Scheme
 ) -> None:

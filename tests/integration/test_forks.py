@@ -88,6 +88,7 @@ def test_a_process_that_is_killed_is_replaced_by_a_fork(tmp_path: Path) -> None:
     assert check(read(history), None) == []
 
 
+@pytest.mark.nightly
 def test_when_the_fork_server_dies_its_processes_end_and_others_take_their_places(tmp_path: Path) -> None:
     history = tmp_path / "history"
     history.mkdir()

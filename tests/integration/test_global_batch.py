@@ -20,6 +20,7 @@ from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, events, make_mlp, make_spec, running_job
 from tests.testing.oracle import Commit, mse, ranges_of
 from tests.testing.polling import eventually
+from tests.testing.tiers import per_change
 from tests.testing.trained import alone, sgd
 
 DATA = Numbers(100)
@@ -82,7 +83,7 @@ def test_one_worker(tmp_path: Path, shards: int) -> None:
     assert difference(models[0], plain(DATA, size=24, epochs=2)) < 1e-6
 
 
-@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("double", per_change([False, True], keep=[True]))
 def test_a_job_that_goes_from_two_workers_to_six_and_to_three_trains_as_one_machine(
     tmp_path: Path, double: bool
 ) -> None:

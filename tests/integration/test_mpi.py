@@ -175,6 +175,7 @@ def test_a_worker_that_dies_is_started_again_on_its_rank_and_more_can_be_added(r
     assert "600 of 600 in the model" in out
 
 
+@pytest.mark.nightly
 def test_through_mpi_a_worker_and_a_parameter_server_that_die_are_replaced_and_no_record_is_lost(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

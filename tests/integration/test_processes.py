@@ -428,6 +428,7 @@ def children_of(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children()
 
 
+@pytest.mark.nightly
 def test_a_process_that_dies_ends_its_worker_which_is_replaced(tmp_path: Path) -> None:
     hurry = tmp_path / "hurry"
     job = make_job(

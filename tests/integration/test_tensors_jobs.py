@@ -90,6 +90,7 @@ def test_what_a_script_has_pushed_last_is_carried_out(tmp_path: Path, exits: boo
     assert outcome.status.server.progress.metrics == {"least": last_pushes.PUSHES}
 
 
+@pytest.mark.nightly
 def test_elastic_averaging_by_hand_learns_the_digits(tmp_path: Path) -> None:
     """The example; with buckets so small that the centre lies on both parameter servers."""
     example = load_job(ROOT / "examples" / "easgd" / "job.yaml")

@@ -31,7 +31,6 @@ from tests.integration.test_faults import LIMIT, RECORDS, job
 from tests.testing.certificates import write
 from tests.testing.launching import forks, version_of, wait_for_workers
 from tests.testing.polling import eventually
-from tests.testing.tiers import per_change
 
 SOON = timedelta(seconds=20)
 VICTIM = 0
@@ -96,7 +95,8 @@ def running(wanted: TrainingJob, options: Options) -> Iterator[Launcher]:
         assert launcher.wait(LIMIT), launcher.status()
 
 
-@pytest.mark.parametrize("transport", per_change(["tcp", "grpc"], keep=["tcp"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
 def test_a_thief_of_a_workers_certificate_harms_that_worker_only(tmp_path: Path, transport: Scheme) -> None:
     history = tmp_path / "history"
     wanted = job("besieged", tmp_path, server={"replicas": 2, "durability": "standby"}, records=RECORDS)

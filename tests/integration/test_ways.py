@@ -32,7 +32,6 @@ from elastic_ps.transport.tcp import TcpServer, data_address
 from tests.testing import machine
 from tests.testing.addresses import addresses
 from tests.testing.polling import LIMIT, eventually
-from tests.testing.tiers import per_change
 from tests.testing.transports import LONG, Reading
 
 
@@ -596,7 +595,8 @@ def test_a_firewall_in_front_of_the_data_port_leaves_grpc(how: str) -> None:
     )
 
 
-@pytest.mark.parametrize("transport", per_change(["shm", "tcp", "grpc"], keep=["tcp"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_a_job_may_name_its_transport(tmp_path: Path, transport: str) -> None:
     """It is named in the summary and in the status of each member."""
     spec = {

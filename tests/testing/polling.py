@@ -12,6 +12,9 @@ LIMIT = 120.0
 PAUSE = 0.01
 """Seconds between two looks."""
 
+LOOK = 0.5
+"""Seconds, at least, between two looks at whether anything moves: to ask a job takes it some time."""
+
 T = TypeVar("T")
 
 
@@ -32,14 +35,16 @@ def while_moving(
     Fails the test, saying `what` and how it stands, when `moving` has returned equal values for `still`
     seconds. For work whose time depends on how busy the machine is.
     """
-    began = since = time.monotonic()
+    began = since = looked = time.monotonic()
     seen = moving()
     while not (value := condition()):
-        now, state = time.monotonic(), moving()
-        if state != seen:
-            seen, since = state, now
-        assert now - since < still, (
-            f"{what}: nothing has moved for {still:g} s, {now - began:.0f} s after the start: {seen}"
-        )
+        now = time.monotonic()
+        if now - looked > LOOK:
+            looked, state = now, moving()
+            if state != seen:
+                seen, since = state, now
+            assert now - since < still, (
+                f"{what}: nothing has moved for {still:g} s, {now - began:.0f} s after the start: {seen}"
+            )
         time.sleep(PAUSE)
     return value

@@ -1,16 +1,22 @@
 """What of a test's parameters runs with each change; the rest carries `@pytest.mark.nightly`.
 
 `per_change` names the values of one parameter. `@pytest.mark.covering(2)` is for tests of several: of their
-combinations so many run that each two values of two parameters meet; with 1, each value is there once.
+combinations so many run that each two values of two parameters meet; with 1, each value is there once. An
+integration test without that mark runs in one place of those that it has, see `PLACES`.
 """
 
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
+
+PLACES = ("shards", "server", "durability", "transport", "lost")
+"""Parameters of integration tests that say where the values of a model are, and what of that is lost. A test
+runs in one place with each change, for each combination of its other parameters; tests differ in which."""
 
 
 def per_change(values: Iterable[Any], *, keep: Collection[Any]) -> list[Any]:
@@ -29,19 +35,41 @@ def per_change(values: Iterable[Any], *, keep: Collection[Any]) -> list[Any]:
 
 
 def mark_nightly(items: Iterable[pytest.Item]) -> None:
-    """Mark those items of a test with `covering` that are not needed to cover its parameters."""
+    """Mark those items that are not needed to cover a test's parameters, or that have another place."""
     groups: dict[tuple[Any, int], list[tuple[pytest.Item, Mapping[str, int]]]] = {}
+    placed: list[tuple[pytest.Item, str, Mapping[str, int]]] = []
     for item in items:
         mark, call = item.get_closest_marker("covering"), getattr(item, "callspec", None)
-        if mark is not None and call is not None and item.get_closest_marker("nightly") is None:
-            key = (item.path, getattr(item, "originalname", "")), mark.args[0]
+        if call is None or item.get_closest_marker("nightly") is not None:
+            continue
+        test = getattr(item, "originalname", "")
+        if mark is not None:
             values = {name: id(value) for name, value in call.params.items()}
-            groups.setdefault(key, []).append((item, values))
+            groups.setdefault(((item.path, test), mark.args[0]), []).append((item, values))
+        elif item.path.parent.name == "integration":
+            placed.append((item, f"{item.path.name}::{test}", call.indices))
+    kept = in_one_place([(test, values) for _, test, values in placed])
+    _mark([item for item, *_ in placed], kept)
     for (_, strength), group in groups.items():
-        kept = covering([values for _, values in group], strength)
-        for number, (item, _) in enumerate(group):
-            if number not in kept:
-                item.add_marker(pytest.mark.nightly)
+        _mark([item for item, _ in group], covering([values for _, values in group], strength))
+
+
+def _mark(items: Sequence[pytest.Item], kept: Collection[int]) -> None:
+    for number, item in enumerate(items):
+        if number not in kept:
+            item.add_marker(pytest.mark.nightly)
+
+
+def in_one_place(cases: Sequence[tuple[str, Mapping[str, int]]]) -> set[int]:
+    """The numbers of those cases of tests that are left if each has one place; see `PLACES`.
+
+    A case is the name of its test, and which value each of its parameters has.
+    """
+    groups: dict[str, list[int]] = {}
+    for number, (test, values) in enumerate(cases):
+        others = sorted(each for each in values.items() if each[0] not in PLACES)
+        groups.setdefault(f"{test} {others}", []).append(number)
+    return {numbers[zlib.crc32(which.encode()) % len(numbers)] for which, numbers in groups.items()}
 
 
 def covering(combinations: Sequence[Mapping[str, int]], strength: int) -> set[int]:

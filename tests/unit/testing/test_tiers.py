@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from tests.testing.tiers import covering, per_change
+from tests.testing.tiers import covering, in_one_place, per_change
 
 
 def test_few_combinations_have_all_pairs() -> None:
@@ -20,6 +20,18 @@ def test_few_combinations_have_all_pairs() -> None:
         assert pairs == set(itertools.product(range(sizes[one]), range(sizes[other])))
     assert len(kept) < len(every)
     assert len(covering(every, 1)) == 4
+
+
+def test_each_combination_of_other_parameters_has_one_place() -> None:
+    tests = [f"test_{number}" for number in range(9)]
+    sizes = {"mode": 3, "shards": 2, "durability": 2}
+    values = [
+        dict(zip(sizes, each, strict=True)) for each in itertools.product(*(range(n) for n in sizes.values()))
+    ]
+    cases = [(test, each) for test in tests for each in values]
+    kept = [cases[number] for number in sorted(in_one_place(cases))]
+    assert [(test, each["mode"]) for test, each in kept] == [*itertools.product(tests, range(3))]
+    assert {(each["shards"], each["durability"]) for _, each in kept} == {*itertools.product((0, 1), (0, 1))}
 
 
 def test_what_is_not_kept_is_for_the_night() -> None:
