@@ -164,7 +164,8 @@ def test_worker_that_is_evicted(jobs: Jobs, operator: OperatorProcess) -> None:
         ),
     )
     jobs.wait_replaced("drain", "drain-worker-0", drained)
-    wait_for(lambda: "Evicted" in jobs.events("evict"), what="the eviction is told", timeout=LIMIT)
+    told = {"Evicted", "DegradedEvicted"}
+    wait_for(lambda: told <= jobs.events("evict").keys(), what="the eviction is told", timeout=LIMIT)
     assert jobs.events("evict")["Evicted"].startswith("evict-worker-0 was evicted: ")
     assert "evict-worker-0 was evicted: " in jobs.events("evict")["DegradedEvicted"]
     jobs.wait_replaced("evict", "evict-worker-0", evicted)

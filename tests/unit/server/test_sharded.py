@@ -123,6 +123,11 @@ def train_until_followed(servers: Servers, worker: ShardedWorker, version: int) 
     return version
 
 
+def await_commit(servers: Servers, version: int) -> None:
+    """The worker may have gone on a moment before."""
+    eventually(lambda: servers.shard_0.status().progress.version == version, "shard 0 has the version")
+
+
 @pytest.fixture
 def with_standbys(tmp_path: Path) -> Iterator[Servers]:
     servers = Servers(tmp_path, standbys=True)
@@ -146,8 +151,7 @@ def test_no_round_is_lost_with_all_parameter_servers_while_the_standbys_are_left
     followed = train_until_followed(servers, worker, 0)
     assert [worker.train(step) for step in range(followed, followed + 2)] == [followed + 1, followed + 2]
     version = followed + 2
-    # The worker may have the values a moment before.
-    eventually(lambda: servers.shard_0.status().progress.version == version, "shard 0 has the version")
+    await_commit(servers, version)
     before = servers.shard_0.status().progress
     assert before.durable_version == 0, "the interval is an hour"
     for shard in SHARDS:
@@ -167,6 +171,7 @@ def test_no_round_is_lost_with_one_shard_while_its_standby_is_left(with_standbys
     servers = with_standbys
     worker = servers.worker()
     version = worker.train(train_until_followed(servers, worker, 0))
+    await_commit(servers, version)
     servers.lose("ps", 1)
     servers.start("ps", 1)
     eventually(lambda: servers.shard_0.status().term > 1, "it is noticed")
