@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 
 import pytest
 import torch
 from hypothesis import settings
 
+from elastic_ps.process.lifecycle import importing
 from tests.testing.jitter import Jitter
 from tests.testing.tiers import mark_nightly
 
@@ -30,6 +32,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Name a failure at once: the summary comes an hour later, or never if the run is ended."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         print(f"\nFAILED {report.nodeid}", flush=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    with importing():
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -71,6 +71,7 @@ def liveness(operator: OperatorProcess) -> str:
         return f"no answer: {error}"
 
 
+@pytest.mark.nightly
 def test_dead_watch_fails_the_liveness_probe(
     cluster: GivenCluster, namespace: str, python_image: str, limited: OperatorProcess
 ) -> None:

@@ -11,7 +11,6 @@ import pytest
 from elastic_operator.api import EXIT_TEST
 from tests.e2e.cluster import GivenCluster, wait_for
 from tests.testing.operator_process import LIMIT, Jobs, OperatorProcess
-from tests.testing.tiers import per_change
 
 CLAIM = {"checkpoint": {"volumeClaim": {"storage": "10Mi"}}}
 
@@ -81,7 +80,8 @@ def test_two_operators_that_die_after_each_write_start_a_job_together(
     assert holder["leaseTransitions"] >= 4, "they took turns"
 
 
-@pytest.mark.parametrize("count", per_change(range(1, 7), keep=[2]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("count", range(1, 7))
 def test_failure_is_counted_once(jobs: Jobs, idle: OperatorProcess, count: int) -> None:
     """Wherever between counting a failed worker and replacing it the operator dies."""
     once = "import os, sys, time; time.sleep(1); sys.exit(1)"

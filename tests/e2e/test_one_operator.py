@@ -57,6 +57,7 @@ def reconciles(operator: OperatorProcess) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
+@pytest.mark.nightly
 def test_watches_alone_tell_of_every_change(jobs: Jobs, idle: OperatorProcess) -> None:
     """Nothing is listed and no job looked at again for an hour, and the workers do not end by themselves."""
     idle.start("--resync=1h", "--poll=1h")

@@ -18,6 +18,7 @@ def jobs(local_cluster: Cluster, namespace: str, python_image: str) -> Jobs:
     return Jobs(local_cluster, namespace, python_image)
 
 
+@pytest.mark.nightly
 def test_api_server_away(jobs: Jobs, operator: OperatorProcess, local_cluster: Cluster) -> None:
     jobs.apply("api", worker={"replicas": 1})
     jobs.wait_status("api", phase="Running")

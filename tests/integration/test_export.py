@@ -307,6 +307,7 @@ def test_a_broken_checkpoint_is_said_so_and_left_where_it_is(trained: Trained, t
     assert store.versions() == [before, newest]
 
 
+@pytest.mark.nightly
 def test_a_broken_checkpoint_is_not_exported(trained: Trained, tmp_path: Path, elastic_ps_here: Here) -> None:
     """Nothing is written; without a version, an older one that is whole is, and the command says so."""
     directory, out = tmp_path / "checkpoints", tmp_path / "model.pt"

@@ -127,6 +127,7 @@ def test_it_has_left_then_and_has_not_failed(tmp_path: Path) -> None:
     assert "left in the middle of a step: " in said
 
 
+@pytest.mark.nightly
 def test_a_worker_whose_model_is_lost_ends_as_one_that_may_begin_anew(tmp_path: Path) -> None:
     """With real processes: the parameter server is killed, and another one comes, which has no checkpoint."""
     job = Processes(tmp_path)
