@@ -84,6 +84,7 @@ def metrics(done: Drill) -> dict[str, float]:
     return dict(done.result.progress.metrics)
 
 
+@pytest.mark.nightly
 def test_images_are_classified_also_without_a_gpu(tmp_path: Path) -> None:
     assert metrics(trained("gpu", tmp_path, records=8 * 1437))["test_accuracy"] > 0.8
 

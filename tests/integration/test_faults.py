@@ -194,6 +194,7 @@ def test_workers_parameter_server_and_evaluator_are_killed_in_other_modes(
     assert progress.evaluation.version == progress.version, "the last one is evaluated, too"
 
 
+@pytest.mark.nightly
 def test_strangers_and_a_gradient_that_is_not_finite(tmp_path: Path) -> None:
     """What is not finite is refused with the worker's name; random bytes and a flood of joins harm nobody.
 

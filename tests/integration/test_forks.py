@@ -63,6 +63,7 @@ def both_train(launcher: Launcher) -> None:
     wait_for_workers(launcher, lambda workers: len(workers) == 2, "both workers train")
 
 
+@pytest.mark.nightly
 def test_a_process_that_is_killed_is_replaced_by_a_fork(tmp_path: Path) -> None:
     history = tmp_path / "history"
     history.mkdir()

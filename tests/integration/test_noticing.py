@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tools.mutants import ROOT
 
 TESTS = """
@@ -47,6 +49,7 @@ for line, old, new in (2, "2 *", "3 *"), (3, "pass", "return"), (4, "pass", "ret
 """
 
 
+@pytest.mark.nightly
 def test_what_notices_a_change_is_a_test_that_fails_for_it_and_not_for_a_slow_machine(tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text(MODULE)
     (tmp_path / "test_module.py").write_text(TESTS)

@@ -28,6 +28,7 @@ from tests.testing.oracle import (
     mse,
     replay,
 )
+from tests.testing.tiers import per_change
 
 RECORDS, EPOCHS = 150, 2
 DATA = Numbers(RECORDS)
@@ -81,7 +82,10 @@ def check_replay(commits: list[Commit], model: torch.nn.Module, make: MakeOptimi
     assert_equal_up_to_round_off(model, make_mlp(), replayed)
 
 
-@pytest.mark.parametrize(("name", "before", "after"), [(name, 1, 2) for name in CLASSES] + [("Adam", 3, 1)])
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    per_change([*((name, 1, 2) for name in CLASSES), ("Adam", 3, 1)], keep=[("SGD", 1, 2), ("Adam", 3, 1)]),
+)
 def test_stopping_and_going_on_with_other_shards(tmp_path: Path, name: str, before: int, after: int) -> None:
     make, checkpoints = CLASSES[name], tmp_path / "checkpoints"
     with running_job(tmp_path / "1", checkpoints=checkpoints, parameterServer=server(before)) as job:

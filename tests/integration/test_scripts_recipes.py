@@ -404,6 +404,7 @@ losses = []
     assert elastic_ps_run(tmp_path, "cells.py") == "done\n"
 
 
+@pytest.mark.nightly
 def test_a_script_in_a_config_map(tmp_path: Path) -> None:
     """The job is valid, a worker's pod has the script where it looks for it, and the script trains."""
     text = recipe("A script without an image of its own", "yaml")

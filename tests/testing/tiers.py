@@ -43,11 +43,11 @@ def mark_nightly(items: Iterable[pytest.Item]) -> None:
         if call is None or item.get_closest_marker("nightly") is not None:
             continue
         test = getattr(item, "originalname", "")
+        values = {name: id(value) for name, value in call.params.items()}
         if mark is not None:
-            values = {name: id(value) for name, value in call.params.items()}
             groups.setdefault(((item.path, test), mark.args[0]), []).append((item, values))
         elif item.path.parent.name == "integration":
-            placed.append((item, f"{item.path.name}::{test}", call.indices))
+            placed.append((item, f"{item.path.name}::{test}", values))
     kept = in_one_place([(test, values) for _, test, values in placed])
     _mark([item for item, *_ in placed], kept)
     for (_, strength), group in groups.items():
@@ -65,11 +65,15 @@ def in_one_place(cases: Sequence[tuple[str, Mapping[str, int]]]) -> set[int]:
 
     A case is the name of its test, and which value each of its parameters has.
     """
-    groups: dict[str, list[int]] = {}
+    tests: dict[str, dict[tuple[tuple[str, int], ...], list[int]]] = {}
     for number, (test, values) in enumerate(cases):
-        others = sorted(each for each in values.items() if each[0] not in PLACES)
-        groups.setdefault(f"{test} {others}", []).append(number)
-    return {numbers[zlib.crc32(which.encode()) % len(numbers)] for which, numbers in groups.items()}
+        others = tuple(sorted(each for each in values.items() if each[0] not in PLACES))
+        tests.setdefault(test, {}).setdefault(others, []).append(number)
+    return {
+        numbers[(zlib.crc32(test.encode()) + count) % len(numbers)]
+        for test, groups in tests.items()
+        for count, numbers in enumerate(groups.values())
+    }
 
 
 def covering(combinations: Sequence[Mapping[str, int]], strength: int) -> set[int]:
