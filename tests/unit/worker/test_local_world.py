@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing import Pipe
 from typing import Any
 
 import pytest
 
-from elastic_ps.errors import ElasticPSError, UsageError
+from elastic_ps.errors import ConnectionLost, ElasticPSError, UsageError
 from elastic_ps.worker.local_world import Links, LocalWorld
 from tests.testing.polling import LIMIT
 
@@ -39,17 +40,32 @@ def test_the_others_learn_that_process_0_has_failed() -> None:
     assert "process 0 of this worker has failed at optimizer.step()" in str(raised[0])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_ends_while_memory_is_shared_out_is_named(rank: int) -> None:
+@pytest.fixture
+def worlds() -> Iterator[list[LocalWorld]]:
+    """Of the two processes of a worker, which wait for no end."""
     pairs = Pipe(), Pipe()
-    links = [[Links(*(pair[r] for pair in pairs))] for r in range(2)]
-    worlds = [LocalWorld(r, links[r], size=2, ending=timedelta(0)) for r in range(2)]
+    links = [[Links(*(pair[rank] for pair in pairs))] for rank in range(2)]
+    worlds = [LocalWorld(rank, links[rank], size=2, ending=timedelta(0)) for rank in range(2)]
+    yield worlds
+    for world in worlds:
+        world.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_ends_while_memory_is_shared_out_is_named(worlds: list[LocalWorld], rank: int) -> None:
     worlds[1 - rank].close()
     with pytest.raises(
         UsageError, match=rf"process {1 - rank} of this worker has ended.* session\.optimizer"
     ):
         worlds[rank].allocate([64])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_has_left_blames_no_other_one(worlds: list[LocalWorld], rank: int) -> None:
+    """Its session may be closed by a thread while another one is at a question."""
     worlds[rank].close()
+    with pytest.raises(ConnectionLost, match="this process has left the job"):
+        worlds[rank].decide("the end of its loop", lambda: None)
 
 
 def test_a_process_knows_what_it_was_asked_before_the_others_do() -> None:
