@@ -20,7 +20,6 @@ from tests.testing.harness import Job, Numbers, events, make_mlp, make_spec, run
 from tests.testing.inside import push_pull_of
 from tests.testing.oracle import assert_each_record_once, mse
 from tests.testing.polling import LIMIT, eventually
-from tests.testing.tiers import per_change
 from tests.testing.trained import alone, check_against_replay, sgd
 
 
@@ -234,7 +233,7 @@ def test_a_script_stops_the_training_when_its_step_has_come_too_late(tmp_path: P
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("durability", per_change(["checkpoint", "standby"], keep=["standby"]))
+@pytest.mark.parametrize("durability", ["checkpoint", "standby"])
 def test_parameter_servers_are_lost(tmp_path: Path, durability: str) -> None:
     data = Numbers(600)
 

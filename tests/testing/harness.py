@@ -92,7 +92,8 @@ class Job:
             limits=self.worker_limits,
             on_hung=self.on_hung,
         )
-        self.sessions.append(session)
+        # To be closed in this order: the other processes of a worker ask process 0.
+        self.sessions.insert(len(self.sessions) if leads else 0, session)
         return session
 
     def start_processes(
@@ -331,7 +332,7 @@ def running_job(
         yield job
     finally:
         if job is not None:
-            for session in reversed(job.sessions):  # process 0 of a worker last: the others ask it
+            for session in job.sessions:
                 session.close()
             for thread in job.threads:
                 thread.join(LIMIT)
