@@ -8,6 +8,7 @@ goes back only to records that another worker has given back.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -105,7 +106,8 @@ class IndexedStream(Dataset[Any]):
             return copy.deepcopy(self._kept[index])  # the script may change what it gets
         passed = index.number - self._next.number
         goes_on = self._items is not None and index.epoch == self._next.epoch and passed >= 0
-        if not goes_on or (self._seeks and passed > self._near):
+        seeks = self._seeks and not getattr(self._stream, "reads_on", False)
+        if not goes_on or (seeks and passed > self._near):
             self._begin(index)
         while self._next != index:
             self._read()
@@ -206,23 +208,30 @@ class IndexedStream(Dataset[Any]):
 
 
 class HuggingFaceStream(IterableDataset[Any]):
-    """An `IterableDataset` of Hugging Face's `datasets`, which can begin with any item by its `skip`."""
+    """An `IterableDataset` of Hugging Face's `datasets`, which begins with any item of epoch 0 by its `skip`.
+
+    After epoch 0 `datasets` draws an order of the shards for each epoch, but not for what `skip` returns.
+
+    Attributes:
+        reads_on: whether passing over items is faster than `iterate_from`.
+    """
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self._epoch = stream, 0
+        self._stream, self.reads_on = stream, False
 
     def set_epoch(self, epoch: int) -> None:
-        """A shuffled stream has another order in each epoch."""
-        self._epoch = epoch
+        """Begin this epoch next."""
+        self._stream.set_epoch(epoch)
+        self.reads_on = epoch > 0
 
     def __iter__(self) -> Iterator[Any]:
-        return self.iterate_from(0)
+        return iter(self._stream)
 
     def iterate_from(self, number: int) -> Iterator[Any]:
-        """Iterate from this item on. What `skip` returns does not know the epoch."""
-        found = self._stream.skip(number) if number else self._stream
-        found.set_epoch(self._epoch)
-        return iter(found)
+        """Iterate from this item on."""
+        if self.reads_on:
+            return itertools.islice(self._stream, number, None)
+        return iter(self._stream.skip(number) if number else self._stream)
 
 
 def _copied(item: Any) -> Any:
