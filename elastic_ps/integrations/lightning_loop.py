@@ -353,6 +353,9 @@ class Loop:
         self.epochs: Epochs = strategy.epochs
         self._stepped_at = 0  # the number of batches at the last step
         self._max_steps = trainer.max_steps
+        # Of an epoch, after which to validate; None: a number of batches is given.
+        interval = trainer.val_check_interval
+        self._share_of_check = interval if isinstance(interval, float) else None
 
     @property
     def owes_step(self) -> bool:
@@ -374,7 +377,8 @@ class Loop:
         last = of_epoch % every == 0 and of_epoch % accumulated != 0  # its step is made with what is left
         batches = min(of_epoch, -(-rest // self.epochs.batch_size))
         within = batches // together + (last and batches == of_epoch)
-        return int(complete * (of_epoch // together + last) + within)
+        steps = int(complete * (of_epoch // together + last) + within)
+        return min(steps, self._max_steps * accumulated // together) if self._max_steps > 0 else steps
 
     def epochs_of(self, samples: int, every: int) -> int:
         """How often it steps a scheduler that counts epochs."""
@@ -390,8 +394,8 @@ class Loop:
         trainer, fit = self._trainer, self._trainer.fit_loop
         fit._data_fetcher = Fetcher(self)  # noqa: SLF001
         iter(fit._data_fetcher)  # noqa: SLF001
-        fit.epoch_loop.max_steps = -1  # the versions of the job count
-        if trainer.val_check_interval == 1.0:
+        fit.epoch_loop.max_steps = -1  # the records of the job count
+        if self._share_of_check == 1:
             trainer.val_check_batch = math.inf
         if env.in_job() and threading.current_thread() is threading.main_thread():
             # Lightning's handler would end the process as if the training had succeeded.
@@ -408,6 +412,8 @@ class Loop:
         self._number(self.epochs.next_number)
         share = math.ceil(len(self.epochs) / self._strategy.session.world_size)
         self._trainer.fit_loop.max_batches = share  # for progress bars
+        if self._share_of_check and self._share_of_check < 1:
+            self._trainer.val_check_batch = max(1, int(share * self._share_of_check))
 
     def begin_batch(self) -> None:
         """Lightning asks for a batch. It does not know how many there are."""
@@ -422,10 +428,10 @@ class Loop:
             progress.started = epoch + begun
 
     def end_batch(self) -> None:
-        """After a batch: the job may have made as many steps as are wanted."""
-        session = self._strategy.session
-        if 0 < self._max_steps <= session.version and not session.stopped:
-            session.stop(f"max_steps={self._max_steps}")
+        """After a batch: the job may have trained the records of as many steps as are wanted."""
+        session, most = self._strategy.session, self._max_steps
+        if 0 < most <= self.steps_of_one_process(session.samples, 1) and not session.stopped:
+            session.stop(f"max_steps={most}")
 
     def step_with_rest(self) -> None:
         """At the end of an epoch, as Lightning does with the last batch."""

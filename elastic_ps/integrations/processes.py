@@ -33,6 +33,11 @@ def leads() -> bool:
     return os.environ.get(env.LOCAL_RANK, "0") == "0"
 
 
+def is_one_of_several() -> bool:
+    """Whether this worker has several processes."""
+    return os.environ.get(env.LOCAL_WORLD_SIZE, "1") != "1"
+
+
 @contextmanager
 def as_only_process(library: str) -> Iterator[None]:
     """While this is open, nothing says that there are other processes; the present GPU is this process's.

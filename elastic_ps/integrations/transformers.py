@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.accelerate import ElasticAccelerator
 from elastic_ps.integrations.epochs import EpochLoader
-from elastic_ps.integrations.processes import as_only_process
+from elastic_ps.integrations.processes import as_only_process, is_one_of_several
 from elastic_ps.standalone import connect
 from elastic_ps.worker.session import Session
 
@@ -38,6 +38,7 @@ def prepare_trainer(
     *,
     session: Session | None = None,
     records: int | None = None,
+    overlap: bool = True,
     base: Literal["external"] | None = None,
 ) -> T:
     """Let a trainer train as part of a job; returns it. To be called before `trainer.train()`.
@@ -48,6 +49,8 @@ def prepare_trainer(
     Args:
         session: by default the process's own, see `elastic_ps.connect`.
         records: the items that make an epoch, if the data are a stream; see `Session.loader`.
+        overlap: send gradients while backward runs; see `Session.optimizer`. False if a callback changes
+            gradients, or `training_step` runs backward several times.
         base: see `Session.optimizer`.
 
     Raises:
@@ -56,15 +59,15 @@ def prepare_trainer(
     if not isinstance(trainer, ElasticMixin):
         kind = type(trainer)
         trainer.__class__ = type(f"Elastic{kind.__name__}", (ElasticMixin, kind), {})
-    trainer.join_job(session or connect(), records=records, base=base)
+    trainer.join_job(session or connect(), records=records, overlap=overlap, base=base)
     return trainer
 
 
 class ElasticMixin:
     """For a class of trainers of one's own: `class MyTrainer(ElasticMixin, Trainer)`.
 
-    It takes the arguments of the other class, and `session`, `records` and `base` as `prepare_trainer` does,
-    which is not to be called. In a worker of several processes it also keeps transformers from beginning a
+    It takes the arguments of the other class, and those of `prepare_trainer`, which is not to be called. In a
+    worker of several processes it also keeps transformers from beginning a
     process group.
     """
 
@@ -73,18 +76,20 @@ class ElasticMixin:
         *args: Any,
         session: Session | None = None,
         records: int | None = None,
+        overlap: bool = True,
         base: Literal["external"] | None = None,
         **kwargs: Any,
     ) -> None:
         with as_only_process("transformers"):
             super().__init__(*args, **kwargs)
-        self.join_job(session or connect(), records=records, base=base)
+        self.join_job(session or connect(), records=records, overlap=overlap, base=base)
 
     def join_job(
         self: Any,
         session: Session,
         *,
         records: int | None = None,
+        overlap: bool = True,
         base: Literal["external"] | None = None,
     ) -> None:
         """Belong to this session; see `prepare_trainer`, which raises the same."""
@@ -99,6 +104,7 @@ class ElasticMixin:
             epochs=math.ceil(self.args.num_train_epochs),
             records=records,
             max_grad_norm=self.args.max_grad_norm or None,
+            overlap=overlap,
             base=base,
         )
         self.accelerator.check()
@@ -162,8 +168,13 @@ class ElasticMixin:
         return samples, items
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the Trainer's. Reports the loss to the job, and weighs a mean over tokens by their number."""
+        """As the Trainer's. Reports the loss to the job, and weighs a mean over tokens by their number.
+
+        If a step has no token that counts, it is not made, and its records are skipped.
+        """
         if self._items is not None:
+            if not (self._items or is_one_of_several()):
+                return torch.zeros((), device=self.args.device)
             self.session.weigh(self._items / self.group)
         loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
         self.session.report(loss=loss * self.group)  # the Trainer divides it by their number
@@ -207,8 +218,12 @@ class _OfTrainer(ElasticAccelerator):
         if not self.is_for_training:
             return Accelerator.prepare_data_loader(self, data_loader, *args, **kwargs)
         if self._max_steps > 0:
-            self._epochs = math.ceil(self._max_steps / max(1, math.ceil(len(data_loader) / self._steps)))
+            given = self._records
+            batches = len(data_loader) if given is None else math.ceil(given / data_loader.batch_size)
+            self._epochs = math.ceil(self._max_steps / max(1, math.ceil(batches / self._steps)))
         loader = self.session.loader(data_loader, epochs=self._epochs, records=self._records)
+        if self._steps > 1:
+            loader.expect_groups()
         self._training = self.training = _Loader(
             loader, self.session, epochs=self._epochs, place=lambda batch: batch, ended=lambda: None
         )
@@ -218,6 +233,15 @@ class _OfTrainer(ElasticAccelerator):
     def batches_of_step(self) -> int:
         """How many batches an optimizer step of one process has."""
         return int(self._steps)
+
+    def _steps_of_one_process(self, samples: int) -> int:
+        steps = super()._steps_of_one_process(samples)
+        return min(steps, self._max_steps) if self._max_steps > 0 else steps
+
+    @property
+    def has_made_all(self) -> bool:
+        """Whether the job has trained the records of `max_steps` steps of one process."""
+        return bool(0 < self._max_steps <= self._steps_of_one_process(self.session.samples))
 
     def _is_stepped_by_mistake(self) -> bool:
         return False
@@ -297,23 +321,33 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         state.num_train_epochs = math.ceil(args.num_train_epochs)
 
+    def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        """Where the arguments give a share of all steps, it is one of this worker's."""
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            share = getattr(args, name)
+            if share and share < 1:
+                steps = state.max_steps * share / self._trainer.session.world_size
+                setattr(state, name, max(1, math.ceil(steps)))
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A worker may make more steps than the Trainer expects, or fewer."""
         session, training = self._trainer.session, self._trainer.accelerator.training
         state.epoch = training.number + min(1.0, training.of_loop / len(training))
         if state.global_step >= state.max_steps:
             control.should_training_stop = False
-        if 0 < args.max_steps <= session.version:
+        if self._trainer.accelerator.has_made_all:
             session.stop(f"max_steps={args.max_steps}")
             control.should_training_stop = True
 
-    def on_epoch_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **__: Any) -> None:
         session, training = self._trainer.session, self._trainer.accelerator.training
         state.epoch = training.number + 1.0
         if not training.of_loop:  # the Trainer would end
             control.should_training_stop = False
         if training.finished or ((training.is_last or session.stopped) and training.ends()):
             control.should_training_stop = True
+            # As the Trainer does with its last step.
+            control.should_save |= args.save_strategy == "steps" and state.global_step < state.max_steps
 
 
 def _check(trainer: Any) -> None:
@@ -358,6 +392,12 @@ def _check(trainer: Any) -> None:
             args.load_best_model_at_end,
             "load_best_model_at_end needs the checkpoints of one process. Leave it out, and let an evaluator "
             "keep the best checkpoint: docs/guides/evaluator.md",
+        ),
+        (
+            args.push_to_hub,
+            "push_to_hub uploads what worker 0 has, but another worker may have saved the model. Leave it "
+            "out. After the training, call trainer.model.push_to_hub(...) where "
+            "trainer.accelerator.is_main_process is true",
         ),
         (
             str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) == "greedy",

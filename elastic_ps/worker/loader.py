@@ -388,6 +388,10 @@ class ElasticLoader:
                 "loader inside"
             )
 
+    def expect_groups(self) -> None:
+        """The script will load all batches of a step before it computes on them."""
+        self._runtime.batches.grouped = True
+
     def is_chief(self) -> bool | None:
         """Whether this worker is to evaluate and save in the epoch under way; None outside of `epochs`.
 

@@ -108,6 +108,11 @@ class Session:
         return self._runtime.version
 
     @property
+    def samples(self) -> int:
+        """How many records of the job were trained or skipped until the current version."""
+        return self._runtime.in_force.position.samples
+
+    @property
     def world_size(self) -> int:
         """How many workers' steps the version that this worker has is made of.
 

@@ -260,6 +260,24 @@ def test_a_stop_of_the_trainer_ends_the_job(tmp_path: Path, how: str) -> None:
     assert_same_model(ours, alone)
 
 
+def test_max_steps_end_with_the_schedule_whatever_the_number_of_workers(tmp_path: Path) -> None:
+    """One process makes 16 steps: 13 with the 50 records of an epoch, and 3 of 4 records."""
+    with running_job(tmp_path, worker={"replicas": 2}, data=IN_ORDER) as job:
+        trained = in_job(job, workers=2, options={"max_steps": 16, "max_epochs": None})
+        assert 62 <= job.status().progress.records_applied <= 62 + 2 * 2 * BATCH
+    for module in trained.values():
+        assert module.trainer.optimizers[0].param_groups[0]["lr"] == 0.0
+
+
+def test_a_share_of_an_epoch_is_one_of_what_a_worker_has_of_it(tmp_path: Path) -> None:
+    """Of 12 batches of an epoch, each of two workers has about six."""
+    together = {"globalBatchSize": 2 * BATCH}
+    with running_job(tmp_path, worker={"replicas": 2}, consistency=together, data=IN_ORDER) as job:
+        options = {"val_check_interval": 0.75, "records": 48}
+        trained = in_job(job, workers=2, options=options)
+    assert sum(len(module.evaluations) for module in trained.values()) >= EPOCHS
+
+
 class Plateau(Net):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +296,121 @@ def test_a_stop_of_the_trainer_ends_the_job(tmp_path: Path, how: str) -> None:
     assert_same_model(trainers[0], alone)
 
 
+def test_max_steps_end_with_the_schedule_whatever_the_number_of_workers(tmp_path: Path) -> None:
+    """One process makes 20 steps: 13 with the 50 records of an epoch, and 7 of 4 records."""
+    options: dict[str, Any] = {"max_steps": 20, "eval_strategy": "no", "lr_scheduler_type": "linear"}
+    trainers = list[Any]()
+
+    def script(session: Session) -> None:
+        trainers.append(prepare_trainer(make(tmp_path, **options), session=session))
+        trainers[-1].train()
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        job.run(script, workers=2)
+        assert "max_steps=20" in job.status().progress.stopped
+        assert 78 <= job.status().progress.records_applied <= 78 + 2 * 2 * BATCH
+    for trainer in trainers:
+        assert {*trainer.lr_scheduler.get_last_lr()} == {0.0}
+
+
+def test_a_share_of_the_training_is_one_of_the_workers_own_steps(tmp_path: Path) -> None:
+    """One process makes 36 steps, and evaluates after 27. A worker of two makes some 18."""
+    options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 0.75, "save_strategy": "steps"}
+    trainers = list[Any]()
+
+    def script(session: Session) -> None:
+        trainers.append(prepare_trainer(make(tmp_path, records=48, **options), session=session))
+        trainers[-1].train()
+
+    two, together = {"replicas": 2}, {"globalBatchSize": 2 * BATCH}
+    with running_job(tmp_path / "job", worker=two, consistency=together, data=IN_ORDER) as job:
+        job.run(script, workers=2)
+    assert [len(logged(trainer, "eval_loss")) for trainer in trainers] == [1, 1]
+    assert len([*tmp_path.glob("checkpoint-*")]) == 1, "the chief saves what was trained"
+
+
+def test_a_step_may_want_more_batches_than_there_are(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"records": 18, "gradient_accumulation_steps": 8, "eval_strategy": "no"}
+    alone = by_itself(tmp_path / "alone", **options)
+    trainers = list[Any]()
+
+    def script(session: Session) -> None:
+        trainers.append(prepare_trainer(make(tmp_path, **options), session=session))
+        trainers[-1].train()
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        job.run(script, workers=1)
+        assert_each_record_once(job.commits(), records=18, epochs=EPOCHS)
+        assert job.status().progress.records_skipped == 0
+    assert_same_model(trainers[0], alone)
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return map(Records(RECORDS).__getitem__, range(RECORDS))
+
+
+def test_a_stream_trains_as_it_does_alone(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 20, "eval_strategy": "no", "train_sampling_strategy": "random"}
+
+    def streaming(directory: Path) -> Any:
+        return Trainer(Net(), arguments(directory, **options), train_dataset=Stream())
+
+    alone = streaming(tmp_path / "alone")
+    alone.train()
+    trainers = list[Any]()
+
+    def script(session: Session) -> None:
+        trainers.append(prepare_trainer(streaming(tmp_path), session=session, records=RECORDS))
+        trainers[-1].train()
+
+    with running_job(tmp_path / "job") as job:
+        job.run(script, workers=1)
+        assert len(job.commits()) == 20
+    assert_same_model(trainers[0], alone)
+
+
+class PartlyLabelled(Records):
+    """The second batch has no label that counts."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        x, y = super().__getitem__(index).values()
+        return {"x": x, "labels": 0 * y - 100 if BATCH <= index < 2 * BATCH else y}
+
+
+def test_a_batch_without_labels_is_skipped(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        given = arguments(tmp_path, eval_strategy="no")
+        trainer = Trainer(TokenNet(), given, train_dataset=PartlyLabelled(RECORDS))
+        prepare_trainer(trainer, session=session).train()
+        assert not any(p.isnan().any() for p in trainer.model.parameters())
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        job.run(script, workers=1)
+        assert job.status().progress.records_skipped == EPOCHS * BATCH
+
+
+def test_a_callback_changes_gradients_without_overlap(tmp_path: Path) -> None:
+    class Halving(TrainerCallback):  # type: ignore[misc]
+        def on_pre_optimizer_step(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad *= 0.5
+
+    given = {"callbacks": [Halving()]}
+    options: dict[str, Any] = {"eval_strategy": "no", "max_grad_norm": 0.0, "given": given}
+    alone = by_itself(tmp_path / "alone", **options)
+    trainers = list[Any]()
+
+    def script(session: Session) -> None:
+        trainers.append(prepare_trainer(make(tmp_path, **options), session=session, overlap=False))
+        trainers[-1].train()
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        job.run(script, workers=1)
+    assert_same_model(trainers[0], alone)
+
+
 class OwnLoader(Trainer):  # type: ignore[misc]
     """As TRL's GRPOTrainer."""
 
@@ -320,6 +435,13 @@ def test_what_cannot_work_is_refused_before_training(tmp_path: Path, case: str) 
     said, options = REFUSED[case]
     with pytest.raises(UsageError, match=said):
         prepare_trainer(make(tmp_path, **options))
+
+
+def test_an_upload_by_worker_0_is_refused(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    trainer.args.push_to_hub = True  # given to the constructor, it asks the hub at once
+    with pytest.raises(UsageError, match=r"call trainer\.model\.push_to_hub"):
+        prepare_trainer(trainer)
 
 
 def test_a_class_of_ones_own_resumes_through_the_job(tmp_path: Path) -> None:
