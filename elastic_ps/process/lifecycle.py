@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -152,6 +152,25 @@ def give_back_freed_memory() -> None:
     """Return the memory that `keep_freed_memory` has kept until now to the system, where glibc can."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def handle_sigterm(handle: Callable[[], object]) -> None:
+    """Call `handle` when this process gets SIGTERM. A process that the script forks off ends by it.
+
+    Who ends such a process waits for that, as a `multiprocessing.Pool` does. Python forgets signals that come
+    within a fork, so they come after it.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: handle())
+
+    def begin_child() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    os.register_at_fork(
+        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
+        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}),
+        after_in_child=begin_child,
+    )
 
 
 def end_soon() -> None:

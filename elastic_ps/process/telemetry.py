@@ -86,6 +86,10 @@ class Trace:
         if self.enabled:
             self._metadata("process_name", 0, process)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, as that of a model whose hooks write spans, writes none."""
+        return Trace, (None, "")
+
     @property
     def enabled(self) -> bool:
         return self._lines.enabled

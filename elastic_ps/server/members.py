@@ -69,7 +69,10 @@ class MemberCalls:
                 return self._joined(state, known, incoming)
             if state.model is not None and state.initialised:
                 _require_same(state.model, tensors, optimizer)  # before it replaces another process
-            _require_speakable(state, worker, _peer(request))
+            others = {member.worker: member.incarnation for member in state.members.live.values()}
+            holders, peer = state.state_holders, _peer(request)
+            if holders is not None and (problem := holders.refuse(worker, peer, others)):
+                raise Refused(RefusalCode.INVALID, problem)  # it cannot form a group with the others
             job.drop(worker, "lost")
             may_join = job.changed.wait_for(
                 lambda: job.closing or self._may_join(worker, has_to_measure=has_to_measure),
@@ -320,13 +323,6 @@ def _link(request: pb.JoinRequest) -> Link | None:
     if not all(math.isfinite(each) and each >= 0 for each in link):
         raise Malformed(f"Join: no network is like {link}")
     return link
-
-
-def _require_speakable(state: JobState, worker: int, peer: Peer) -> None:
-    """Raise Refused (INVALID) if a worker cannot form a group with the others. The lock is held."""
-    members = {member.worker: member.incarnation for member in state.members.live.values()}
-    if state.state_holders is not None and (problem := state.state_holders.refuse(worker, peer, members)):
-        raise Refused(RefusalCode.INVALID, problem)
 
 
 def _require_same(model: Model | None, tensors: tuple[TensorSpec, ...], optimizer: str) -> None:

@@ -62,7 +62,7 @@ class Registered:
     def __init__(
         self, model: torch.nn.Module, own: Sequence[str] = (), check: Callable[[], None] | None = None
     ) -> None:
-        self._model, self._own, self._check = model, own, check
+        self._model, self._own, self._check = model, tuple(f"{name}." for name in own), check
         self._given = self._named()
         self._note()
 
@@ -74,10 +74,7 @@ class Registered:
             self._model.named_parameters(remove_duplicate=False),
             ((name, buffer) for name, buffer in buffers if name in saved),
         )
-        return {name: tensor for name, tensor in named if not self._is_own(uncompiled(name))}
-
-    def _is_own(self, name: str) -> bool:
-        return any(name == own or name.startswith(f"{own}.") for own in self._own)
+        return {name: tensor for name, tensor in named if not f"{uncompiled(name)}.".startswith(self._own)}
 
     def _note(self) -> None:
         """Note what there is, so that most calls of `settle` need not look at names."""

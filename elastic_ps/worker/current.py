@@ -32,9 +32,9 @@ def connect() -> Session:
         return _current
     environment = env.read()
     if environment.role != "worker":
-        what = "a standby" if environment.role == "standby" else "a parameter server"
         raise UsageError(
-            f"only a worker may call elastic_ps.connect(), but this process was started as {what}"
+            f"only a worker may call elastic_ps.connect(), and this is the job's {environment.role}. An "
+            "evaluator's script loops over elastic_ps.checkpoints()"
         )
     from elastic_ps.transport import credentials, ways
 

@@ -79,7 +79,7 @@ def main() -> int:
         lifecycle.begin(environment)
         lifecycle.keep_freed_memory()
         compiler.defer()
-        signal.signal(signal.SIGTERM, lambda *_: current.drain())
+        lifecycle.handle_sigterm(current.drain)
         try:
             entrypoint.load(environment.spec.entrypoint, environment.spec.arguments)()
         except SystemExit as ending:

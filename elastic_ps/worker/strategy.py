@@ -111,12 +111,8 @@ class Strategy(ABC):
         """
 
     def start(self, ending: pb.FinishRequest) -> Future:
-        """Begin to end the step. Meanwhile the script computes, and nothing else is called here.
-
-        A strategy that has nothing to wait for elsewhere ends the step now. Raises as `finish`.
-        """
-        made = self.finish(ending)
-        return Future(lambda: made)
+        """Begin to end the step. Meanwhile the script computes. For strategies that mode `local` has."""
+        raise NotImplementedError
 
     @abstractmethod
     def fetch(self, version: int, *, contributor: bool, excluded: Set[int] = frozenset()) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
-from elastic_ps.errors import UsageError
+from elastic_ps.errors import ElasticPSError, UsageError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Tally, running_job
 from tests.testing.trained import failing
@@ -113,6 +113,16 @@ def says_so(session: Session, model: Pair, optimizer: Any) -> None:
         optimizer.zero_grad()
 
 
+def goes_on_after_an_error(session: Session, model: Pair, optimizer: torch.optim.Optimizer) -> None:
+    for batch in session.loader(Indexes(RECORDS), BATCH):
+        optimizer.zero_grad()
+        (model(batch) * (float("nan") if bad(batch) else 1)).backward()
+        try:
+            optimizer.step()
+        except ElasticPSError as error:
+            assert "NaN" in str(error)  # noqa: PT017 (it is one of five steps)
+
+
 @pytest.mark.parametrize(
     ("script", "overlap"),
     [
@@ -123,6 +133,8 @@ def says_so(session: Session, model: Pair, optimizer: Any) -> None:
         (zeroes, False),
         (zeroes_the_model, False),
         (zeroes_the_model_at_once, False),
+        (goes_on_after_an_error, True),
+        (goes_on_after_an_error, False),
         (scales, False),
         (says_so, True),
         (says_so, False),

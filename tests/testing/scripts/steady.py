@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -80,3 +81,8 @@ def fork() -> None:
     process.start()
     process.join(30)
     assert process.exitcode == 0
+    process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(1000,))
+    process.start()
+    process.terminate()  # as a Pool ends its processes
+    process.join(30)
+    assert process.exitcode == -signal.SIGTERM
