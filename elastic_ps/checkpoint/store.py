@@ -198,9 +198,12 @@ class Store:
             opened.write(manifest.to_text().encode())
         files.flush(path)
         files.flush(partial)
-        files.remove(final)
+        before = self.directory / f"partial-{manifest.term}-{manifest.number}-{manifest.version}-before"
+        with suppress(FileNotFoundError):
+            final.rename(before)  # a kill while it is removed would leave no whole one
         partial.rename(final)
         files.flush(self.directory)
+        files.remove(before)
 
     def _prune(self, manifest: Manifest, keep: int, held: Collection[int]) -> None:
         """Delete what a new checkpoint makes superfluous, as far as possible."""

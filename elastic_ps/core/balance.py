@@ -50,7 +50,3 @@ class Balance:
             return 1.0
         speed = self.speeds.get(who, statistics.median(self.speeds.values()))
         return max(LEAST, speed / max(self.speeds.values()))
-
-    def copy(self) -> Balance:
-        """An independent copy."""
-        return Balance(dict(self.speeds))

@@ -147,7 +147,7 @@ class CommitCoordinator:
 
     def abandon(self) -> None:
         """End the threads and do nothing else."""
-        self._fan_out.shutdown(cancel_futures=True)
+        self._fan_out.shutdown(wait=False, cancel_futures=True)
 
     def finish_round(self) -> bool:
         """Commit a decided round, which shards may have applied. Returns whether to write the version."""

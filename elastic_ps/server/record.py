@@ -33,6 +33,7 @@ from elastic_ps.core.chiefs import Chiefs
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.divergence import Trend
 from elastic_ps.core.fixed_schedule import FixedSchedule
+from elastic_ps.core.late_records import LateRecords
 from elastic_ps.core.ledger import Ledger
 from elastic_ps.core.membership import Member
 from elastic_ps.core.pace import Pace
@@ -167,6 +168,7 @@ def foreseen(state: JobState, contributions: Sequence[Contribution], *, decided:
     after.rounds = state.rounds.copy()
     after.ledger = state.ledger.copy() if state.ledger else None
     after.results, after.pace, after.balance = state.results.copy(), Pace(), Balance()
+    after.late_records = LateRecords()
     after.book(contributions, decided, decided=decided)
     return to_checkpoint(after)
 

@@ -101,6 +101,25 @@ def test_a_version_that_is_written_again_replaces_the_first(store: Store) -> Non
     assert same(store, 7)
 
 
+def test_a_kill_while_a_version_is_written_again_leaves_a_whole_one(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(store, 7)
+
+    def killed(path: Path) -> None:
+        if path.is_dir():
+            min(path.iterdir()).unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(files_module, "remove", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(store, 7)
+    monkeypatch.undo()
+    assert same(Store(store.directory), 7)
+    Store(store.directory).discard_partial()
+    assert {path.name for path in store.directory.glob("*-*")} == {store.path(7).name}
+
+
 def test_without_a_checkpoint_the_message_says_where_was_looked(store: Store) -> None:
     with pytest.raises(NoCheckpoint, match=f"no complete checkpoint in {store.directory}"):
         store.newest()

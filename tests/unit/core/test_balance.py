@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from datetime import timedelta
 
 import pytest
@@ -42,7 +43,7 @@ def test_small_changes_change_nothing() -> None:
 def test_what_counts_is_near_what_is_measured(before: dict[int, float], after: dict[int, float]) -> None:
     balance = Balance()
     balance.follow(before, range(6))
-    copied = balance.copy()
+    copied = copy.deepcopy(balance)
     balance.follow(after, range(6))
     for who in range(6):
         assert LEAST <= balance.weight(who) <= 1

@@ -297,9 +297,11 @@ def test_what_is_foreseen_is_what_comes_and_nothing_changes_before(state: JobSta
         finish(state, member)
     state.drop(1, "lost")
     contributions = state.rounds.begin_commit()
+    state.late_records.add(contributions[0].ranges[0])
     before = copy.deepcopy(record.to_checkpoint(state))
     foreseen = record.foreseen(state, contributions, decided=7.0)
     assert record.to_checkpoint(state) == before
+    assert state.late_records.times
     state.book(contributions, 7.0, decided=7.0)
     assert record.to_checkpoint(state) == foreseen
     assert foreseen["round"]["version"] == 1
