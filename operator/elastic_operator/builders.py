@@ -162,6 +162,8 @@ def pod(
         if container["name"] == names.CONTAINER[role]:
             given = with_threads(container.get("env") or [], container.get("resources") or {})
             container["env"] = _contract(job, spec, role, index, given, secured=secured)
+            for own_policy in ("restartPolicy", "restartPolicyRules"):  # since Kubernetes 1.35
+                container.pop(own_policy, None)
     if role in SERVERS:
         pod_spec["hostname"], pod_spec["subdomain"] = metadata["name"], names.service(name)
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod_spec}

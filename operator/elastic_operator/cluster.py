@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
@@ -60,7 +61,10 @@ _SAME_ROLE = timedelta(minutes=10)
 """The time for which a Role is assumed to be unchanged."""
 
 _BROKEN_LIMIT = 3
-"""A pass ends after so many server errors: a webhook may let every action wait for its time-out."""
+"""A pass ends after so many server errors: a webhook may let every action wait for its time-out.
+
+After so many objects of a kind were forbidden, as by a quota, no more of them are created in a pass.
+"""
 
 
 class Cluster:
@@ -92,10 +96,12 @@ class Cluster:
         certified: datetime | None = None
         done: list[Action] = []
         missing: set[Kind] = set()
-        broken = 0
+        broken, forbidden = 0, Counter[Kind]()
         known = {problem for _, problem in self._missing.copy().values()}
         for action in actions:
             if isinstance(action, Create | Certify) and action.needs in missing:
+                continue
+            if isinstance(action, Create) and forbidden[action.kind] == _BROKEN_LIMIT:
                 continue
             try:
                 result = self._carry_out(job, action)
@@ -111,6 +117,7 @@ class Cluster:
                 refused.append(result)
                 if isinstance(action, Create):
                     missing.add(action.kind)
+                    forbidden[action.kind] += result.reason in ("QuotaExceeded", "Forbidden")
             else:
                 done.append(action)
                 certified = result or certified

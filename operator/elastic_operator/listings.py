@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from elastic_operator import names
 from elastic_operator.api import Api, ApiError
 from elastic_operator.settings import Settings
-from elastic_operator.store import Resource, Store, group_of, keys, path_of
+from elastic_operator.store import Resource, Store, group_of, keys, number_of, path_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class WatchMonitor:
     def caught_up(self, versions: Mapping[str, str]) -> None:
         """Note that a watch began no later than a listing of these versions, by uid."""
         with self._lock:
-            self._seen |= versions
+            self._seen |= {uid: version for uid, version in versions.items() if not self._has(uid, version)}
             for uid in versions:
                 self._late.pop(uid, None)
 
@@ -66,10 +66,16 @@ class WatchMonitor:
         with self._lock:
             self._late = {uid: since for uid, since in self._late.items() if uid in versions}
             for uid, version in versions.items():
-                if self._seen.get(uid) == version:
+                if self._has(uid, version):
                     self._late.pop(uid, None)
                 else:
                     self._late.setdefault(uid, now)
+
+    def _has(self, uid: str, version: str) -> bool:
+        """Whether the watch has delivered this version or, while it was listed, a later one."""
+        seen = self._seen.get(uid, "")
+        ours, listed = number_of(seen), number_of(version)
+        return seen == version or (ours is not None and listed is not None and ours > listed)
 
     def age(self, now: float) -> float:
         """Seconds since the oldest change that was listed but not delivered; 0 if there is none."""

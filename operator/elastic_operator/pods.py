@@ -156,6 +156,11 @@ class Pod:
         return self.active and not self.ready and (self.pending or self.problem is not None)
 
     @property
+    def unjoined(self) -> bool:
+        """Whether it runs, but is not ready: a worker has not joined."""
+        return self.active and not (self.ready or self.stuck)
+
+    @property
     def unbegun(self) -> bool:
         """Whether its process never started: it waits for a node, an image, a volume or an init container."""
         return self.pending and self.started is None

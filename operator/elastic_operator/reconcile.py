@@ -193,14 +193,15 @@ def _finished(
             why = f"ttlSecondsAfterFinished ({ttl} s) has passed"
             return Plan(actions=(DeleteJob(job["metadata"]["uid"], why),))
     workers, servers = observed.of("worker"), observed.of("ps")
+    joined = sum(pod.active and pod.ready for pod in workers)
     counts = {
         "replicas": sum(pod.active for pod in workers),
-        "ready": sum(pod.active and pod.ready for pod in workers),
+        "ready": joined,
         "counted_pods": [uid for uid in old.worker.counted_pods if uid in {pod.uid for pod in workers}],
     }
     ready = {"ready": sum(pod.active and pod.ready for pod in servers), "standbys": None}
     wanted = old.summary.workers.partition("/")[2]
-    shown = {"workers": f"{counts['ready']}/{wanted}"} if wanted else {}
+    shown = {"workers": f"{joined + old.worker.completed}/{wanted}"} if wanted else {}
     status = old.model_copy(
         update={
             "observed_generation": job["metadata"].get("generation"),

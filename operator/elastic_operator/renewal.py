@@ -76,14 +76,24 @@ def server_to_renew(server: Pod, desired: Desired, observed: Observed) -> str:
 def workers_to_renew(
     desired: Desired, status: TrainingJobStatus, observed: Observed, now: datetime
 ) -> Iterator[Action]:
-    """Replace workers with an older image or template, one at a time, when all others take part."""
+    """Replace workers with an older image or template, one at a time, when all others take part.
+
+    Those that have not joined take no part, so they are replaced at once, unless that is not known.
+    """
     there = {pod.index: pod for pod in observed.of("worker")}
     wanted = [there.get(index) for index in desired.workers(observed)]
     if status.progress.finished:
         return
-    for pod in wanted:
-        if pod is None or not pod.active or not any(m.present for m in member_statuses(pod, observed, now)):
-            return
+    absent = [
+        pod
+        for pod in wanted
+        if pod is None or not pod.active or not any(m.present for m in member_statuses(pod, observed, now))
+    ]
+    for pod in absent:
+        if pod is not None and pod.unjoined and observed.server is not None and desired.outdated(pod):
+            yield DeletePod.of(pod, "it has not joined, and its image or template has changed")
+    if absent:
+        return
     for pod in reversed(wanted):
         if pod is not None and desired.outdated(pod):
             yield DeletePod.of(pod, "its image or template has changed, or somebody has asked for a restart")

@@ -137,7 +137,7 @@ class Store:
 
         `found`: the listed uids. `namespace`: the one that was listed; "" for all.
         """
-        limit = _number(version)
+        limit = number_of(version)
         with self._lock:
             missing = [
                 (place, item.uid)
@@ -196,14 +196,14 @@ def _newer(item: _Item, before: _Item) -> bool:
     return item.version > before.version
 
 
-def _number(version: str) -> int | None:
+def number_of(version: str) -> int | None:
     """A version as a number, by which versions are compared; None if an API server has other versions."""
     return int(version) if version.isdecimal() else None
 
 
 def _read(resource: Resource, manifest: Mapping[str, Any]) -> _Item | None:
     metadata = manifest["metadata"]
-    uid, version = metadata["uid"], _number(metadata["resourceVersion"])
+    uid, version = metadata["uid"], number_of(metadata["resourceVersion"])
     if resource == "trainingjobs":
         key = (metadata["namespace"], metadata["name"])
         # Own writes of the status do not change these.

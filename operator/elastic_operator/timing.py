@@ -26,7 +26,7 @@ def restart_in(
     exponent = min(16, max(0, status.worker.failures - 1))  # mutant: equal
     doubled = options.restart_base * 2**exponent
     delay: timedelta = min(options.restart_limit, doubled)
-    return max(ZERO, delay - (now - (pod.ended or now - delay)))
+    return _left(delay, pod.ended or now - delay, now)
 
 
 def pause(pod: Pod, now: datetime, options: Options) -> timedelta:
@@ -38,7 +38,12 @@ def pause(pod: Pod, now: datetime, options: Options) -> timedelta:
     started, ended = pod.started or pod.created, pod.ended or pod.created
     if started is None or ended is None or ended - started >= options.short_life:
         return ZERO
-    return max(ZERO, options.short_life_delay - (now - ended))
+    return _left(options.short_life_delay, ended, now)
+
+
+def _left(delay: timedelta, ended: datetime, now: datetime) -> timedelta:
+    """What is left of a delay after an end, by the clock of a node, which may be ahead."""
+    return max(ZERO, delay - max(ZERO, now - ended))
 
 
 def next_look(

@@ -77,6 +77,8 @@ def test_the_template_is_merged_and_cannot_break_what_is_relied_on() -> None:
                 {
                     "name": "worker",
                     "image": "mine:1",
+                    "restartPolicy": "Always",
+                    "restartPolicyRules": [{"action": "Restart"}],
                     "env": [
                         {"name": "ELASTIC_PS_JOB", "value": "other"},
                         {"name": "SECRET", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
@@ -96,6 +98,7 @@ def test_the_template_is_merged_and_cannot_break_what_is_relied_on() -> None:
     assert [v["name"] for v in pod["spec"]["volumes"]] == ["tmp", "shm", "data"]
     main = container(pod)
     assert main["image"] == "mine:1"
+    assert not main.keys() & {"restartPolicy", "restartPolicyRules"}
     assert main["securityContext"]["readOnlyRootFilesystem"] is True
     assert {m["mountPath"] for m in main["volumeMounts"]} == {"/tmp", "/dev/shm", "/data"}
     variables = {item["name"]: item for item in main["env"]}

@@ -355,6 +355,19 @@ def test_a_webhook_that_fails_for_each_pod_is_not_waited_for_a_hundred_times(
     assert operator.status.phase == "Pending", "it is written"
 
 
+@pytest.mark.parametrize("said", ["exceeded quota: pods=0", "a policy forbids it"])
+def test_a_quota_that_is_used_up_is_not_tried_with_each_of_a_hundred_pods(
+    server: ApiServer, operator: Operator, said: str
+) -> None:
+    server.add_job(worker={"replicas": 100})
+    server.refuse = refusing("POST", "pods", Refusal(403, "Forbidden", said))
+    operator.turns()
+    assert len(server.asked("POST", "pods")) == 3
+    server.refuse = lambda _: None
+    operator.turns()
+    assert len(server.names("pods")) == 101
+
+
 def test_a_job_that_changed_while_it_was_looked_at_is_looked_at_again_soon(
     server: ApiServer, operator: Operator
 ) -> None:

@@ -295,6 +295,18 @@ def test_a_worker_that_failed_is_replaced_after_twice_the_time_of_the_last(
         assert deleted == (["digits-worker-0"] if replaced else [])
 
 
+def test_a_node_whose_clock_is_ahead_delays_no_replacement() -> None:
+    simulation = running()
+    simulation.end("digits-worker-0", 1)
+    end = simulation.pods["digits-worker-0"]["status"]["containerStatuses"][0]["state"]["terminated"]
+    end["finishedAt"] = stamp(simulation.now + timedelta(minutes=10))
+    simulation.step()
+    assert named(simulation.plan()) == []
+    requeue = simulation.plan().requeue
+    assert requeue is not None
+    assert requeue <= timedelta(seconds=1)
+
+
 def test_a_worker_of_which_it_is_not_known_when_it_failed_is_replaced_at_once() -> None:
     simulation = running()
     simulation.end("digits-worker-0", 1)

@@ -139,6 +139,18 @@ def test_a_watch_that_died_is_noticed() -> None:
     assert monitor.age(400.0) == 0.0
 
 
+def test_a_watch_may_be_ahead_of_a_listing_that_takes_a_while() -> None:
+    monitor = WatchMonitor()
+    monitor.delivered(item("a", "11"), gone=False)
+    monitor.caught_up({"a": "9", "b": "4"})
+    monitor.listed({"a": "9", "b": "4"}, now=0.0)
+    assert monitor.age(100.0) == 0.0, "it has delivered a later version"
+    monitor.listed({"a": "11", "b": "4"}, now=100.0)
+    assert monitor.age(200.0) == 0.0, "it has delivered that before"
+    monitor.listed({"a": "12", "b": "4"}, now=200.0)
+    assert monitor.age(300.0) == 100.0
+
+
 def test_what_is_due_at_this_very_moment_is_served() -> None:
     """A clock may stand still for a while."""
     done = threading.Event()

@@ -137,7 +137,7 @@ def test_success_is_final_and_cleans_up_what_runs() -> None:
     assert simulation.status["phase"] == "Succeeded"
     assert simulation.workers() == ["digits-worker-0", "digits-worker-1"]
     assert "digits-ps-0" not in simulation.pods
-    assert simulation.status["summary"] == {"workers": "0/2", "progress": "100%", "reason": "Finished"}
+    assert simulation.status["summary"] == {"workers": "2/2", "progress": "100%", "reason": "Finished"}
     assert simulation.status["worker"]["completed"] == 2
     simulation.scale(4)
     simulation.settle()

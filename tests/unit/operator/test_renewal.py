@@ -111,6 +111,23 @@ def test_workers_that_run_are_replaced_one_by_one_and_the_server_stays() -> None
     assert simulation.status["worker"].items() >= {"failures": 0, "restarts": 0}.items()
 
 
+def test_workers_that_have_not_joined_keep_no_edit_from_reaching_the_others() -> None:
+    simulation = running(worker={"replicas": 3})
+    simulation.scale(4)
+    simulation.settle()
+    take_part(simulation, "digits-worker-3")
+    status = simulation.pods["digits-worker-3"]["status"]
+    for each in status["containerStatuses"]:
+        each["ready"] = False
+    status["conditions"] = [{"type": "Ready", "status": "False"}]
+    simulation.edit(image="newer")
+    assert deleted(simulation) == ["digits-worker-3"]
+    simulation.settle()
+    take_part(simulation)
+    assert image(simulation, "digits-worker-3") == "newer"
+    assert deleted(simulation) == ["digits-worker-2"]
+
+
 def test_workers_whose_indexes_have_holes_are_replaced_too() -> None:
     simulation = running(worker={"replicas": 3})
     simulation.pods["digits-worker-0"]["status"] = {"phase": "Pending", "held": True}

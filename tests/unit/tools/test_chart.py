@@ -135,6 +135,12 @@ def test_wrong_values_are_refused(values: dict[str, Any]) -> None:
         chart.validate_schema(values)
 
 
+def test_a_chart_that_depends_on_it_may_have_a_condition() -> None:
+    """Helm checks the values of a chart that another one enables, with `enabled` among them."""
+    with Chart.load(CHART) as chart:
+        chart.validate_schema({"enabled": True})
+
+
 @pytest.mark.parametrize("lifetime", ["1s", "59.9s", "0h0.9m"])
 def test_certificates_of_less_than_a_minute_are_refused(lifetime: str) -> None:
     with pytest.raises(HelmError, match=f"certificateLifetime is {lifetime}; expected 60s at least"):
