@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -83,7 +84,8 @@ def stop(parsed: argparse.Namespace) -> int:
         return 0
     print(f"{directory.job} is stopped")
     if newest_checkpoint(Path(found.checkpoints)) is not None:
-        print(f"continue from its last checkpoint with: elastic-ps run FILE --resume {found.checkpoints}")
+        path = shlex.quote(found.checkpoints)
+        print(f"continue from its last checkpoint with: elastic-ps run FILE --resume {path}")
     return 0
 
 

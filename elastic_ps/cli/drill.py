@@ -51,7 +51,7 @@ def drill(parsed: argparse.Namespace, programs: Programs | None) -> int:
     console = Console(highlight=False)
 
     def tell(text: str) -> None:
-        console.print(text, soft_wrap=True)
+        console.print(text, soft_wrap=True, markup=False)
 
     def announce() -> None:
         tell(f"Seed {seed}: " + ", ".join(str(fault) for fault in faults))
@@ -131,7 +131,7 @@ def show(console: Console, result: Drill) -> None:
     if len(result.violations) > 20:
         console.print(f"and {len(result.violations) - 20} more", style="red")
     ended = result.result
-    console.print(f"{ended.job} {ended.phase.lower()}: {ended.message}", soft_wrap=True)
+    console.print(f"{ended.job} {ended.phase.lower()}: {ended.message}", soft_wrap=True, markup=False)
     if result.passed:
         text = f"Nothing was lost: {result.records:,} records, each in the model exactly once."
         console.print(Text(text, style="bold green"), soft_wrap=True)

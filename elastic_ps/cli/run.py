@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import shlex
 import signal
@@ -183,15 +184,15 @@ def _run(launcher: Launcher, report: Path | None, output: str) -> int:
 
     with _handled(stop):
         launcher.start()
-        with contextlib.suppress(OSError):
-            try:
-                _show(launcher, console, output)
-            except OSError:
-                raise
-            except Exception:  # noqa: BLE001 (what shows a job shall not end it)
-                print("the display has failed, and the job goes on without it:", file=sys.stderr)
-                traceback.print_exc()
+        try:
+            _show(launcher, console, output)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # the disk with the output is full
                 launcher.wait()
+        except Exception:  # noqa: BLE001 (what shows a job shall not end it)
+            print("the display has failed, and the job goes on without it:", file=sys.stderr)
+            traceback.print_exc()
+            launcher.wait()
         if not launcher.wait(timedelta(0)):
             launcher.stop("stopped because its output was closed")
             launcher.wait()
@@ -201,7 +202,7 @@ def _run(launcher: Launcher, report: Path | None, output: str) -> int:
         try:
             print_outcome(console, outcome)
             for path in written:
-                console.print(f"  {'report':<16}{path}", style="dim", soft_wrap=True)
+                console.print(f"  {'report':<16}{path}", style="dim", soft_wrap=True, markup=False)
             _tell_failure(outcome)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -220,7 +221,8 @@ def _show(launcher: Launcher, console: Console, output: str) -> None:
     pattern = {"all": "*.log", "none": ""}.get(output, f"{output}.log")
     tail = Tail(launcher.directory.logs, pattern) if pattern else None
     console.print(f"All output: elastic-ps logs {launcher.job.name} -f", style="dim", soft_wrap=True)
-    display: Display = LiveDisplay(console) if console.is_terminal else PlainDisplay()
+    live = console.is_interactive and sys.stdout.isatty()  # FORCE_COLOR makes any output a terminal
+    display: Display = LiveDisplay(console) if live else PlainDisplay()
     told_to_wait = False
     try:
         while not launcher.wait(REFRESH):
@@ -270,7 +272,10 @@ def _tell_failure(outcome: Outcome) -> None:
     newest = newest_checkpoint(Path(status.checkpoints)) if begun else None
     nothing_yet = newest is None or (newest == 0 and verdict.phase == "Failed")
     if verdict.phase != "Succeeded" and not nothing_yet:
-        print(f"Continue from its last checkpoint with --resume {status.checkpoints}", file=sys.stderr)
+        print(
+            f"Continue from its last checkpoint with --resume {shlex.quote(status.checkpoints)}",
+            file=sys.stderr,
+        )
 
 
 @contextlib.contextmanager

@@ -69,6 +69,8 @@ def _await(directory: JobDirectory, generation: int, before: TrainingJob) -> int
             print(f"{directory.job} has changed; {in_force(tuning, now, MutableFields.of(before.spec))}")
             return 0
         time.sleep(0.1)
+    if directory.launcher() is None:
+        raise UserError(f"{directory.job} ended before the change was in force; make it in the job's file")
     print(f"{directory.job}: the parameter server will apply the change as soon as it can")
     return 0
 

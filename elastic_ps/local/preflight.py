@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 from elastic_ps.api.job import TrainingJob
 from elastic_ps.checkpoint.owner import running
 from elastic_ps.contract import exits
+from elastic_ps.contract.deaths import describe_exit
 from elastic_ps.contract.env import inherited
 from elastic_ps.contract.schemes import Scheme
 from elastic_ps.errors import StorageUnavailable, UserError
@@ -89,7 +91,8 @@ def check_checkpoints(job: TrainingJob, resume: Path | None) -> None:
     if path is not None and any(Path(path).glob("version-*")):
         raise UserError(
             f"the directory {path} (spec.parameterServer.checkpoint.path) holds checkpoints already: "
-            f"continue from them with --resume {path}, or name an empty directory, or remove them"
+            f"continue from them with --resume {shlex.quote(path)}, or name an empty directory, or remove "
+            "them"
         )
 
 
@@ -166,7 +169,8 @@ def check_entrypoint(job: TrainingJob, programs: Programs, forks: ForkServer | N
         )
     if done.returncode != 0:
         output = (done.stderr or done.stdout).strip()
-        raise UserError(f"the entrypoint {entrypoint} cannot be imported:\n{output}")
+        how = f" ({describe_exit(done.returncode)})" if done.returncode != 1 else ""
+        raise UserError(f"the entrypoint {entrypoint} cannot be imported{how}:\n{output}")
 
 
 def _run_forked(argv: Sequence[str], forks: ForkServer) -> subprocess.CompletedProcess[str] | None:

@@ -342,6 +342,18 @@ def test_closing_the_output_stops_the_job(place: Place) -> None:
     assert all(gone(pid) for pid in pids)
 
 
+def test_a_full_disk_with_the_output_stops_no_job(place: Place) -> None:
+    done = place.run("run", place.job(records=2000), through=("sh", "-c", 'exec "$@" >/dev/full', "sh"))
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert place.status()["phase"] == "Succeeded"
+
+
+def test_a_file_gets_no_live_display_whatever_the_environment_says(place: Place) -> None:
+    done = place.run("run", place.job(records=400), through=("env", "FORCE_COLOR=1", "TTY_COMPATIBLE=1"))
+    assert done.returncode == 0, done.stderr
+    assert "\x1b[?25l" not in done.stdout, "the cursor is hidden"
+
+
 def test_an_output_that_is_closed_from_the_start_is_not_written_to(place: Place) -> None:
     done = place.run("run", place.job(records=200), through=("sh", "-c", 'exec "$@" >&-', "sh"))
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
