@@ -58,6 +58,7 @@ class EvaluationQueue:
                 self._work.restore(found["state"])
         except (CheckpointCorrupt, KeyError, TypeError, ValueError, AttributeError) as error:
             logger.warning("cannot read the results of earlier evaluations, which are lost: %r", error)
+        self._saved = self._text()  # what the file has, or need not have
 
     # --- for the checkpointer
 
@@ -113,6 +114,9 @@ class EvaluationQueue:
             return
         if self._change(lambda work: work.finish(version, metrics)) is not None:
             logger.info("%s", self.status())
+        with self._lock:
+            if self._text() != self._saved:
+                raise Refused(RefusalCode.NOT_READY, "the result cannot be written to disk yet")
 
     def begin(self, process: str, last: int | None) -> tuple[int | None, bool]:
         """The version to evaluate next, and, if there is none, whether there will be no more.
@@ -123,8 +127,8 @@ class EvaluationQueue:
         """
 
         with self._lock:
-            if last is None and not self._work.waiting:
-                return None, False  # the usual case, which needs no look at the results
+            if last is None and not self._work.waiting and self._text() == self._saved:
+                return None, False  # the usual case
 
         def change(work: Evaluations) -> int | None:
             if last is not None:
@@ -156,14 +160,15 @@ class EvaluationQueue:
         """Change the state, log the versions that were given up, and write the state."""
         with self._writing:
             with self._lock:
-                before, missed = self._text(), len(self._work.missed)
+                missed = len(self._work.missed)
                 answer = change(self._work)
                 given_up, after = self._work.missed[missed:], self._text()
             for version in given_up:
                 logger.warning("the checkpoint of version %d will not be evaluated", version)
-            if after != before:
+            if after != self._saved:
                 try:
                     self._store.write_beside(stored.FILE, after, term=self.term)
+                    self._saved = after
                 except CheckpointError as error:
                     logger.warning("cannot write the evaluations: %s", error)
         return answer
