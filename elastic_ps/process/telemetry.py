@@ -8,19 +8,23 @@ are those of the machine-wide monotonic clock.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any
+
+logger = logging.getLogger(__name__)
 
 
 class _Lines:
     """A file of JSON lines. Thread-safe; a forked child writes nothing."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, directory: Path | None, process: str) -> None:
+        path = directory / f"{process}-{os.getpid()}.jsonl" if directory else None
         self._lock = threading.Lock()
         self._file: IO[str] | None = None
         self._pid = os.getpid()
@@ -33,18 +37,20 @@ class _Lines:
 
     @property
     def enabled(self) -> bool:
+        """Whether lines are written, so that callers can skip costly ones."""
         return self._file is not None and os.getpid() == self._pid
 
-    def write(self, value: dict[str, Any]) -> None:
+    def _write(self, value: dict[str, Any]) -> None:
         with self._lock:
             if self._file is not None and os.getpid() == self._pid:
                 self._file.write(json.dumps(value) + "\n")
 
     def close(self) -> None:
+        """Write no more."""
         with self._lock:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+            file, self._file = self._file, None
+            if file is not None:
+                file.close()
 
 
 def _cut_off(path: Path) -> bool:
@@ -56,32 +62,20 @@ def _cut_off(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-class History:
+class History(_Lines):
     """The history of a process: steps sent, rounds committed, records handed out."""
-
-    def __init__(self, directory: Path | None, process: str) -> None:
-        self._lines = _Lines(directory / f"{process}-{os.getpid()}.jsonl" if directory else None)
-
-    @property
-    def enabled(self) -> bool:
-        """Whether events are recorded, so that callers can skip costly ones."""
-        return self._lines.enabled
 
     def record(self, event: str, **values: Any) -> None:
         """Append an event. Blocks for the write; does nothing without a directory."""
-        if self._lines.enabled:
-            self._lines.write({"event": event, "time": time.monotonic(), **values})
-
-    def close(self) -> None:
-        self._lines.close()
+        if self.enabled:
+            self._write({"event": event, "time": time.monotonic(), **values})
 
 
-class Trace:
+class Trace(_Lines):
     """Spans of time in Chrome's trace event format; the launcher joins the files of all processes."""
 
     def __init__(self, directory: Path | None, process: str) -> None:
-        path = directory / f"{process}-{os.getpid()}.jsonl" if directory else None
-        self._lines = _Lines(path)
+        super().__init__(directory, process)
         self._threads: set[int] = set()
         if self.enabled:
             self._metadata("process_name", 0, process)
@@ -90,12 +84,17 @@ class Trace:
         """A copy, as that of a model whose hooks write spans, writes none."""
         return Trace, (None, "")
 
-    @property
-    def enabled(self) -> bool:
-        return self._lines.enabled
+    def _write(self, value: dict[str, Any]) -> None:
+        """A full disk ends the trace, and not the training."""
+        try:
+            super()._write(value)
+        except OSError as error:
+            logger.warning("the trace of this process ends here: %s", error)
+            with suppress(OSError):  # of what is left in the buffer
+                self.close()
 
     def _metadata(self, kind: str, tid: int, name: str) -> None:
-        self._lines.write({"ph": "M", "name": kind, "pid": os.getpid(), "tid": tid, "args": {"name": name}})
+        self._write({"ph": "M", "name": kind, "pid": os.getpid(), "tid": tid, "args": {"name": name}})
 
     def complete(self, name: str, start: int, end: int, *, row: str | None = None, **args: Any) -> None:
         """A span from `start` to `end`, in nanoseconds of `time.monotonic_ns`.
@@ -109,7 +108,7 @@ class Trace:
         if tid not in self._threads:
             self._threads.add(tid)
             self._metadata("thread_name", tid, row or thread.name)
-        self._lines.write(
+        self._write(
             {
                 "ph": "X",
                 "name": name,
@@ -132,6 +131,3 @@ class Trace:
             yield
         finally:
             self.complete(name, start, time.monotonic_ns(), **args)
-
-    def close(self) -> None:
-        self._lines.close()
