@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from accelerate import Accelerator
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.accelerate import ElasticAccelerator
@@ -25,6 +25,16 @@ from elastic_ps.standalone import connect
 from elastic_ps.worker.session import Session
 
 T = TypeVar("T", bound=Trainer)
+
+if is_one_of_several():
+    # It looks for ranks in the environment, and would begin a process group.
+    _of_one = TrainingArguments.__post_init__
+
+    def _hiding_ranks(arguments: TrainingArguments) -> None:
+        with as_only_process("transformers"):
+            _of_one(arguments)
+
+    TrainingArguments.__post_init__ = _hiding_ranks
 
 _RESUME = (
     "trainer.train(resume_from_checkpoint=...) is not for a job, which continues from its own checkpoints: "

@@ -463,6 +463,25 @@ def test_a_process_that_dies_ends_its_worker_which_is_replaced(tmp_path: Path) -
 
 
 @pytest.mark.nightly
+def test_a_trainer_of_hugging_face_begins_no_process_group(tmp_path: Path) -> None:
+    job = make_job(
+        spec={
+            "entrypoint": "tests.testing.scripts.trains_with_trainer:main",
+            "worker": {"replicas": 1, "processes": 2},
+        },
+        directory=str(tmp_path / "out"),
+    )
+    with Launcher(
+        job, Options(forks=forks(), root=tmp_path / "state", history=tmp_path / "history")
+    ) as launcher:
+        launcher.start()
+        wait_for_end(launcher)
+        outcome = launcher.outcome()
+    assert outcome.verdict.phase == "Succeeded", outcome.verdict
+    check_histories(tmp_path / "history", records=48, epochs=1)
+
+
+@pytest.mark.nightly
 def test_a_script_that_fails_in_one_process_says_why(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         "import os\nimport time\nimport elastic_ps\nelastic_ps.connect()\n"
