@@ -239,10 +239,12 @@ class RemoteShard:
 
     def configure(self, configuration: Configuration) -> None:
         """See ShardControl. Waits until the shard has started; raises ConnectionLost if it does not."""
+        # Ordered once more, a shard would read the checkpoint once more, beside the first time.
+        timeout = CALL_TIMEOUT if configuration.load_version is None else 10 * CALL_TIMEOUT
 
         def ask() -> None:
             request = to_message(pb.ConfigureRequest, configuration, job=self._job, **vars(self._order()))
-            calls.ask(self._connection, calls.CONFIGURE, request, timeout=CALL_TIMEOUT)
+            calls.ask(self._connection, calls.CONFIGURE, request, timeout=timeout)
 
         retry(ask, (ConnectionLost, DeadlineExceeded), patience=self._start)
 
