@@ -298,12 +298,7 @@ class Session:
         self._runtime.phases.watch(model)
         self._averages.begin(model)
         self._optimizer = ElasticOptimizer(
-            optimizer,
-            flat,
-            self._runtime,
-            check=check_gradients,
-            own=described.own,
-            tables=tables,
+            optimizer, flat, self._runtime, check=check_gradients, own=described.own, tables=tables
         )
         return self._optimizer
 
