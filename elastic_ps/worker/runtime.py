@@ -312,13 +312,16 @@ class Runtime(Membership):
             elif expelled(refusal):
                 self.join_again(refusal)
             else:
-                if refusal.code is RefusalCode.NOT_FINITE and self.world.leads:
-                    with contextlib.suppress(ElasticPSError):  # it would spoil those of others: say why
-                        self.client.ask(calls.REPORT, pb.ReportRequest(metrics={"loss": math.nan}))
-                (self.skip if refusal.code is RefusalCode.NOT_FINITE else self.leave_step)()
+                if refusal.code is RefusalCode.NOT_FINITE:
+                    if self.world.leads:
+                        with contextlib.suppress(ElasticPSError):  # it would spoil those of others: say why
+                            self.client.ask(calls.REPORT, pb.ReportRequest(metrics={"loss": math.nan}))
+                    self.skip()  # the script may go on
                 if refusal.code is RefusalCode.INVALID:
                     raise UsageError(str(refusal)) from refusal
                 raise
+        except ElasticPSError:
+            raise
         except BaseException:
             self.leave_step()
             raise
