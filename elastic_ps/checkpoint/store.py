@@ -34,6 +34,7 @@ from elastic_ps.errors import (
 )
 
 _NAME = re.compile(r"version-(\d{10})")
+_BEFORE = re.compile(r"partial-\d+-\d+-(\d+)-before")
 _PARTIAL = re.compile(r"partial-(\d+)-(\d+)-(\d{10})")
 _CORRUPT = re.compile(r"corrupt-(\d{10})-\d+")
 
@@ -201,7 +202,11 @@ class Store:
         before = self.directory / f"partial-{manifest.term}-{manifest.number}-{manifest.version}-before"
         with suppress(FileNotFoundError):
             final.rename(before)  # a kill while it is removed would leave no whole one
-        partial.rename(final)
+        try:
+            partial.rename(final)
+        except OSError:
+            self._put_back(before)
+            raise
         files.flush(self.directory)
         files.remove(before)
 
@@ -231,7 +236,14 @@ class Store:
         with suppress(CheckpointError):
             for name in self._names():
                 if name.startswith("partial-"):
+                    self._put_back(self.directory / name)
                     files.remove(self.directory / name)
+
+    def _put_back(self, path: Path) -> None:
+        """Give a checkpoint its name again, if it was renamed for a new one that did not come."""
+        if before := _BEFORE.fullmatch(path.name):
+            with suppress(OSError):  # the new one has come, or there was no old one
+                path.rename(self.path(int(before[1])))
 
     def describe(self, version: int) -> Manifest:
         """Read a checkpoint's manifest, without checking the other files.

@@ -190,8 +190,9 @@ def _run(launcher: Launcher, report: Path | None, output: str) -> int:
             if error.errno not in (errno.EPIPE, errno.EIO):  # the disk with the output is full
                 launcher.wait()
         except Exception:  # noqa: BLE001 (what shows a job shall not end it)
-            print("the display has failed, and the job goes on without it:", file=sys.stderr)
-            traceback.print_exc()
+            with contextlib.suppress(OSError):
+                print("the display has failed, and the job goes on without it:", file=sys.stderr)
+                traceback.print_exc()
             launcher.wait()
         if not launcher.wait(timedelta(0)):
             launcher.stop("stopped because its output was closed")

@@ -430,7 +430,10 @@ class Loop:
     def end_batch(self) -> None:
         """After a batch: the job may have trained the records of as many steps as are wanted."""
         session, most = self._strategy.session, self._max_steps
-        if 0 < most <= self.steps_of_one_process(session.samples, 1) and not session.stopped:
+        if most <= 0 or session.stopped:
+            return
+        by_hand = not self._trainer.lightning_module.automatic_optimization
+        if most <= (session.version if by_hand else self.steps_of_one_process(session.samples, 1)):
             session.stop(f"max_steps={most}")
 
     def step_with_rest(self) -> None:

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from elastic_ps.contract import env
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.accelerate import ElasticAccelerator
 from elastic_ps.integrations.epochs import EpochLoader
@@ -26,7 +27,7 @@ from elastic_ps.worker.session import Session
 
 T = TypeVar("T", bound=Trainer)
 
-if is_one_of_several():
+if env.in_job() and is_one_of_several():
     # It looks for ranks in the environment, and would begin a process group.
     _of_one = TrainingArguments.__post_init__
 
@@ -183,7 +184,7 @@ class ElasticMixin:
         If a step has no token that counts, it is not made, and its records are skipped.
         """
         if self._items is not None:
-            if not (self._items or is_one_of_several()):
+            if not (self._items or is_one_of_several() or self.accelerator.scaler):
                 return torch.zeros((), device=self.args.device)
             self.session.weigh(self._items / self.group)
         loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]

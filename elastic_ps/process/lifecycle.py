@@ -160,17 +160,24 @@ def handle_sigterm(handle: Callable[[], object]) -> None:
     Who ends such a process waits for that, as a `multiprocessing.Pool` does. Python forgets signals that come
     within a fork, so they come after it.
     """
-    signal.signal(signal.SIGTERM, lambda *_: handle())
+    masks = threading.local()
+
+    def ours(*_: object) -> None:
+        handle()
+
+    def before() -> None:
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def after() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
 
     def begin_child() -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        if signal.getsignal(signal.SIGTERM) is ours:  # and not a handler of the script's
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        after()
 
-    os.register_at_fork(
-        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
-        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}),
-        after_in_child=begin_child,
-    )
+    signal.signal(signal.SIGTERM, ours)
+    os.register_at_fork(before=before, after_in_parent=after, after_in_child=begin_child)
 
 
 def end_soon() -> None:

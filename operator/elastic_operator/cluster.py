@@ -63,7 +63,7 @@ _SAME_ROLE = timedelta(minutes=10)
 _BROKEN_LIMIT = 3
 """A pass ends after so many server errors: a webhook may let every action wait for its time-out.
 
-After so many objects of a kind were forbidden, as by a quota, no more of them are created in a pass.
+After so many pods of a role were forbidden, as by a quota, no more of them are created in a pass.
 """
 
 
@@ -96,12 +96,12 @@ class Cluster:
         certified: datetime | None = None
         done: list[Action] = []
         missing: set[Kind] = set()
-        broken, forbidden = 0, Counter[Kind]()
+        broken, forbidden = 0, Counter[tuple[Kind, str]]()
         known = {problem for _, problem in self._missing.copy().values()}
         for action in actions:
             if isinstance(action, Create | Certify) and action.needs in missing:
                 continue
-            if isinstance(action, Create) and forbidden[action.kind] == _BROKEN_LIMIT:
+            if isinstance(action, Create) and forbidden[action.kind, _role(action)] == _BROKEN_LIMIT:
                 continue
             try:
                 result = self._carry_out(job, action)
@@ -117,7 +117,7 @@ class Cluster:
                 refused.append(result)
                 if isinstance(action, Create):
                     missing.add(action.kind)
-                    forbidden[action.kind] += result.reason in ("QuotaExceeded", "Forbidden")
+                    forbidden[action.kind, _role(action)] += result.reason in ("QuotaExceeded", "Forbidden")
             else:
                 done.append(action)
                 certified = result or certified
@@ -349,9 +349,14 @@ def _blames_the_spec(action: Create, error: ApiError) -> bool:
     return error.status in (400, 422) and action.kind in _OF_THE_SPEC and not policy
 
 
+def _role(action: Create) -> str:
+    """The role of a pod that is to be created; "" for other objects."""
+    return str((action.manifest["metadata"].get("labels") or {}).get(names.ROLE_LABEL, ""))
+
+
 def _source(action: Create) -> str:
     """The part of the job's spec that a refused object was built from, as the beginning of a message."""
-    role = (action.manifest["metadata"].get("labels") or {}).get(names.ROLE_LABEL)
+    role = _role(action)
     if action.kind != "Pod":
         return ""
     field = role if role in ("worker", "evaluator") else "parameterServer"

@@ -26,7 +26,7 @@ def restart_in(
     exponent = min(16, max(0, status.worker.failures - 1))  # mutant: equal
     doubled = options.restart_base * 2**exponent
     delay: timedelta = min(options.restart_limit, doubled)
-    return _left(delay, pod.ended or now - delay, now)
+    return _left(delay, pod, pod.ended or now - delay, now)
 
 
 def pause(pod: Pod, now: datetime, options: Options) -> timedelta:
@@ -38,12 +38,14 @@ def pause(pod: Pod, now: datetime, options: Options) -> timedelta:
     started, ended = pod.started or pod.created, pod.ended or pod.created
     if started is None or ended is None or ended - started >= options.short_life:
         return ZERO
-    return _left(options.short_life_delay, ended, now)
+    return _left(options.short_life_delay, pod, ended, now)
 
 
-def _left(delay: timedelta, ended: datetime, now: datetime) -> timedelta:
-    """What is left of a delay after an end, by the clock of a node, which may be ahead."""
-    return max(ZERO, delay - max(ZERO, now - ended))
+def _left(delay: timedelta, pod: Pod, ended: datetime, now: datetime) -> timedelta:
+    """What is left of a delay after a pod's end. If its node's clock is ahead, after its creation."""
+    if ended > now:
+        ended = pod.created or now - delay
+    return max(ZERO, delay - (now - ended))
 
 
 def next_look(

@@ -120,6 +120,26 @@ def test_a_kill_while_a_version_is_written_again_leaves_a_whole_one(
     assert {path.name for path in store.directory.glob("*-*")} == {store.path(7).name}
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+def test_a_version_whose_place_is_not_taken_is_put_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    write(store, 7)
+    usual = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if target == store.path(7) and not path.name.endswith("before"):
+            raise error
+        return usual(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises((CheckpointError, KeyboardInterrupt)):
+        write(store, 7)
+    monkeypatch.undo()
+    store.discard_partial()
+    assert same(store, 7)
+
+
 def test_without_a_checkpoint_the_message_says_where_was_looked(store: Store) -> None:
     with pytest.raises(NoCheckpoint, match=f"no complete checkpoint in {store.directory}"):
         store.newest()

@@ -362,7 +362,7 @@ def test_a_quota_that_is_used_up_is_not_tried_with_each_of_a_hundred_pods(
     server.add_job(worker={"replicas": 100})
     server.refuse = refusing("POST", "pods", Refusal(403, "Forbidden", said))
     operator.turns()
-    assert len(server.asked("POST", "pods")) == 3
+    assert len(server.asked("POST", "pods")) == 1 + 3, "the parameter server's, and three workers'"
     server.refuse = lambda _: None
     operator.turns()
     assert len(server.names("pods")) == 101
