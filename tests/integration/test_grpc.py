@@ -577,10 +577,11 @@ def test_a_process_with_open_calls_may_fork() -> None:
 
 def test_who_stops_sending_in_a_body_is_cut_off_and_what_it_held_is_free() -> None:
     """A server has a few receive buffers only; here it is one."""
-    buffer, errors = threading.Lock(), []
+    buffer, held, errors = threading.Lock(), threading.Event(), []
 
     def handler(method: str, incoming: Incoming) -> Iterator[Frame]:
         with buffer:
+            held.set()
             try:
                 yield from echo(method, incoming)
             except ConnectionLost as error:
@@ -598,7 +599,7 @@ def test_who_stops_sending_in_a_body_is_cut_off_and_what_it_held_is_free() -> No
 
     with grpc.insecure_channel(server.address) as channel:
         stuck = channel.stream_stream("/elastic_ps.transport.Transport/Call", None, None)(half(), timeout=60)
-        eventually(buffer.locked, "the stuck call has the receive buffer")
+        assert held.wait(LIMIT), "the stuck call has had the receive buffer"
         connection = GrpcConnection(server.address)
         body = memoryview(bytes(range(256)) * 16 * 1024)
         for answer in connection.call("push", Frame(b"", body), timeout=timedelta(seconds=30)):
