@@ -199,7 +199,7 @@ class Store:
             opened.write(manifest.to_text().encode())
         files.flush(path)
         files.flush(partial)
-        before = self.directory / f"partial-{manifest.term}-{manifest.number}-{manifest.version}-before"
+        before = partial.with_name(f"{partial.name}-before")
         with suppress(FileNotFoundError):
             final.rename(before)  # a kill while it is removed would leave no whole one
         try:

@@ -58,7 +58,7 @@ class EvaluationQueue:
                 self._work.restore(found["state"])
         except (CheckpointCorrupt, KeyError, TypeError, ValueError, AttributeError) as error:
             logger.warning("cannot read the results of earlier evaluations, which are lost: %r", error)
-        self._saved = self._text()  # what the file has, or need not have
+        self._unwritten = False  # a change could not be written
 
     # --- for the checkpointer
 
@@ -115,7 +115,7 @@ class EvaluationQueue:
         if self._change(lambda work: work.finish(version, metrics)) is not None:
             logger.info("%s", self.status())
         with self._lock:
-            if self._text() != self._saved:
+            if self._unwritten:
                 raise Refused(RefusalCode.NOT_READY, "the result cannot be written to disk yet")
 
     def begin(self, process: str, last: int | None) -> tuple[int | None, bool]:
@@ -127,8 +127,8 @@ class EvaluationQueue:
         """
 
         with self._lock:
-            if last is None and not self._work.waiting and self._text() == self._saved:
-                return None, False  # the usual case
+            if last is None and not self._work.waiting and not self._unwritten:
+                return None, False  # the usual case, which needs no look at the results
 
         def change(work: Evaluations) -> int | None:
             if last is not None:
@@ -160,16 +160,17 @@ class EvaluationQueue:
         """Change the state, log the versions that were given up, and write the state."""
         with self._writing:
             with self._lock:
-                missed = len(self._work.missed)
+                before, missed = self._text(), len(self._work.missed)
                 answer = change(self._work)
                 given_up, after = self._work.missed[missed:], self._text()
             for version in given_up:
                 logger.warning("the checkpoint of version %d will not be evaluated", version)
-            if after != self._saved:
+            if after != before or self._unwritten:
                 try:
                     self._store.write_beside(stored.FILE, after, term=self.term)
-                    self._saved = after
+                    self._unwritten = False
                 except CheckpointError as error:
+                    self._unwritten = True
                     logger.warning("cannot write the evaluations: %s", error)
         return answer
 
