@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from elastic_ps.api import rules
 from elastic_ps.api.fields import CamelModel, Duration
@@ -37,21 +37,23 @@ class VolumeClaim(CamelModel):
     )
 
 
+_ONE_SOURCE = rules.Rule(
+    cel="has(self.job) != has(self.claim)",
+    message="checkpoint.resumeFrom needs either job or claim, and not both",
+    holds=lambda resume: (resume.job is None) != (resume.claim is None),
+    says=lambda _: "resumeFrom needs either job or claim, and not both",
+)
+
+
 class ResumeFrom(CamelModel):
     """The checkpoints of an earlier job, to continue from."""
 
-    job: str | None = Field(
+    job: Annotated[str | None, _ONE_SOURCE] = Field(
         default=None,
         pattern=_CLAIM,
         description="The earlier job, whose volumeClaim had retain. It must have ended.",
     )
     claim: str | None = Field(default=None, pattern=_CLAIM, description="The PersistentVolumeClaim itself.")
-
-    @model_validator(mode="after")
-    def _check_one(self) -> ResumeFrom:
-        if (self.job is None) == (self.claim is None):
-            raise ValueError("resumeFrom needs either job or claim, and not both")
-        return self
 
 
 class Times(CamelModel):
@@ -70,6 +72,27 @@ class Times(CamelModel):
     )
 
 
+def _volumes(checkpoint: Checkpoint) -> list[str]:
+    """The fields given that each name a volume."""
+    given = {
+        "volumeClaim": checkpoint.volume_claim,
+        "existingClaim": checkpoint.existing_claim,
+        "resumeFrom": checkpoint.resume_from,
+    }
+    return [name for name, value in given.items() if value is not None]
+
+
+_ONE_VOLUME = rules.Rule(
+    cel="!(has(self.volumeClaim) && has(self.existingClaim)) && "
+    "!(has(self.resumeFrom) && (has(self.volumeClaim) || has(self.existingClaim)))",
+    message="checkpoint.volumeClaim, existingClaim and resumeFrom cannot be combined: a job has one volume",
+    holds=lambda checkpoint: len(_volumes(checkpoint)) < 2,
+    says=lambda checkpoint: (
+        f"{' and '.join(_volumes(checkpoint))} are given; a job has one volume, so keep one of them"
+    ),
+)
+
+
 class Checkpoint(Times):
     """When the parameter server writes its state to disk, and where."""
 
@@ -77,7 +100,7 @@ class Checkpoint(Times):
         default=None,
         description="The directory for checkpoints of local runs. On a cluster, the volume is used instead.",
     )
-    volume_claim: Annotated[VolumeClaim | None, rules.NEVER] = Field(
+    volume_claim: Annotated[VolumeClaim | None, _ONE_VOLUME, rules.NEVER] = Field(
         default=None,
         description=(
             "The PersistentVolumeClaim to create on a cluster. All parameter servers mount it. A job with "
@@ -96,14 +119,3 @@ class Checkpoint(Times):
         description="Continue from the checkpoints of an earlier job, on a cluster. This job takes the claim "
         "over and writes its own checkpoints to it.",
     )
-
-    @model_validator(mode="after")
-    def _check_one_volume(self) -> Checkpoint:
-        given = {
-            "volumeClaim": self.volume_claim,
-            "existingClaim": self.existing_claim,
-            "resumeFrom": self.resume_from,
-        }
-        if len(named := [name for name, value in given.items() if value is not None]) > 1:
-            raise ValueError(f"{' and '.join(named)} are given; a job has one volume, so keep one of them")
-        return self

@@ -294,6 +294,54 @@ _EVALUATOR = rules.Rule(
 )
 
 
+def _what_needs_a_server(spec: TrainingJobSpec) -> tuple[str, str] | None:
+    """A field that does not go with strategy all-reduce, and why; None if all do."""
+    server, consistency = spec.parameter_server, spec.consistency
+    if not spec.all_reduce:
+        return None
+    if server.replicas > 1:
+        return (
+            f"parameterServer.replicas {server.replicas}",
+            "each worker has the whole model, and makes the step",
+        )
+    if server.durability == "standby":
+        return (
+            "parameterServer.durability standby",
+            "the workers have the model, and a lost one costs nothing",
+        )
+    if server.overlap != "auto":
+        return f"parameterServer.overlap {server.overlap}", "gradients are not sent to it"
+    if consistency.mode != "sync":
+        return f"consistency.mode {consistency.mode}", "each version is made of one step of every worker"
+    said = consistency.model_dump(by_alias=True, exclude_defaults=True)
+    for name in said:
+        return f"consistency.{name}", "each version is made of one step of every worker that is there"
+    if spec.compression != Compression():
+        named = ", ".join(spec.compression.model_dump(by_alias=True, exclude_defaults=True))
+        return f"compression ({named})", "gradients travel as torch.distributed sends them"
+    if spec.worker.processes > 1:
+        return (
+            f"worker.processes {spec.worker.processes}",
+            "each process makes its own step; use more replicas",
+        )
+    return None
+
+
+# The API server checks what cannot be corrected later.
+_ALL_REDUCE = rules.Rule(
+    cel="self.strategy != 'all-reduce' || (self.parameterServer.replicas == 1 && "
+    "self.parameterServer.durability == 'checkpoint' && self.parameterServer.overlap == 'auto' && "
+    "self.consistency.mode != 'local')",
+    message="parameterServer.replicas, durability and overlap, and consistency.mode local, do not work with "
+    "strategy all-reduce: each worker has the whole model, and makes the step",
+    holds=lambda spec: _what_needs_a_server(spec) is None,
+    says=lambda spec: (
+        "{} does not work with strategy all-reduce, where {}; leave it out, or set strategy: "
+        "parameter-server".format(*_what_needs_a_server(spec) or ())
+    ),
+)
+
+
 class TrainingJobSpec(CamelModel):
     """What to train, on how many workers, and with which guarantees."""
 
@@ -320,14 +368,14 @@ class TrainingJobSpec(CamelModel):
     evaluator: Annotated[Evaluator | None, _EVALUATOR] = Field(
         default=None, description="A process that evaluates the checkpoints. If unset, there is none."
     )
-    strategy: Annotated[Literal["parameter-server", "all-reduce"], rules.NEVER] = Field(
+    strategy: Annotated[Literal["parameter-server", "all-reduce"], _ALL_REDUCE, rules.NEVER] = Field(
         default="parameter-server",
         description="How the gradients of a version are added up. With parameter-server, workers send them "
         "to the parameter servers, which make the optimizer's step. With all-reduce, workers add them up "
         "among themselves, through torch.distributed, and each makes the step. The parameter server then "
         "counts the records, decides which workers take part, and gets the values only for checkpoints.",
     )
-    unencrypted_all_reduce: Annotated[bool, rules.OnlyWith("strategy", ("all-reduce",)), rules.NEVER] = Field(
+    unencrypted_all_reduce: Annotated[bool, rules.OnlyWith("strategy", ("all-reduce",)), rules.PATCH] = Field(
         default=False,
         description="With strategy all-reduce, whether workers on several hosts may add gradients up, though "
         "torch.distributed neither encrypts nor asks for certificates. Whoever reaches the workers' ports "
@@ -359,17 +407,6 @@ class TrainingJobSpec(CamelModel):
     def all_reduce(self) -> bool:
         """Whether the workers sum gradients among themselves, and make the optimizer steps."""
         return self.strategy == "all-reduce"
-
-    @model_validator(mode="after")
-    def _check_strategy(self) -> TrainingJobSpec:
-        """Raise ValueError if strategy all-reduce is combined with a field that needs a parameter server."""
-        if self.all_reduce and (given := _needs_parameter_server(self)):
-            name, why = given
-            raise ValueError(
-                f"{name} does not work with strategy all-reduce, where {why}; leave it out, or set strategy: "
-                "parameter-server"
-            )
-        return self
 
     def refuse_unencrypted(self, *, secured: bool) -> str:
         """Why a job must not start whose workers would connect to each other; "" if it may.
@@ -412,37 +449,6 @@ class TrainingJobSpec(CamelModel):
                 "chooses by measured times; name a codec"
             )
         return self
-
-
-def _needs_parameter_server(spec: TrainingJobSpec) -> tuple[str, str] | None:
-    """The fields that need gradients on parameter servers, each with the reason."""
-    server, consistency = spec.parameter_server, spec.consistency
-    if server.replicas > 1:
-        return (
-            f"parameterServer.replicas {server.replicas}",
-            "each worker has the whole model, and makes the step",
-        )
-    if server.durability == "standby":
-        return (
-            "parameterServer.durability standby",
-            "the workers have the model, and a lost one costs nothing",
-        )
-    if server.overlap != "auto":
-        return f"parameterServer.overlap {server.overlap}", "gradients are not sent to it"
-    if consistency.mode != "sync":
-        return f"consistency.mode {consistency.mode}", "each version is made of one step of every worker"
-    said = consistency.model_dump(by_alias=True, exclude_defaults=True)
-    for name in said:
-        return f"consistency.{name}", "each version is made of one step of every worker that is there"
-    if spec.compression != Compression():
-        named = ", ".join(spec.compression.model_dump(by_alias=True, exclude_defaults=True))
-        return f"compression ({named})", "gradients travel as torch.distributed sends them"
-    if spec.worker.processes > 1:
-        return (
-            f"worker.processes {spec.worker.processes}",
-            "each process makes its own step; use more replicas",
-        )
-    return None
 
 
 class ObjectMeta(BaseModel):

@@ -129,6 +129,30 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         {"parameterServer": {"durability": "standby"}},
     ),
     ("unencryptedAllReduce works only with strategy all-reduce", {"unencryptedAllReduce": True}),
+    *(
+        ("do not work with strategy all-reduce", {"strategy": "all-reduce", **fields})
+        for fields in (
+            {"parameterServer": {"replicas": 2, "checkpoint": {"volumeClaim": CLAIM}}},
+            {"parameterServer": {"durability": "standby", "checkpoint": {"volumeClaim": CLAIM}}},
+            {"parameterServer": {"overlap": "always"}},
+            {"consistency": LOCAL},
+        )
+    ),
+    *(
+        (
+            "volumeClaim, existingClaim and resumeFrom cannot be combined",
+            {"parameterServer": {"checkpoint": volumes}},
+        )
+        for volumes in (
+            {"volumeClaim": CLAIM, "existingClaim": "mine"},
+            {"volumeClaim": CLAIM, "resumeFrom": {"job": "earlier"}},
+            {"existingClaim": "mine", "resumeFrom": {"job": "earlier"}},
+        )
+    ),
+    *(
+        ("resumeFrom needs either job or claim", {"parameterServer": {"checkpoint": {"resumeFrom": source}}})
+        for source in ({}, {"job": "earlier", "claim": "mine"})
+    ),
     (
         "order.buffer works only with blocks of several records",
         {"data": {"order": {"blocks": 1, "buffer": 2}}},
@@ -149,7 +173,6 @@ FIXED: list[tuple[str, dict[str, Any]]] = [
     ("evaluator.backlog", {"evaluator": {"backlog": 7}}),
     ("evaluator.best", {"evaluator": {"best": {"metric": "prec@1", "mode": "max"}}}),
     ("strategy", {"strategy": "all-reduce"}),
-    ("unencryptedAllReduce", {"unencryptedAllReduce": True}),
     ("data", {"data": {"seed": 7}}),
     ("data", {"data": {"order": {"blocks": 7}}}),
     ("parameterServer.bucketBytes", {"parameterServer": {"bucketBytes": 65536}}),
