@@ -27,7 +27,9 @@ _NODES = 16
 
 
 def describe(pod: Pod) -> Problem:
-    """Why a pod has ended."""
+    """Why a pod has ended, or is being deleted."""
+    if pod.problem is None and pod.deleting is not None:
+        return Problem(pod.disruption, f"{pod.name} is being deleted ({pod.disruption})")
     return pod.problem or Problem("Lost", f"{pod.name} ended; its exit status is not known")
 
 
@@ -51,6 +53,20 @@ def _fits(rule: FailureRule, pod: Pod) -> bool:
     return any((c.type, c.status) in pod.conditions for c in rule.on_pod_conditions or [])
 
 
+def _over(observed: Observed, policy: PodFailurePolicy | None) -> list[Pod]:
+    """The pods that failed or were disrupted, but for the evaluator's.
+
+    A worker that is drained or preempted may be gone as soon as it has ended. So it belongs to them while it
+    is being deleted, if a rule is for one of its conditions.
+    """
+
+    def over(pod: Pod) -> bool:
+        rule = _rule(pod, policy) if pod.deleting and pod.disruption and pod.ending != "done" else None
+        return pod.over or (rule is not None and rule.on_pod_conditions is not None)
+
+    return [pod for pod in observed.of("worker", "ps", "standby") if over(pod)]
+
+
 def has_to_be_counted(pod: Pod) -> bool:
     """Whether the end of a pod is counted.
 
@@ -65,7 +81,7 @@ def counted(
 ) -> tuple[TrainingJobStatus, list[Note]]:
     """The status with the pods counted that have ended since the last pass, and an Event for each of them."""
     worker, policy = status.worker, desired.spec.run_policy.pod_failure_policy
-    ended = [pod for pod in observed.of("worker", "ps", "standby") if pod.over and has_to_be_counted(pod)]
+    ended = [pod for pod in _over(observed, policy) if has_to_be_counted(pod)]
     fresh = [pod for pod in ended if pod.uid not in worker.counted_pods]
     there = {pod.uid for pod in observed.pods}
     kept = [uid for uid in worker.counted_pods if uid in there]
@@ -92,7 +108,7 @@ def fatal(status: TrainingJobStatus, desired: Desired, observed: Observed) -> Pr
     The end of the evaluator never ends the job.
     """
     policy = desired.spec.run_policy.pod_failure_policy
-    ended = [pod for pod in observed.pods if pod.over and pod.role != "evaluator"]
+    ended = _over(observed, policy)
     for pod in ended:
         if (rule := _rule(pod, policy)) is not None and rule.action == "FailJob":
             then = "A rule of runPolicy.podFailurePolicy ends the job"

@@ -273,6 +273,40 @@ def test_rules_may_be_for_conditions_of_the_pod() -> None:
     assert simulation.status["phase"] == "Running"
 
 
+@pytest.mark.parametrize(
+    ("action", "failures", "reason"),
+    [("Count", 1, None), ("Ignore", 0, None), ("FailJob", 0, "PodFailurePolicy")],
+)
+@pytest.mark.parametrize("runs", [True, False])
+def test_rules_for_disruptions_are_for_pods_that_are_drained(
+    action: str, failures: int, reason: str | None, runs: bool
+) -> None:
+    """Kubernetes deletes them, so nobody may see them as ended."""
+    policy = rule(action, onPodConditions=[{"type": "DisruptionTarget"}])
+    simulation = running(worker={"replicas": 2}, runPolicy=policy)
+    pod = simulation.pods["digits-worker-1"]
+    if not runs:
+        simulation.end("digits-worker-1", 251)
+    pod["status"].update(disruption("True"))
+    pod["metadata"]["deletionTimestamp"] = stamp(simulation.now)
+    for _ in range(3):
+        simulation.step()
+    assert simulation.status["worker"]["failures"] == failures
+    assert simulation.condition("Failed").get("reason") == reason
+    assert "PreemptionByScheduler" in simulation.notes.values()
+
+
+def test_a_drained_worker_counts_for_no_rule_of_exit_statuses() -> None:
+    simulation = running(worker={"replicas": 2}, runPolicy=rule("Count", onExitCodes={"values": [3]}))
+    simulation.end("digits-worker-1", 251)
+    pod = simulation.pods["digits-worker-1"]
+    pod["status"].update(disruption("True"))
+    pod["metadata"]["deletionTimestamp"] = stamp(simulation.now)
+    simulation.settle()
+    assert simulation.status["worker"]["failures"] == 0
+    assert simulation.status["phase"] == "Running"
+
+
 @pytest.mark.parametrize("more", [{}, {"onExitCodes": {"values": [1]}, "onPodConditions": [{"type": "X"}]}])
 def test_a_rule_is_for_exit_statuses_or_for_conditions(more: dict[str, Any]) -> None:
     simulation = Simulation(job_document(runPolicy=rule("Ignore", **more)))
