@@ -11,14 +11,18 @@ job fails when a second node reports the same, or when the limit is exceeded.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from datetime import datetime
 from typing import Literal, TypeAlias
 
 from elastic_operator import builders, names
 from elastic_operator.desired import Desired
 from elastic_operator.plan import Note, Observed
 from elastic_operator.pods import LAST_OUTPUT, LOST, Pod, Problem
+from elastic_operator.status import member_statuses
 from elastic_ps.api.policies import FailureRule, PodFailurePolicy
 from elastic_ps.api.status import TrainingJobStatus
+from elastic_ps.contract import exits
 
 Consequence: TypeAlias = Literal["FailJob", "Ignore", "Count"]
 
@@ -53,18 +57,39 @@ def _fits(rule: FailureRule, pod: Pod) -> bool:
     return any((c.type, c.status) in pod.conditions for c in rule.on_pod_conditions or [])
 
 
-def _over(observed: Observed, policy: PodFailurePolicy | None) -> list[Pod]:
+def given_up(
+    pod: Pod, desired: Desired, status: TrainingJobStatus, observed: Observed, now: datetime
+) -> Problem | None:
+    """Why to delete a pod whose process the PS has declared hung or lost; None if there is no reason."""
+    latest = max(member_statuses(pod, observed, now), key=lambda member: member.incarnation, default=None)
+    if latest is None:
+        return None
+    why = latest.to_be_killed(desired.spec.worker.progress_timeout, finished=status.progress.finished)
+    return Problem("WorkerHung" if latest.state == "hung" else "Lost", why) if why else None
+
+
+def _over(status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime) -> list[Pod]:
     """The pods that failed or were disrupted, but for the evaluator's.
 
     A worker that is drained or preempted may be gone as soon as it has ended. So it belongs to them while it
-    is being deleted, if a rule is for one of its conditions.
+    is being deleted, if a rule is for one of its conditions. A hung worker that does not end itself, and so
+    has to be deleted, is as if it had.
     """
-
-    def over(pod: Pod) -> bool:
-        rule = _rule(pod, policy) if pod.deleting and pod.disruption and pod.ending != "done" else None
-        return pod.over or (rule is not None and rule.on_pod_conditions is not None)
-
-    return [pod for pod in observed.of("worker", "ps", "standby") if over(pod)]
+    members = observed.server.members if observed.server is not None else []
+    hung = {member.host for member in members if member.state == "hung"}
+    found = []
+    for pod in observed.of("worker", "ps", "standby"):
+        rule = None
+        if pod.deleting and pod.disruption and pod.ending != "done":
+            rule = _rule(pod, desired.spec.run_policy.pod_failure_policy)
+        if pod.over or (rule is not None and rule.on_pod_conditions is not None):
+            found.append(pod)
+        elif pod.name in hung and pod.active:
+            why = given_up(pod, desired, status, observed, now)
+            if why is not None and why.reason == "WorkerHung":
+                problem = Problem(why.reason, f"{pod.name} is deleted: {why.message}")
+                found.append(replace(pod, ending="failed", exit=exits.HUNG, problem=problem))
+    return found
 
 
 def has_to_be_counted(pod: Pod) -> bool:
@@ -77,11 +102,11 @@ def has_to_be_counted(pod: Pod) -> bool:
 
 
 def counted(
-    status: TrainingJobStatus, desired: Desired, observed: Observed
+    status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime
 ) -> tuple[TrainingJobStatus, list[Note]]:
     """The status with the pods counted that have ended since the last pass, and an Event for each of them."""
     worker, policy = status.worker, desired.spec.run_policy.pod_failure_policy
-    ended = [pod for pod in _over(observed, policy) if has_to_be_counted(pod)]
+    ended = [pod for pod in _over(status, desired, observed, now) if has_to_be_counted(pod)]
     fresh = [pod for pod in ended if pod.uid not in worker.counted_pods]
     there = {pod.uid for pod in observed.pods}
     kept = [uid for uid in worker.counted_pods if uid in there]
@@ -102,13 +127,13 @@ def counted(
     return status.model_copy(update={"worker": worker.model_copy(update=update)}), notes
 
 
-def fatal(status: TrainingJobStatus, desired: Desired, observed: Observed) -> Problem | None:
+def fatal(status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime) -> Problem | None:
     """Why the end of a pod ends the job; None if none does. `status` has this pass's counts.
 
     The end of the evaluator never ends the job.
     """
     policy = desired.spec.run_policy.pod_failure_policy
-    ended = _over(observed, policy)
+    ended = _over(status, desired, observed, now)
     for pod in ended:
         if (rule := _rule(pod, policy)) is not None and rule.action == "FailJob":
             then = "A rule of runPolicy.podFailurePolicy ends the job"

@@ -24,7 +24,7 @@ from elastic_operator.desired import (
     tuning_to_tell,
 )
 from elastic_operator.documents import read_status
-from elastic_operator.failures import counted, has_to_be_counted
+from elastic_operator.failures import counted, given_up, has_to_be_counted
 from elastic_operator.plan import (
     Action,
     Create,
@@ -107,7 +107,7 @@ def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Op
         desired = replace(desired, restart=None)
     if left := left_over(desired, observed):
         return Plan(actions=left, status=status, requeue=options.retry if observed.refusals else ZERO)
-    status, notes = counted(status, desired, observed)
+    status, notes = counted(status, desired, observed, now)
     status = judged(_with_counts(status, observed, desired), now)
     notes += model_lost(old, status, observed)
     if desired.spec.run_policy.suspend:
@@ -400,8 +400,8 @@ def _workers(
             restart = restart_in(pod, status, desired, now, options)
             if pod.uid in old.worker.counted_pods and restart == ZERO:
                 yield DeletePod.of(pod, "it has ended, and a new one takes its place")
-        elif pod.active and (why := _given_up(pod, desired, status, observed, now)):
-            yield DeletePod.of(pod, why)
+        elif pod.active and (why := given_up(pod, desired, status, observed, now)) is not None:
+            yield DeletePod.of(pod, why.message)
         elif index not in wanted:
             yield DeletePod.of(pod, f"scaled down to {desired.replicas} workers")
         elif pod.active and finished and pod.unbegun:
@@ -420,16 +420,6 @@ def _stays_out(pod: Pod, observed: Observed, now: datetime) -> bool:
         return False
     done = min((each.ended for each in observed.of("worker") if each.ended), default=now)
     return now - max(pod.started, done) > FINISHED_GRACE
-
-
-def _given_up(
-    pod: Pod, desired: Desired, status: TrainingJobStatus, observed: Observed, now: datetime
-) -> str:
-    """Why to delete a pod whose process the PS has declared hung or lost; "" if there is no reason."""
-    latest = max(member_statuses(pod, observed, now), key=lambda member: member.incarnation, default=None)
-    if latest is None:
-        return ""
-    return latest.to_be_killed(desired.spec.worker.progress_timeout, finished=status.progress.finished)
 
 
 def _create(

@@ -42,7 +42,7 @@ def verdict(status: TrainingJobStatus, desired: Desired, observed: Observed, now
     policy = desired.spec.run_policy
     if policy.on_divergence == "stop" and (why := _diverged(desired, observed)) is not None:
         return Verdict("Failed", why)
-    if (why := fatal(status, desired, observed)) is not None:
+    if (why := fatal(status, desired, observed, now)) is not None:
         return Verdict("Failed", why)
     deadline, start = policy.active_deadline_seconds, parse_time(status.start_time)
     if deadline is not None and start is not None and now - start >= timedelta(seconds=deadline):

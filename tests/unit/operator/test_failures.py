@@ -110,12 +110,15 @@ def test_a_worker_that_is_hung_and_does_not_end_is_deleted_and_its_successor_is_
     assert isinstance(action, DeletePod)
     assert action.name == name
     assert "declared hung" in action.reason
+    assert simulation.status["worker"]["failures"] == 1, "it counts as one that has ended by itself"
+    assert "digits-worker-1 is deleted: it was declared hung" in simulation.status["worker"]["lastFailure"]
     simulation.step()
     simulation.start_pods()
     simulation.now += timedelta(seconds=10)
     gone_for(30)
     assert simulation.step().actions == ()
     assert simulation.pods[name]["metadata"]["uid"] != old
+    assert simulation.status["worker"]["failures"] == 1
 
 
 def test_a_worker_that_does_not_answer_is_deleted_soon_when_the_training_is_done() -> None:
