@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -101,7 +101,8 @@ class CommitCoordinator:
         self.standings: list[StandbyState | None] = [None for _ in standbys]
         self.queued: frozenset[int] = frozenset()
         self.tables: list[TableStatus] = []
-        self._prepared: Advance | None = None  # the last order that every shard's standby can carry out
+        # The last order that every shard's standby can carry out, and its model.
+        self._prepared: tuple[Advance, Model] | None = None
         self._ordered = 0  # the version that the shards were ordered to make last, when all had voted for it
         self._decided = 0, 0, 0.0  # the term and version that were decided last, and when
         self._norm = 0.0  # the norm of its mean gradient, if that is clipped
@@ -201,8 +202,7 @@ class CommitCoordinator:
         try:
             layout, chosen = self._laid_out(tensors, optimizer, settings, link)
             told = Configuration(layout, optimizer, settings, state.term, None, mutable=job.mutable)
-            for shard in self.shards:
-                shard.configure(told)
+            self._configure(told)
             model = Model(layout, optimizer)
         except UserError as error:
             raise Refused(RefusalCode.INVALID, str(error)) from error
@@ -216,6 +216,13 @@ class CommitCoordinator:
                 state.model, state.bucket_bytes = model, chosen
                 state.settings = Settings(settings.groups, settings.schedulers, first=settings.groups)
                 job.note_change()
+
+    def _configure(self, told: Configuration) -> None:
+        """Configure all shards at once, since each may have to load its part of a checkpoint. Blocks."""
+        with ExitStack() as every:  # none is left behind at work if another one fails
+            for shard in self.shards[1:]:
+                every.callback(self._fan_out.submit(shard.configure, told).result)
+            self.shards[0].configure(told)
 
     def _laid_out(
         self, tensors: Sequence[TensorSpec], optimizer: str, settings: Settings, link: Link | None
@@ -333,7 +340,7 @@ class CommitCoordinator:
                     job.note_order(OrderEvent.CHANGE)
             return False
         try:
-            advance = self._prepare(advance)
+            advance = self._prepare(advance, model)
             if contributions and len(self.shards) > 1:
                 self._ordered = advance.version
             self.tell_all(advance)
@@ -419,7 +426,8 @@ class CommitCoordinator:
             self.checkpoints.begin_term()
             if self._prepared is not None:
                 rescue = Rescue(self.checkpoints, self.shards, self._standbys, lambda: job.closing)
-                rescue.save([self._prepared])
+                order, model = self._prepared
+                rescue.save([model.complete(order)])
             self._restore(self.checkpoints.newest(), self.checkpoints.term)
         except NoCheckpoint as error:
             logger.error("a shard has lost the model, and the job cannot go back to a checkpoint: %s", error)
@@ -452,8 +460,7 @@ class CommitCoordinator:
         Plan(mutable.compression)  # before any shard is told
         told = Configuration(layout, found.optimizer, settings, term, found.version, mutable=mutable)
         try:
-            for shard in self.shards:
-                shard.configure(told)
+            self._configure(told)
         except Refused as refusal:
             if refusal.code is RefusalCode.STALE_TERM:
                 raise Fenced(str(refusal)) from refusal
@@ -471,9 +478,7 @@ class CommitCoordinator:
         state.bucket_bytes = chosen
         clip = state.settings.max_grad_norm
         if clip is not None and self._standbys:  # a shard may step without the others, which have the norm
-            logger.warning(
-                "max_grad_norm %g has no effect from now on: it needs a job without standbys", clip
-            )
+            logger.warning("max_grad_norm %g has no effect now: it needs a job without standbys", clip)
             state.settings = state.settings.unclipped()
         said = mutable.consistency.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         self.history.record(
@@ -490,7 +495,7 @@ class CommitCoordinator:
             job.changed.notify_all()
         logger.info("term %d continues from version %d", term, found.version)
 
-    def _prepare(self, advance: Advance) -> Advance:
+    def _prepare(self, advance: Advance, model: Model) -> Advance:
         """Let all shards vote on a round before any applies it. Standbys receive the round first.
 
         A single shard votes when it applies. Returns the order to apply the round. If the gradient is
@@ -506,7 +511,7 @@ class CommitCoordinator:
                     self._norm = math.hypot(*(report.norm for report in reports))
                 advance = replace(advance, apply=replace(advance.apply, norm=self._norm))
         if self._standbys:
-            self._prepared = advance
+            self._prepared = advance, model
         return advance
 
     def tell_all(self, advance: Advance) -> list[Report]:

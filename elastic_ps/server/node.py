@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 
-from elastic_ps.api.compression import Compression
-from elastic_ps.api.consistency import Consistency
 from elastic_ps.checkpoint.bases import Bases
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.codec import as_bytes, checksum
@@ -28,7 +26,7 @@ from elastic_ps.core.sequence import PushKey
 from elastic_ps.errors import CheckpointError, RefusalCode, Refused
 from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.limits import USUAL, ServerLimits
-from elastic_ps.server.orders import Advance, Configuration, OrderId, OrderLog, Report, Written
+from elastic_ps.server.orders import Advance, Configuration, Model, OrderId, OrderLog, Report, Written
 from elastic_ps.server.shard import Shard
 from elastic_ps.server.standby import Follower, for_standby
 from elastic_ps.transport import messages_pb2 as pb
@@ -44,7 +42,6 @@ class Node:
     """The shard of this process, once it is configured, and the thread that writes its checkpoints.
 
     Args:
-        consistency, codecs: used in a term whose configuration names none.
         history: records the values that the shard has loaded, made and written. The caller closes it.
         follower: the shard's standby. `close` closes it.
         optimizers, draft_bytes: see `Shard`.
@@ -56,19 +53,19 @@ class Node:
         shards: int,
         *,
         store: Store | None,
-        consistency: Consistency,
         trace: Trace,
         history: History | None = None,
         follower: Follower | None = None,
-        codecs: Plan | None = None,
         optimizers: Optimizers | None = None,
         draft_bytes: float = math.inf,
         limits: ServerLimits = USUAL,
     ) -> None:
         self.index, self.shards, self.store, self._limits = index, shards, store, limits
-        self._consistency, self._optimizers = consistency, optimizers or Optimizers()
-        self._draft_bytes = draft_bytes
-        self._codecs, self._follower = codecs or Plan(Compression()), follower
+        self._optimizers, self._draft_bytes, self._follower = (
+            optimizers or Optimizers(),
+            draft_bytes,
+            follower,
+        )
         self._trace, self._history = trace, history or History(None, "")
         self._lock = threading.Lock()
         self._shard: Shard | None = None
@@ -121,7 +118,7 @@ class Node:
         shard = Shard(
             self.index,
             configuration,
-            consistency=configuration.mutable.consistency if configuration.mutable else self._consistency,
+            consistency=configuration.mutable.consistency,
             trace=self._trace,
             codecs=codecs,
             optimizers=self._optimizers,
@@ -152,12 +149,10 @@ class Node:
 
     def _codecs_of(self, configuration: Configuration) -> Plan:
         """The codecs of a term; the same object as long as the compression stays the same."""
-        wanted = configuration.mutable.compression if configuration.mutable is not None else None
-        if wanted is None:
-            return self._codecs
+        wanted = configuration.mutable.compression
         with self._lock:
-            known = self._shard.codecs if self._shard is not None else self._codecs
-        return known if known.compression == wanted else Plan(wanted)
+            known = self._shard.codecs if self._shard is not None else None
+        return known if known is not None and known.compression == wanted else Plan(wanted)
 
     def advance(self, advance: Advance, order: OrderId | None = None) -> Report:
         """See ShardControl. `order`: its number, if it came over the network.
@@ -299,7 +294,9 @@ class Node:
         self._obey(key.term)  # a newer term may have asked meanwhile, and was told that the sum is not here
 
     def held(self, term: int) -> list[Advance]:
-        """As a standby: the orders that it can carry out, oldest first. Older terms are refused from now on.
+        """As a standby: the orders that it can carry out, oldest first, each with the whole state.
+
+        Older terms are refused from now on.
 
         Raises:
             Refused: STALE_TERM; a newer term has asked.
@@ -315,7 +312,7 @@ class Node:
             assert following is not None
             with suppress(Refused):  # nothing is raised if it has applied the order, or has all sums for it
                 shard.has_to_apply(order.version, following)
-                able.append(order)
+                able.append(Model(shard.layout, shard.optimizer).complete(order))
         return able
 
     def _write(self) -> None:

@@ -6,10 +6,11 @@ Shard 0's coordinator calls its own shard directly and the others over the netwo
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 import uuid
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Protocol
@@ -59,30 +60,12 @@ class Application:
 
 
 @dataclass(frozen=True)
-class Model:
-    """The model of the job: the layout of its tensors and the class of its optimizer."""
-
-    layout: Layout
-    optimizer: str
-
-    @cached_property
-    def tensors(self) -> list[dict[str, Any]]:
-        """The tensors as plain data."""
-        return [asdict(t) for t in self.layout.every]
-
-    @cached_property
-    def message(self) -> pb.Layout:
-        """The layout for workers."""
-        return layout_to_message(self.layout)
-
-
-@dataclass(frozen=True)
 class Configuration:
     """The model and the settings with which a shard begins.
 
     Attributes:
         follows: the receiver is a standby, which gets its state from its shard.
-        mutable: the mutable fields of the term; None: those with which the process was started.
+        mutable: the mutable fields of the term.
     """
 
     layout: Layout
@@ -91,7 +74,7 @@ class Configuration:
     term: int
     load_version: int | None
     follows: bool = False
-    mutable: MutableFields | None = None
+    mutable: MutableFields = field(default_factory=MutableFields)
 
 
 @dataclass(frozen=True)
@@ -101,6 +84,8 @@ class Advance:
     Attributes:
         checkpoint: the number of the checkpoint to write of `version`; 0: write none.
         prepare: only check that the order can be carried out.
+        state: the `JobRecord` of the version as JSON, for a standby. It does not describe the model, which
+            is the same in every round.
         last: shard 0 is about to end, and sends no other order.
         rescue: the shard's model is of an earlier term than the order.
     """
@@ -116,6 +101,28 @@ class Advance:
     next: Advance | None = None
     last: bool = False
     rescue: bool = False
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model of the job: the layout of its tensors and the class of its optimizer."""
+
+    layout: Layout
+    optimizer: str
+
+    @cached_property
+    def description(self) -> dict[str, Any]:
+        """What a checkpoint says of the model, as plain data."""
+        return {"tensors": [asdict(t) for t in self.layout.every], "optimizer": self.optimizer}
+
+    @cached_property
+    def message(self) -> pb.Layout:
+        """The layout for workers."""
+        return layout_to_message(self.layout)
+
+    def complete(self, order: Advance) -> Advance:
+        """The order with the whole state for a checkpoint of its version."""
+        return replace(order, state=json.dumps(self.description | json.loads(order.state or "{}")))
 
 
 @dataclass(frozen=True)
@@ -265,13 +272,7 @@ class RemoteShard:
 
     def rows(self, request: pb.RowsRequest, data: memoryview, *, term: int) -> None:
         """Send a standby rows of tables that grow; see `embedding.followed`. Blocks."""
-        order = self._order()
-        request.job, request.term, request.source, request.number = (
-            self._job,
-            term,
-            order.source,
-            order.number,
-        )
+        request.MergeFrom(pb.RowsRequest(job=self._job, term=term, **vars(self._order())))
         self._send(calls.ROWS, request, data)
 
     def _send(self, call: Call[Q, pb.Done], request: Q, data: memoryview) -> None:

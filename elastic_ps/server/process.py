@@ -78,7 +78,7 @@ class ParameterServer:
     ) -> None:
         self._environment, self._limits = environment, limits
         spec, index = environment.spec, environment.index
-        codecs = Plan(spec.compression)
+        Plan(spec.compression)  # a codec that cannot be imported ends the process at once
         optimizers = Optimizers(spec.parameter_server.optimizers)
         shards = spec.parameter_server.replicas
         process = f"{environment.role}-{index}"
@@ -97,8 +97,6 @@ class ParameterServer:
             index,
             shards,
             store=store,
-            consistency=spec.consistency,
-            codecs=codecs,
             optimizers=optimizers,
             draft_bytes=spec.parameter_server.draft_bytes,
             trace=self._trace,

@@ -157,12 +157,11 @@ class JobRecord(BaseModel):
 def to_checkpoint(state: JobState) -> dict[str, Any]:
     """The state of a version without tensors, as plain data: the model's description and its `JobRecord`."""
     assert state.model is not None
-    said = JobRecord.of(state).model_dump()
-    return {"tensors": state.model.tensors, "optimizer": state.model.optimizer, **said}
+    return {**state.model.description, **JobRecord.of(state).model_dump()}
 
 
 def foreseen(state: JobState, contributions: Sequence[Contribution], *, decided: float) -> dict[str, Any]:
-    """The result of `to_checkpoint` after the round is booked. `state` does not change."""
+    """The `JobRecord` after the round is booked, as plain data. `state` does not change."""
     after = copy.copy(state)
     after.members = state.members.copy()
     after.rounds = state.rounds.copy()
@@ -170,7 +169,7 @@ def foreseen(state: JobState, contributions: Sequence[Contribution], *, decided:
     after.results, after.pace, after.balance = state.results.copy(), Pace(), Balance()
     after.late_records = LateRecords()
     after.book(contributions, decided, decided=decided)
-    return to_checkpoint(after)
+    return JobRecord.of(after).model_dump()
 
 
 def _restored(saved: dict[str, Any], data: Data, size: int | None) -> Ledger | FixedSchedule:

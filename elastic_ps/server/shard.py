@@ -83,6 +83,7 @@ class Shard:
     ) -> None:
         self._limits = limits
         self.layout = layout = model.layout
+        self.optimizer = model.optimizer
         self._optimizers = optimizers or Optimizers()
         self.codecs = codecs or Plan(Compression())
         self._decoder, self.encoder = Decoder(self.codecs, layout), ValueEncoder(self.codecs, layout)
@@ -108,7 +109,7 @@ class Shard:
 
     def _make_buckets(self, buckets: Sequence[Bucket]) -> dict[int, BucketValues]:
         groups = self._model.settings.groups
-        kinds = self._optimizers.classes_of(self._model.optimizer, len(groups))
+        kinds = self._optimizers.classes_of(self.optimizer, len(groups))
         allocate = shared_if_possible([bucket.nbytes for bucket in buckets])
         made: dict[int, BucketValues] = {}
         for bucket in buckets:
@@ -129,7 +130,7 @@ class Shard:
     @property
     def _copy_bytes(self) -> int:
         settings = self._model.settings
-        kinds = self._optimizers.classes_of(self._model.optimizer, len(settings.groups))
+        kinds = self._optimizers.classes_of(self.optimizer, len(settings.groups))
         dense = [values for values in self._buckets.values() if values.may_be_drafted]
         return bytes_of(dense, kinds, settings.groups, self.layout.tensors)
 
@@ -137,7 +138,7 @@ class Shard:
     def model_bytes(self) -> tuple[int, int]:
         """The bytes of the whole model's values, and of its optimizer's state, 0 if that is not known."""
         layout, groups, state = self.layout, self._model.settings.groups, 0
-        kinds = self._optimizers.classes_of(self._model.optimizer, len(groups))
+        kinds = self._optimizers.classes_of(self.optimizer, len(groups))
         with suppress(TypeError, ValueError, RuntimeError):
             state = state_bytes(layout.buckets, kinds, groups, layout.tensors)
         return sum(bucket.nbytes for bucket in layout.buckets), state

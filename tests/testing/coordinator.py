@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from elastic_ps.api.checkpoints import Times
-from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.ledger import Range
@@ -210,7 +209,7 @@ class AskedShardZero(ShardZero):
 
     @cached_property
     def _node(self) -> Node:
-        return Node(0, 1, store=None, consistency=Consistency(), trace=Trace(None, ""))
+        return Node(0, 1, store=None, trace=Trace(None, ""))
 
     def close(self, *, keep: bool) -> None:
         super().close(keep=keep)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from elastic_ps.api.checkpoints import Times
-from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.membership import Member
@@ -55,7 +54,7 @@ class Server:
             shards=1,
             times=Times(interval=timedelta(hours=1), every_versions=1, keep=2),
         )
-        self.node = Node(0, 1, store=self.store, consistency=Consistency(), trace=Trace(None, ""))
+        self.node = Node(0, 1, store=self.store, trace=Trace(None, ""))
         spec = TrainingJobSpec.model_validate({"entrypoint": "train:main"})
         self._zero = AskedShardZero(
             "job", spec, self.term, [self.node], checkpoints=self.checkpoints, limits=self._limits

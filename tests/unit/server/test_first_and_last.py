@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from elastic_ps.api.checkpoints import Times
-from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import ShardFile
@@ -60,7 +59,7 @@ class Rig:
         self.checkpoints = Checkpointer(
             self.disk, job="job", term=self.term, shards=1, times=Times(interval=hour, keep=2), limits=limits
         )
-        self.node = Node(0, 1, store=self.disk, consistency=Consistency(), trace=Trace(None, ""))
+        self.node = Node(0, 1, store=self.disk, trace=Trace(None, ""))
         self.node.configure(Configuration(LAYOUT, "SGD", LR, self.term, None))
         spec = TrainingJobSpec.model_validate({"entrypoint": "train:main"})
         self.job = Guarded(spec, self.term, clock=lambda: self.now, limits=limits)

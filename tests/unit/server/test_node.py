@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import load_file
 
 from elastic_ps.api.checkpoints import Times
-from elastic_ps.api.consistency import Consistency
 from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.codec import as_bytes, checksum, dtype_of
@@ -57,7 +56,7 @@ class InstantStore(Store):
 
 def test_a_part_is_told_until_another_checkpoint_is_ordered(tmp_path: Path) -> None:
     """The answer that tells it may be lost; then no checkpoint would ever be finished again."""
-    node = Node(0, 1, store=InstantStore(tmp_path), consistency=Consistency(), trace=Trace(None, ""))
+    node = Node(0, 1, store=InstantStore(tmp_path), trace=Trace(None, ""))
     layout = partition([TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0)], bucket_bytes=1 << 20, shards=1)
     node.configure(Configuration(layout, "SGD", Settings(({"lr": 0.1},)), 1, None))
 
@@ -96,9 +95,7 @@ def test_a_checkpoint_keeps_the_master_of_half_precision_values(tmp_path: Path) 
         (values,) = [stored.value for stored in node.shard.stored(0) if stored.key == MASTER]
         return [float(value) for value in values]
 
-    first, second = (
-        Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, "")) for _ in range(2)
-    )
+    first, second = (Node(0, 1, store=store, trace=Trace(None, "")) for _ in range(2))
     try:
         first.configure(Configuration(layout, "SGD", settings, term, None))
         step(first, 0)
@@ -170,7 +167,7 @@ LAYOUT = partition([TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0)], bucket_
 def node(tmp_path: Path) -> Iterator[Node]:
     """A shard at version 2."""
     store = Store(tmp_path)
-    node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""))
+    node = Node(0, 1, store=store, trace=Trace(None, ""))
     configure(node, term=1)
     node.shard.initialise(0, 0, 1, Body(torch.zeros(4)))
     for version in (1, 2):
@@ -225,7 +222,7 @@ def test_a_vote_changes_nothing_and_says_whether_the_round_can_be_applied(node: 
 def test_a_part_of_an_earlier_life_is_no_part_of_the_checkpoint_of_this_one(tmp_path: Path) -> None:
     """Else a slow write from before a roll-back is taken for the same version's after it."""
     store = SlowStore(tmp_path)
-    node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""))
+    node = Node(0, 1, store=store, trace=Trace(None, ""))
     try:
         configure(node, term=1)
         node.advance(Advance(0, 0, {}, checkpoint=1, term=1))
@@ -246,7 +243,7 @@ def test_a_part_of_an_earlier_life_is_no_part_of_the_checkpoint_of_this_one(tmp_
 def test_a_checkpoint_that_nobody_waits_for_is_not_written(tmp_path: Path) -> None:
     """On a slow disk each checkpoint that is given up would leave a copy of the shard behind."""
     store = SlowStore(tmp_path)
-    node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""))
+    node = Node(0, 1, store=store, trace=Trace(None, ""))
     try:
         configure(node, term=1)
         for number in (1, 2, 3):
@@ -283,7 +280,7 @@ def test_a_part_that_is_ordered_again_while_it_is_carried_out_is_written_once(tm
     """The second time, the file would be replaced in a checkpoint that may be whole."""
     store, history = SlowStore(tmp_path / "kept"), SlowHistory(tmp_path)
     store.go_on.set()
-    node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""), history=history)
+    node = Node(0, 1, store=store, trace=Trace(None, ""), history=history)
     order = Advance(0, 0, {}, checkpoint=1, term=1)
     try:
         configure(node, term=1)
@@ -305,7 +302,7 @@ def test_a_part_that_is_ordered_again_while_it_is_carried_out_is_written_once(tm
 def test_a_snapshot_that_waits_is_not_dropped_for_an_order_that_is_repeated(tmp_path: Path) -> None:
     """The order is on its way in twice, and the one is overtaken by the other."""
     store, history = SlowStore(tmp_path / "kept"), SlowHistory(tmp_path)
-    node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""), history=history)
+    node = Node(0, 1, store=store, trace=Trace(None, ""), history=history)
     order = Advance(0, 0, {}, checkpoint=2, term=1)
     try:
         configure(node, term=1)
@@ -443,7 +440,7 @@ def test_an_order_is_not_for_a_model_of_another_term() -> None:
 
     It answered each order that had nothing to apply, and refused all workers, for ever.
     """
-    node = Node(1, 2, store=None, consistency=Consistency(), trace=Trace(None, ""))
+    node = Node(1, 2, store=None, trace=Trace(None, ""))
     layout = partition([TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0)], bucket_bytes=1 << 20, shards=2)
     try:
         node.configure(Configuration(layout, "SGD", Settings(({"lr": 0.1},)), 1, None), OrderId("old", 1))
@@ -472,7 +469,7 @@ def test_a_checkpoint_that_is_ordered_again_is_written_once(tmp_path: Path) -> N
             written.append(number)
             return super().write_shard(*place, number=number, **named)
 
-    node = Node(0, 1, store=Counting(tmp_path), consistency=Consistency(), trace=Trace(None, ""))
+    node = Node(0, 1, store=Counting(tmp_path), trace=Trace(None, ""))
     try:
         configure(node, term=1)
         for number in (1, 1, 2, 1, 2):
@@ -484,7 +481,7 @@ def test_a_checkpoint_that_is_ordered_again_is_written_once(tmp_path: Path) -> N
 
 
 def test_a_shard_without_a_checkpoint_directory_loads_nothing() -> None:
-    node = Node(1, 2, store=None, consistency=Consistency(), trace=Trace(None, ""))
+    node = Node(1, 2, store=None, trace=Trace(None, ""))
     try:
         with pytest.raises(CheckpointError, match="shard 1 has no checkpoint directory to load from"):
             node.configure(Configuration(LAYOUT, "SGD", Settings(({"lr": 1.0},)), 1, 0))
@@ -498,7 +495,7 @@ def test_a_history_tells_the_values_of_each_version_that_was_made_or_kept(tmp_pa
     (trained,) = layout.pushed
     history = History(tmp_path, "ps-0")
     store = InstantStore(tmp_path / "checkpoints")
-    node = Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""), history=history)
+    node = Node(0, 1, store=store, trace=Trace(None, ""), history=history)
     try:
         node.configure(Configuration(layout, "SGD", Settings(({"lr": 1.0},)), 1, None))
         node.advance(Advance(0, 0, {0: 1}, term=1))
@@ -573,7 +570,6 @@ def test_a_checkpoint_that_is_written_while_steps_go_on_is_of_one_version(
         0,
         1,
         store=store,
-        consistency=Consistency(),
         trace=Trace(None, ""),
         limits=ServerLimits(written=timedelta(milliseconds=20)),
     )

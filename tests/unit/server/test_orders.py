@@ -50,7 +50,7 @@ def test_an_order_arrives_as_it_was_given(order: Advance) -> None:
 @pytest.mark.parametrize("follows", [False, True])
 def test_a_model_arrives_as_it_was_described(load_version: int | None, follows: bool) -> None:
     layout = one_bucket(tensor("w", 4), tensor("v", 2))
-    tuning = MutableFields(generation=4) if follows else None
+    tuning = MutableFields(generation=4 if follows else 0)
     configuration = Configuration(layout, "Adam", SETTINGS, 3, load_version, follows, tuning)
     message = to_message(pb.ConfigureRequest, configuration, job="job", **vars(ORDER))
     message = pb.ConfigureRequest.FromString(message.SerializeToString())

@@ -21,7 +21,7 @@ from elastic_ps.tensors.store import TensorStore
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.calls import CALLS, GONE, At, By, Call, Sender
 from tests.testing.service import Worker, environment, serving
-from tests.testing.shard import SYNC, Body
+from tests.testing.shard import Body
 
 EVERYTHING = set(CALLS)
 OF_WORKERS = {name for name, call in CALLS.items() if call.by & By.WORKER}
@@ -84,7 +84,7 @@ def services() -> dict[At, Service]:
     """Shard 0's, another shard's, and a standby's."""
 
     def node(index: int) -> Node:
-        return Node(index, 2, store=None, consistency=SYNC, trace=Trace(None, ""))
+        return Node(index, 2, store=None, trace=Trace(None, ""))
 
     def tensors(index: int) -> TensorStore:
         return TensorStore(index, 2, bucket_bytes=1024, most_bytes=1024, clock=time.monotonic)

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from elastic_ps.api.checkpoints import Times
-from elastic_ps.api.consistency import Consistency
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.partition import Rule, TensorSpec
@@ -33,7 +32,7 @@ STATE = json.dumps({"tensors": [TENSOR], "optimizer": "SGD"})
 
 
 def make_node(store: Store) -> Node:
-    return Node(0, 1, store=store, consistency=Consistency(), trace=Trace(None, ""))
+    return Node(0, 1, store=store, trace=Trace(None, ""))
 
 
 def configure(node: Node, *, term: int, load: int | None = None) -> None:

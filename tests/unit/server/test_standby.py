@@ -53,7 +53,7 @@ class Pair:
 
     def _node(self, follower: Follower | None) -> Node:
         trace = Trace(None, "")
-        return Node(0, 1, store=None, consistency=Consistency(), trace=trace, follower=follower)
+        return Node(0, 1, store=None, trace=trace, follower=follower)
 
     def _serve(self, method: str, incoming: Incoming) -> Iterator[Frame]:
         if method == "Configure":
@@ -285,7 +285,7 @@ def part(**change: object) -> Part:
 @pytest.fixture
 def empty() -> Iterator[Node]:
     """A standby that has been told of a model of one bucket, and of its version 3."""
-    node = Node(0, 1, store=None, consistency=Consistency(), trace=Trace(None, ""))
+    node = Node(0, 1, store=None, trace=Trace(None, ""))
     cut = one_bucket(tensor("w", 4), tensor("v", 2))
     node.configure(Configuration(cut, "SGD", ADAM, 1, None, follows=True))
     node.advance(Advance(3, 0, {}, term=1, next=Advance(4, 0, {}, Application(0, [], 1, ADAM), state="{}")))

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from elastic_ps.api.consistency import Consistency
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.process.telemetry import Trace
@@ -22,7 +21,7 @@ from tests.testing.shard import LR, Body, one_bucket, ones, tensor
 @pytest.fixture
 def standby() -> Iterator[Node]:
     """It has been told of the round that makes version 1, in term 1; the sum is still to come."""
-    node = Node(0, 1, store=None, consistency=Consistency(), trace=Trace(None, ""))
+    node = Node(0, 1, store=None, trace=Trace(None, ""))
     node.configure(Configuration(one_bucket(tensor("w", 4)), "SGD", Settings(LR.groups), 1, None))
     order = Advance(1, 0, {}, Application(0, [(0, 10, 0)], 1, LR), term=1, state="{}")
     node.advance(Advance(0, 0, {}, term=1, next=order))

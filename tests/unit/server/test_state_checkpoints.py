@@ -22,7 +22,7 @@ from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.stages import Stage, StageEvent
 from elastic_ps.errors import InvalidJob
 from elastic_ps.server import record, status
-from elastic_ps.server.orders import Model
+from elastic_ps.server.orders import Advance, Model
 from elastic_ps.server.state import JobState
 from tests.testing.state import MODEL, contribution, finish, join, training, two
 
@@ -303,6 +303,17 @@ def test_what_is_foreseen_is_what_comes_and_nothing_changes_before(state: JobSta
     assert record.to_checkpoint(state) == before
     assert state.late_records.times
     state.book(contributions, 7.0, decided=7.0)
-    assert record.to_checkpoint(state) == foreseen
+    assert record.to_checkpoint(state) == state.model.description | foreseen
     assert foreseen["round"]["version"] == 1
     assert len(foreseen["round"]["contributions"]) == 2
+
+
+def test_what_a_standby_is_told_each_round_does_not_grow_with_the_model(state: JobState) -> None:
+    """A header of an order has a largest size, and a model may have any number of tensors."""
+    tensors = tuple(TensorSpec(f"layer.{i}.weight", (4,), "float32", Rule.GRADIENT, 0) for i in range(12_000))
+    state.model = Model(partition(tensors, bucket_bytes=1 << 20, shards=1), "SGD")
+    finish(state, join(state, 0))
+    said = json.dumps(record.foreseen(state, state.rounds.begin_commit(), decided=7.0))
+    assert len(said) < 10_000
+    order = state.model.complete(Advance(1, 0, {}, state=said))
+    assert len(json.loads(order.state)["tensors"]) == 12_000
