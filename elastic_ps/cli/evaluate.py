@@ -1,26 +1,26 @@
-"""`elastic-ps evaluate`, in a process of its own, since the command line does not import torch."""
+"""`elastic-ps evaluate`, which becomes another program, since the command line does not import torch."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from elastic_ps.api.job import load_job
 from elastic_ps.errors import CheckpointError, UserError
 from elastic_ps.evaluation import results as evaluations
 
 
-def evaluate(parsed: argparse.Namespace) -> int:
-    """Evaluate the checkpoints of a directory; returns the exit code."""
+def evaluate(parsed: argparse.Namespace) -> NoReturn:
+    """Evaluate the checkpoints of a directory. The process ends with the exit code."""
     entrypoint, arguments = _evaluator(parsed)
     program = [sys.executable, "-m", "elastic_ps.evaluation", str(parsed.directory)]
     options = [] if parsed.version is None else ["--version", str(parsed.version)]
     options += ["--json"] if parsed.json else []
-    return subprocess.call([*program, entrypoint, json.dumps(arguments), *options])
+    os.execv(sys.executable, [*program, entrypoint, json.dumps(arguments), *options])
 
 
 def _evaluator(parsed: argparse.Namespace) -> tuple[str, dict[str, Any]]:

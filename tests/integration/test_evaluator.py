@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -236,6 +238,23 @@ def test_a_directory_is_evaluated_without_a_job(tmp_path: Path, capfd: pytest.Ca
     (directory / FILE).unlink()
     assert subprocess.run(command, check=False).returncode == 2
     assert "had no evaluator" in capfd.readouterr().err
+
+
+def test_whoever_ends_the_command_ends_the_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "endless.py").write_text("""
+import os, time
+def run():
+    print("runs as", os.getpid(), flush=True)
+    time.sleep(600)
+""")
+    (tmp_path / "version-0000000001").mkdir()
+    command = [sys.executable, "-m", "elastic_ps.cli", "evaluate", ".", "--entrypoint", "endless:run"]
+    outputs: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=tmp_path, **outputs) as evaluation:
+        assert evaluation.stdout is not None
+        process = int(evaluation.stdout.readline().removeprefix("runs as "))
+        os.kill(process, signal.SIGTERM)
+    assert process == evaluation.pid
 
 
 def total(factor: float = 1.0) -> None:

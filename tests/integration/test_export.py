@@ -21,7 +21,6 @@ from elastic_ps.codec.state import Stored
 from elastic_ps.errors import CheckpointCorrupt, InvalidModel, ModelMismatch, UserError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job
-from tests.testing.launching import Here
 
 SERVER = {"replicas": 2, "bucketBytes": 1024, "checkpoint": {"interval": "1h", "everyVersions": 4, "keep": 9}}
 TOKENS = torch.randint(0, 50, (60, 8), generator=torch.Generator().manual_seed(1))
@@ -308,7 +307,7 @@ def test_a_broken_checkpoint_is_said_so_and_left_where_it_is(trained: Trained, t
 
 
 @pytest.mark.nightly
-def test_a_broken_checkpoint_is_not_exported(trained: Trained, tmp_path: Path, elastic_ps_here: Here) -> None:
+def test_a_broken_checkpoint_is_not_exported(trained: Trained, tmp_path: Path) -> None:
     """Nothing is written; without a version, an older one that is whole is, and the command says so."""
     directory, out = tmp_path / "checkpoints", tmp_path / "model.pt"
     shutil.copytree(trained.directory, directory)
@@ -318,13 +317,14 @@ def test_a_broken_checkpoint_is_not_exported(trained: Trained, tmp_path: Path, e
     broken.write_bytes(broken.read_bytes()[:-1])
     out.write_text("what was there before")
 
-    done = elastic_ps_here("export", directory, out, "--version", newest)
+    command = [sys.executable, "-m", "elastic_ps.cli", "export", str(directory), str(out)]
+    done = subprocess.run([*command, "--version", str(newest)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert len(done.stderr.splitlines()) == 1
     assert "error: " in done.stderr
     assert f"version-{newest:010d}" in done.stderr
     assert out.read_text() == "what was there before"
-    done = elastic_ps_here("export", directory, out)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert f"version {before}," in done.stdout
     assert done.stderr.startswith("warning: a newer checkpoint is damaged, so an older one is used: ")
