@@ -96,3 +96,14 @@ def _carried_out(command: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader of the output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+    except OSError as error:
+        from elastic_ps.contract.env import state_directory
+
+        if not str(error.filename).startswith(str(state_directory())):
+            raise
+        print(
+            f"error: cannot read or write the state of jobs: {error.strerror}: {error.filename}. Set "
+            "XDG_STATE_HOME to a directory that can be read and written",
+            file=sys.stderr,
+        )
+        return EXIT_BAD_INPUT

@@ -17,7 +17,7 @@ from typing import Literal, cast, get_args
 
 from elastic_ps.api.job import GROUP, TrainingJobSpec, parse_spec
 from elastic_ps.contract import identity
-from elastic_ps.errors import UsageError
+from elastic_ps.errors import UsageError, UserError
 
 PREFIX = "ELASTIC_PS_"
 DEFAULT_PORT = 2222
@@ -263,5 +263,13 @@ def disable_grpc_fork_hooks() -> None:
 
 
 def state_directory() -> Path:
-    """The directory of local jobs' state: `$XDG_STATE_HOME/elastic-ps`, by default in `~/.local/state`."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "elastic-ps"
+    """The directory of local jobs' state: `$XDG_STATE_HOME/elastic-ps`, by default in `~/.local/state`.
+
+    Raises UserError if there is neither.
+    """
+    try:
+        return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "elastic-ps"
+    except RuntimeError as error:  # a container whose user has no entry in /etc/passwd
+        raise UserError(
+            "this user has no home directory for the state of jobs; set HOME or XDG_STATE_HOME"
+        ) from error

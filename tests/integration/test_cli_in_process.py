@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -111,3 +112,16 @@ def test_the_last_line_of_a_log_is_shown_although_it_has_no_end(elastic_ps_here:
     done = elastic_ps_here("logs", "j", "--worker", "0")
     assert done.returncode == 0
     assert done.stdout == "one\n50 %|#####     |\n"
+
+
+@pytest.mark.parametrize(
+    "words", ["status j", "stop j", "logs j", "scale j --workers 2", "set j checkpoint.keep=2"]
+)
+def test_a_state_that_cannot_be_read_is_an_error_of_one_line(
+    tmp_path: Path, elastic_ps_here: Here, words: str
+) -> None:
+    (tmp_path / "state" / "elastic-ps").mkdir(parents=True)
+    (tmp_path / "state" / "elastic-ps" / "j").write_text("no directory")
+    done = elastic_ps_here(*words.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch("error: .*Not a directory: .*j/status.json. Set XDG_STATE_HOME .*\n", done.stderr)
