@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import shlex
 import signal
 import sys
 import time
@@ -19,7 +18,7 @@ from elastic_ps.cli.tail import Tail
 from elastic_ps.contract.env import Role
 from elastic_ps.errors import ElasticPSError, UserError
 from elastic_ps.local import script
-from elastic_ps.local.state import JobDirectory, LocalStatus, known_jobs, newest_checkpoint, start_time
+from elastic_ps.local.state import JobDirectory, LocalStatus, how_to_continue, known_jobs, start_time
 
 STOP_LIMIT = timedelta(seconds=60)
 
@@ -83,9 +82,8 @@ def stop(parsed: argparse.Namespace) -> int:
         print(f"{directory.job} succeeded before it was stopped")
         return 0
     print(f"{directory.job} is stopped")
-    if newest_checkpoint(Path(found.checkpoints)) is not None:
-        path = shlex.quote(found.checkpoints)
-        print(f"continue from its last checkpoint with: elastic-ps run FILE --resume {path}")
+    if how := how_to_continue(found.checkpoints):
+        print(how)
     return 0
 
 

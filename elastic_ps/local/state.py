@@ -21,6 +21,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import time
@@ -241,6 +242,8 @@ class JobDirectory:
             return None
         if status.goes_on and self.launcher() is None:
             message = f"the launcher (pid {status.launcher_pid}) is gone"
+            if how := how_to_continue(status.checkpoints):
+                message += f"; {how}"
             lost = {"phase": "Failed", "reason": "LauncherLost", "message": message}
             return status.model_copy(update={**lost, "processes": list(map(_as_it_is, status.processes))})
         return status
@@ -305,6 +308,13 @@ def newest_checkpoint(directory: Path) -> int | None:
     whole = directory.glob("version-*/manifest.json")
     numbers = (manifest.parent.name.removeprefix("version-") for manifest in whole)
     return max((int(number) for number in numbers if number.isdecimal()), default=None)
+
+
+def how_to_continue(checkpoints: str) -> str:
+    """The command that continues from this directory; "" if it has no complete checkpoint."""
+    if newest_checkpoint(Path(checkpoints)) is None:
+        return ""
+    return f"continue from its last checkpoint with: elastic-ps run FILE --resume {shlex.quote(checkpoints)}"
 
 
 def being_written(directory: Path) -> tuple[int, int] | None:

@@ -55,7 +55,8 @@ def load(
         raise InvalidJob(f"the entrypoint {entrypoint} cannot be imported:\n{text}") from error
     function = getattr(module, name, None)
     if function is None:
-        raise InvalidJob(f"the entrypoint {entrypoint} does not exist: {module.__file__} has no {name!r}")
+        where = getattr(module, "__file__", None) or f"{module_name}, which is no file,"
+        raise InvalidJob(f"the entrypoint {entrypoint} does not exist: {where} has no {name!r}")
     if not callable(function):
         raise InvalidJob(
             f"the entrypoint {entrypoint} must be a function; it is of type {type(function).__name__}"

@@ -19,7 +19,7 @@ from elastic_ps.cli.view import frame
 from elastic_ps.local import LocalStatus
 from elastic_ps.local.plan import Process
 from elastic_ps.local.snapshot import at_the_end, state_of, was_finished
-from elastic_ps.local.state import ProcessStatus, newest_checkpoint
+from elastic_ps.local.state import ProcessStatus, how_to_continue, newest_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,10 @@ def test_which_checkpoint_is_the_newest(tmp_path: Path) -> None:
         (tmp_path / name / "manifest.json").touch()
     (tmp_path / "version-0000000012").mkdir()
     assert newest_checkpoint(tmp_path) == 10
+    assert how_to_continue(f"{tmp_path}") == (
+        f"continue from its last checkpoint with: elastic-ps run FILE --resume {tmp_path}"
+    )
+    assert how_to_continue(f"{tmp_path}/missing") == ""
 
 
 @pytest.mark.parametrize(("phase", "shown"), [("Running", True), ("Suspended", False), ("Failed", False)])

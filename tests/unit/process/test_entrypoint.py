@@ -132,6 +132,12 @@ def test_what_cannot_be_called_is_refused(name: str, arguments: dict[str, Any], 
     assert CALLED == []
 
 
+def test_a_folder_and_a_builtin_module_are_named_where_a_function_is_missing() -> None:
+    for name in ("docs", "sys"):
+        with pytest.raises(InvalidJob, match=f"{name}:main does not exist: {name}, which is no file, has no"):
+            load(f"{name}:main", {})
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [
