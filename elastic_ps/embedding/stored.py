@@ -122,12 +122,16 @@ def _chosen(spec: TableSpec, columns: Mapping[str, torch.Tensor], wanted: Wanted
     for prefix, names in (("", (*_KNOWN, *widths)), ("waiting_", _KNOWN)):
         ids, removed = columns.get(f"{prefix}ids", none), columns.get(f"{prefix}removed", none)
         chosen[f"{prefix}removed"] = removed[torch.from_numpy(wanted(removed.numpy()))]
-        places = torch.from_numpy(np.flatnonzero(wanted(ids.numpy())))
+        places = np.flatnonzero(wanted(ids.numpy()))
         for name in names:
-            empty = torch.empty(0, dtype=spec.torch_dtype) if name in widths else none
-            column = columns.get(prefix + name, empty)
-            shaped = column.view(len(ids), widths[name]) if name in widths else column
-            chosen[prefix + name] = shaped.index_select(0, places)
+            width = (widths[name],) if name in widths else ()
+            if not len(places):  # such as the rows of another shard, which need not be read
+                dtype = spec.torch_dtype if width else torch.int64
+                chosen[prefix + name] = torch.empty(0, *width, dtype=dtype)
+                continue
+            column = columns[prefix + name].view(len(ids), *width)
+            some = len(places) < len(ids)
+            chosen[prefix + name] = column[torch.from_numpy(places)] if some else column
     return chosen
 
 

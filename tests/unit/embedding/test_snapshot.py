@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -93,6 +93,44 @@ def test_all_rows_of_a_version_and_what_changed_since_are_those_of_a_later_one()
             merged(found, taken(tables).read())
     merged(found, taken(tables, since=8).read())
     require_equal(found, states(tables))
+
+
+def test_the_rows_of_another_shard_are_not_read() -> None:
+    """Only their ids are, to know whose they are."""
+    table = Table(SPEC)
+    update([table], 0)
+    update([table], 1)
+
+    first = next(taken([table]).read()).tensor
+    stored = {each.key: each.value for each in taken([table]).read() if each.tensor == first}
+
+    class Columns(Mapping[str, torch.Tensor]):
+        def __init__(self) -> None:
+            self.read: set[str] = set()
+
+        def __getitem__(self, name: str) -> torch.Tensor:
+            value = stored[name]
+            self.read.add(name)
+            return value
+
+        def __iter__(self) -> Iterator[str]:
+            return iter(stored)
+
+        def __len__(self) -> int:
+            return len(stored)
+
+    def read(*, own: bool) -> tuple[set[str], dict[str, Any]]:
+        columns, copied = Columns(), Table(SPEC)
+        [(_, part)] = parts_in([columns], lambda ids: np.full(len(ids), own))
+        copied.merge(part)
+        return columns.read, copied.state()
+
+    names, state = read(own=True)
+    assert {"values", "counts", "waiting_counts"} <= names
+    assert torch.equal(state["values"], stored["values"].view(-1, 3))
+    names, state = read(own=False)
+    assert names.isdisjoint({"values", "counts", "sum", "waiting_counts"})
+    assert len(state["ids"]) == 0
 
 
 def test_a_step_waits_for_the_reader_when_the_copies_take_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
