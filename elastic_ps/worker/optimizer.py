@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
@@ -122,8 +122,7 @@ class ElasticOptimizer(_Wrapping):
         self._runtime, self._flat, self._tables = runtime, flat, tables
         self._stepping = False
         parts = wrapped.parts if isinstance(wrapped, Several) else {}
-        local = runtime.strategy.exchanges
-        in_hooks, lend = runtime.overlap.in_hooks, not self.steps_here
+        local, in_hooks, lend = runtime.strategy.exchanges, runtime.overlap.in_hooks, not self.steps_here
         self._gradients = Gradients(flat, runtime, overlap=in_hooks, check=check, lend=lend)
         self._local = LocalSteps(flat, runtime, self._gradients, self._make_step) if local else None
         self._parts = {name: Part(self, name, part) for name, part in parts.items()}
@@ -258,8 +257,7 @@ class ElasticOptimizer(_Wrapping):
     def _require_batch(self) -> None:
         """Raise UsageError if one of several optimizers has made a step with this batch."""
         batches = self._runtime.batches
-        used = not (batches.computed or batches.undecided or batches.lost)
-        if self._runtime.batches.in_batch and used:
+        if batches.in_batch and not (batches.computed or batches.undecided or batches.lost):
             first, second = ([f"optimizers[{name!r}]" for name in self._parts] * 2)[:2]
             choose = "session.version, which is the same on all workers"
             if self._local is not None:  # the version changes only when values are exchanged
@@ -401,6 +399,10 @@ class Part(_Wrapping):
         self._whole, self._name = whole, name
         super().__init__(wrapped, steps_here=whole.steps_here)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        return self._whole._step_supports_amp_scaling  # noqa: SLF001 (torch's name)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As `ElasticOptimizer.step`, which raises the same; other optimizers' parameters stay. Blocks."""
         return self._whole.step_of(self._wrapped, closure)
@@ -422,16 +424,15 @@ class Part(_Wrapping):
 def _call_hooks_of(other: torch.optim.Optimizer, optimizer: torch.optim.Optimizer) -> None:
     """Have each step of `optimizer` call the hooks that the other one has then."""
 
-    def before(*given: Any) -> None:
-        for hook in list(other._optimizer_step_pre_hooks.values()):  # noqa: SLF001 (torch has no other way)
-            hook(*given)
+    def calling(hooks: Mapping[int, Callable[..., Any]]) -> Callable[..., None]:
+        def call(*given: Any) -> None:
+            for hook in list(hooks.values()):
+                hook(*given)
 
-    def after(*given: Any) -> None:
-        for hook in list(other._optimizer_step_post_hooks.values()):  # noqa: SLF001
-            hook(*given)
+        return call
 
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
+    optimizer.register_step_pre_hook(calling(other._optimizer_step_pre_hooks))  # noqa: SLF001 (no other way)
+    optimizer.register_step_post_hook(calling(other._optimizer_step_post_hooks))  # noqa: SLF001
 
 
 def _assign_since(runtime: Runtime, strategy: Strategy, base: int) -> bool:

@@ -227,9 +227,14 @@ def test_a_gradient_of_a_table_that_is_not_finite_is_an_error(session: Session) 
     assert not len(table_of(model))
 
 
-def test_a_scale_of_gradients_is_refused(session: Session) -> None:
+@pytest.mark.parametrize("several", [False, True])
+def test_a_scale_of_gradients_is_refused(session: Session, several: bool) -> None:
     model, scaler = growing(), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=False)
+    sgd = [torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()]
+    whole = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = {str(i): each for i, each in enumerate(sgd)} if several else whole
+    made = session.optimizer(given, model, overlap=False)
+    optimizer = made["0"] if several else made
     one, other, target = next(iter(session.loader(Clicks(), batch_size=BATCH)))
     scaler.scale(((model(one, other) - target) ** 2).mean()).backward()
     with pytest.raises(UsageError, match="a GradScaler does not divide the gradients of tables that grow"):
