@@ -117,8 +117,8 @@ def _indexed(file: File) -> Index:
         folder, _, own = name.rpartition("/")
         stem, _, field = own.partition(".")
         key = f"{folder}/{stem}" if folder else stem
-        if not field or own.startswith("__"):
-            continue  # as webdataset does
+        if not stem or not field or own.startswith("__"):
+            continue  # a folder's notes: webdataset's, or macOS's, whose tar puts ._x.jpg before x.jpg
         if key != last:
             last, fields = key, set()
         elif field in fields:

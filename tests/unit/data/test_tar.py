@@ -116,6 +116,18 @@ def test_two_fields_of_one_name_are_refused(tmp_path: Path) -> None:
         TarDataset(tmp_path / "a.tar")
 
 
+def test_what_macos_adds_to_a_tar_is_no_record(tmp_path: Path) -> None:
+    members = {"d/.DS_Store": b"x"}
+    for key in ("d/1", "d/2"):
+        for field in ("txt", "cls"):
+            folder, _, name = key.partition("/")
+            members |= {f"{folder}/._{name}.{field}": b"Mac OS X", f"{key}.{field}": field.encode()}
+    write_tar(tmp_path / "a.tar", members)
+    expected = [{"__key__": key, "txt": b"txt", "cls": b"cls"} for key in ("d/1", "d/2")]
+    data = TarDataset(tmp_path / "a.tar")
+    assert [data[index] for index in range(len(data))] == expected
+
+
 def test_the_index_is_made_once(tmp_path: Path, cache: Path) -> None:
     write_shards(tmp_path, shards=1, records=200)
     first = TarDataset(tmp_path / "000.tar")
