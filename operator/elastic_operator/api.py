@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
 
@@ -49,17 +48,6 @@ class ApiError(ElasticPSError):
         self.status, self.reason, self.message = status, reason, message
 
 
-@dataclass(frozen=True, kw_only=True)
-class Access:
-    """How kopf reaches the API server, with the fields of a kubeconfig."""
-
-    server: str
-    authority: str | None
-    insecure: bool
-    certificate: str | None
-    key: str | None
-
-
 class Api:
     """A thin client over the `kubernetes` package's connection handling. Thread-safe."""
 
@@ -80,20 +68,15 @@ class Api:
         self._left = settings.fail_after_writes
         self._lock = threading.Lock()
 
-    def access(self) -> Access:
+    @property
+    def configuration(self) -> client.Configuration:
         """How this client reaches the API server."""
-        configuration = self._client.configuration
-        return Access(
-            server=configuration.host,
-            authority=configuration.ssl_ca_cert,
-            insecure=not configuration.verify_ssl,
-            certificate=configuration.cert_file,
-            key=configuration.key_file,
-        )
+        found: client.Configuration = self._client.configuration
+        return found
 
     def authorization(self) -> str | None:
         """The value of the Authorization header now. A token in a file is read again when it expires."""
-        bearer: Any = self._client.configuration.auth_settings().get("BearerToken")
+        bearer: Any = self.configuration.auth_settings().get("BearerToken")
         return bearer["value"] if bearer else None
 
     def request(
@@ -138,7 +121,7 @@ class Api:
         authorization = self.authorization()
         if authorization is not None:
             headers["Authorization"] = authorization
-        url = f"{self._client.configuration.host}{path}{f'?{urlencode(query)}' if query else ''}"
+        url = f"{self.configuration.host}{path}{f'?{urlencode(query)}' if query else ''}"
         try:
             # The client's own calls differ between versions and turn empty strings of a body into nulls.
             answer: urllib3.BaseHTTPResponse = self._client.rest_client.pool_manager.request(

@@ -62,16 +62,21 @@ class _Lines:
                 yield (_TOO_OLD if _ERROR.match(line) else line) + b"\n"
 
 
+def connection(api: Api) -> kopf.ConnectionInfo:
+    """How kopf reaches the API server: as our own client does."""
+    ours = api.configuration
+    return kopf.ConnectionInfo(
+        server=ours.host,
+        ca_path=ours.ssl_ca_cert,
+        insecure=not ours.verify_ssl,
+        certificate_path=ours.cert_file,
+        private_key_path=ours.key_file,
+    )
+
+
 def session(api: Api, listings: Listings) -> kopf.AiohttpSession:
     """The session for kopf, which closes it. Call this in kopf's event loop."""
-    access = api.access()
-    info = kopf.ConnectionInfo(
-        server=access.server,
-        ca_path=access.authority,
-        insecure=access.insecure,
-        certificate_path=access.certificate,
-        private_key_path=access.key,
-    )
+    info = connection(api)
 
     async def ask(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
         *_, above, namespace, plural = f"//{request.url.path}".split("/")
@@ -93,9 +98,10 @@ def session(api: Api, listings: Listings) -> kopf.AiohttpSession:
         return response
 
     return kopf.AiohttpSession(
-        server=access.server,
+        server=info.server,
         aiohttp_session=aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
             middlewares=[ask],
+            trust_env=True,  # HTTPS_PROXY, as our own client does
         ),
     )

@@ -24,6 +24,7 @@ from elastic_operator.metrics import Metrics
 from elastic_operator.plan import Create, DeleteJob, DeletePod, Note, Observed, Outcome
 from elastic_operator.poller import ask
 from elastic_operator.queue import Key
+from elastic_operator.session import connection
 from elastic_operator.settings import Settings
 from elastic_operator.store import Store
 from elastic_ps.api.status import Progress, ServerStatus, TrainingJobStatus
@@ -734,8 +735,8 @@ def test_requests_say_who_asks_and_what_they_carry(server: ApiServer, operator: 
         patched = request.method == "PATCH"
         kind = "application/merge-patch+json" if patched else "application/json"
         assert request.headers["content-type"] == kind
-    access = operator.api.access()
-    assert (access.server, access.insecure) == (server.url, False)
+    info = connection(operator.api)
+    assert (info.server, info.insecure) == (server.url, False)
 
 
 def test_a_merge_patch_holds_what_differs_and_no_more() -> None:
