@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from elastic_ps.api.job import Data
@@ -173,6 +174,8 @@ def _name_of(given: object) -> str:
 def _records_of(dataset: Any, records: int | None) -> int:
     """How many records a map-style data set has."""
     name = type(dataset).__name__
+    if instead := _instead_of(dataset):
+        raise UsageError(f"session.loader got a {name}, which is no data set: {instead}")
     if not hasattr(dataset, "__len__"):
         raise InvalidModel(
             f"{name} has no length and no index, so its records cannot be handed out exactly once; use a "
@@ -186,6 +189,19 @@ def _records_of(dataset: Any, records: int | None) -> int:
     if len(dataset) < 1:
         raise InvalidModel(_EMPTY % name)
     return len(dataset)
+
+
+def _instead_of(given: Any) -> str:
+    """What to pass for an object that has a length, but no records; "" for a data set."""
+    if isinstance(given, str | bytes):
+        return "to read files, pass a data set, such as TextDataset or TarDataset of elastic_ps.data"
+    if isinstance(given, Mapping) and 0 not in given:
+        return f"pass one of its values, which are {', '.join(map(str, given))}"
+    if isinstance(given, tuple):
+        rows = {len(each) if isinstance(each, torch.Tensor) and each.ndim else 0 for each in given}
+        if len(rows) == 1 and rows.pop() > len(given):
+            return "pass torch.utils.data.TensorDataset(*tensors), whose records are their rows"
+    return ""
 
 
 def _order_of(dataset: Any, records: int, data: Data, *, shuffle: bool) -> Order | None:

@@ -43,6 +43,33 @@ def test_an_empty_data_set_says_what_was_expected() -> None:
         read(TensorDataset(torch.empty(0)), batch_size=4)
 
 
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [
+        ("data/train.tar", "TextDataset or TarDataset"),
+        ({"train": RECORDS, "test": RECORDS}, "pass one of its values, which are train, test"),
+        ((torch.zeros(9, 2), torch.zeros(9)), r"TensorDataset\(\*tensors\)"),
+    ],
+)
+def test_what_has_a_length_but_no_records_is_refused(given: Any, instead: str) -> None:
+    with pytest.raises(UsageError, match=f"session.loader got a .*, which is no data set: .*{instead}"):
+        read(given, batch_size=2)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [torch.zeros(9)] * 2,
+        {0: 1.0, 1: 2.0},
+        (torch.tensor(1.0), torch.tensor(2.0)),
+        (torch.zeros(2),) * 5,
+        ("a", "b"),
+    ],
+)
+def test_any_object_with_a_length_and_an_index_is_a_data_set(given: Any) -> None:
+    assert read(given, batch_size=2).records == len(given)
+
+
 def test_a_dataloader_has_its_options_already() -> None:
     with pytest.raises(UsageError, match="takes its options from the DataLoader"):
         read(DataLoader(RECORDS, batch_size=4), batch_size=2)
