@@ -57,14 +57,19 @@ def connect(job: str | os.PathLike[str] | None = None) -> Session:
     )
     for before in _sessions:
         before.close(failed=True)
+    if not _sessions:
+        atexit.register(_close_last)
     session = _Standalone(spec)
     _sessions[:] = [session]
-    atexit.register(lambda: session.close(failed=hasattr(sys, "last_value")))  # for an exception that ends it
     return session
 
 
 _sessions: list[Session] = []
-"""The last session that this process has made."""
+"""The last session that this process has made. A notebook's earlier ones, and their models, are not kept."""
+
+
+def _close_last() -> None:
+    _sessions[-1].close(failed=hasattr(sys, "last_value"))  # for an exception that ends the process
 
 
 def alone(spec: TrainingJobSpec) -> TrainingJobSpec:

@@ -137,6 +137,32 @@ def test_the_same_script_runs_alone(folder: Path) -> None:
     assert yaml.safe_load(done.stdout) == ["__main__", ["plain.py", "--lr", "0.01"], 48, 12, True]
 
 
+CELLS = """
+import gc, weakref
+import torch
+import elastic_ps
+
+def cell():
+    session, model = elastic_ps.connect(), torch.nn.Linear(3, 1)
+    optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+    for x, y in session.loader(torch.utils.data.TensorDataset(torch.ones(8, 3), torch.ones(8, 1)), 4):
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+    return [weakref.ref(each) for each in (session, model, optimizer)]
+
+first, second = cell(), cell()
+gc.collect()
+print([each() is not None for each in first + second])
+"""
+
+
+def test_a_cell_that_runs_again_does_not_keep_the_model_before(folder: Path) -> None:
+    (folder / "cells.py").write_text(CELLS)
+    done = run(folder, "cells.py")
+    assert done.returncode == 0, done.stderr
+    assert yaml.safe_load(done.stdout) == [False] * 3 + [True] * 3
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
