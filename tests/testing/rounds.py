@@ -64,6 +64,21 @@ class RoundsMachine(RuleBasedStateMachine, Generic[R]):
         del self.on[worker]
         self.pushing.discard(worker)
 
+    @rule(worker=st.integers(0, 5))
+    def come(self, worker: int) -> None:
+        if worker not in self.on:
+            self.rounds.admit(worker)
+            self.on[worker] = None
+        self.open()
+
+    @precondition(lambda self: self.computing())
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        worker = self.one_of(data, self.computing())
+        self.rounds.withdraw(worker)
+        del self.on[worker]
+        self.open()
+
     @precondition(lambda self: self.sending())
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:

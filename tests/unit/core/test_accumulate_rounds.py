@@ -207,13 +207,6 @@ class AccumulateRoundsMachine(RoundsMachine[AccumulateRounds]):
         assert set(numbers) <= self.finished
         self.finished -= set(numbers)
 
-    @rule(worker=st.integers(0, 4))
-    def come(self, worker: int) -> None:
-        if worker not in self.on:
-            self.rounds.admit(worker)
-            self.on[worker] = None
-        self.open()
-
     @precondition(lambda self: self.computing())
     @rule(data=st.data())
     def begin(self, data: st.DataObject) -> None:
@@ -247,14 +240,6 @@ class AccumulateRoundsMachine(RoundsMachine[AccumulateRounds]):
         worker = self.one_of(data, self.waiting)
         if worker not in self.pushing and self.rounds.goes_on(worker, self.waiting[worker]):
             del self.waiting[worker]
-
-    @precondition(lambda self: self.computing())
-    @rule(data=st.data())
-    def withdraw(self, data: st.DataObject) -> None:
-        worker = self.one_of(data, self.computing())
-        self.rounds.withdraw(worker)
-        del self.on[worker]
-        self.open()
 
     @precondition(lambda self: self.on)
     @rule(data=st.data())

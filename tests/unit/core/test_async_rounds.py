@@ -161,13 +161,6 @@ class AsyncRoundsMachine(RoundsMachine[AsyncRounds]):
         self.rounds.hand_out(worker)
         self.reading.add(worker)
 
-    @rule(worker=st.integers(0, 4))
-    def come(self, worker: int) -> None:
-        if worker not in self.on:
-            self.rounds.admit(worker)
-            self.on[worker] = None
-        self.open()
-
     @precondition(lambda self: self.reading)
     @rule(data=st.data())
     def read(self, data: st.DataObject) -> None:
@@ -191,13 +184,6 @@ class AsyncRoundsMachine(RoundsMachine[AsyncRounds]):
         assert (entry is Entry.IN) == free
         if entry is Entry.IN:
             self.pushing.add(worker)
-
-    @precondition(lambda self: self.computing())
-    @rule(data=st.data())
-    def withdraw(self, data: st.DataObject) -> None:
-        worker = self.one_of(data, self.computing())
-        self.rounds.withdraw(worker)
-        del self.on[worker]
 
     def vanished(self, worker: int) -> None:
         super().vanished(worker)

@@ -251,13 +251,6 @@ class BoundedRoundsMachine(RoundsMachine[BoundedRounds]):
     def choose(self, most: int) -> None:
         self.rounds.max_staleness = most
 
-    @rule(worker=st.integers(0, 5))
-    def come(self, worker: int) -> None:
-        if worker not in self.on:
-            self.rounds.admit(worker)
-            self.on[worker] = None
-        self.open()
-
     @precondition(lambda self: self.computing())
     @rule(data=st.data())
     def begin(self, data: st.DataObject) -> None:
@@ -267,13 +260,6 @@ class BoundedRoundsMachine(RoundsMachine[BoundedRounds]):
         else:
             assert worker in self.rounds.held_up
             assert self.rounds.ready or self.rounds.awaited, "it waits for somebody, or for a commit"
-
-    @precondition(lambda self: self.computing())
-    @rule(data=st.data())
-    def withdraw(self, data: st.DataObject) -> None:
-        worker = self.one_of(data, self.computing())
-        self.rounds.withdraw(worker)
-        del self.on[worker]
 
     @precondition(lambda self: self.rounds.ready)
     @rule()

@@ -152,13 +152,6 @@ class QuorumRoundsMachine(RoundsMachine[QuorumRounds]):
     def choose(self, quorum: int) -> None:
         self.rounds.quorum = quorum
 
-    @rule(worker=st.integers(0, 5))
-    def come(self, worker: int) -> None:
-        if worker not in self.on:
-            self.rounds.admit(worker)
-            self.on[worker] = None
-        self.open()
-
     @precondition(lambda self: self.computing())
     @rule(data=st.data())
     def begin(self, data: st.DataObject) -> None:
@@ -168,13 +161,6 @@ class QuorumRoundsMachine(RoundsMachine[QuorumRounds]):
         else:
             assert worker in self.rounds.held_up
             assert self.rounds.ready or self.rounds.awaited, "it waits for somebody, or for a commit"
-
-    @precondition(lambda self: self.computing())
-    @rule(data=st.data())
-    def withdraw(self, data: st.DataObject) -> None:
-        worker = self.one_of(data, self.computing())
-        self.rounds.withdraw(worker)
-        del self.on[worker]
 
     @precondition(lambda self: self.rounds.lagging)
     @rule()
