@@ -101,8 +101,7 @@ class CommitCoordinator:
         self.standings: list[StandbyState | None] = [None for _ in standbys]
         self.queued: frozenset[int] = frozenset()
         self.tables: list[TableStatus] = []
-        # The last order that every shard's standby can carry out, and its model.
-        self._prepared: tuple[Advance, Model] | None = None
+        self._prepared: tuple[Advance, Model] | None = None  # the last order that all standbys can carry out
         self._ordered = 0  # the version that the shards were ordered to make last, when all had voted for it
         self._decided = 0, 0, 0.0  # the term and version that were decided last, and when
         self._norm = 0.0  # the norm of its mean gradient, if that is clipped
@@ -218,11 +217,11 @@ class CommitCoordinator:
                 job.note_change()
 
     def _configure(self, told: Configuration) -> None:
-        """Configure all shards at once, since each may have to load its part of a checkpoint. Blocks."""
-        with ExitStack() as every:  # none is left behind at work if another one fails
+        """Configure this process's shard, which finds mistakes, and then the others at once. Blocks."""
+        self.shards[0].configure(told)
+        with ExitStack() as others:  # none is left behind at work if another one fails
             for shard in self.shards[1:]:
-                every.callback(self._fan_out.submit(shard.configure, told).result)
-            self.shards[0].configure(told)
+                others.callback(self._fan_out.submit(shard.configure, told).result)
 
     def _laid_out(
         self, tensors: Sequence[TensorSpec], optimizer: str, settings: Settings, link: Link | None

@@ -61,12 +61,8 @@ class Node:
         limits: ServerLimits = USUAL,
     ) -> None:
         self.index, self.shards, self.store, self._limits = index, shards, store, limits
-        self._optimizers, self._draft_bytes, self._follower = (
-            optimizers or Optimizers(),
-            draft_bytes,
-            follower,
-        )
-        self._trace, self._history = trace, history or History(None, "")
+        self._optimizers, self._draft_bytes = optimizers or Optimizers(), draft_bytes
+        self._follower, self._trace, self._history = follower, trace, history or History(None, "")
         self._lock = threading.Lock()
         self._shard: Shard | None = None
         self._term = 0

@@ -84,8 +84,7 @@ class Advance:
     Attributes:
         checkpoint: the number of the checkpoint to write of `version`; 0: write none.
         prepare: only check that the order can be carried out.
-        state: the `JobRecord` of the version as JSON, for a standby. It does not describe the model, which
-            is the same in every round.
+        state: for a standby, the `JobRecord` of the version as JSON; see `Model.complete`.
         last: shard 0 is about to end, and sends no other order.
         rescue: the shard's model is of an earlier term than the order.
     """

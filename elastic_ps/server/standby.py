@@ -309,9 +309,12 @@ class Rescue:
     def _save(self, order: Advance) -> None:
         checkpoints, term = self.checkpoints, self.checkpoints.term
         number = checkpoints.number()
-        write = replace(order, checkpoint=number, term=term, expected={}, prepare=False, rescue=True)
+        if "tensors" not in (state := json.loads(order.state)):
+            raise Refused(RefusalCode.INVALID, "the standby is of another version than its shard")
+        order = replace(order, term=term, expected={}, prepare=False, state="", rescue=True)
+        write = replace(order, checkpoint=number)
         writers = [self._writer(*pair, write) for pair in zip(self.shards, self.standbys, strict=True)]
-        checkpoints.begin(order.version, time.monotonic(), json.loads(order.state), number=number)
+        checkpoints.begin(order.version, time.monotonic(), state, number=number)
         probe = Advance(order.version, 0, {}, term=term, rescue=True)
 
         def ask() -> None:

@@ -16,7 +16,7 @@ import torch
 from elastic_ps.api.checkpoints import Times
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.core.partition import Rule, TensorSpec
+from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import AskedToEnd, ConnectionLost, Fenced, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.process.retrying import Patience
@@ -24,7 +24,9 @@ from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Application, Configuration, RemoteShard, Report, ShardControl
+from elastic_ps.server.process import service_of
 from elastic_ps.server.standby import Rescue, for_standby, sum_key
+from elastic_ps.transport.inproc import InprocServer, connect
 from tests.testing.shard import LR, Body, one_bucket, ones, tensor
 
 TENSOR = asdict(TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0))
@@ -112,6 +114,35 @@ def test_the_newest_round_of_the_standby_becomes_a_checkpoint(setting: Setting) 
     assert setting.rescue()
     assert setting.checkpoints.durable_version == 2
     assert setting.loaded(2) == [-2.0] * 4
+
+
+def test_a_model_of_any_number_of_tensors_is_saved_from_a_standby(tmp_path: Path) -> None:
+    """Its description is in the checkpoint, and in no order, whose header has a largest size."""
+    names = [f"layer.{number}.weight" for number in range(20_000)]
+    tensors = [TensorSpec(name, (4,), "float32", Rule.GRADIENT, 0) for name in names]
+    layout, store = partition(tensors, bucket_bytes=1 << 22, shards=1), Store(tmp_path)
+    times = Times(interval=timedelta(seconds=30), every_versions=9, keep=2)
+    store.next_term()
+    checkpoints = Checkpointer(store, job="job", term=store.next_term(), shards=1, times=times)
+    shard, standby, listener = make_node(store), make_node(store), InprocServer()
+    try:
+        standby.configure(Configuration(layout, "SGD", Settings(LR.groups), 1, None))
+        listener.serve(service_of("job", standby, None, standby=True))
+        remote = RemoteShard("job", connect(listener), start=timedelta(0))
+        remote.advance(Advance(0, 0, {}, term=1, next=replace(round_of(1), state="{}")))
+        for bucket in layout.pushed:
+            key = sum_key(1, bucket.index, 0, 0)
+            standby.take_sum(key, [True] * len(bucket.pieces), Body(ones(bucket.elements)))
+        rescue = Rescue(checkpoints, [shard], [remote], gone=timedelta(seconds=2))
+        assert rescue.save(rescue.held())
+        assert len(checkpoints.newest().tensors) == 20_000
+    finally:
+        for each in (shard, standby, checkpoints):
+            each.close()
+
+
+def test_an_order_of_a_standby_of_an_earlier_version_is_left_out(setting: Setting) -> None:
+    assert not setting.by().save([replace(each, state="{}") for each in setting.by().held()])
 
 
 def test_what_is_on_disk_is_not_saved_again(setting: Setting) -> None:
