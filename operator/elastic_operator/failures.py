@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 from elastic_operator import builders, names
 from elastic_operator.desired import Desired
 from elastic_operator.plan import Note, Observed
-from elastic_operator.pods import LAST_OUTPUT, LOST, Pod, Problem
+from elastic_operator.pods import LAST_OUTPUT, LOST, Pod, Problem, parse_time
 from elastic_operator.status import member_statuses
 from elastic_ps.api.policies import FailureRule, PodFailurePolicy
 from elastic_ps.api.status import TrainingJobStatus
@@ -32,7 +32,7 @@ _NODES = 16
 
 def describe(pod: Pod) -> Problem:
     """Why a pod has ended, or is being deleted."""
-    if pod.problem is None and pod.deleting is not None:
+    if pod.ending is None and pod.deleting is not None:
         return Problem(pod.disruption, f"{pod.name} is being deleted ({pod.disruption})")
     return pod.problem or Problem("Lost", f"{pod.name} ended; its exit status is not known")
 
@@ -72,23 +72,26 @@ def _over(status: TrainingJobStatus, desired: Desired, observed: Observed, now: 
     """The pods that failed or were disrupted, but for the evaluator's.
 
     A worker that is drained or preempted may be gone as soon as it has ended. So it belongs to them while it
-    is being deleted, if a rule is for one of its conditions. A hung worker that does not end itself, and so
-    has to be deleted, is as if it had.
+    is being deleted, if a rule is for one of its conditions, and the job still wants it. A hung worker that
+    has to be deleted, since it does not end itself, is as if it had.
     """
     members = observed.server.members if observed.server is not None else []
     hung = {member.host for member in members if member.state == "hung"}
+    begun, wanted = parse_time(status.start_time), desired.workers(observed)
+    suspended = begun is None or desired.spec.run_policy.suspend
     found = []
     for pod in observed.of("worker", "ps", "standby"):
-        rule = None
-        if pod.deleting and pod.disruption and pod.ending != "done":
-            rule = _rule(pod, desired.spec.run_policy.pod_failure_policy)
-        if pod.over or (rule is not None and rule.on_pod_conditions is not None):
+        if pod.over:
             found.append(pod)
-        elif pod.name in hung and pod.active:
-            why = given_up(pod, desired, status, observed, now)
-            if why is not None and why.reason == "WorkerHung":
-                problem = Problem(why.reason, f"{pod.name} is deleted: {why.message}")
-                found.append(replace(pod, ending="failed", exit=exits.HUNG, problem=problem))
+        elif suspended or pod.older_than(begun) or pod.ending == "done":
+            continue
+        elif pod.deleting and pod.disruption and pod.index in wanted:
+            rule = _rule(pod, desired.spec.run_policy.pod_failure_policy)
+            if rule is not None and rule.on_pod_conditions is not None:
+                found.append(pod)
+        elif pod.name in hung and (why := given_up(pod, desired, status, observed, now)) is not None:
+            problem = Problem(why.reason, f"{pod.name} is deleted: {why.message}")
+            found.append(replace(pod, ending="failed", exit=exits.HUNG, problem=problem))
     return found
 
 

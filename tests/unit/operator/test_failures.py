@@ -121,6 +121,21 @@ def test_a_worker_that_is_hung_and_does_not_end_is_deleted_and_its_successor_is_
     assert simulation.status["worker"]["failures"] == 1
 
 
+def test_a_hung_worker_is_counted_by_the_pass_after_one_that_could_not_write_its_status() -> None:
+    simulation = running(worker={"replicas": 2})
+    name = "digits-worker-1"
+    simulation.pods[name]["metadata"]["finalizers"] = ["slow"]
+    simulation.now += timedelta(minutes=5)
+    member = MemberStatus(worker=1, incarnation=3, pid=7, host=name, state="hung", joined_version=0)
+    members = [member.model_copy(update={"gone_seconds": 20})]
+    simulation.server = ServerStatus(job="digits", shard=0, shards=1, term=1, ready=True, members=members)
+    assert simulation.step(writes=len(simulation.plan().actions)).actions
+    assert simulation.status["worker"]["failures"] == 0, "the operator died in between"
+    for _ in range(3):
+        simulation.step()
+    assert simulation.status["worker"]["failures"] == 1
+
+
 def test_a_worker_that_does_not_answer_is_deleted_soon_when_the_training_is_done() -> None:
     simulation = running(worker={"replicas": 2, "progressTimeout": "0s"})
     name = "digits-worker-1"
@@ -297,6 +312,39 @@ def test_rules_for_disruptions_are_for_pods_that_are_drained(
     assert simulation.status["worker"]["failures"] == failures
     assert simulation.condition("Failed").get("reason") == reason
     assert "PreemptionByScheduler" in simulation.notes.values()
+
+
+FAIL_JOB = rule("FailJob", onPodConditions=[{"type": "DisruptionTarget"}])
+
+
+def test_what_was_drained_in_an_earlier_run_does_not_end_the_next_one() -> None:
+    """A node that is lost does not confirm that its pod has ended."""
+    simulation = running(worker={"replicas": 2}, runPolicy=FAIL_JOB)
+    pod = simulation.pods["digits-worker-1"]
+    pod["status"].update(disruption("True"))
+    pod["metadata"] |= {"deletionTimestamp": stamp(simulation.now), "deletionGracePeriodSeconds": 30}
+    for _ in range(3):
+        simulation.step()
+    assert simulation.condition("Failed")["status"] == "True"
+    simulation.now += timedelta(minutes=20)
+    simulation.restart(simulation.now)
+    simulation.now += timedelta(seconds=5)
+    for _ in range(4):
+        simulation.step()
+    assert simulation.condition("Failed")["status"] == "False"
+
+
+def test_a_drain_of_a_worker_that_scaling_removes_is_no_disruption_of_the_job() -> None:
+    simulation = running(worker={"replicas": 2}, runPolicy=FAIL_JOB)
+    pod = simulation.pods["digits-worker-1"]
+    pod["metadata"]["finalizers"] = ["slow"]
+    simulation.scale(1)
+    simulation.step()
+    assert pod["metadata"]["deletionTimestamp"]
+    pod["status"].update(disruption("True"))
+    for _ in range(3):
+        simulation.step()
+    assert simulation.condition("Failed").get("status") != "True"
 
 
 def test_a_drained_worker_counts_for_no_rule_of_exit_statuses() -> None:
