@@ -102,6 +102,5 @@ def session(api: Api, listings: Listings) -> kopf.AiohttpSession:
         aiohttp_session=aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
             middlewares=[ask],
-            trust_env=True,  # HTTPS_PROXY, as our own client does
         ),
     )

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +10,9 @@ import kopf
 import pytest
 
 from elastic_operator.api import Api, read_error
-from elastic_operator.listings import Listings
 from elastic_operator.metrics import Metrics
-from elastic_operator.session import connection, session
+from elastic_operator.session import connection
 from elastic_operator.settings import Settings
-from elastic_operator.store import Store
 from elastic_ps.errors import UsageError
 
 TERMINATING = {
@@ -85,32 +80,3 @@ def test_kopf_reaches_the_api_server_as_our_own_client_does(
     api = Api(Settings(kubeconfig=tmp_path / "config"), Metrics())
     assert api.authorization() == (f"Bearer {token}" if token else None)
     assert connection(api) == kopf.ConnectionInfo(server="https://here:6443", insecure=insecure)
-
-
-def test_kopf_uses_the_proxy_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-
-    class Proxy(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = HTTPServer(("127.0.0.1", 0), Proxy)
-    threading.Thread(target=server.handle_request, daemon=True).start()
-    monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{server.server_port}")
-    for name in ("http_proxy", "no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "config").write_text(json.dumps(config_of("http://api.invalid", {})))
-    settings = Settings(kubeconfig=tmp_path / "config")
-    api = Api(settings, Metrics())
-
-    async def main() -> None:
-        async with session(api, Listings(api, Store(), settings)).aiohttp_session as ours:
-            await ours.get("http://api.invalid/api/v1/pods")
-
-    asyncio.run(main())
-    server.server_close()
-    assert asked == ["http://api.invalid/api/v1/pods"]
