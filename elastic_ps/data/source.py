@@ -198,8 +198,8 @@ def _instead_of(given: Any) -> str:
     if isinstance(given, Mapping) and 0 not in given:
         return f"pass one of its values, which are {', '.join(map(str, given))}"
     if isinstance(given, tuple):
-        rows = {len(each) if isinstance(each, torch.Tensor) and each.ndim else 0 for each in given}
-        if len(rows) == 1 and rows.pop() > len(given):
+        kinds = {(each.shape, each.dtype) for each in given if isinstance(each, torch.Tensor) and each.ndim}
+        if len(kinds) == len(given) and len({shape[0] for shape, _ in kinds}) == 1 < len(given):
             return "pass torch.utils.data.TensorDataset(*tensors), whose records are their rows"
     return ""
 

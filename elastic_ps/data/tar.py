@@ -59,7 +59,7 @@ class TarDataset(BlockDataset):
         files = files_of(urls, options or {})
         sizes: list[int] = []
         self._blocks: list[tuple[int, int, int]] = []  # the file, and the first and last member but one
-        self._indexes = [index_of(file, "tar", partial(_indexed, file), index) for file in files]
+        self._indexes = [index_of(file, "tar/2", partial(_indexed, file), index) for file in files]
         for number, found in enumerate(self._indexes):
             firsts = np.append(np.flatnonzero(found["begins"]), len(found["begins"]))
             ends = (found["starts"] + found["sizes"])[firsts[1:] - 1]

@@ -63,6 +63,7 @@ def test_what_has_a_length_but_no_records_is_refused(given: Any, instead: str) -
         {0: 1.0, 1: 2.0},
         (torch.tensor(1.0), torch.tensor(2.0)),
         (torch.zeros(2),) * 5,
+        (torch.zeros(3, 4, 4), torch.ones(3, 4, 4)),
         ("a", "b"),
     ],
 )
