@@ -57,9 +57,9 @@ def connect(job: str | os.PathLike[str] | None = None) -> Session:
     )
     for before in _sessions:
         before.close(failed=True)
+    session = _Standalone(spec)
     if not _sessions:
         atexit.register(_close_last)
-    session = _Standalone(spec)
     _sessions[:] = [session]
     return session
 

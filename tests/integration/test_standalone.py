@@ -137,6 +137,15 @@ def test_the_same_script_runs_alone(folder: Path) -> None:
     assert yaml.safe_load(done.stdout) == ["__main__", ["plain.py", "--lr", "0.01"], 48, 12, True]
 
 
+def test_a_session_that_cannot_be_made_leaves_nothing_to_close(folder: Path) -> None:
+    write_job(folder, compression={"codec": "nowhere:Codec"})
+    (folder / "wrong.py").write_text("import elastic_ps\nelastic_ps.connect('job.yaml')\n")
+    done = run(folder, "wrong.py")
+    assert done.returncode == 1
+    assert "nowhere" in done.stderr
+    assert "atexit" not in done.stderr
+
+
 CELLS = """
 import gc, weakref
 import torch
