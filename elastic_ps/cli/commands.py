@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic_ps.cli import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED
@@ -96,10 +97,8 @@ def _carried_out(command: Callable[[], int]) -> int:
     except BrokenPipeError:  # the reader of the output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
-    except OSError as error:
-        from elastic_ps.contract.env import state_directory
-
-        if not str(error.filename).startswith(str(state_directory())):
+    except (PermissionError, NotADirectoryError, IsADirectoryError) as error:
+        if not _is_of_state(str(error.filename)):
             raise
         print(
             f"error: cannot read or write the state of jobs: {error.strerror}: {error.filename}. Set "
@@ -107,3 +106,13 @@ def _carried_out(command: Callable[[], int]) -> int:
             file=sys.stderr,
         )
         return EXIT_BAD_INPUT
+
+
+def _is_of_state(path: str) -> bool:
+    """Whether a path is one of this machine's jobs."""
+    from elastic_ps.contract.env import state_directory
+
+    try:
+        return Path(path).is_relative_to(state_directory())
+    except UserError:  # there is none
+        return False

@@ -312,7 +312,7 @@ def newest_checkpoint(directory: Path) -> int | None:
 
 def how_to_continue(checkpoints: str) -> str:
     """The command that continues from this directory; "" if it has no complete checkpoint."""
-    if newest_checkpoint(Path(checkpoints)) is None:
+    if not checkpoints or newest_checkpoint(Path(checkpoints)) is None:
         return ""
     return f"continue from its last checkpoint with: elastic-ps run FILE --resume {shlex.quote(checkpoints)}"
 

@@ -114,6 +114,24 @@ def test_the_last_line_of_a_log_is_shown_although_it_has_no_end(elastic_ps_here:
     assert done.stdout == "one\n50 %|#####     |\n"
 
 
+def test_what_cannot_be_read_elsewhere_is_no_problem_of_the_state(
+    elastic_ps_here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a program of a person who has no home."""
+
+    def fail(_: object) -> int:
+        raise PermissionError(13, "Permission denied", "/elsewhere")
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("elastic_ps.cli.control.status", fail)
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(PermissionError, match="elsewhere"):
+        elastic_ps_here("status")
+
+
 @pytest.mark.parametrize(
     "words", ["status j", "stop j", "logs j", "scale j --workers 2", "set j checkpoint.keep=2"]
 )

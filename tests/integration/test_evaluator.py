@@ -254,7 +254,7 @@ def run():
         assert evaluation.stdout is not None
         process = int(evaluation.stdout.readline().removeprefix("runs as "))
         os.kill(process, signal.SIGTERM)
-    assert process == evaluation.pid
+    assert (process, evaluation.returncode) == (evaluation.pid, -signal.SIGTERM)
 
 
 def total(factor: float = 1.0) -> None:

@@ -19,7 +19,12 @@ from elastic_ps.cli.view import frame
 from elastic_ps.local import LocalStatus
 from elastic_ps.local.plan import Process
 from elastic_ps.local.snapshot import at_the_end, state_of, was_finished
-from elastic_ps.local.state import ProcessStatus, how_to_continue, newest_checkpoint
+from elastic_ps.local.state import (
+    JobDirectory,
+    ProcessStatus,
+    how_to_continue,
+    newest_checkpoint,
+)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +93,21 @@ def test_which_checkpoint_is_the_newest(tmp_path: Path) -> None:
     assert how_to_continue(f"{tmp_path}") == (
         f"continue from its last checkpoint with: elastic-ps run FILE --resume {tmp_path}"
     )
-    assert how_to_continue(f"{tmp_path}/missing") == ""
+    assert how_to_continue(f"{tmp_path}/missing") == how_to_continue("") == ""
+
+
+def test_how_to_continue_is_said_of_a_job_whose_launcher_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "kept" / "version-0000000009").mkdir(parents=True)
+    (tmp_path / "kept" / "version-0000000009" / "manifest.json").touch()
+    directory = JobDirectory("j", root=tmp_path)
+    directory.path.mkdir()
+    kept = f"{tmp_path}/kept"
+    directory.write_status(
+        LocalStatus(job="j", checkpoints=kept, launcher_pid=7, started=0, updated=0, workers=1)
+    )
+    status = directory.read_status()
+    assert status is not None
+    assert status.message.startswith("the launcher (pid 7) is gone; continue from its last checkpoint with: ")
 
 
 @pytest.mark.parametrize(("phase", "shown"), [("Running", True), ("Suspended", False), ("Failed", False)])
