@@ -77,7 +77,8 @@ def _over(status: TrainingJobStatus, desired: Desired, observed: Observed, now: 
     """
     members = observed.server.members if observed.server is not None else []
     hung = {member.host for member in members if member.state == "hung"}
-    begun, wanted = parse_time(status.start_time), desired.workers(observed)
+    policy, begun = desired.spec.run_policy.pod_failure_policy, parse_time(status.start_time)
+    wanted = desired.workers(observed) if policy is not None else []
     suspended = begun is None or desired.spec.run_policy.suspend
     found = []
     for pod in observed.of("worker", "ps", "standby"):
@@ -86,7 +87,7 @@ def _over(status: TrainingJobStatus, desired: Desired, observed: Observed, now: 
         elif suspended or pod.older_than(begun) or pod.ending == "done":
             continue
         elif pod.deleting and pod.disruption and pod.index in wanted:
-            rule = _rule(pod, desired.spec.run_policy.pod_failure_policy)
+            rule = _rule(pod, policy)
             if rule is not None and rule.on_pod_conditions is not None:
                 found.append(pod)
         elif pod.name in hung and (why := given_up(pod, desired, status, observed, now)) is not None:
