@@ -109,7 +109,7 @@ def _carried_out(command: Callable[[], int]) -> int:
 
 
 def _is_of_state(path: str) -> bool:
-    """Whether a path is one of this machine's jobs."""
+    """Return whether a path lies in the directory of jobs' state."""
     from elastic_ps.contract.env import state_directory
 
     try:

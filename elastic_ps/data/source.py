@@ -192,14 +192,15 @@ def _records_of(dataset: Any, records: int | None) -> int:
 
 
 def _instead_of(given: Any) -> str:
-    """What to pass for an object that has a length, but no records; "" for a data set."""
+    """Say what to pass instead of an object that has no records. Returns "" for a data set."""
     if isinstance(given, str | bytes):
         return "to read files, pass a data set, such as TextDataset or TarDataset of elastic_ps.data"
     if isinstance(given, Mapping) and 0 not in given:
         return f"pass one of its values, which are {', '.join(map(str, given))}"
     if isinstance(given, tuple):
         kinds = {(each.shape, each.dtype) for each in given if isinstance(each, torch.Tensor) and each.ndim}
-        if len(kinds) == len(given) and len({shape[0] for shape, _ in kinds}) == 1 < len(given):
+        lengths = {shape[0] for shape, _ in kinds}
+        if len(given) > 1 and len(kinds) == len(given) and len(lengths) == 1:
             return "pass torch.utils.data.TensorDataset(*tensors), whose records are their rows"
     return ""
 

@@ -37,7 +37,7 @@ class _Lines:
 
     @property
     def enabled(self) -> bool:
-        """Whether lines are written, so that callers can skip costly ones."""
+        """True if lines are written. If not, callers can skip costly ones."""
         return self._file is not None and os.getpid() == self._pid
 
     def _write(self, value: dict[str, Any]) -> None:

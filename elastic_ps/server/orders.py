@@ -111,7 +111,7 @@ class Model:
 
     @cached_property
     def description(self) -> dict[str, Any]:
-        """What a checkpoint says of the model, as plain data."""
+        """The tensors and the optimizer, as plain data for a checkpoint."""
         return {"tensors": [asdict(t) for t in self.layout.every], "optimizer": self.optimizer}
 
     @cached_property
