@@ -82,10 +82,6 @@ class Index:
             left, strides, hashes = left[~hit], strides[~hit], (hashes[~hit] + strides[~hit]) & _LOW
         self._rows -= len(gone)
 
-    def rows(self) -> Ids:
-        """The row numbers in use, in ascending order."""
-        return np.sort(self._places[self._places >= 0]).astype(np.int64)
-
     def _at(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
         return ((hashes * np.uint64(len(self._places))) >> _HALF).view(np.int64)
 
