@@ -68,21 +68,7 @@ class Record:
 
     def add(self, status: ServerStatus, elapsed: float) -> None:
         """Add an answer. Answers without news are cheap."""
-        before = self.last.members if self.last else []
-        for kind, version, text in member_changes(before, status.members):
-            self.events.append(Event(elapsed, version, kind, text))
-        for kind, version, text in evaluation_changes(self._evaluation(), status.progress.evaluation):
-            self.events.append(Event(elapsed, version, kind, text))
-        for kind, version, text in problem_changes(self.last.problem if self.last else "", status):
-            self.events.append(Event(elapsed, version, kind, text))
-        found = self.last.progress.diverged if self.last else None
-        for kind, version, text in divergence_changes(found, status.progress):
-            self.events.append(Event(elapsed, version, kind, text))
-        if self.last is not None:
-            for kind, version, text in tuning_changes(self.last.tuning, status.tuning):
-                self.events.append(Event(elapsed, version, kind, text))
-        known = self.last.traffic.overlap if self.last else ""
-        for kind, version, text in overlap_changes(known, status):
+        for kind, version, text in changes(self.last, status):
             self.events.append(Event(elapsed, version, kind, text))
         self._add_metrics(status.progress)
         moved = self.last is None or status.progress.version != self.last.progress.version
@@ -106,9 +92,6 @@ class Record:
         for name, value in progress.metrics.items():
             if value != before.get(name):
                 self.metrics.setdefault(name, Curve()).add(progress.version, value)
-
-    def _evaluation(self) -> EvaluationStatus | None:
-        return self.last.progress.evaluation if self.last else None
 
     @property
     def training_seconds(self) -> float:
@@ -144,6 +127,18 @@ class Record:
 
 
 GONE = {"left": "left", "lost": "was lost", "hung": "was declared hung"}
+
+
+def changes(before: ServerStatus | None, after: ServerStatus) -> Iterator[tuple[str, int, str]]:
+    """(kind, version, text) of what is new between two answers."""
+    progress = before.progress if before else Progress()
+    yield from member_changes(before.members if before else [], after.members)
+    yield from evaluation_changes(progress.evaluation, after.progress.evaluation)
+    yield from problem_changes(before.problem if before else "", after)
+    yield from divergence_changes(progress.diverged, after.progress)
+    if before:
+        yield from tuning_changes(before.tuning, after.tuning)
+    yield from overlap_changes(before.traffic.overlap if before else "", after)
 
 
 def member_changes(
