@@ -294,37 +294,37 @@ _EVALUATOR = rules.Rule(
 )
 
 
-def _what_needs_a_server(spec: TrainingJobSpec) -> tuple[str, str] | None:
-    """A field that does not go with strategy all-reduce, and why; None if all do."""
+def _refuse_all_reduce(spec: TrainingJobSpec) -> str:
+    """Why a field does not go with strategy all-reduce; "" if all do."""
     server, consistency = spec.parameter_server, spec.consistency
     if not spec.all_reduce:
-        return None
-    if server.replicas > 1:
-        return (
-            f"parameterServer.replicas {server.replicas}",
-            "each worker has the whole model, and makes the step",
-        )
-    if server.durability == "standby":
-        return (
-            "parameterServer.durability standby",
-            "the workers have the model, and a lost one costs nothing",
-        )
-    if server.overlap != "auto":
-        return f"parameterServer.overlap {server.overlap}", "gradients are not sent to it"
-    if consistency.mode != "sync":
-        return f"consistency.mode {consistency.mode}", "each version is made of one step of every worker"
+        return ""
     said = consistency.model_dump(by_alias=True, exclude_defaults=True)
-    for name in said:
-        return f"consistency.{name}", "each version is made of one step of every worker that is there"
-    if spec.compression != Compression():
+    because = "each version is made of one step of every worker"
+    if server.replicas > 1:
+        given = f"parameterServer.replicas {server.replicas}"
+        because = "each worker has the whole model, and makes the step"
+    elif server.durability == "standby":
+        given = "parameterServer.durability standby"
+        because = "the workers have the model, and a lost one costs nothing"
+    elif server.overlap != "auto":
+        given, because = f"parameterServer.overlap {server.overlap}", "gradients are not sent to it"
+    elif consistency.mode != "sync":
+        given = f"consistency.mode {consistency.mode}"
+    elif said:
+        given, because = f"consistency.{next(iter(said))}", f"{because} that is there"
+    elif spec.compression != Compression():
         named = ", ".join(spec.compression.model_dump(by_alias=True, exclude_defaults=True))
-        return f"compression ({named})", "gradients travel as torch.distributed sends them"
-    if spec.worker.processes > 1:
-        return (
-            f"worker.processes {spec.worker.processes}",
-            "each process makes its own step; use more replicas",
-        )
-    return None
+        given, because = f"compression ({named})", "gradients travel as torch.distributed sends them"
+    elif spec.worker.processes > 1:
+        given = f"worker.processes {spec.worker.processes}"
+        because = "each process makes its own step; use more replicas"
+    else:
+        return ""
+    return (
+        f"{given} does not work with strategy all-reduce, where {because}; leave it out, or set strategy: "
+        "parameter-server"
+    )
 
 
 # The API server checks what cannot be corrected later.
@@ -334,11 +334,8 @@ _ALL_REDUCE = rules.Rule(
     "self.consistency.mode != 'local')",
     message="parameterServer.replicas, durability and overlap, and consistency.mode local, do not work with "
     "strategy all-reduce: each worker has the whole model, and makes the step",
-    holds=lambda spec: _what_needs_a_server(spec) is None,
-    says=lambda spec: (
-        "{} does not work with strategy all-reduce, where {}; leave it out, or set strategy: "
-        "parameter-server".format(*_what_needs_a_server(spec) or ())
-    ),
+    holds=lambda spec: not _refuse_all_reduce(spec),
+    says=_refuse_all_reduce,
 )
 
 
