@@ -219,7 +219,9 @@ class CommitCoordinator:
     def _configure(self, told: Configuration) -> None:
         """Configure this process's shard, which finds mistakes, and then the others at once. Blocks."""
         self.shards[0].configure(told)
-        with ExitStack() as others:  # none is left behind at work if another one fails
+        with ExitStack() as others, self.job.lock:  # none is left behind at work if another one fails
+            if self._over:
+                raise Refused(RefusalCode.NOT_READY, "the parameter server is stopping")
             for shard in self.shards[1:]:
                 others.callback(self._fan_out.submit(shard.configure, told).result)
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -185,6 +186,16 @@ def test_a_commit_coordinator_that_is_closed_lets_nobody_give_orders() -> None:
         pass
     assert refused.value.code is RefusalCode.NOT_READY
     checkpoints.close()
+
+
+def test_a_worker_that_joins_while_the_parameter_server_ends_is_refused() -> None:
+    shards = [Notes(), Notes()]
+    zero = AskedShardZero("job", TWO_SHARDS, 1, shards, checkpoints=unwritten())
+    zero.start(None)
+    shards[0].lay_out = partial(zero.close, keep=False)  # while the model is distributed
+    with pytest.raises(Refused, match="is stopping") as refused:
+        join(zero.coordinator, 0)
+    assert refused.value.code is RefusalCode.NOT_READY
 
 
 def go_back(zero: AskedShardZero) -> None:
