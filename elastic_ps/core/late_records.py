@@ -30,7 +30,7 @@ class LateRecords:
         return {w for w, ranges in held().items() if any(_is_in(place, ranges) for place in overdue)}
 
     def trained(self, ranges: Sequence[Range]) -> None:
-        """Forget records that are in the model."""
+        """Forget records that are in the model, or were skipped."""
         for place in [place for place in self.times if _is_in(place, ranges)]:
             del self.times[place]
 

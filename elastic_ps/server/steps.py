@@ -145,6 +145,7 @@ class StepCalls:
         except LedgerError as error:
             raise Refused(RefusalCode.INVALID, str(error)) from error
         state.ledger.skip(member.incarnation, skipped)
+        state.late_records.trained(skipped)
         self._history.record(
             "skip", worker=member.worker, incarnation=member.incarnation, records=[list(r) for r in skipped]
         )

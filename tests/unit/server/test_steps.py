@@ -275,6 +275,21 @@ def test_records_that_came_too_late_twice_have_a_place_in_their_round(consistenc
         assert (dropped.epoch, dropped.start) not in coordinator.job.state.late_records.times
 
 
+def test_records_that_were_late_and_then_skipped_are_forgotten() -> None:
+    given: dict[str, Any] = {"consistency": {"backupWorkers": 1}, "data": {"shardRecords": 10}}
+    with running([Notes()], **given) as coordinator:
+        fast, slow = start(coordinator, 0), start(coordinator, 1)
+        taken, dropped = take(coordinator, fast, call=1), take(coordinator, slow, call=1)
+        assert not is_late(coordinator, fast, version=0, step=0)
+        assert is_late(coordinator, slow, version=0, step=0)
+        assert coordinator.job.state.late_records.times
+        assert finish(coordinator, fast, taken)
+        again = take(coordinator, fast, call=2)
+        assert holds(again, dropped.ranges[0])
+        take(coordinator, fast, call=3, skipped=again.ranges)
+        assert not coordinator.job.state.late_records.times
+
+
 def test_a_script_that_skips_a_step_which_was_late_leaves_its_records_to_others() -> None:
     """Its worker learns of the refusal on another thread, maybe after the script has called `skip`."""
     with running([Notes()], consistency={"backupWorkers": 1}) as coordinator:
