@@ -200,8 +200,7 @@ class CommitCoordinator:
         self._ordered = 0  # the version is 0 again
         try:
             layout, chosen = self._laid_out(tensors, optimizer, settings, link)
-            told = Configuration(layout, optimizer, settings, state.term, None, mutable=job.mutable)
-            self._configure(told)
+            self._configure(Configuration(layout, optimizer, settings, state.term, None, mutable=job.mutable))
             model = Model(layout, optimizer)
         except UserError as error:
             raise Refused(RefusalCode.INVALID, str(error)) from error
@@ -362,9 +361,8 @@ class CommitCoordinator:
         return True
 
     def _current(self) -> Advance:
-        job = self.job
-        rounds = job.state.rounds
-        return Advance(rounds.version, rounds.attempt, job.state.expected, term=job.state.term)
+        state = self.job.state
+        return Advance(state.version, state.rounds.attempt, state.expected, term=state.term)
 
     def _commit(self, contributions: Sequence[Contribution], decided: float) -> Advance:
         """The order to apply a round. The lock is held."""
@@ -436,8 +434,9 @@ class CommitCoordinator:
                 job.state = job.blank(self.checkpoints.term)
         except (TransportError, Refused, CheckpointError) as error:
             self._back_off()
-            problem = f"the job has to go back to a checkpoint, and that failed so far: {error}"
-            self.checkpoints.failed(problem)
+            self.checkpoints.failed(
+                f"the job has to go back to a checkpoint, and that failed so far: {error}"
+            )
             return False
         with job.lock:
             job.turn(CourseEvent.RESTORE)
