@@ -65,7 +65,8 @@ class Times(CamelModel):
     every_versions: Annotated[int | None, rules.SET] = Field(
         default=None,
         ge=1,
-        description="Also write a checkpoint whenever this many versions have been made since the last one.",
+        description="Also write a checkpoint whenever this many versions have been made since the last one. "
+        "Training does not wait for it, so versions that are made while one is being written get none.",
     )
     keep: Annotated[int, rules.SET] = Field(
         default=3, ge=1, description="How many checkpoints to keep. Older ones are deleted."
