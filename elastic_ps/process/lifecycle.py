@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import faulthandler
 import gc
 import importlib
+import io
 import logging
 import os
 import queue
@@ -201,9 +203,12 @@ def begin(environment: ProcessEnvironment) -> None:
     """Set up a process; every process calls this first.
 
     From then on the process ends when its starter dies, and logs to stderr, one line for each event. The root
-    logger is left to the script, as under `python`.
+    logger is left to the script, as under `python`. A full disk with its output does not fail the script.
     """
     _watch_lifeline(environment.lifeline)
+    for name in ("stdout", "stderr"):
+        if (stream := getattr(sys, name)) is not None and stream is getattr(sys, f"__{name}__"):
+            setattr(sys, name, _lossy(stream))
     name = f"{environment.role}-{environment.index}"
     if environment.links:
         name += f"/{environment.local_rank}"
@@ -212,6 +217,30 @@ def begin(environment: ProcessEnvironment) -> None:
     ours.handlers = [handler]
     ours.setLevel(logging.INFO)
     ours.propagate = False  # otherwise the script's own handlers would repeat it
+
+
+class _Lossy(io.FileIO):
+    """A file that leaves out what a full disk does not take."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            return memoryview(data).nbytes
+
+
+def _lossy(stream: io.TextIOWrapper) -> io.TextIOWrapper:
+    """The same output, as a `_Lossy` file."""
+    raw = _Lossy(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(
+        raw if stream.write_through else io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 def _watch_lifeline(descriptor: int | None) -> None:

@@ -197,6 +197,24 @@ def test_a_full_disk_does_not_keep_a_process_from_what_it_has_to_do_before_its_e
     assert f"cannot write the reason of this end to {tmp_path}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_with_the_output_does_not_fail_the_script(unbuffered: str) -> None:
+    here = ProcessEnvironment(job="job", spec=make_spec(), role="worker", index=3, addresses=("localhost:1",))
+    script = (
+        "from elastic_ps.contract import env; from elastic_ps.process import lifecycle; import sys\n"
+        "lifecycle.begin(env.read())\n"
+        "print('a step', flush=True); print('another step')\n"
+        "sys.stdout.buffer.write(b'bytes'); sys.stdout.buffer.flush()\n"
+        "print('the end', file=sys.stderr)"
+    )
+    variables = {**os.environ, **here.to_variables(), "PYTHONUNBUFFERED": unbuffered}
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=variables, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (0, "the end\n")
+
+
 def test_a_script_sets_up_logging_as_under_python(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
