@@ -175,7 +175,8 @@ def check_entrypoint(job: TrainingJob, programs: Programs, forks: ForkServer | N
 
 def _run_forked(argv: Sequence[str], forks: ForkServer) -> subprocess.CompletedProcess[str] | None:
     """Like `subprocess.run`; None if the fork server cannot start the process. Raises TimeoutExpired."""
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+    # In memory: the disk may be full.
+    with os.fdopen(os.memfd_create("out"), "w+b") as out, os.fdopen(os.memfd_create("err"), "w+b") as err:
         descriptors = {out.fileno(): (1,), err.fileno(): (2,)}
         pid = forks.start(argv, variables=inherited(), descriptors=descriptors, name="check")
         if pid is None:

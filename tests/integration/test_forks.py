@@ -21,7 +21,8 @@ from elastic_ps.api.job import TrainingJob, parse_job
 from elastic_ps.contract import exits
 from elastic_ps.drill.history import check
 from elastic_ps.drill.recorded import read
-from elastic_ps.local import Launcher, Options, Programs
+from elastic_ps.errors import UserError
+from elastic_ps.local import Launcher, Options, Programs, preflight
 from elastic_ps.local.forks import ForkServer
 from tests.testing import launching
 from tests.testing.forked import forked
@@ -61,6 +62,13 @@ def alive(launcher: Launcher, role: str, index: int) -> int | None:
 
 def both_train(launcher: Launcher) -> None:
     wait_for_workers(launcher, lambda workers: len(workers) == 2, "both workers train")
+
+
+def test_a_script_is_tried_although_no_temporary_file_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    preflight.check_entrypoint(job(), Programs(), launching.forks())
+    with pytest.raises(UserError, match="no_such_module"):
+        preflight.check_entrypoint(job(entrypoint="no_such_module:main"), Programs(), launching.forks())
 
 
 @pytest.mark.nightly
