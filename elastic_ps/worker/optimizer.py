@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -33,10 +32,10 @@ _ONE_STEP = (
 )
 
 _OTHER_GROUPS = (
-    "the parameter groups of the torch optimizer that was passed to session.optimizer(...) are others than "
-    "they were then, because its add_param_group() or load_state_dict() was called. The job trains with the "
-    "groups of then. Call add_param_group() before session.optimizer(...). To begin with an optimizer's "
-    "state, pass it as session.optimizer(..., state=...), or in mode local load it before"
+    "the parameter groups are others than session.optimizer(...) was given, because param_groups or the "
+    "params of a group were changed, or add_param_group() or load_state_dict() of the torch optimizer was "
+    "called. The job trains with the groups of then. Change them before session.optimizer(...). To begin "
+    "with an optimizer's state, pass it as session.optimizer(..., state=...), or in mode local load it before"
 )
 
 _SCALED = (
@@ -214,8 +213,7 @@ class ElasticOptimizer(_Wrapping):
 
     def step_of(self, part: torch.optim.Optimizer | None, closure: Callable[[], Any] | None) -> Any:
         """As `step`, of the parameters of one of the wrapped optimizers alone; None: of all."""
-        now = self._groups_now()
-        if len(now) != len(self._groups) or any(map(operator.is_not, now, self._groups)):
+        if self._groups_now() != self._groups:
             raise UsageError(_OTHER_GROUPS)
         if self._parts:
             self._require_batch()
@@ -250,9 +248,10 @@ class ElasticOptimizer(_Wrapping):
             vars(each)["_opt_called"] = True
         return loss
 
-    def _groups_now(self) -> list[dict[str, Any]]:
-        """The parameter groups that the wrapped optimizers have."""
-        return [group for part in parts_of(self._wrapped) for group in part.param_groups]
+    def _groups_now(self) -> list[tuple[int, int]]:
+        """The parameter groups of the script's and the wrapped optimizers, and the numbers of parameters."""
+        optimizers = (self, *self._parts.values(), *parts_of(self._wrapped))
+        return [(id(group), len(group["params"])) for each in optimizers for group in each.param_groups]
 
     def _require_batch(self) -> None:
         """Raise UsageError if one of several optimizers has made a step with this batch."""

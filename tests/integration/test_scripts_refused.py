@@ -32,9 +32,12 @@ from tests.testing.trained import (
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
-@pytest.mark.parametrize("change", ["add", "load"])
-def test_other_parameter_groups_of_the_torch_optimizer(tmp_path: Path, change: str, several: bool) -> None:
-    """The job would never train what is added, or use rates that schedulers change in what was loaded."""
+@pytest.mark.parametrize("change", ["add", "load", "assign", "remove"])
+def test_other_parameter_groups(tmp_path: Path, change: str, several: bool) -> None:
+    """The job would never train what is added, or use rates that are changed in what was loaded or assigned.
+
+    It would go on training what was removed.
+    """
 
     def script(session: Session) -> None:
         model = make_mlp()
@@ -44,14 +47,18 @@ def test_other_parameter_groups_of_the_torch_optimizer(tmp_path: Path, change: s
         for step, (x, y) in enumerate(session.loader(Numbers(20), 4)):
             if step == 2 and change == "add":
                 wrapped.add_param_group({"params": list(model[2].parameters())})
-            elif step == 2:
+            elif step == 2 and change == "load":
                 wrapped.load_state_dict(wrapped.state_dict())
+            elif step == 2 and change == "assign":
+                optimizer.param_groups = [{**group} for group in optimizer.param_groups]
+            elif step == 2:
+                del optimizer.param_groups[0]["params"][0]
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()
             assert step < 2
 
-    failing(tmp_path, script, UsageError, r"its add_param_group\(\) or load_state_dict\(\) was called")
+    failing(tmp_path, script, UsageError, "the parameter groups are others than")
 
 
 def forget(optimizer: torch.optim.Optimizer) -> None:
