@@ -19,15 +19,6 @@ from elastic_ps.embedding.copies import RowsAt
 from elastic_ps.embedding.stored import StoredRows, columns_to_part
 from elastic_ps.embedding.table import State, Table
 
-BLOCK = 1 << 25
-"""The bytes of a block, about."""
-
-SHARE = 1 / 16
-"""The copies of rows that change take no more than this share of the tables, as long as steps may wait."""
-
-ROOM = 1 << 24
-"""The bytes that the copies may take in any case."""
-
 
 class _Part(NamedTuple):
     """A block of a table: `columns` has those that are known, `rows` those that are read later."""
@@ -51,15 +42,22 @@ class TablesAt:
         pause: for how long steps have waited.
     """
 
+    BLOCK = 1 << 25
+    """The bytes of a block, about."""
+    SHARE = 1 / 16
+    """Copies of rows that change take no more than this share of the tables, as long as steps may wait."""
+    ROOM = 1 << 24
+    """The bytes that the copies may take in any case."""
+
     def __init__(
         self, tables: Sequence[Table], read: threading.Condition, *, since: int, patience: timedelta
     ) -> None:
         self._read, self._patience = read, patience
         self._parts: list[_Part] = []
         self.pause = timedelta(0)
-        self._room = max(ROOM, SHARE * sum(table.nbytes for table in tables))
+        self._room = max(self.ROOM, self.SHARE * sum(table.nbytes for table in tables))
         for table in tables:
-            rows = table.rows_now(since, size=max(1, BLOCK // table.spec.row_bytes))
+            rows = table.rows_now(since, size=max(1, self.BLOCK // table.spec.row_bytes))
             removed = {} if since == NEVER else table.removed_since(since)
             assert removed is not None, "it is not known what was removed"
             for block in range(max(1, *(len(each.counts) for each in rows))):

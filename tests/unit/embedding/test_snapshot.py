@@ -10,12 +10,10 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from elastic_ps.codec.state import Stored
 from elastic_ps.embedding import Adagrad, Table, TableSpec, uniform
-from elastic_ps.embedding import snapshot as snapshots
 from elastic_ps.embedding.columns import NEVER
 from elastic_ps.embedding.snapshot import TablesAt
 from elastic_ps.embedding.stored import parts_in
@@ -25,6 +23,12 @@ SPEC = TableSpec(
     name="a", dim=3, init=uniform(-1, 1), optimizer=Adagrad(lr=0.1), admit_after=2, expire_after=6
 )
 FULL = replace(SPEC, name="b", admit_after=1, table_bytes=20 * SPEC.row_bytes, when_full="expire")
+
+
+class Small(TablesAt):
+    """With small blocks, and no room for copies."""
+
+    BLOCK, SHARE, ROOM = 7 * SPEC.row_bytes, 0.0, 0
 
 
 def update(tables: Sequence[Table], version: int) -> None:
@@ -38,7 +42,7 @@ def update(tables: Sequence[Table], version: int) -> None:
 def taken(tables: Sequence[Table], since: int = NEVER) -> TablesAt:
     lock = threading.Condition()
     with lock:
-        return TablesAt(tables, lock, since=since, patience=timedelta(0))
+        return Small(tables, lock, since=since, patience=timedelta(0))
 
 
 def merged(tables: Sequence[Table], parts: Iterator[Stored]) -> None:
@@ -58,11 +62,6 @@ def require_equal(found: Sequence[Table], expected: list[dict[str, Any]]) -> Non
     for one, other in zip(states(found), expected, strict=True):
         for name, value in other.items():
             assert torch.equal(one[name], value), name
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "BLOCK", 7 * SPEC.row_bytes)
 
 
 def test_what_is_read_is_of_one_version_while_others_are_made() -> None:
@@ -133,14 +132,12 @@ def test_the_rows_of_another_shard_are_not_read() -> None:
     assert len(state["ids"]) == 0
 
 
-def test_a_step_waits_for_the_reader_when_the_copies_take_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "ROOM", 0)
-    monkeypatch.setattr(snapshots, "SHARE", 0.0)
+def test_a_step_waits_for_the_reader_when_the_copies_take_too_much() -> None:
     table, lock = Table(SPEC), threading.Condition()
     for version in range(1, 4):
         update([table], version)
     with lock:
-        snapshot = TablesAt([table], lock, since=NEVER, patience=timedelta(minutes=5))
+        snapshot = Small([table], lock, since=NEVER, patience=timedelta(minutes=5))
         update([table], 4)
         update([table], 5)
     assert snapshot.nbytes > 0
