@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 import torch
 
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.core.partition import Bucket
 from elastic_ps.errors import ConnectionLost, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.transport import messages_pb2 as pb
-from elastic_ps.transport.base import Incoming
-from elastic_ps.worker.client import Client
+from elastic_ps.transport.base import Connection, Frame
 from elastic_ps.worker.session import Session
-from elastic_ps.worker.values import Values
 from tests.testing import machine
 from tests.testing.harness import Job, Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, mse
+from tests.testing.watched import Watched
 
 DATA = Numbers(24)
 WORKERS = 2
@@ -101,18 +100,16 @@ def test_a_parameter_server_that_is_lost_before_version_0_is_on_disk_gets_it_aga
         torch.testing.assert_close(found, brought, rtol=0, atol=0)
 
 
-def test_first_values_do_not_lie_where_gradients_are_put(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_first_values_do_not_lie_where_gradients_are_put(scene: Scene, tmp_path: Path) -> None:
     """A shard that reads them late, or once more, gets the same."""
-    initialise, sent = Client.initialise, list[tuple[memoryview, bytes]]()
+    sent = list[tuple[memoryview, bytes]]()
 
-    def noted(client: Client, bucket: Bucket, values: memoryview, *, version: int | None = None) -> None:
-        sent.append((values, bytes(values)))
-        initialise(client, bucket, values, version=version)
+    def note(method: str, frame: Frame) -> None:
+        if method == "Init":
+            sent.append((frame.body, bytes(frame.body)))
 
-    monkeypatch.setattr(Client, "initialise", noted)
     with running_job(tmp_path, checkpoints=scene.store.directory) as job:
+        job.through = lambda _, inner: Watched(inner, note)
         scene.start(job)
         job.until(lambda: finished(job), "both have made a step with version 0")
         assert sent
@@ -162,19 +159,24 @@ def test_an_assigned_model_is_kept_when_the_parameter_server_is_lost(
 def test_a_model_with_some_values_of_version_1_is_not_taken_for_version_0(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    take, taken = Values.take, set[int]()
+    taken, shards = set[int](), itertools.count()
 
-    def cut(values: Values, bucket: Bucket, reply: pb.PullReply, incoming: Incoming, *, counts: bool) -> None:
-        if reply.version == 1:
-            taken.add(bucket.shard)
-            if bucket.shard == 0:
-                raise ConnectionLost("cut")
-        take(values, bucket, reply, incoming, counts=counts)
+    def through(_: int, inner: Connection) -> Connection:
+        shard = next(shards)
 
-    monkeypatch.setattr(Values, "take", cut)
+        def cut(method: str, header: bytes) -> None:
+            reply = pb.PullReply.FromString(header) if method == "Pull" else pb.PullReply()
+            if reply.HasField("bucket") and reply.version == 1 and not reply.draft:
+                taken.add(shard)
+                if shard == 0:
+                    raise ConnectionLost("cut")
+
+        return Watched(inner, answer=cut)
+
     scene = Scene(monkeypatch, tmp_path / "unused")
     server = {"replicas": 2, "bucketBytes": 1024}
     with running_job(tmp_path, checkpoints=None, parameterServer=server) as job:
+        job.through = through
         job.start(0, scene.train)
         job.until(lambda: taken == {0, 1}, "some values of version 1 have come")
         job.restart(0)
