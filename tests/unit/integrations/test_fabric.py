@@ -12,7 +12,6 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
@@ -25,11 +24,6 @@ from tests.testing.tiers import per_change
 
 EPOCHS, RECORDS, BATCH = 3, 50, 4
 IN_ORDER = {"shuffle": False}
-
-
-@pytest.fixture(autouse=True)
-def _rank_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_zero_only, "rank", 0)
 
 
 class Trained(NamedTuple):

@@ -14,7 +14,6 @@ import pytorch_lightning
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
-from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
@@ -43,7 +42,6 @@ def _workers_may_be_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             f"lightning.pytorch.loops.{loop}._request_dataloader", lambda source: source.dataloader()
         )
-    monkeypatch.setattr(rank_zero_only, "rank", 0)
 
 
 class Net(pl.LightningModule):  # type: ignore[misc]
