@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -33,8 +33,15 @@ def late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
     return late
 
 
-def train(tmp_path: Path, *, workers: int, device: str = "cpu", **fields: Any) -> None:
-    """A job's script on a device; what comes of it is what one process gets."""
+def train(
+    tmp_path: Path,
+    *,
+    workers: int,
+    device: str = "cpu",
+    note: Callable[[str], object] = lambda what: None,
+    **fields: Any,
+) -> None:
+    """A job's script on a device; what comes of it is what one process gets. `note`: of each backward."""
     data, models = Numbers(160), Models()
 
     def script(session: Session) -> None:
@@ -43,7 +50,10 @@ def train(tmp_path: Path, *, workers: int, device: str = "cpu", **fields: Any) -
         models[session.worker] = model
         for x, y in session.loader(data, 4):
             optimizer.zero_grad()
-            mse(model, x.to(device), y.to(device)).backward()
+            loss = mse(model, x.to(device), y.to(device))
+            note("begin")
+            loss.backward()
+            note("end")
             optimizer.step()
 
     with running_job(tmp_path, **fields) as job:
@@ -68,19 +78,10 @@ def test_nothing_is_sent_or_computed_on_before_it_is_there(
     assert {"copy", "wait", "compute after"} == {said.what for said in late.said}
 
 
-def test_workers_that_add_up_gradients_wait_for_none_in_backward(
-    tmp_path: Path, late: LateDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_that_add_up_gradients_wait_for_none_in_backward(tmp_path: Path, late: LateDevice) -> None:
     """A gradient that was added up before it is there would be NaN."""
-    backward: Any = torch.Tensor.backward
-
-    def watched(self: torch.Tensor, *args: Any, **named: Any) -> None:
-        late.note("begin", True)
-        backward(self, *args, **named)
-        late.note("end", True)
-
-    monkeypatch.setattr(torch.Tensor, "backward", watched)
-    train(tmp_path, workers=2, strategy="all-reduce", checkpoints=tmp_path / "c", parameterServer=BUCKETS)
+    fields: dict[str, Any] = {"strategy": "all-reduce", "checkpoints": tmp_path / "c"}
+    train(tmp_path, workers=2, note=lambda what: late.note(what, True), parameterServer=BUCKETS, **fields)
     for worker in ("worker-0", "worker-1"):
         assert_waits_outside(late, worker)
 
