@@ -25,7 +25,6 @@ from elastic_ps.transport import shares, tcp, ways
 from elastic_ps.transport.base import Connection, Frame, Incoming, Limits, Server, unary
 from elastic_ps.transport.credentials import Credentials
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
-from elastic_ps.transport.sealed import Sealed
 from elastic_ps.transport.tcp import TcpServer
 from tests.testing import machine
 from tests.testing.certificates import HOUR, JOB, authority, write
@@ -369,14 +368,13 @@ def test_a_connection_gets_new_keys_in_time(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("elastic_ps.transport.sealed.MOST_BYTES", 1_500_000)
     with contextlib.ExitStack() as stack:
         port = Port("tcp", tmp_path, stack)
-        connection, dial, dialled = port.connect(port.worker()), tcp.dial, list[str]()
+        connection, connect, dialled = port.connect(port.worker()), socket.create_connection, list[Any]()
 
-        def noting(address: str, **more: Any) -> socket.socket | Sealed:
+        def noting(address: Any, timeout: float) -> socket.socket:
             dialled.append(address)
-            made: socket.socket | Sealed = dial(address, **more)
-            return made
+            return connect(address, timeout=timeout)
 
-        monkeypatch.setattr(tcp, "dial", noting)
+        machine.dials(monkeypatch, noting)
         for _ in range(10):
             list(connection.call("ask", Frame(b"", memoryview(bytes(1_000_000))), timeout=LONG))
         assert 5 <= len(dialled) <= 10
