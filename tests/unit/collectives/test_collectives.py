@@ -49,24 +49,23 @@ def test_the_default_device_is_not_for_what_travels(alone: collectives.Communica
     assert model.weight.grad.tolist() == [[1, 1]]
 
 
-def test_hooks_on_two_threads_send_each_bucket_once(
-    alone: collectives.Communicator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("alone")
+def test_hooks_on_two_threads_send_each_bucket_once() -> None:
     """Autograd has a thread for each device. The second one comes while the first one sends a bucket."""
     one, two = (torch.nn.Linear(size, 1, bias=False) for size in (1, 2))
     second = threading.Thread(target=lambda: one(torch.ones(1)).backward(), daemon=True)
     sent: list[int] = []
 
-    def slow(self: TorchGroup, buffer: torch.Tensor, reduction: Reduction) -> Pending:
-        sent.append(buffer.numel())
-        if len(sent) == 1:
-            second.start()
-            second.join(0.2)  # it has ended, or waits for this one
-        return all_reduce(self, buffer, reduction)
+    class Slow(TorchGroup):
+        def all_reduce(self, buffer: torch.Tensor, reduction: Reduction) -> Pending:
+            sent.append(buffer.numel())
+            if len(sent) == 1:
+                second.start()
+                second.join(0.2)  # it has ended, or waits for this one
+            return super().all_reduce(buffer, reduction)
 
-    all_reduce = TorchGroup.all_reduce
-    monkeypatch.setattr(TorchGroup, "all_reduce", slow)
-    with collectives.synchronized_backward(torch.nn.ModuleList([one, two]), alone, bucket=1):
+    slow = collectives.Communicator(Slow())
+    with collectives.synchronized_backward(torch.nn.ModuleList([one, two]), slow, bucket=1):
         two(torch.ones(2)).backward()
         second.join(60)
     assert sent == [2, 1, 2], "the gradients of both, and which of them there are"
