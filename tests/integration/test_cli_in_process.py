@@ -8,24 +8,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from elastic_ps.checkpoint import files
+from elastic_ps.cli import control
 from elastic_ps.cli.view import PlainDisplay
 from elastic_ps.local.state import JobDirectory, LocalStatus, start_time
+from tests.testing import machine
 from tests.testing.launching import Here, fake_document
 
 
 def test_a_display_that_fails_does_not_end_the_job(
     tmp_path: Path, elastic_ps_here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_arguments: Any) -> None:
-        raise ValueError("nothing can be drawn")
-
-    monkeypatch.setattr(PlainDisplay, "update", fail)
+    machine.fails(monkeypatch, PlainDisplay, "update", ValueError("nothing can be drawn"))
     (tmp_path / "script.py").write_text("def main(**arguments):\n    pass\n")
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(fake_document(records=800)))
@@ -118,16 +116,10 @@ def test_what_cannot_be_read_elsewhere_is_no_problem_of_the_state(
     elastic_ps_here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a program of a person who has no home."""
-
-    def fail(_: object) -> int:
-        raise PermissionError(13, "Permission denied", "/elsewhere")
-
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr("elastic_ps.cli.control.status", fail)
+    denied = PermissionError(13, "Permission denied", "/elsewhere")
+    machine.fails(monkeypatch, control, "status", denied)
     monkeypatch.delenv("XDG_STATE_HOME")
-    monkeypatch.setattr(Path, "home", homeless)
+    machine.fails(monkeypatch, Path, "home", RuntimeError("Could not determine home directory."))
     with pytest.raises(PermissionError, match="elsewhere"):
         elastic_ps_here("status")
 

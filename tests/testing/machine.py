@@ -27,8 +27,13 @@ def always() -> bool:
     return True
 
 
-def fails(patch: Patch, where: Any, call: str, error: Exception, when: Callable[[], object] = always) -> None:
-    """`where.call` raises the error while `when()`: no test can fill a disk, or use up memory."""
+def fails(
+    patch: Patch, where: Any, call: str, error: BaseException, when: Callable[[], object] = always
+) -> None:
+    """`where.call` raises the error while `when()`: no test can fill a disk, or use up memory.
+
+    Nor can one interrupt a thread just there, or have code fail that has no known mistake.
+    """
     usual = getattr(where, call)
 
     def either(*given: Any, **named: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import threading
 from datetime import timedelta
 
@@ -14,6 +15,7 @@ from elastic_ps.codec.memory import Scratch
 from elastic_ps.codec.state import ImportedState, OptimizerState, Snapshot, Stored
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.errors import StorageUnavailable
+from tests.testing import machine
 
 LAYOUT = partition((TensorSpec("w", (4,), "float32", Rule.GRADIENT, 0),), bucket_bytes=1024, shards=1)
 
@@ -100,11 +102,8 @@ def test_changes_of_a_small_model_do_not_wait() -> None:
 def test_a_snapshot_without_memory_for_a_copy_fails_and_changes_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
     changing = Changing(timedelta(0))
-    monkeypatch.setattr("mmap.mmap", fails)  # the machine has memory
+    machine.fails(monkeypatch, mmap, "mmap", OSError(errno.ENOMEM, "Cannot allocate memory"))
     changing.change()
     assert all(float(each[0]) == -1 for each in changing.tensors)
     with pytest.raises(StorageUnavailable, match="no memory for a copy"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,6 +23,7 @@ from elastic_ps.server.limits import USUAL
 from elastic_ps.server.orders import Application
 from elastic_ps.server.pulls import Pull, Pulled, RestartedAs
 from elastic_ps.server.values import BucketValues
+from tests.testing import machine
 from tests.testing.shard import HASTY, LR, TERM, Body, Rig, one_bucket, ones, refusal, tensor
 
 
@@ -187,22 +189,16 @@ def test_a_shard_that_fails_in_the_middle_of_a_step_has_lost_the_model(
     rig = Rig(layout, workers=[0])
     for bucket in rig.buckets:
         rig.push(0, ones(300), bucket=bucket.index)
-    original, calls = BucketValues.apply, []
-
-    def apply(self: BucketValues, *arguments: Any, **named: Any) -> None:
-        calls.append(self)
-        if len(calls) == 2:
-            raise MemoryError("no memory for a step")
-        original(self, *arguments, **named)
-
-    monkeypatch.setattr(BucketValues, "apply", apply)
+    calls = itertools.count(1)
+    error = MemoryError("no memory for a step")
+    machine.fails(monkeypatch, BucketValues, "apply", error, lambda: next(calls) == 2)
     with pytest.raises(MemoryError):
         rig.commit(0, samples=1)
     for order in (None, rig.application(0, samples=1)):
         with pytest.raises(Refused, match="failed in the middle of a step") as refused:
             rig.shard.advance(rig.version + (order is not None), 0, rig.workers, order)
         assert refused.value.code is RefusalCode.NOT_READY
-    assert len(calls) == 2
+    assert next(calls) == 3, "no bucket is stepped again"
 
 
 def test_a_shard_that_fails_in_the_middle_of_the_rows_has_lost_the_model(
@@ -214,14 +210,8 @@ def test_a_shard_that_fails_in_the_middle_of_the_rows_has_lost_the_model(
     one = np.ones(1, dtype=np.int64)
     gradients = {spec.name: Gradient(one, ones(1).view(1, 1), one) for spec in specs}
     rig.shard.tables.push(0, Step(10, 0, 1.0, gradients), specs)
-    original = Table.update
-
-    def update(self: Table, *arguments: Any, **named: Any) -> None:
-        if self.spec.name == "b":
-            raise MemoryError("no memory for a row")
-        original(self, *arguments, **named)
-
-    monkeypatch.setattr(Table, "update", update)
+    calls = itertools.count(1)
+    machine.fails(monkeypatch, Table, "update", MemoryError("no memory for a row"), lambda: next(calls) == 2)
     with pytest.raises(MemoryError):
         rig.commit(0, samples=1)
     with pytest.raises(Refused, match="failed in the middle of a step"):
