@@ -42,6 +42,7 @@ def behind(api: FaultyApi, namespace: str, tmp_path: Path) -> Iterator[OperatorP
     print(process.log.read_text()[-6000:])
 
 
+@pytest.mark.nightly
 def test_job_gets_where_it_should(
     local_cluster: Cluster, namespace: str, python_image: str, api: FaultyApi, behind: OperatorProcess
 ) -> None:

@@ -22,6 +22,7 @@ def jobs(cluster: GivenCluster, namespace: str, python_image: str) -> Jobs:
     return Jobs(cluster, namespace, python_image)
 
 
+@pytest.mark.nightly
 def test_killed_between_any_two_writes(jobs: Jobs, idle: OperatorProcess) -> None:
     """Each start ends after one more write, so that the operator dies after every write there is."""
     jobs.apply("killed", parameterServer=CLAIM, worker={"replicas": 3})

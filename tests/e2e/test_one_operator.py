@@ -94,6 +94,7 @@ def test_operator_away(jobs: Jobs, operator: OperatorProcess) -> None:
     jobs.wait_status("edited", phase="Running", workers="1/1")
 
 
+@pytest.mark.nightly
 def test_quota(jobs: Jobs, operator: OperatorProcess) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}}
     jobs.cluster.apply({**quota, "spec": {"hard": {"pods": "2"}}}, namespace=jobs.namespace)

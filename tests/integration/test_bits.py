@@ -96,6 +96,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     )
 
 
+@pytest.mark.nightly
 def test_two_runs_agree(undisturbed: Undisturbed, tmp_path: Path) -> None:
     assert torch.equal(final_parameters(tmp_path), undisturbed(1, "SGD"))
 
@@ -120,7 +121,7 @@ def test_who_comes_last_does_not_matter(undisturbed: Undisturbed, tmp_path: Path
     assert torch.equal(final_parameters(tmp_path, shards=2, late=late), undisturbed(2, "SGD"))
 
 
-@pytest.mark.parametrize("version", per_change(range(1, 40, 2), keep=[1, 21, 39]))
+@pytest.mark.parametrize("version", per_change(range(1, 40, 2), keep=[21, 39]))
 def test_the_parameter_server_dies(undisturbed: Undisturbed, tmp_path: Path, version: int) -> None:
     optimizer = "Adam" if version % 4 == 1 else "SGD"
 
@@ -177,7 +178,7 @@ def test_what_is_compressed_without_loss_has_the_same_bits(
     assert torch.equal(found, undisturbed(1, "SGD"))
 
 
-@pytest.mark.parametrize("durability", ["checkpoint", "standby"])
+@pytest.mark.parametrize("durability", per_change(["checkpoint", "standby"], keep=["checkpoint"]))
 def test_rounded_values_are_the_same_when_the_parameter_server_has_died(
     tmp_path: Path, durability: str
 ) -> None:
@@ -187,7 +188,7 @@ def test_rounded_values_are_the_same_when_the_parameter_server_has_died(
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("durability", ["checkpoint", "standby"])
+@pytest.mark.parametrize("durability", per_change(["checkpoint", "standby"], keep=["standby"]))
 @pytest.mark.parametrize("values", per_change(["int8", "topk", "changed"], keep=["topk"]))
 def test_deltas_are_the_same_when_the_parameter_server_has_died(
     tmp_path: Path, durability: str, values: str

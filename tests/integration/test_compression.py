@@ -34,6 +34,7 @@ from tests.testing.trained import Models, alone, sgd, training
 from tests.testing.transports import whole_jobs
 from tests.unit.codec.test_codecs import Negative
 
+BOUNDED = {"mode": "bounded", "maxStaleness": 4}
 NEGATIVE = "tests.unit.codec.test_codecs:Negative"
 
 
@@ -209,7 +210,7 @@ def test_values_are_assigned_exactly(tmp_path: Path) -> None:
     assert seen == [True]
 
 
-@pytest.mark.parametrize("mode", [{"mode": "sync"}, {"mode": "bounded", "maxStaleness": 4}])
+@pytest.mark.parametrize("mode", per_change([{"mode": "sync"}, BOUNDED], keep=[BOUNDED]))
 def test_all_workers_compute_on_rounded_values(tmp_path: Path, mode: dict[str, Any]) -> None:
     """Also the one that brings the model, and one that joins later; the parameter server steps float32 ones.
 
@@ -370,10 +371,10 @@ def flat(parameters: list[torch.nn.Parameter]) -> torch.Tensor:
             {"mode": "sync"},
             {"mode": "sync", "backupWorkers": 1},
             {"mode": "accumulate", "gradients": 2},
-            {"mode": "bounded", "maxStaleness": 4},
+            BOUNDED,
             {"mode": "local", "steps": 3},
         ],
-        keep=[{"mode": "sync", "backupWorkers": 1}, {"mode": "bounded", "maxStaleness": 4}],
+        keep=[BOUNDED],
     ),
     ids=lambda mode: "-".join(str(value) for value in mode.values()),
 )

@@ -164,6 +164,7 @@ def test_deepfm_learns_what_its_teacher_knows(tmp_path: Path) -> None:
     assert 0.85 < found["share"] < 1
 
 
+@pytest.mark.nightly
 def test_two_networks_learn_in_turn(tmp_path: Path) -> None:
     """The generator draws nearly a circle, and the critic is limited."""
     assert metrics(trained("gan", tmp_path, records=40 * 1024))["distance"] < 0.3

@@ -400,6 +400,7 @@ def test_a_name_is_taken_while_the_job_runs_and_free_afterwards(tmp_path: Path) 
     assert list(first.checkpoints.glob("version-*")), "the stopped run's checkpoint is kept"
 
 
+@pytest.mark.nightly
 def test_a_name_is_free_afterwards_although_a_process_was_forked_meanwhile(tmp_path: Path) -> None:
     """It has the launcher's files open, too: a DataLoader's process, in a program that runs jobs."""
     with ExitStack() as stack:

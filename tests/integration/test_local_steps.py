@@ -342,7 +342,7 @@ def test_a_worker_that_is_asked_to_leave_exchanges_what_it_has(tmp_path: Path) -
     ("outer", "durability"),
     per_change(
         [("diloco", "standby"), ("delayed", "standby"), ("easgd", "checkpoint")],
-        keep=[("diloco", "standby"), ("easgd", "checkpoint")],
+        keep=[("diloco", "standby")],
     ),
 )
 def test_parameter_servers_are_lost(tmp_path: Path, durability: str, outer: str) -> None:

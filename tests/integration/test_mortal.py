@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.testing.mortal import Fate, Mortals
-from tests.testing.tiers import per_change
 
 BUCKETS = 5
 """Of the workers' model."""
@@ -22,7 +21,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tor
     return cache(lambda shards: Mortals(tmp_path_factory.mktemp("calm"), shards=shards).run())
 
 
-@pytest.mark.parametrize("shards", per_change([1, 2], keep=[1]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("shards", [1, 2])
 def test_a_worker_is_killed_at_every_boundary_of_a_step(
     undisturbed: Callable[[int], torch.Tensor], tmp_path: Path, shards: int
 ) -> None:

@@ -25,6 +25,7 @@ from tests.testing.histories import check_histories
 from tests.testing.launching import forks, gone, make_job, version_of, wait_for_end, wait_for_workers
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse, replay
 from tests.testing.polling import LIMIT, eventually
+from tests.testing.tiers import per_change
 
 ROOT = Path(__file__).parents[2]
 STEADY = "tests.testing.scripts.steady:main"
@@ -72,7 +73,9 @@ def assert_replicas(models: Models) -> None:
             assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize(("workers", "processes"), [(1, 2), (1, 3), (2, 2)])
+@pytest.mark.parametrize(
+    ("workers", "processes"), per_change([(1, 2), (1, 3), (2, 2)], keep=[(1, 3), (2, 2)])
+)
 def test_a_step_is_that_of_the_whole_batch(tmp_path: Path, workers: int, processes: int) -> None:
     """Batches that do not divide by the processes, and last ones with fewer records than processes."""
     data, models = Numbers(131), Models()

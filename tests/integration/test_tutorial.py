@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 from safetensors.numpy import load_file
 
@@ -23,6 +24,7 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.S | re.M)
 
 
+@pytest.mark.nightly
 def test_the_script_trains_as_a_job_and_leaves_a_model(tmp_path: Path) -> None:
     (script,), (job, _) = blocks("python"), blocks("yaml")
     (tmp_path / "train.py").write_text(script)
