@@ -34,6 +34,7 @@ from tests.testing.polling import eventually
 
 @pytest.fixture
 def bookworm(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It reads a file of the system, which need not be Debian.
     monkeypatch.setattr(apt, "debian_codename", lambda: "bookworm")
 
 
@@ -203,6 +204,7 @@ def test_an_image_that_another_process_has_just_built_is_not_built_again(
         "_archive_path": archive_path,
         "_build": build,
     }.items():
+        # Nothing is to be built or installed, which takes a cluster's machine.
         monkeypatch.setattr(images, name, stand_in)
     monkeypatch.setattr(apt, "require_debian", lambda: None)
     monkeypatch.setattr(apt, "install", lambda packages, log: None)

@@ -254,6 +254,7 @@ def test_gradients_are_added_up_while_backward_goes_on(
             computing.version, computing.vanishes = None, False
             optimizer.step()
 
+    # Worker 1 vanishes with a part sent, which no script and no connection of the job sees.
     monkeypatch.setattr(Group, "all_reduce", note)
     with running(tmp_path) as job:
         job.start(0, script)
@@ -330,6 +331,7 @@ def test_a_group_that_loses_the_connection_is_made_anew(
     def script(session: Session) -> None:
         models[session.worker] = train(session, data, each=lambda *_: both_are_there(job))
 
+    # A real reset might come before the sum is there; this one comes after it.
     monkeypatch.setattr(Group, "wait", fail)
     with running(tmp_path) as job:
         job.worker_limits = WorkerLimits(recovery=timedelta(seconds=0.1))

@@ -121,6 +121,7 @@ def test_the_worker_is_named_and_the_others_train_everything(
         with monkeypatch.context() as patch:
             patch.setattr(Versioned, "version", "2")
             other = Plan(Compression.model_validate(of_worker_1))
+        # Worker 1 has another version of this package, and one process has only one.
         monkeypatch.setattr("elastic_ps.worker.membership.Plan", lambda _: other)
         job.start(1, differing)
         job.join()

@@ -29,6 +29,7 @@ BUCKETS = {"bucketBytes": 1024}
 def late(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
     """The CPU is a device whose copies are late."""
     late = LateDevice()
+    # A GPU, which no machine for tests has.
     monkeypatch.setattr(devices, "streams_of", lambda device: late.streams())
     return late
 
@@ -108,6 +109,7 @@ def test_a_codec_is_not_chosen_by_how_long_a_device_computes(
             yield
         late.note("end", True)
 
+    # What counts as busy shows in nothing but a choice of codec, by real time.
     monkeypatch.setattr(CodecSelection, "busy", watched)
     train(tmp_path, workers=1, transport="shm", parameterServer=BUCKETS)  # it has one send thread
     assert_waits_outside(late, "send-0")

@@ -175,6 +175,7 @@ def test_an_evaluator_and_an_export_read_the_rows(tmp_path: Path, monkeypatch: p
     ids, seen, checkpoints = torch.arange(40), dict[int, torch.Tensor](), tmp_path / "checkpoints"
     evaluator = {"entrypoint": "tests:main", "every": 5, "backlog": 9}
     with a_job(tmp_path, evaluator=evaluator) as job:
+        # As `scripts.use` does, which would outlast this test.
         monkeypatch.setattr(scripts, "_source", JobSource("test", job.open_connections()[0]))
         for worker in range(2):
             job.start(worker, train)

@@ -92,6 +92,7 @@ def loop(job: Job, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpoint]:
                 raise job.errors[0]
             return super()._ask(*arguments, **named)
 
+    # As `scripts.use` does, which would outlast this test.
     monkeypatch.setattr(scripts, "_source", Watchful("test", job.open_connections()[0]))
     return elastic_ps.checkpoints()
 

@@ -37,6 +37,7 @@ def test_hooks_on_several_threads_make_one_step(tmp_path: Path, monkeypatch: pyt
         begun.append(step.number)
         begin(exchange, step, *arguments, **named)
 
+    # How often a step begins shows only where buckets are forgotten by that.
     monkeypatch.setattr(PushPull, "begin", counted)
 
     def script(session: Session) -> None:
@@ -49,6 +50,7 @@ def test_hooks_on_several_threads_make_one_step(tmp_path: Path, monkeypatch: pyt
                 meeting.wait(LIMIT)
             return contribution(index)
 
+        # The threads meet where a gradient is copied, and no hook of a script is called there.
         monkeypatch.setattr(flat_of(optimizer), "contribution", together)
         for x, y in session.loader(data, 4):
             meeting = threading.Barrier(PARTS)

@@ -186,6 +186,7 @@ def test_while_an_exchange_under_way_is_taken_over(
                 (flat,) = interrupted
                 assert all(torch.equal(each, value(flat, i)) for i, each in enumerate(flat.tensors))
 
+    # Before tensors move, and in the middle of that; see the top of this file.
     monkeypatch.setattr(Future, "finish", arm)
     monkeypatch.setattr(Flat, "value", interrupt)
     commits = alone(tmp_path, script, consistency={"mode": "local", "steps": 2, "overlap": 1})
@@ -293,6 +294,7 @@ def test_while_an_exchange_begins(
         publish(self, **given)
         values[:] = [[(each, self.value(index)) for index, each in enumerate(self.tensors)]]
 
+    # What the model has after its last whole exchange, and a place in the next one; see the top of this file.
     monkeypatch.setattr(Flat, "publish", note)
     monkeypatch.setattr(Runtime, where, interrupt)
     commits = alone(tmp_path, script, consistency={"mode": "local", "steps": 2, **more})

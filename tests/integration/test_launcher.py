@@ -130,6 +130,7 @@ def test_a_job_goes_on_when_the_system_gives_no_process_for_a_moment(
                 raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
             super().__init__(*arguments, **named)
 
+    # The system is out of processes for two of them, and no test may use them all up.
     monkeypatch.setattr(supervisor, "Child", Scarce)
     with launched(make_job(records=800, workers=2), tmp_path) as launcher:
         outcome = end_of(launcher)
@@ -336,6 +337,7 @@ def test_a_worker_that_ignores_the_request_and_all_it_started_are_killed(tmp_pat
 def test_a_worker_that_stays_stopped_keeps_a_finished_job_open_for_a_while_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A minute, which no user may choose.
     monkeypatch.setattr(snapshot, "FINISHED_GRACE", timedelta(seconds=0.5))
     with launched(make_job(records=2000, workers=2, stops=1, pair_from=0), tmp_path) as launcher:
         outcome = end_of(launcher)
@@ -347,6 +349,7 @@ def test_a_worker_that_stays_stopped_keeps_a_finished_job_open_for_a_while_only(
 def test_a_worker_that_never_joins_keeps_a_finished_job_open_for_a_while_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A minute, which no user may choose.
     monkeypatch.setattr(planning, "FINISHED_GRACE", timedelta(seconds=0.5))
     with launched(make_job(records=200, workers=2, apart=1), tmp_path) as launcher:
         outcome = end_of(launcher)

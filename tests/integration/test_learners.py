@@ -185,6 +185,7 @@ def test_a_version_counts_from_where_it_is_taken_over(tmp_path: Path, processes:
 
 def test_fewer_steps_than_overlap_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The parameter server may give a slow worker so few: all processes exchange the same fragment still."""
+    # By measured speeds it would be another share on each machine.
     monkeypatch.setattr(Balance, "weight", lambda balance, who: 1 / 3)
     data, seen = Numbers(160), dict[int, list[torch.Tensor]]()
 

@@ -70,6 +70,7 @@ def test_whose_session_was_closed_before_it_joined_ends_at_once(
     with running_job(tmp_path) as job:
         session = job.session(0)
         session.close()
+        # As `connect` keeps it, which reads the environment of a process of its own.
         monkeypatch.setattr(current, "_current", session)
         with pytest.raises(Drained):
             current.drain()

@@ -390,6 +390,7 @@ def test_who_finds_the_port_finds_the_way_within_the_host(monkeypatch: pytest.Mo
             found.append(sock.getpeername())
         return GrpcServer(bind, **options)
 
+    # No caller can tell which of the two ways was there first, but while the port is being opened.
     monkeypatch.setattr("elastic_ps.transport.grpc.GrpcServer", dialled)
     ways.listen(address).close()
     assert len(found) == 1, "before the port is there"

@@ -149,6 +149,7 @@ def test_the_share_of_sending_that_backward_hides(tmp_path: Path, monkeypatch: p
             optimizer.step()
 
     clock = SimpleNamespace(monotonic=lambda: float(len(sent)), monotonic_ns=time.monotonic_ns)
+    # It has no clock that can be given, and any real time depends on the machine.
     monkeypatch.setattr(encoder, "time", clock)
     with running_job(tmp_path) as job:
         job.through = lambda _, inner: Watched(inner, slowly)

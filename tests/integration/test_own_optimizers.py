@@ -179,6 +179,7 @@ def test_a_class_that_has_changed_is_no_mistake_of_the_checkpoint(
         job.start(0, trainer(KINDS["Lion"], Numbers(8), Models()))
         job.join()
     versions = Store(kept).versions()
+    # As if a person had changed the class in the file that the job names.
     monkeypatch.setattr(optimizers, "Lion", Counted)
     with (
         pytest.raises(InvalidJob, match=r"If tests\.testing\.optimizers:Lion has changed"),

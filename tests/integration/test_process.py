@@ -181,6 +181,7 @@ def test_a_users_settings_of_the_memory_stand(monkeypatch: pytest.MonkeyPatch, v
     if variable:
         monkeypatch.setenv(variable, "4")
     library = Mock()
+    # What is asked of the C library, which cannot say its settings.
     monkeypatch.setattr("ctypes.CDLL", lambda _: library)
     lifecycle.keep_freed_memory()
     assert library.mallopt.called != bool(variable)

@@ -145,6 +145,7 @@ def test_the_last_checkpoint_waits_for_the_one_under_way(
             threading.Event().wait(0.5)
         return commit(store, manifest, **options)
 
+    # Nothing makes a disk of a test slow for one file and not for the others.
     monkeypatch.setattr(Store, "commit", slow)
     checkpoints = tmp_path / "checkpoints"
     with running_job(tmp_path / "1", checkpoints=checkpoints, parameterServer=server(2, "1ms")) as job:

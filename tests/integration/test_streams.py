@@ -348,6 +348,7 @@ def test_the_processes_that_read_a_stream_end_with_the_session(
     before = set(active_children())
     seen: list[list[Path]] = []
     kept, kind = short_directory, "pymp-*"
+    # A documented name of tempfile, which reads TMPDIR only once.
     monkeypatch.setattr("tempfile.tempdir", str(kept))
     # Another test may have made this process's own directory, which forked processes share.
     config = current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001

@@ -84,6 +84,7 @@ def test_a_server_knows_who_calls(port: Port) -> None:
 
 def test_a_name_of_another_type_is_no_identity(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who may ask an issuer for any DNS name gets no identity for it."""
+    # A public name of cryptography: `issue` makes no such certificate itself.
     monkeypatch.setattr(x509, "UniformResourceIdentifier", x509.DNSName)
     forged = issue(port.ca, Identity(JOB, "server"), now=datetime.now(UTC), lifetime=HOUR)
     monkeypatch.undo()
@@ -91,6 +92,7 @@ def test_a_name_of_another_type_is_no_identity(port: Port, monkeypatch: pytest.M
     worker = port.worker()
     (port.directory / "worker" / "tls.crt").write_bytes(forged.certificate)
     (port.directory / "worker" / "tls.key").write_bytes(forged.key)
+    # Else the worker itself would refuse to show it, and the server would not be asked.
     monkeypatch.setattr("elastic_ps.transport.credentials.identity_of", lambda _: worker.identity)
     assert worker.current().certificate == forged.certificate
     with pytest.raises(TransportError):
@@ -365,6 +367,7 @@ def test_an_older_tls_is_refused(port: Port) -> None:
 
 
 def test_a_connection_gets_new_keys_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # 256 GiB take too long.
     monkeypatch.setattr("elastic_ps.transport.sealed.MOST_BYTES", 1_500_000)
     with contextlib.ExitStack() as stack:
         port = Port("tcp", tmp_path, stack)

@@ -184,6 +184,7 @@ def test_a_freeze_is_not_over_before_its_time_though_another_one_ends(
         sent.append((time.monotonic(), number))
         return True
 
+    # A process does not know when it is stopped.
     monkeypatch.setattr(goodput, "signal_to", note)
     system = Counting(interrupt_at=0)
     system.pid = lambda worker: 1  # type: ignore[method-assign]
@@ -218,6 +219,7 @@ def test_a_system_that_does_not_train_is_said_and_the_others_are_measured(
         with bad.open(directory) as system:
             yield system
 
+    # Two minutes, which no user may choose.
     monkeypatch.setattr(goodput, "LIMIT", 0.1)
     monkeypatch.chdir(tmp_path)
     words = ["--minutes", "0.001", "--quiet", "0.001"]

@@ -111,6 +111,7 @@ def test_a_kill_while_a_version_is_written_again_leaves_a_whole_one(
             min(path.iterdir()).unlink()
             raise KeyboardInterrupt
 
+    # As a kill in the middle of deleting would leave it.
     monkeypatch.setattr(files_module, "remove", killed)
     with pytest.raises(KeyboardInterrupt):
         write(store, 7)
@@ -132,6 +133,7 @@ def test_a_version_whose_place_is_not_taken_is_put_back(
             raise error
         return usual(path, target)
 
+    # A public name of Python: no disk fails at this rename alone.
     monkeypatch.setattr(Path, "rename", rename)
     with pytest.raises((CheckpointError, KeyboardInterrupt)):
         write(store, 7)
@@ -164,6 +166,7 @@ def test_a_flipped_byte_is_found_wherever_it_is(store: Store, number: int, seed:
 def test_a_file_of_several_chunks_is_compared_with_its_digest(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Chunks of 16 MiB would take long at each of so many places.
     monkeypatch.setattr(tensors, "CHUNK", 64)
     monkeypatch.setattr(tensors, "LARGE", 64)  # a thread digests a chunk while the next one is read
     write(store, 1)
@@ -323,6 +326,7 @@ def test_an_old_one_that_cannot_be_deleted_does_not_spoil_the_new_one(
             raise OSError(errno.EACCES, "Permission denied")
         unlink(path)
 
+    # A public name of Python: nothing is forbidden to root.
     monkeypatch.setattr("os.unlink", failing)
     write(store, 2, keep=1)
     assert store.newest()[0].version == 2
@@ -581,6 +585,7 @@ def test_a_shard_reads_its_own_part_and_nothing_else(store: Store, monkeypatch: 
         bytes_read[0] += count
         return count
 
+    # A public name of Python: it counts what is read of checkpoints, and nothing else.
     monkeypatch.setattr(os, "preadv", counting)
     with store.open(1) as reader:
         headers = bytes_read[0]

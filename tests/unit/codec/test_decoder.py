@@ -86,6 +86,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lengths.append(len(result))
         return result
 
+    # See above: what is decoded at once shows in no value.
     monkeypatch.setattr(decoder, "_whole", decode)
     return lengths
 

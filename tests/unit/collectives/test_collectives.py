@@ -85,6 +85,7 @@ def test_what_is_sent_and_received_at_once_is_one_batch(
         batches.append([each.op for each in operations])
         return []
 
+    # A public name of torch; one process has nobody to send to.
     monkeypatch.setattr(dist, "batch_isend_irecv", batch)
     given, taken = torch.ones(4, dtype=torch.uint8), torch.ones(8, dtype=torch.uint8)
     TorchGroup().send_receive(given, 0, taken, 0, 0).wait()
@@ -115,6 +116,7 @@ def test_a_barrier_of_gpus_blocks_this_thread(
         return work
 
     work = Work()
+    # A public name of torch; the machine has no GPUs.
     monkeypatch.setattr(dist, "barrier", barrier)
     nccl.barrier()
     assert work.waited

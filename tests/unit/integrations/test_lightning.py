@@ -340,6 +340,7 @@ def test_the_strategy_has_a_name_in_both_packages(tmp_path: Path, monkeypatch: p
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def script(session: Session) -> None:
+        # By a name, the strategy takes the session of its process, and here a worker is a thread.
         monkeypatch.setattr(lightning_loop, "connect", lambda: session)
         assert isinstance(trainer_of("elastic_ps").strategy, ElasticStrategy)
         trainer = trainer_of("elastic_ps", package=pytorch_lightning)

@@ -763,6 +763,7 @@ def test_an_operator_that_is_to_die_after_a_write_dies_right_after_it(
     def ended(code: int) -> None:
         raise Ended(code)
 
+    # It would end the test.
     monkeypatch.setattr("elastic_operator.api.os._exit", ended)
     server.add_job()
     operator = Operator(server, tmp_path, fail_after_writes=2)

@@ -141,6 +141,7 @@ def test_a_holder_that_meets_what_nobody_foresaw_goes_on_renewing_and_then_stops
         failed.release()
         raise ZeroDivisionError("nobody foresaw this")
 
+    # What nobody foresaw cannot be had of the fake API server.
     monkeypatch.setattr(holder, "attempt", fail)
     holder.hold(lost.set)
     for _ in range(3):

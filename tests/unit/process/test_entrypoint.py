@@ -81,6 +81,7 @@ def test_arguments_may_be_what_their_annotations_say() -> None:
 def test_the_traceback_of_a_script_begins_in_the_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Public names of Python, which the script changes: they are as before after this test.
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
     path = tmp_path / "train.py"

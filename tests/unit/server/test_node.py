@@ -376,6 +376,7 @@ def test_a_configuration_that_was_repeated_while_it_was_carried_out_changes_noth
             began.set()
             assert go_on.wait(10)
 
+    # An order is overtaken while it is carried out: only the shard knows when that is.
     monkeypatch.setattr(Shard, "__init__", slowly)
     first = threading.Thread(
         target=configure, args=(node,), kwargs={"term": 1, "order": OrderId("leader", 1)}
@@ -402,6 +403,7 @@ def test_an_order_that_was_overtaken_while_it_was_carried_out_is_not_the_last_on
             began.set()
             assert go_on.wait(10)
 
+    # Likewise.
     monkeypatch.setattr(Shard, "advance", slowly)
     older, newer = (Advance(0, 0, {}, term=1, next=Advance(1, attempt, {}, term=1)) for attempt in (0, 1))
     first = threading.Thread(target=node.advance, args=(older, OrderId("leader", 1)))

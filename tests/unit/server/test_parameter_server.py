@@ -193,6 +193,7 @@ def test_another_shard_ends_when_the_first_has_its_part_of_the_last_checkpoint(
         assert limits["quiet"] < process.RELEASE
         waited.set()
 
+    # It would wait for 25 s, which no parameter shortens.
     monkeypatch.setattr(Node, "await_release", release)
     given = environment(index=1, parameterServer={"replicas": 2}, checkpoints=tmp_path)
     with serving(given) as (_, server):

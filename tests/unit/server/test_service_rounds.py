@@ -53,6 +53,7 @@ def test_who_was_declared_gone_while_it_waited_is_not_told_that_its_step_was_mad
         waits.set()
         return original(shard, *arguments, **named)
 
+    # The call has to be in the shard, which answers nothing before it is over.
     monkeypatch.setattr(Shard, "pull", pull)
     given = environment(consistency={"mode": "bounded", "maxStaleness": 2}, worker={"replicas": 2})
     with serving(given) as (listener, server), ThreadPoolExecutor(1) as threads:

@@ -46,6 +46,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
                 held.wait()
             original(self, *arguments, **named)
 
+        # The calls meet within the work on a bucket, which nobody outside can halt.
         monkeypatch.setattr(BucketValues, name, method)
         return held
 
@@ -229,6 +230,7 @@ def test_a_copy_of_a_bucket_that_is_stepped_is_of_one_version(
         self.values[:2] = 5.0
         original(self, *arguments, **named)
 
+    # An optimizer of torch does not stop in the middle of its step.
     monkeypatch.setattr(BucketValues, "apply", apply)
     committed = threads.submit(rig.commit, 0, samples=1)
     assert held.there.wait(10)

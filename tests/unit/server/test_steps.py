@@ -61,6 +61,7 @@ def test_one_worker_initialises_the_model_also_when_two_come_at_once(
         configured.set()
         assert second_has_joined.wait(10)
 
+    # Later than `Notes.lay_out`: the model is laid out, and the worker has not been answered yet.
     monkeypatch.setattr(CommitCoordinator, "configure", slowly)
     first = threading.Thread(target=lambda: joined.update({0: join(coordinator, 0)}))
     first.start()

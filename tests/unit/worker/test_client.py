@@ -87,6 +87,7 @@ def test_a_worker_knows_it_from_its_environment(monkeypatch: pytest.MonkeyPatch,
     )
     for name, value in contract.to_variables().items():
         monkeypatch.setenv(name, value)
+    # This is about what it is given, so no parameter server is there; and the process keeps no session.
     monkeypatch.setattr(current, "Session", Recorded)
     monkeypatch.setattr(current, "_current", None)
     current.connect()
