@@ -18,6 +18,7 @@ from datetime import timedelta
 
 from elastic_ps.transport import local
 from elastic_ps.transport.base import Limits
+from elastic_ps.transport.sealed import hear
 from elastic_ps.transport.stream import PROTOCOL, STALL, StreamConnection, StreamServer
 
 SPEAK = timedelta(seconds=5)
@@ -28,9 +29,6 @@ _HELLO = PROTOCOL + b"\n"
 
 BUFFER = 512 * 1024
 """The buffer of a socket, and the largest message of MPI, in bytes."""
-
-_AT_ONCE = 0.001
-"""Seconds. 0 would make the socket non-blocking."""
 
 
 def name_of(address: str) -> str:
@@ -73,13 +71,9 @@ def dial(address: str) -> socket.socket:
         sock = local.connected(name_of(address), address)
         stack.callback(sock.close)
         prepare(sock)
-        said, until = b"", time.monotonic() + SPEAK.total_seconds()
-        while len(said) < len(_HELLO):
-            sock.settimeout(max(until - time.monotonic(), _AT_ONCE))
-            received = sock.recv(len(_HELLO) - len(said))
-            if not received:
-                raise ConnectionRefusedError(f"no parameter server listens behind {address}")
-            said += received
+        said = hear(sock, len(_HELLO), time.monotonic() + SPEAK.total_seconds())
+        if len(said) < len(_HELLO):
+            raise ConnectionRefusedError(f"no parameter server listens behind {address}")
         if said != _HELLO:
             raise ConnectionRefusedError(f"{address} is not a parameter server of this version")
         stack.pop_all()
