@@ -15,7 +15,7 @@ Reduction = Literal["sum", "min", "max", "product"]
 class Pending(Protocol):
     """An operation under way."""
 
-    def wait(self) -> None:
+    def wait(self) -> object:
         """Block until it is over. Raises the library's exception if it has failed."""
 
     def done(self) -> bool:

@@ -219,13 +219,13 @@ class Operations:
         if not mine:
             content = self._room(size)
         handle = self.broadcast(content, source)
-        return self._then(handle, lambda: item if mine else _unpickled(content))
+        return Handle("", handle, lambda: item if mine else _unpickled(content))
 
     def all_gather_objects(self, item: Any) -> Handle[list[Any]]:
         """See `Communicator.all_gather_objects`. Blocks until all processes know all sizes."""
         content, sizes = self._sized(item)
         handle = self.all_gather(content)
-        return self._then(handle, lambda: _unpickled_each(handle.wait(), sizes))
+        return Handle("", handle, lambda: _unpickled_each(handle.wait(), sizes))
 
     def gather_objects(self, item: Any, to: int = 0) -> Handle[list[Any] | None]:
         """See `Communicator.gather_objects`. Blocks until all processes know all sizes."""
@@ -237,7 +237,7 @@ class Operations:
             gathered = handle.wait()
             return None if gathered is None else _unpickled_each(gathered, sizes)
 
-        return self._then(handle, result)
+        return Handle("", handle, result)
 
     def send_object(self, item: Any, to: int, tag: int = 0) -> Handle[None]:
         """See `Communicator.send_object`."""
@@ -328,9 +328,6 @@ class Operations:
         self._under_way.append(handle)
         return handle
 
-    def _then(self, handle: Handle[Any], result: Callable[[], T]) -> Handle[T]:
-        return Handle("", _Ended(handle), result)
-
     def _room(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._backend.device(_HOST))
 
@@ -369,19 +366,6 @@ class Operations:
                 f"the parts have shape {tuple(parts.shape)}; expected ({self._backend.size}, ...): "
                 "one part for each rank"
             )
-
-
-class _Ended:
-    """A handle that another one waits for."""
-
-    def __init__(self, handle: Handle[Any]) -> None:
-        self._handle = handle
-
-    def wait(self) -> None:
-        self._handle.wait()
-
-    def done(self) -> bool:
-        return self._handle.done()
 
 
 @contextlib.contextmanager
