@@ -259,10 +259,13 @@ def test_a_stop_of_the_trainer_ends_the_job(tmp_path: Path, how: str) -> None:
 
 
 def test_max_steps_end_with_the_schedule_whatever_the_number_of_workers(tmp_path: Path) -> None:
-    """One process makes 16 steps: 13 with the 50 records of an epoch, and 3 of 4 records."""
+    """One process makes 16 steps: 13 with the 50 records of an epoch, and 3 of 4 records.
+
+    The last one counts from its first record on: a part may end with a batch of two.
+    """
     with running_job(tmp_path, worker={"replicas": 2}, data=IN_ORDER) as job:
         trained = in_job(job, workers=2, options={"max_steps": 16, "max_epochs": None})
-        assert 62 <= job.status().progress.records_applied <= 62 + 2 * 2 * BATCH
+        assert 58 < job.status().progress.records_applied <= 62 + 2 * 2 * BATCH
     for module in trained.values():
         assert module.trainer.optimizers[0].param_groups[0]["lr"] == 0.0
 

@@ -297,7 +297,10 @@ def test_a_stop_of_the_trainer_ends_the_job(tmp_path: Path, how: str) -> None:
 
 
 def test_max_steps_end_with_the_schedule_whatever_the_number_of_workers(tmp_path: Path) -> None:
-    """One process makes 20 steps: 13 with the 50 records of an epoch, and 7 of 4 records."""
+    """One process makes 20 steps: 13 with the 50 records of an epoch, and 7 of 4 records.
+
+    The last one counts from its first record on: a part may end with a batch of two.
+    """
     options: dict[str, Any] = {"max_steps": 20, "eval_strategy": "no", "lr_scheduler_type": "linear"}
     trainers = list[Any]()
 
@@ -308,7 +311,7 @@ def test_max_steps_end_with_the_schedule_whatever_the_number_of_workers(tmp_path
     with running_job(tmp_path / "job", data=IN_ORDER) as job:
         job.run(script, workers=2)
         assert "max_steps=20" in job.status().progress.stopped
-        assert 78 <= job.status().progress.records_applied <= 78 + 2 * 2 * BATCH
+        assert 74 < job.status().progress.records_applied <= 78 + 2 * 2 * BATCH
     for trainer in trainers:
         assert {*trainer.lr_scheduler.get_last_lr()} == {0.0}
 
