@@ -233,6 +233,7 @@ def test_helm_test_upgrade_and_schema(
     assert before.items() <= jobs.identities("trains").items()
 
 
+@pytest.mark.nightly
 def test_granted_is_what_is_used(installed: None, cluster: GivenCluster, jobs: Jobs) -> None:
     """Every verb of the role is used in the life of jobs, and none is missing: nothing is refused."""
     invalid = digits()

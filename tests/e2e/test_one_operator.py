@@ -73,6 +73,7 @@ def test_watches_alone_tell_of_every_change(jobs: Jobs, idle: OperatorProcess) -
     assert jobs.pods("watch") == {}
 
 
+@pytest.mark.nightly
 def test_operator_away(jobs: Jobs, operator: OperatorProcess) -> None:
     for name in ("scaled", "edited", "deleted"):
         jobs.apply(name, worker={"replicas": 1})

@@ -104,6 +104,7 @@ def test_worker_that_fails_until_the_limit(jobs: Jobs, operator: OperatorProcess
     wait_for(lambda: list(jobs.pods("fails")) == ["fails-worker-0"], what="the PS ends", timeout=LIMIT)
 
 
+@pytest.mark.nightly
 def test_worker_that_says_the_job_is_invalid(jobs: Jobs, operator: OperatorProcess) -> None:
     jobs.apply("invalid", command=failing(78))
     assert "cannot go on" in jobs.wait_condition("invalid", "Failed", "InvalidJob")
@@ -128,6 +129,7 @@ def with_worker(**container: Any) -> dict[str, Any]:
     return {"template": {"spec": {"containers": [{"name": "worker", **container}]}}}
 
 
+@pytest.mark.nightly
 def test_worker_out_of_memory(jobs: Jobs, operator: OperatorProcess) -> None:
     limit = {"limits": {"memory": "48Mi"}}
     hungry = ["python3", "-c", "x = bytearray(400 << 20); x[::4096] = b'1' * len(x[::4096])"]
@@ -139,6 +141,7 @@ def test_worker_out_of_memory(jobs: Jobs, operator: OperatorProcess) -> None:
     assert jobs.job("oom")["status"]["worker"]["failures"] == 2
 
 
+@pytest.mark.nightly
 def test_worker_that_is_evicted(jobs: Jobs, operator: OperatorProcess) -> None:
     """By the kubelet, because it uses more disk than its limit; and politely, as `kubectl drain` does.
 
@@ -173,6 +176,7 @@ def test_worker_that_is_evicted(jobs: Jobs, operator: OperatorProcess) -> None:
     assert jobs.job("drain")["status"]["worker"].get("restarts") == 0
 
 
+@pytest.mark.nightly
 def test_deadline_and_what_is_left_after_it(jobs: Jobs, operator: OperatorProcess) -> None:
     late = {"activeDeadlineSeconds": 8}
     jobs.apply("kept", worker={"replicas": 1}, runPolicy={**late, "cleanPodPolicy": "None"})
@@ -189,6 +193,7 @@ def test_deadline_and_what_is_left_after_it(jobs: Jobs, operator: OperatorProces
     assert jobs.identities("kept").keys() == {"kept-ps-0", "kept-worker-0"}
 
 
+@pytest.mark.nightly
 def test_image_that_is_missing(jobs: Jobs, operator: OperatorProcess) -> None:
     jobs.apply("image", worker=with_worker(image="localhost/no-such-image:1"))
     assert "no-such-image" in jobs.wait_condition("image", "Degraded", "ImagePullFailed")
@@ -198,6 +203,7 @@ def test_image_that_is_missing(jobs: Jobs, operator: OperatorProcess) -> None:
     jobs.wait_status("image", phase="Running", workers="2/2")
 
 
+@pytest.mark.nightly
 def test_unschedulable_worker_with_enough_others(jobs: Jobs, operator: OperatorProcess) -> None:
     jobs.apply("full", worker={"replicas": 1})
     jobs.wait_status("full", phase="Running")

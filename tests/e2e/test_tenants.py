@@ -62,6 +62,7 @@ def test_no_template_gets_more_than_is_permitted(jobs: Jobs, operator: OperatorP
     assert jobs.cluster.get("-n", jobs.namespace, "pods")["items"] == []
 
 
+@pytest.mark.nightly
 def test_a_server_that_stalls_delays_no_other_job(jobs: Jobs, operator: OperatorProcess) -> None:
     for name, answer in ANSWERS.items():
         container = {"name": "parameter-server", "command": ["python3", "-c", SERVER.format(answer=answer)]}

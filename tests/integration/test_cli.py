@@ -272,6 +272,7 @@ def test_a_second_interrupt_kills(place: Place) -> None:
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.nightly
 def test_signals_that_come_together_are_one(place: Place) -> None:
     """`timeout` sends SIGTERM to the command, and once more to its group."""
     process = place.start("run", place.job(records=FOREVER))
@@ -356,6 +357,7 @@ def test_a_file_gets_no_live_display_whatever_the_environment_says(place: Place)
     assert "\x1b[?25l" not in done.stdout, "the cursor is hidden"
 
 
+@pytest.mark.nightly
 def test_an_output_that_is_closed_from_the_start_is_not_written_to(place: Place) -> None:
     done = place.run("run", place.job(records=200), through=("sh", "-c", 'exec "$@" >&-', "sh"))
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr

@@ -120,7 +120,9 @@ def test_the_digits_are_learned(tmp_path: Path, compression: dict[str, Any]) -> 
     ("compression", "steps", "share"),
     [
         ({"codec": "int4"}, 10, 0.15 / 10),
-        ({"codec": "topk", "options": {"ratio": 0.05, "warmup": 40}}, 1, 0.2),
+        pytest.param(
+            {"codec": "topk", "options": {"ratio": 0.05, "warmup": 40}}, 1, 0.2, marks=pytest.mark.nightly
+        ),
     ],
     ids=["int4", "topk"],
 )

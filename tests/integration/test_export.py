@@ -166,6 +166,7 @@ print(sum(float(value.double().sum()) for value in load_file(sys.argv[1]).values
 """A script that knows nothing of us."""
 
 
+@pytest.mark.nightly
 def test_a_script_without_our_library_trains_on(trained: Trained, tmp_path: Path) -> None:
     out = tmp_path / "model.safetensors"
     command = [sys.executable, "-m", "elastic_ps.cli", "export", str(trained.directory), str(out)]

@@ -138,7 +138,8 @@ def test_a_frozen_worker_is_waited_for_where_its_records_are_nobody_else_s(tmp_p
     assert injected(result, "freeze-worker").state == "recovered"
 
 
-@pytest.mark.parametrize("transport", per_change(["shm", "tcp"], keep=["shm"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_the_parameter_server_is_killed_frozen_and_taken_over_from(tmp_path: Path, transport: Scheme) -> None:
     """Also with a broken checkpoint. Of the five starts, that of the rival commits nothing."""
     kinds: list[Kind] = ["kill-ps", "corrupt-checkpoint", "freeze-ps", "rival-ps"]
