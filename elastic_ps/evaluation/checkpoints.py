@@ -82,7 +82,7 @@ def _source_of(directory: Path | str | None) -> Source:
     from elastic_ps.transport import credentials, ways
 
     connection = ways.connect(environment.addresses[0], credentials=credentials.of_process(environment))
-    return JobSource(environment.job, connection)
+    return JobSource(environment.job, connection, run=environment.run)
 
 
 def _each(source: Source) -> Iterator[Checkpoint]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import logging
-import os
 import shutil
 import tempfile
 import time
@@ -47,21 +44,7 @@ CALL_TIMEOUT = timedelta(seconds=60)
 FETCH_TIMEOUT = timedelta(minutes=30)
 """The deadline of a file."""
 
-PREFIX = "elastic-ps-evaluator-"
-"""The beginning of the names of temporary directories."""
-
 T = TypeVar("T")
-
-
-def _lock(directory: Path) -> int:
-    """Lock a directory as long as this process lives or the descriptor is open. Raises OSError."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 class JobSource:
@@ -69,18 +52,18 @@ class JobSource:
 
     Args:
         connection: the connection to shard 0; `close` closes it.
+        run: a name of the run of the job. Files that a killed evaluator of this run has left are deleted.
         patience: how long the parameter server may be away.
     """
 
-    def __init__(self, job: str, connection: Connection, *, patience: timedelta = PATIENCE) -> None:
+    def __init__(
+        self, job: str, connection: Connection, *, run: str = "", patience: timedelta = PATIENCE
+    ) -> None:
         self._job, self._connection, self._patience = job, connection, patience
         self._process = uuid.uuid4().hex
-        for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):  # by evaluators that were killed
-            with contextlib.suppress(OSError):
-                os.close(_lock(left))
-                shutil.rmtree(left)
-        directory = Path(tempfile.mkdtemp(prefix=PREFIX))
-        self._lock: int | None = _lock(directory)
+        directory = Path(tempfile.gettempdir()) / f"elastic-ps-evaluator-{run or self._process}"
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(mode=0o700)
         self._store = Store(directory)
 
     def begin(self) -> Checkpoint | None:
@@ -108,9 +91,6 @@ class JobSource:
         """See `Source`."""
         self._connection.close()
         shutil.rmtree(self._store.directory, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
 
     def _ask(
         self, version: int | None = None, *, metrics: Mapping[str, float] | None = None, problem: str = ""
