@@ -17,9 +17,6 @@ from elastic_ps.api.status import EvaluationStatus
 ATTEMPTS = 3
 """The number of evaluator processes that may fail on a checkpoint before it is given up."""
 
-MOST = 1024
-"""The most results that are kept, and the most versions that were given up."""
-
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -40,10 +37,8 @@ class Evaluations:
         highest: whether the highest value is the best.
         waiting: the versions that wait, oldest first.
         begun: the number of evaluator processes that have begun each of them.
-        results: the results, in the order of evaluation. Of `MOST` results, every second one is dropped, but
-            never the best.
-        missed: the versions that were given up last.
-        dropped: the numbers of results and of given up versions that are not in these lists any more.
+        results: the results, in the order of evaluation.
+        missed: the versions that were given up.
         newest: the newest version that has ever waited.
     """
 
@@ -55,7 +50,6 @@ class Evaluations:
     begun: dict[int, int] = field(default_factory=dict)
     results: list[Evaluation] = field(default_factory=list)
     missed: list[int] = field(default_factory=list)
-    dropped: tuple[int, int] = (0, 0)
     newest: int = 0
     _holder: tuple[int, str] | None = None  # the version that was begun last, and its process
 
@@ -106,10 +100,6 @@ class Evaluations:
         finite = {name: value for name, value in sorted(metrics.items()) if math.isfinite(value)}
         result = Evaluation(version, finite)
         self.results.append(result)
-        if len(self.results) > MOST:
-            best, before = self.best, len(self.results)
-            self.results = [each for i, each in enumerate(self.results) if i % 2 == 0 or each is best]
-            self.dropped = self.dropped[0] + before - len(self.results), self.dropped[1]
         return result
 
     def give_up(self, version: int) -> None:
@@ -117,9 +107,6 @@ class Evaluations:
         if version in self.waiting:
             self._forget(version)
             self.missed.append(version)
-            if len(self.missed) > MOST:
-                del self.missed[0]
-                self.dropped = self.dropped[0], self.dropped[1] + 1
 
     def go_back(self, version: int, kept: Iterable[int]) -> None:
         """Go back to a checkpoint of this version; `kept`: the versions on disk.
@@ -160,9 +147,9 @@ class Evaluations:
             metrics=dict(last.metrics) if last else {},
             best_version=best.version if best else None,
             best=best.metrics[str(self.metric)] if best else None,
-            evaluated=self.dropped[0] + len(self.results),
+            evaluated=len(self.results),
             waiting=len(self.waiting),
-            missed=self.dropped[1] + len(self.missed),
+            missed=len(self.missed),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -172,7 +159,6 @@ class Evaluations:
             "begun": {str(version): times for version, times in self.begun.items()},
             "results": [asdict(result) for result in self.results],
             "missed": self.missed,
-            "dropped": self.dropped,
             "newest": self.newest,
         }
 
@@ -184,6 +170,6 @@ class Evaluations:
             Evaluation(int(r["version"]), {str(k): float(v) for k, v in r["metrics"].items()})
             for r in data["results"]
         ]
-        newest, (evaluated, given_up) = int(data["newest"]), data.get("dropped", (0, 0))
+        newest = int(data["newest"])
         self.waiting, self.begun, self.results = waiting, begun, results
-        self.missed, self.newest, self.dropped = missed, newest, (int(evaluated), int(given_up))
+        self.missed, self.newest = missed, newest

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ps.evaluation.decisions import ATTEMPTS, MOST, Evaluations
+from elastic_ps.evaluation.decisions import ATTEMPTS, Evaluations
 
 
 def test_a_checkpoint_is_wanted_once_for_each_stretch_of_versions() -> None:
@@ -80,25 +80,6 @@ def test_the_best_is_kept(highest: bool, best: int) -> None:
     assert work.best.version == best  # of equal ones the first
     assert work.held == {best}
     assert (work.status().best_version, work.status().version) == (best, 4)
-
-
-def test_the_results_of_a_long_job_take_bounded_room() -> None:
-    work = Evaluations(metric="loss")
-    for version in range(1, 3 * MOST):
-        work.add(2 * version)
-        assert work.begin("a") == 2 * version
-        work.add(2 * version + 1)
-        work.give_up(2 * version + 1)
-        work.finish(2 * version, {"loss": abs(version - 100.0)})
-    again = Evaluations(metric="loss")
-    again.restore(json.loads(json.dumps(work.to_json())))
-    for each in (work, again):
-        assert len(each.results) <= MOST
-        assert len(each.missed) <= MOST
-        status = each.status()
-        assert (status.evaluated, status.missed) == (3 * MOST - 1, 3 * MOST - 1)
-        assert (status.best_version, status.version) == (200, 6 * MOST - 2)
-    assert [each.version for each in work.results] == sorted(each.version for each in work.results)
 
 
 def test_what_nobody_reported_is_not_the_best() -> None:
