@@ -208,7 +208,9 @@ def begin(environment: ProcessEnvironment) -> None:
     _watch_lifeline(environment.lifeline)
     for name in ("stdout", "stderr"):
         if (stream := getattr(sys, name)) is not None and stream is getattr(sys, f"__{name}__"):
-            setattr(sys, name, _lossy(stream))
+            lossy = _lossy(stream)
+            setattr(sys, name, lossy)
+            setattr(sys, f"__{name}__", lossy)
     name = f"{environment.role}-{environment.index}"
     if environment.links:
         name += f"/{environment.local_rank}"
@@ -233,6 +235,7 @@ class _Lossy(io.FileIO):
 
 def _lossy(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     """The same output, as a `_Lossy` file."""
+    stream.flush()
     raw = _Lossy(stream.fileno(), "w", closefd=False)
     return io.TextIOWrapper(
         raw if stream.write_through else io.BufferedWriter(raw),

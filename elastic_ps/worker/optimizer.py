@@ -213,7 +213,7 @@ class ElasticOptimizer(_Wrapping):
 
     def step_of(self, part: torch.optim.Optimizer | None, closure: Callable[[], Any] | None) -> Any:
         """As `step`, of the parameters of one of the wrapped optimizers alone; None: of all."""
-        if self._groups_now() != self._groups:
+        if [*map(id, self._groups_now())] != [*map(id, self._groups)]:
             raise UsageError(_OTHER_GROUPS)
         if self._parts:
             self._require_batch()
@@ -248,10 +248,12 @@ class ElasticOptimizer(_Wrapping):
             vars(each)["_opt_called"] = True
         return loss
 
-    def _groups_now(self) -> list[tuple[int, int]]:
-        """The parameter groups of the script's and the wrapped optimizers, and the numbers of parameters."""
+    def _groups_now(self) -> list[object]:
+        """The parameter groups of the script's and the wrapped optimizers, each with its parameters."""
         optimizers = (self, *self._parts.values(), *parts_of(self._wrapped))
-        return [(id(group), len(group["params"])) for each in optimizers for group in each.param_groups]
+        return [
+            one for each in optimizers for group in each.param_groups for one in (group, *group["params"])
+        ]
 
     def _require_batch(self) -> None:
         """Raise UsageError if one of several optimizers has made a step with this batch."""

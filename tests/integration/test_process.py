@@ -204,7 +204,7 @@ def test_a_full_disk_with_the_output_does_not_fail_the_script(unbuffered: str) -
     script = (
         "from elastic_ps.contract import env; from elastic_ps.process import lifecycle; import sys\n"
         "lifecycle.begin(env.read())\n"
-        "print('a step', flush=True); print('another step')\n"
+        "print('a step', flush=True); print('another step', file=sys.__stdout__)\n"
         "sys.stdout.buffer.write(b'bytes'); sys.stdout.buffer.flush()\n"
         "print('the end', file=sys.stderr)"
     )

@@ -32,7 +32,7 @@ from tests.testing.trained import (
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one", "several"])
-@pytest.mark.parametrize("change", ["add", "load", "assign", "remove"])
+@pytest.mark.parametrize("change", ["add", "load", "assign", "swap", "remove"])
 def test_other_parameter_groups(tmp_path: Path, change: str, several: bool) -> None:
     """The job would never train what is added, or use rates that are changed in what was loaded or assigned.
 
@@ -51,6 +51,8 @@ def test_other_parameter_groups(tmp_path: Path, change: str, several: bool) -> N
                 wrapped.load_state_dict(wrapped.state_dict())
             elif step == 2 and change == "assign":
                 optimizer.param_groups = [{**group} for group in optimizer.param_groups]
+            elif step == 2 and change == "swap":
+                optimizer.param_groups[0]["params"] = list(model[2].parameters())
             elif step == 2:
                 del optimizer.param_groups[0]["params"][0]
             optimizer.zero_grad()

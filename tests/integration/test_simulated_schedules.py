@@ -45,7 +45,7 @@ def test_a_schedule_that_has_broken_a_promise(seed: int) -> None:
 
 
 DEATHS = [
-    (3, 1, 160),
+    (3, 1, 97),
     *((3, first, 32) for first in range(1, 33)),
     *((seed, first, 36) for seed in (48, 54) for first in range(1, 37, 3)),
 ]
