@@ -38,12 +38,12 @@ test-all:  ## Every test, with the versions swapped: unit tests the newest, inte
 test-here:  ## The tests that need no cluster
 	$(MAKE) --jobs=2 --keep-going --output-sync=target test-unit test-integration
 
-# The other parts take longer, and wait half of the time: this one leaves them the processors.
+# The tests on the cluster wait most, for images too: the others leave them the processors, this one most of all.
 test-unit: $(UNIT)/ready
-	PYTHONPATH=$(CURDIR):$(CURDIR)/operator nice -n 5 $(UNIT)/bin/python $(PYTEST) $(PARALLEL) --numprocesses=logical --maxprocesses=4 tests/unit
+	PYTHONPATH=$(CURDIR):$(CURDIR)/operator nice -n 8 $(UNIT)/bin/python $(PYTEST) $(PARALLEL) --numprocesses=logical --maxprocesses=4 tests/unit
 
 test-integration: $(INTEGRATION)/ready
-	PYTHONPATH=$(CURDIR):$(CURDIR)/operator $(INTEGRATION)/bin/python $(PYTEST) $(PARALLEL) --numprocesses=4 tests/integration
+	PYTHONPATH=$(CURDIR):$(CURDIR)/operator nice -n 3 $(INTEGRATION)/bin/python $(PYTEST) $(PARALLEL) --numprocesses=4 tests/integration
 
 test-docs: $(VENV)/ready  ## The tests that read documentation
 	$(BIN)/python $(PYTEST) $(PARALLEL) --numprocesses=2 $(shell grep -rl --include='test_*.py' '/ "docs" /' tests)

@@ -25,9 +25,8 @@ BACKUP = {"backupWorkers": 1}
 ACCUMULATE = {"mode": "accumulate", "gradients": 2}
 
 
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", per_change(["forward", "backward"], keep=["backward"]))
 @pytest.mark.parametrize(
     "consistency", per_change([BACKUP, ACCUMULATE], keep=[BACKUP]), ids=["backup workers", "accumulate"]
 )

@@ -28,7 +28,6 @@ from tests.testing.harness import Job, Numbers, events, make_mlp, running_job
 from tests.testing.launching import forks, wait_for_workers
 from tests.testing.oracle import assert_each_record_once, mse
 from tests.testing.polling import eventually
-from tests.testing.tiers import per_change
 
 SYNC: dict[str, Any] = {"mode": "sync"}
 BOUNDED: dict[str, Any] = {"mode": "bounded", "maxStaleness": 3}
@@ -159,10 +158,8 @@ COMPRESSIONS: list[dict[str, Any]] = [
 """Gradients and values change, with deltas and without, to a codec of the user's own and from it."""
 
 
-MODES = per_change([{"mode": "sync"}, {"mode": "local", "steps": 2}], keep=[{"mode": "local", "steps": 2}])
-
-
-@pytest.mark.parametrize("mode", MODES, ids=lambda m: m["mode"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("mode", [{"mode": "sync"}, {"mode": "local", "steps": 2}], ids=lambda m: m["mode"])
 @pytest.mark.parametrize("durability", ["checkpoint", "standby"])
 def test_the_compression_changes_while_parameter_servers_die_and_workers_join(
     tmp_path: Path, durability: str, mode: dict[str, Any]

@@ -19,7 +19,6 @@ from elastic_ps.worker.session import Session
 from tests.testing.datafiles import write_mnist
 from tests.testing.harness import Numbers, running_job
 from tests.testing.oracle import assert_each_record_once
-from tests.testing.tiers import per_change
 
 ROOT = Path(__file__).parents[2]
 RUNS = "<!-- runs in tests/integration/test_coming_from.py -->"
@@ -92,7 +91,8 @@ def test_the_lines_that_are_left_train(tmp_path: Path, monkeypatch: pytest.Monke
     assert Path("model.pt").exists() == (system == "ddp")
 
 
-@pytest.mark.parametrize("system", per_change(REPORTED, keep=["torchmpi"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("system", REPORTED)
 def test_a_rewritten_example_runs(tmp_path: Path, system: str) -> None:
     write_mnist(tmp_path)
     (tmp_path / "my_data.py").write_text(DATA)

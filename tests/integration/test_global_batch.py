@@ -240,7 +240,10 @@ def test_a_schedule_counts_versions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "consistency",
-    [{"globalBatchSize": 40}, {"mode": "local", "steps": 10, "outer": "average"}],
+    per_change(
+        [{"globalBatchSize": 40}, {"mode": "local", "steps": 10, "outer": "average"}],
+        keep=[{"globalBatchSize": 40}],
+    ),
     ids=["globalBatchSize", "local"],
 )
 def test_a_slow_worker_gets_less_to_compute(tmp_path: Path, consistency: dict[str, Any]) -> None:

@@ -152,10 +152,13 @@ def test_last_words_are_short_whatever_a_script_reports() -> None:
 
 @pytest.mark.parametrize(
     ("bind", "message"),
-    [
-        ("rdma:host:1", "error: 'rdma:host:1' is not an address"),
-        ("192.0.2.1:1", "error: cannot listen on 192.0.2.1:1"),
-    ],
+    per_change(
+        [
+            ("rdma:host:1", "error: 'rdma:host:1' is not an address"),
+            ("192.0.2.1:1", "error: cannot listen on 192.0.2.1:1"),
+        ],
+        keep=[("192.0.2.1:1", "error: cannot listen on 192.0.2.1:1")],
+    ),
 )
 def test_where_it_cannot_listen_it_ends_with_a_sentence(tmp_path: Path, bind: str, message: str) -> None:
     process = Process(tmp_path, bind)
