@@ -294,7 +294,7 @@ def test_while_an_exchange_begins(
         publish(self, **given)
         values[:] = [[(each, self.value(index)) for index, each in enumerate(self.tensors)]]
 
-    # What the model has after its last whole exchange, and a place in the next one; see the top of this file.
+    # Notes the model of each whole exchange, and interrupts the next one; see the top of this file.
     monkeypatch.setattr(Flat, "publish", note)
     monkeypatch.setattr(Runtime, where, interrupt)
     commits = alone(tmp_path, script, consistency={"mode": "local", "steps": 2, **more})
