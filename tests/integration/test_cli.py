@@ -242,7 +242,9 @@ def test_an_interrupt_while_the_command_is_imported_is_a_sentence(place: Place, 
     (place.path / f"{module}.py").write_text(
         "import pathlib, time\n"
         "pathlib.Path('importing').touch()\n"
-        "try:\n    time.sleep(1000)\nexcept BaseException as error:\n    raise RuntimeError from error\n"
+        "try:\n"
+        "    while True:\n        time.sleep(0.01)\n"  # a signal just before one long sleep would not end it
+        "except BaseException as error:\n    raise RuntimeError from error\n"
     )
     code = (
         "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -251,9 +253,12 @@ def test_an_interrupt_while_the_command_is_imported_is_a_sentence(place: Place, 
     with subprocess.Popen(
         [sys.executable, "-c", code, "run", "job.yaml"], cwd=place.path, stderr=subprocess.PIPE, text=True
     ) as process:
-        eventually((place.path / "importing").exists, "the module is being imported")
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=LIMIT)
+        try:
+            eventually((place.path / "importing").exists, "the module is being imported")
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=LIMIT)
+        finally:
+            process.kill()
     assert (process.returncode, err) == (130, "stopped by SIGINT: nothing was started\n")
 
 
