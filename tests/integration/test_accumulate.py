@@ -14,9 +14,9 @@ from torch.optim import lr_scheduler
 from elastic_ps.core.accumulate import AccumulateRounds
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
-from elastic_ps.errors import InvalidJob, InvalidModel
+from elastic_ps.errors import InvalidModel
 from elastic_ps.worker.session import Session
-from tests.testing.harness import Job, Numbers, events, make_mlp, make_spec, running_job
+from tests.testing.harness import Job, Numbers, events, make_mlp, running_job
 from tests.testing.inside import push_pull_of
 from tests.testing.oracle import assert_each_record_once, mse
 from tests.testing.polling import LIMIT, eventually
@@ -312,27 +312,3 @@ def test_more_gradients_than_the_job_has_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(InvalidModel, match=expected):
         alone(tmp_path, script, consistency=accumulate(19))
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"mode": "accumulate"}, "mode accumulate needs gradients: the number of steps"),
-        (
-            {"gradients": 3},
-            "gradients 3 has no meaning with mode sync; leave it out, or set mode: accumulate",
-        ),
-        (
-            {"mode": "bounded", "maxStaleness": 1, "gradients": 3},
-            "gradients 3 has no meaning with mode bounded",
-        ),
-        (accumulate(0), "consistency.gradients: input should be greater than or equal to 1, got 0"),
-        (accumulate(2) | {"maxStaleness": 3}, "maxStaleness 3 has no meaning with mode accumulate"),
-        (accumulate(2) | {"backupWorkers": 1}, "backupWorkers works only with mode sync"),
-        (accumulate(2) | {"deterministic": True}, "deterministic works only with mode sync"),
-        ({"mode": "eventual"}, "consistency.mode: input should be 'sync', .*'accumulate'.*got 'eventual'"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(InvalidJob, match=reason):
-        make_spec(consistency=fields)

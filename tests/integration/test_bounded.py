@@ -20,11 +20,11 @@ from elastic_ps.core.ledger import Range
 from elastic_ps.data.shuffle import permutation
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
-from elastic_ps.errors import InvalidJob, RefusalCode, Refused
+from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Frame
 from elastic_ps.worker.session import Session
-from tests.testing.harness import Job, Numbers, events, make_mlp, make_spec, running_job
+from tests.testing.harness import Job, Numbers, events, make_mlp, running_job
 from tests.testing.inside import push_pull_of, runtime_of
 from tests.testing.oracle import Adapted, assert_each_record_once, mse, ranges_of
 from tests.testing.polling import LIMIT, eventually
@@ -472,51 +472,3 @@ def test_a_schedule_does_not_go_back_when_a_slow_worker_contributes(tmp_path: Pa
     check_histories(job, data)
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] == pytest.approx(0.1 * 0.97**versions, rel=0.2)
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"mode": "bounded"}, "needs maxStaleness: the number of versions"),
-        (
-            {"maxStaleness": 3},
-            "maxStaleness 3 has no meaning with mode sync; leave it out, or set mode: bounded",
-        ),
-        ({"mode": "bounded", "maxStaleness": 0}, "greater than or equal to 1"),
-        (bounded() | {"backupWorkers": 1}, "backupWorkers works only with mode sync"),
-        (bounded() | {"deterministic": True}, "deterministic works only with mode sync"),
-        ({"reads": "inconsistent"}, "reads inconsistent has no meaning with mode sync; leave it out, or set"),
-        (bounded() | {"reads": "consistent"}, "reads consistent has no meaning with mode bounded"),
-        (
-            ASYNC | {"reads": "dirty"},
-            "consistency.reads: input should be 'consistent' or 'inconsistent', got",
-        ),
-        (
-            ASYNC | {"stalenessScale": "invers"},
-            "there is no stalenessScale 'invers'; expected one of damped, inverse, none, or module:function",
-        ),
-        (
-            {"stalenessScale": "inverse"},
-            "stalenessScale inverse has no meaning with mode sync; leave it out, or set mode: async or b",
-        ),
-        (
-            {"mode": "accumulate", "gradients": 3, "maxStalenessP99": 2},
-            "maxStalenessP99 2 has no meaning with mode accumulate; leave it out, or set mode: async or",
-        ),
-        (
-            {"maxStalenessP99": 2, "deterministic": True},
-            "maxStalenessP99 2 cannot be combined with deterministic",
-        ),
-        (
-            {"maxStalenessP99": 2, "backupWorkers": 1},
-            "maxStalenessP99 2 cannot be combined with backupWorkers",
-        ),
-        (ASYNC | {"maxStalenessP99": -1}, "greater than or equal to 0"),
-        (ASYNC | {"maxStaleness": 3}, "maxStaleness 3 has no meaning with mode async; leave it out, or set"),
-        (ASYNC | {"gradients": 3}, "gradients 3 has no meaning with mode async"),
-        (ASYNC | {"backupWorkers": 1}, "backupWorkers works only with mode sync"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(InvalidJob, match=reason):
-        make_spec(consistency=fields)

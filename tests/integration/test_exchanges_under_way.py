@@ -21,12 +21,11 @@ from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec.delayed import DelayedNesterov
 from elastic_ps.core.fragments import turn
 from elastic_ps.core.ledger import Range
-from elastic_ps.errors import InvalidJob
 from elastic_ps.worker.session import Session
 from elastic_ps.worker.strategy import Future
 from tests.integration.test_fragments import fragments_of
 from tests.integration.test_local_steps import BATCH, Dying, adamw, check_histories, local, steps_on, train
-from tests.testing.harness import Numbers, make_mlp, make_spec, running_job
+from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.inside import runtime_of
 from tests.testing.oracle import Adapted, Commit, assert_equal_up_to_round_off, mse
 from tests.testing.polling import LIMIT, eventually
@@ -372,24 +371,3 @@ def test_a_script_leaves_its_loop_and_stops_with_an_exchange_under_way(tmp_path:
     assert counted == status.progress.records_applied
     mine = [c for commit in commits for c in commit["contributions"] if c["worker"] == 0]
     assert sum(len(c["records"]) for c in mine) == 6, "what it has trained is in the model"
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        (
-            local(4, overlap=4),
-            "overlap 4 is too many: there are 4 steps between two exchanges.* Set overlap to 3",
-        ),
-        (local(9, fragments=3, overlap=3), "there are 3 steps between two exchanges"),
-        (
-            local(4, "easgd", overlap=1),
-            "overlap 1 has no meaning with outer easgd, where a worker goes on from",
-        ),
-        ({"overlap": 1}, "overlap 1 has no meaning with mode sync; leave it out, or set mode: local"),
-        (local(4, overlap=-1), "greater than or equal to 0"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(InvalidJob, match=reason):
-        make_spec(consistency=fields)

@@ -20,10 +20,10 @@ from elastic_ps.core.fragments import fragments, turn
 from elastic_ps.core.ledger import Range
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
-from elastic_ps.errors import InvalidJob, InvalidModel
+from elastic_ps.errors import InvalidModel
 from elastic_ps.worker.session import Session
 from tests.integration.test_local_steps import BATCH, Dying, adamw, local, steps_on, train
-from tests.testing.harness import Job, Numbers, make_mlp, make_spec, running_job
+from tests.testing.harness import Job, Numbers, make_mlp, running_job
 from tests.testing.inside import push_pull_of, runtime_of
 from tests.testing.oracle import (
     Adapted,
@@ -267,16 +267,3 @@ def test_more_fragments_than_the_model_has_tensors(tmp_path: Path) -> None:
 
     with pytest.raises(InvalidModel, match=r"fragments is 3, but the model can be divided into 2 at most"):
         alone(tmp_path, script, consistency=local(5, fragments=3))
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        (local(2, fragments=0), "consistency.fragments: input should be greater than or equal to 1, got 0"),
-        (local(2, fragments=3), "fragments 3 is above steps 2: .* Set fragments to 2 or less"),
-        ({"fragments": 2}, "fragments 2 has no meaning with mode sync; leave it out, or set mode: local"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(InvalidJob, match=reason):
-        make_spec(consistency=fields)

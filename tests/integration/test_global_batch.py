@@ -15,9 +15,9 @@ from torch.optim import lr_scheduler
 from elastic_ps.data.shuffle import permutation
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
-from elastic_ps.errors import InvalidJob, InvalidModel, UsageError
+from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.session import Session
-from tests.testing.harness import Numbers, events, make_mlp, make_spec, running_job
+from tests.testing.harness import Numbers, events, make_mlp, running_job
 from tests.testing.oracle import Commit, mse, ranges_of
 from tests.testing.polling import eventually
 from tests.testing.tiers import per_change
@@ -367,36 +367,3 @@ def test_a_worker_that_is_busy_between_epochs_has_its_part(tmp_path: Path) -> No
 def test_more_records_than_an_epoch_has_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidModel, match="globalBatchSize is 101, but the data set has only 100 records"):
         alone(tmp_path, script_of({}), consistency={"globalBatchSize": 101})
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"globalBatchSize": 0}, "greater than or equal to 1"),
-        (
-            {"globalBatchSize": 8, "backupWorkers": 1},
-            "backupWorkers 1 cannot be combined with globalBatchSize",
-        ),
-        (
-            {"mode": "async", "globalBatchSize": 8},
-            "globalBatchSize 8 has no meaning with mode async; leave it out, or set mode: sync",
-        ),
-        (
-            {"balance": "speed"},
-            "balance speed has no meaning without globalBatchSize; set that, or mode: local",
-        ),
-        (
-            {"mode": "local", "steps": 2, "outer": "easgd", "balance": "speed"},
-            "balance speed has no meaning with outer easgd, where nobody waits",
-        ),
-        (
-            {"globalBatchSize": 8, "balance": "speed", "deterministic": True},
-            "balance speed cannot be combined with deterministic: true",
-        ),
-        ({"globalBatchSize": 8, "balance": "fast"}, "input should be 'even' or 'speed'"),
-        ({"globalBatchSize": 2}, "replicas 3 is above consistency.globalBatchSize 2, so some workers"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(InvalidJob, match=reason):
-        make_spec(consistency=fields, worker={"replicas": 3})

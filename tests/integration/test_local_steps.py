@@ -23,9 +23,9 @@ from elastic_ps.core.ledger import Range
 from elastic_ps.data.shuffle import permutation
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
-from elastic_ps.errors import InvalidJob, InvalidModel, UsageError
+from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.session import Session
-from tests.testing.harness import Indexes, Job, Numbers, Tally, make_mlp, make_spec, running_job
+from tests.testing.harness import Indexes, Job, Numbers, Tally, make_mlp, running_job
 from tests.testing.inside import push_pull_of, vanish
 from tests.testing.oracle import (
     Adapted,
@@ -704,29 +704,3 @@ def test_a_step_after_a_batch_that_was_given_back_while_the_worker_joined_again(
         job.start(0, script)
         with pytest.raises(UsageError, match=r"Run backward\(\) inside the loop"):
             job.join()
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"mode": "local"}, "mode local needs steps: the number of steps that a worker makes by itself"),
-        (local(0), "consistency.steps: input should be greater than or equal to 1, got 0"),
-        ({"steps": 3}, "steps 3 has no meaning with mode sync; leave it out, or set mode: local"),
-        ({"mode": "async", "outer": "easgd"}, "outer easgd has no meaning with mode async"),
-        (local(2, "adagrad"), "consistency.outer: input should be 'diloco', .* or 'downpour', got 'adagrad'"),
-        (local(2, reads="consistent"), "reads consistent has no meaning with mode local"),
-        (local(2, backupWorkers=1), "backupWorkers works only with mode sync"),
-        (local(2, deterministic=True), "deterministic works only with mode sync"),
-        (
-            local(2, "average", outerLearningRate=0.5),
-            "outerLearningRate 0.5 has no meaning with outer average; leave it out, or set outer: diloco or",
-        ),
-        (local(2, "easgd", outerMomentum=0.5), "outerMomentum 0.5 has no meaning with outer easgd"),
-        (local(2, "easgd", outerLearningRate=1.5), "outerLearningRate 1.5 would move a worker and the job"),
-        (local(2, outerLearningRate=0), "consistency.outerLearningRate: input should be greater"),
-        (local(2, outerMomentum=1), "consistency.outerMomentum: input should be less"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(InvalidJob, match=reason):
-        make_spec(consistency=fields)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from elastic_ps.errors import InvalidJob
 from elastic_ps.worker.session import Session
 from tests.integration.test_local_steps import (
     BATCH,
@@ -19,7 +17,7 @@ from tests.integration.test_local_steps import (
     reference,
     train,
 )
-from tests.testing.harness import Numbers, make_mlp, make_spec, running_job
+from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once, assert_equal_up_to_round_off, mse
 from tests.testing.polling import eventually
 from tests.testing.trained import training
@@ -106,23 +104,3 @@ def test_a_round_waits_for_the_others_as_long_as_grace_says(tmp_path: Path) -> N
         check_histories(job, data)
         commits = job.commits()
     assert [len(commit["contributions"]) for commit in commits][:4] == [2, 2, 2, 2]
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"consistency": local(2, quorum=0)}, "quorum: input should be greater than or equal to 1, got 0"),
-        (
-            {"consistency": local(2, quorum=3), "worker": {"replicas": 4, "minReplicas": 2}},
-            "consistency.quorum 3 is above worker.minReplicas 2, .* Set worker.minReplicas to 3 or more",
-        ),
-        ({"consistency": local(2, "easgd", quorum=1)}, "quorum 1 has no meaning with outer easgd"),
-        ({"consistency": local(2, grace="1s")}, "grace has no meaning without quorum"),
-        ({"consistency": local(2, quorum=1, grace="soon")}, "'soon' is not a duration; .* 500ms, or auto"),
-        ({"consistency": {"quorum": 1}}, "quorum 1 has no meaning with mode sync"),
-        ({"consistency": {"grace": "auto"}}, "grace auto has no meaning with mode sync"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(fields: dict[str, Any], reason: str) -> None:
-    with pytest.raises(InvalidJob, match=reason):
-        make_spec(**fields)
