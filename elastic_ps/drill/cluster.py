@@ -196,7 +196,6 @@ def run_on_cluster(
     claim: str,
     history: Path,
     tell: Callable[[str], None],
-    limit: timedelta = LIMIT,
 ) -> Drill:
     """Apply the job, run it to its end with these faults, and check its histories. Blocks.
 
@@ -218,7 +217,7 @@ def run_on_cluster(
     kubectl("get", f"persistentvolumeclaims/{claim}", "-o", "name")
     run = f"{job.name}-{secrets.token_hex(4)}"
     kubectl("apply", "-f", "-", given=json.dumps(with_histories(document, claim=claim, run=run)))
-    target = ClusterTarget(kubectl, job.name, limit=limit)
+    target = ClusterTarget(kubectl, job.name, limit=LIMIT)
     injections = train(target, faults, tell)
     result = target.result()
     _fetch(kubectl, job.spec.image or "", claim=claim, run=run, into=history)

@@ -53,13 +53,10 @@ class JobSource:
     Args:
         connection: the connection to shard 0; `close` closes it.
         run: a name of the run of the job. Files that a killed evaluator of this run has left are deleted.
-        patience: how long the parameter server may be away.
     """
 
-    def __init__(
-        self, job: str, connection: Connection, *, run: str = "", patience: timedelta = PATIENCE
-    ) -> None:
-        self._job, self._connection, self._patience = job, connection, patience
+    def __init__(self, job: str, connection: Connection, *, run: str = "") -> None:
+        self._job, self._connection = job, connection
         self._process = uuid.uuid4().hex
         directory = Path(tempfile.gettempdir()) / f"elastic-ps-evaluator-{run or self._process}"
         shutil.rmtree(directory, ignore_errors=True)
@@ -143,9 +140,7 @@ class JobSource:
     def _patiently(self, call: Callable[[], T]) -> T:
         """Call until the parameter server answers. It may be away for a while, and start again."""
         try:
-            return retry(
-                call, (ConnectionLost, DeadlineExceeded, Refused), patience=self._patience, pause=RETRY
-            )
+            return retry(call, (ConnectionLost, DeadlineExceeded, Refused), patience=PATIENCE, pause=RETRY)
         except (ConnectionLost, DeadlineExceeded) as error:
-            text = f"the parameter server has not answered for {self._patience}: {error}"
+            text = f"the parameter server has not answered for {PATIENCE}: {error}"
             raise ConnectionLost(text) from error

@@ -285,9 +285,9 @@ def generation_of(job: TrainingJob) -> int:
     return number if isinstance(number, int) else 0
 
 
-def known_jobs(root: Path | None = None) -> list[JobDirectory]:
+def known_jobs() -> list[JobDirectory]:
     """The jobs with a directory on this machine, sorted by name."""
-    base = root or state_directory()
+    base = state_directory()
     paths = sorted(base.iterdir()) if base.is_dir() else []
     return [JobDirectory(path.name, root=base) for path in paths if (path / "status.json").is_file()]
 
