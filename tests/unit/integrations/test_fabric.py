@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import lightning_fabric
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -16,6 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from elastic_ps.errors import UsageError
+from elastic_ps.integrations import lightning_fabric as other
 from elastic_ps.integrations.fabric import ElasticStrategy
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, make_mlp, running_job
@@ -104,6 +106,24 @@ def test_the_curve_is_that_of_fabric_alone(tmp_path: Path, steps: int, clip: flo
         assert len(job.commits()) == EPOCHS * math.ceil(13 / steps)
     assert ours.losses == pytest.approx(alone.losses, rel=1e-12)
     assert ours.evaluations == pytest.approx(alone.evaluations, rel=1e-12)
+    assert_same(ours.model, alone.model)
+
+
+def test_the_curve_is_that_of_the_other_package_alone(tmp_path: Path) -> None:
+    """`lightning` has a copy of `lightning_fabric`, with classes of its own."""
+
+    def of_other(strategy: Any = "auto") -> Any:
+        return lightning_fabric.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+
+    def make(session: Session) -> Trained:
+        strategy = other.ElasticStrategy(epochs=EPOCHS, session=session, max_grad_norm=0.1)
+        return script(of_other(strategy), steps=2, clip=0.1)
+
+    alone = script(of_other(), steps=2, clip=0.1)
+    with running_job(tmp_path, data=IN_ORDER) as job:
+        ours = in_job(job, make)[0]
+        assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
+    assert ours.losses == pytest.approx(alone.losses, rel=1e-12)
     assert_same(ours.model, alone.model)
 
 
