@@ -9,12 +9,15 @@ what was accumulated, and the validation. See docs/guides/lightning.md.
 
 from __future__ import annotations
 
+import inspect
+import logging
 import math
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -31,6 +34,8 @@ from elastic_ps.integrations.processes import OneDevice, as_only_process, leads
 from elastic_ps.standalone import connect
 from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.session import Session
+
+logger = logging.getLogger(__name__)
 
 NAME = "elastic_ps"
 """The name of the strategy, as in `Trainer(strategy="elastic_ps")`."""
@@ -175,7 +180,9 @@ class TrainsInJob(OneDevice):
         self._max_grad_norm = max_grad_norm
         self._clipped = ClippedSteps(None if self._local else max_grad_norm)
         self._layer_sync = None  # Lightning puts that of sync_batchnorm here
+        self._trained = False
         super().__init__(**options)
+        self._launcher = self  # so that Lightning calls `launch`
         rank_zero_only.rank = 0 if self.is_global_zero else max(1, self.session.worker)
 
     # Where the work is.
@@ -184,6 +191,41 @@ class TrainsInJob(OneDevice):
     def is_global_zero(self: Any) -> bool:
         """Whether this is worker 0, which logs and shows progress."""
         return bool(self.session.worker == 0 and leads())
+
+    # As what Lightning calls a launcher.
+
+    is_interactive_compatible = True
+
+    def launch(self: Any, function: Callable[..., Any], *args: Any, trainer: Any, **kwargs: Any) -> Any:
+        """Lightning calls it for `Trainer.fit`, `validate`, `test` and `predict`. It starts no process.
+
+        Raises:
+            SystemExit: the function loads a checkpoint of this training, and this worker does not have it.
+                The status is 0: its part is trained.
+        """
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+        path = given.get("ckpt_path") or ("best" if given.get("model") is None else "")  # as Lightning does
+        own = path in ("best", "last") or bool(path and not Path(path).exists())
+        if self._trained and own and (why := self._lacks_checkpoint(trainer)):
+            logger.warning("the training is over, and this worker ends its script here: %s", why)
+            trainer.loggers = []  # Lightning would tell them of a failure, after the success of `fit`
+            raise SystemExit(0)
+        result = function(*args, **kwargs)
+        if self._trained and trainer.state.fn in ("validate", "test") and self.session.is_chief:
+            self.session.report(**_reported(result))
+        self._trained = self._trained or trainer.state.fn == "fit"
+        return result
+
+    def _lacks_checkpoint(self: Any, trainer: Any) -> str:
+        """Why the checkpoints that were saved in `fit` are not on this worker; "" if they are."""
+        if not self.session.is_chief:
+            return "only the chief, another worker, has the checkpoint to load"
+        if trainer.global_step == 0:  # this process has trained nothing
+            return "the worker that had the checkpoint to load has ended, and this one has replaced it"
+        return ""
+
+    def kill(self, signum: int) -> None:
+        """Lightning calls it at a SIGTERM, for the processes that a launcher has started."""
 
     @property
     def _trainer(self: Any) -> Any:
@@ -495,7 +537,7 @@ class Loop:
 
 
 def _reported(outputs: Any) -> dict[str, float]:
-    """What a validation has logged, by names that a job's metrics can have."""
+    """What a validation or a test has logged, by names that a job's metrics can have."""
     logged = {name: value for each in outputs or () for name, value in each.items()}
     return {"".join(c if c.isalnum() else "_" for c in name): float(value) for name, value in logged.items()}
 

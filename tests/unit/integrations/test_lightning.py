@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -328,6 +330,81 @@ def test_other_modules(tmp_path: Path, kind: type[Net], limit: float | None) -> 
     assert ours.losses == pytest.approx(alone.losses, rel=1e-12)
     assert ours.rates == alone.rates
     assert_same_model(ours, alone)
+
+
+class WithTest(Net):
+    def test_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        self.log("test/loss", self.loss(batch))
+
+
+@pytest.mark.filterwarnings("ignore:.*was called without a model")  # where the chief is worker 0
+@pytest.mark.parametrize("given", [{}, {"ckpt_path": "best"}], ids=["by itself", "best"])
+def test_the_chief_tests_its_best_checkpoint_and_the_others_end(
+    tmp_path: Path, given: dict[str, Any]
+) -> None:
+    tested, ended = dict[int, float](), list[Any]()
+
+    def script(session: Session) -> None:
+        saving = ModelCheckpoint(tmp_path / f"of-{session.worker}", monitor="val/loss")
+        trainer = trainer_of(ElasticStrategy(session=session), callbacks=[saving])
+        trainer.fit(WithTest(), DataLoader(Numbers(RECORDS), BATCH), DataLoader(Numbers(20), 7))
+        try:
+            [result] = trainer.test(dataloaders=DataLoader(Numbers(20), 7), **given)
+        except SystemExit as end:
+            ended.append((session.worker, end.code, session.is_chief))
+            return
+        assert session.is_chief
+        assert result["test/loss"] == pytest.approx(float(saving.best_model_score))
+        tested[session.worker] = result["test/loss"]
+
+    with running_job(tmp_path / "job", data=IN_ORDER, worker={"replicas": 2}) as job:
+        job.run(script, workers=2)
+        [(chief, loss)] = tested.items()
+        assert ended == [(1 - chief, 0, False)]
+        assert job.status().progress.metrics["test_loss"] == pytest.approx(loss)
+
+
+def test_a_worker_that_replaces_the_chief_after_the_training_has_nothing_to_test(tmp_path: Path) -> None:
+    ended = list[bool]()
+
+    def script(session: Session) -> None:
+        saving = ModelCheckpoint(tmp_path / f"of-{len(ended)}")
+        trainer = trainer_of(ElasticStrategy(session=session), callbacks=[saving])
+        trainer.fit(WithTest(), DataLoader(Numbers(RECORDS), BATCH), DataLoader(Numbers(20), 7))
+        if session.generation == 0 and not ended:
+            ended.append(False)
+            job.declare_gone(0)
+            return
+        assert session.is_chief
+        with pytest.raises(SystemExit, match=r"^0$"):
+            trainer.test(dataloaders=DataLoader(Numbers(20), 7))
+        ended.append(True)
+
+    with running_job(tmp_path / "job") as job:
+        job.start(0, script)
+        job.join()
+        job.start(0, script)
+        job.join()
+    assert ended == [False, True]
+
+
+TERMINATED = """
+import os, signal
+import lightning.pytorch as pl
+from elastic_ps.integrations.lightning import ElasticStrategy
+
+class Module(pl.LightningModule):
+    def validation_step(self, batch, batch_idx):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+pl.Trainer(strategy=ElasticStrategy(), accelerator="cpu", logger=False).validate(Module(), [1])
+print("validated")
+"""
+
+
+def test_lightning_notes_a_sigterm_as_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, "validated" in done.stdout) == (0, True), done.stderr
 
 
 def test_the_strategy_has_a_name_in_both_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
