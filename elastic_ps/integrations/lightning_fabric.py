@@ -1,12 +1,4 @@
-"""Lightning Fabric: the same for a `Fabric` of the package `lightning_fabric`.
-
-```python
-fabric = Fabric(strategy=ElasticStrategy(epochs=3))
-```
-
-The script otherwise stays as it is. Each worker is the only process for Fabric; the job divides the records
-and adds up the gradients. See docs/guides/lightning.md.
-"""
+"""For scripts that import `Fabric` from the package `lightning_fabric`: see `.fabric`."""
 
 from __future__ import annotations
 

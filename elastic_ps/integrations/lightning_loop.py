@@ -537,7 +537,7 @@ class Loop:
 
 
 def _reported(outputs: Any) -> dict[str, float]:
-    """What a validation or a test has logged, by names that a job's metrics can have."""
+    """Return the values that Lightning has logged, under names that are valid for metrics of a job."""
     logged = {name: value for each in outputs or () for name, value in each.items()}
     return {"".join(c if c.isalnum() else "_" for c in name): float(value) for name, value in logged.items()}
 
