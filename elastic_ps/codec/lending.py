@@ -12,6 +12,9 @@ import torch
 
 from elastic_ps.codec.memory import as_bytes
 
+WORTHWHILE = 1 << 16
+"""Bytes of a piece from which on lending it is worth the time of a step that it takes."""
+
 
 class Loans:
     """Pieces of memory that are lent, by number. Not thread-safe."""

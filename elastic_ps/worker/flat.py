@@ -14,7 +14,7 @@ import torch
 
 from elastic_ps.codec import as_bytes, as_tensor, dtype_of
 from elastic_ps.codec.devices import Staging
-from elastic_ps.codec.lending import Loans
+from elastic_ps.codec.lending import WORTHWHILE, Loans
 from elastic_ps.codec.rows import Arrivals, Rows, put
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule
 from elastic_ps.errors import UsageError
@@ -198,11 +198,13 @@ class Flat:
         The parameter may have it in place of its own, whose memory is free by that. What the script does to
         it between two steps does no harm, since the next gradient is `put` over it.
 
-        Returns None if that would not be the same for the script.
+        Returns None if that would not be the same for the script, or saves too little memory.
         """
         there = self._contribution[index]
         alike = self._lends and type(gradient) is torch.Tensor and gradient.layout is torch.strided
-        if not (alike and gradient.is_contiguous() and gradient.dtype is there.dtype and there.numel()):
+        if there.nbytes < WORTHWHILE or not (
+            alike and gradient.is_contiguous() and gradient.dtype is there.dtype
+        ):
             return None
         # Backward has added to memory that was there before, which the script may know of.
         added = gradient._version > 0
