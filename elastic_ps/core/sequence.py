@@ -10,12 +10,12 @@ import enum
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from elastic_ps.errors import RefusalCode, Refused
 
 
-@dataclass(frozen=True, kw_only=True)
-class PushKey:
+class PushKey(NamedTuple):
     """Identifies a push. See `docs/design/protocol.md`."""
 
     term: int

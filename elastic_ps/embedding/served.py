@@ -226,6 +226,8 @@ class ShardTables:
     def apply(self, version: int, order: Applied) -> None:
         """Make a version of the rows of its steps."""
         with self._lock:
+            if not (self._pushed or self._tables):
+                return
             self._make(version, self._means_of(order), order)
             for worker, incarnation, number in () if order.assigns else order.contributors:
                 self._forget(worker, (incarnation, number))

@@ -266,7 +266,7 @@ def service_of(
         beside: objects with the handlers of other calls.
     """
     callers = Callers(job, node, shard_zero.job if shard_zero is not None else None)
-    steps = StepCalls(callers, shard_zero) if shard_zero is not None else None
+    steps = StepCalls(shard_zero) if shard_zero is not None else None
     parts = [ShardService(callers, node, steps), steps, *beside, TableCalls(lambda: node.shard.tables)]
     if shard_zero is not None:
         parts.append(MemberCalls(callers, shard_zero, lambda: node.shard))

@@ -63,7 +63,8 @@ class ShardService:
     @answers(calls.PUSH)
     def _push(self, request: pb.PushRequest, incoming: Incoming) -> pb.Done | Iterator[Frame]:
         caller = request.caller
-        key = from_message(PushKey, request, **fields(caller, "term", "worker", "incarnation"))
+        who = caller.term, caller.worker, caller.incarnation
+        key = PushKey(*who, request.step, request.bucket, request.version, request.attempt)
         steps = self._steps if request.HasField("finish") else None
         try:
             added = self._added(key, request, incoming)
@@ -78,7 +79,7 @@ class ShardService:
             added = False  # its answer was lost, and the version is made
         else:
             if steps is not None:
-                added = steps.finished(request.finish, incoming) or added
+                added = steps.finished(request.finish, caller) or added
         if request.HasField("pull"):
             return self._pulled(request.pull, caller)
         return pb.Done(duplicate=not added)

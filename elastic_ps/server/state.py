@@ -139,7 +139,7 @@ class JobState:
         """Whether the open round can be committed. None is before version 0 is on disk."""
         if self.stage is Stage.BEGUN:
             return False
-        complete = self.rounds.can_commit() or self.rounds.can_commit(last=self._all_in_hand)
+        complete = self.rounds.can_commit() or (self.rounds.can_commit(last=True) and self._all_in_hand)
         return complete and self.required <= self.rounds.done.keys()
 
     def begin_commit(self) -> Sequence[Contribution]:

@@ -22,13 +22,12 @@ from elastic_ps.core.stages import CourseEvent
 from elastic_ps.data.order import Order
 from elastic_ps.errors import InvalidModel, Malformed, RefusalCode, Refused
 from elastic_ps.server.guarded import Look
-from elastic_ps.server.service import Callers
 from elastic_ps.server.shard_zero import ShardZero
 from elastic_ps.server.state import JobState
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
-from elastic_ps.transport.calls import Sender, answers
+from elastic_ps.transport.calls import answers
 from elastic_ps.transport.convert import (
     fields,
     from_message,
@@ -47,8 +46,8 @@ class StepCalls:
         job: the job's state.
     """
 
-    def __init__(self, callers: Callers, shard_zero: ShardZero) -> None:
-        self._callers, self.job, self._commit = callers, shard_zero.job, shard_zero.commit
+    def __init__(self, shard_zero: ShardZero) -> None:
+        self.job, self._commit = shard_zero.job, shard_zero.commit
         self._checkpoints, self._history = shard_zero.checkpoints, shard_zero.history
 
     def _drive_and_keep(self) -> None:
@@ -281,21 +280,22 @@ class StepCalls:
         return self.job.poll(decide, self._drive_and_keep)
 
     @answers(calls.FINISH)
-    def finish(self, request: pb.FinishRequest, incoming: Incoming) -> pb.Done:
+    def finish(self, request: pb.FinishRequest, _: Incoming) -> pb.Done:
         """See `finished`."""
-        return pb.Done(duplicate=not self.finished(request, incoming))
+        return pb.Done(duplicate=not self.finished(request, request.caller))
 
-    def finished(self, request: pb.FinishRequest, incoming: Incoming) -> bool:
-        """Note that a worker's step is complete on all shards. A Push may carry this call.
+    def finished(self, request: pb.FinishRequest, caller: pb.Caller) -> bool:
+        """Note that a step is complete on all shards. A Push or a Meet of `caller` may carry this call.
 
         The call that completes a round commits it, and returns when the shards have applied it. Returns False
         if the step is known already.
 
         Raises:
             Refused: see `SyncRounds.finish`; INVALID: records that the worker does not hold, or settings that
-                the optimizer cannot step with.
+                the optimizer cannot step with; FORBIDDEN: the step is of another worker than `caller`.
         """
-        self._callers.check(Sender.MEMBER, request, incoming)
+        if request.caller.worker != caller.worker:
+            raise Refused(RefusalCode.FORBIDDEN, f"worker {caller.worker} ends a step in another's name")
         settings = settings_from_message(request.settings) if request.settings else None
         contribution = from_message(
             Contribution,
@@ -321,8 +321,7 @@ class StepCalls:
             member.traffic.update(_traffic(request))
             if new and not contribution.assigns:
                 records = sum(r.records for r in contribution.records)
-                now = self.job.clock()
-                state.pace.finished(member.incarnation, request.attempt, now, records=records)
+                state.pace.finished(member.incarnation, request.attempt, self.job.clock(), records=records)
                 self.job.hasten()
         self._commit.drive()
         return new
@@ -335,7 +334,7 @@ class StepCalls:
     # --- with strategy all-reduce
 
     @answers(calls.MEET)
-    def meet(self, request: pb.MeetRequest, incoming: Incoming) -> pb.MeetReply | None:
+    def meet(self, request: pb.MeetRequest, _: Incoming) -> pb.MeetReply | None:
         """Let a worker wait at a barrier of the open round, or tell it that another round is open.
 
         Gradients and values are not sent here, except the values of a version that is written to disk, which
@@ -349,7 +348,7 @@ class StepCalls:
             return self._part(request)
         if request.HasField("finish"):
             try:
-                self.finished(request.finish, incoming)
+                self.finished(request.finish, request.caller)
             except Refused as refusal:
                 if refusal.code is not RefusalCode.STALE_ATTEMPT:  # the answer names the open round
                     raise

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from datetime import timedelta
 from functools import cache, partial
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from google.protobuf.message import Message
@@ -31,7 +32,7 @@ def to_message(kind: type[M], value: Any, **given: Any) -> M:
     """A message with the fields of `value`, by name; the others come from `given`."""
     shared = _shared(kind.DESCRIPTOR, value.__class__)
     return kind(
-        **{name: each.send(getattr(value, name)) for name, each in shared.items() if name not in given},
+        **{name: each.send(value) for name, each in shared.items() if name not in given},
         **given,
     )
 
@@ -49,11 +50,17 @@ def from_message(kind: Callable[..., T], message: Message, **given: Any) -> T:
 
 def fields(message: Message, *names: str) -> dict[str, Any]:
     """The values of these fields of a message, by name; None for an absent optional field."""
-    known = message.DESCRIPTOR.fields_by_name
+    may_be_absent = _optional(message.DESCRIPTOR)
     return {
-        name: getattr(message, name) if not known[name].has_presence or message.HasField(name) else None
+        name: getattr(message, name) if name not in may_be_absent or message.HasField(name) else None
         for name in names
     }
+
+
+@cache
+def _optional(message: Any) -> Set[str]:
+    """The names of the fields that may be absent, for a message's descriptor."""
+    return {field.name for field in message.fields if field.has_presence}
 
 
 class _Converter(NamedTuple):
@@ -69,7 +76,7 @@ def _same(value: Any) -> Any:
 
 @cache
 def _shared(message: Any, kind: Any) -> Mapping[str, _Converter]:
-    """The fields that both have, by name. Here `take` gets the whole message.
+    """The fields that both have, by name. Here `send` and `take` get the whole value or message.
 
     Args:
         message: the message's descriptor.
@@ -81,17 +88,23 @@ def _shared(message: Any, kind: Any) -> Mapping[str, _Converter]:
 def _field(field: Any, hint: Any) -> _Converter:
     name, kind, may_be_absent = field.name, _without_none(hint), field.has_presence
     send, take = _value(field, kind)
-    empty_is_none = kind is not hint and not may_be_absent
+    found = attrgetter(name)
+    may_be_none = kind is not hint
+
+    def to_field(value: Any) -> Any:
+        value = found(value)
+        return None if value is None else send(value)
 
     def from_field(message: Any) -> Any:
         if may_be_absent and not message.HasField(name):
-            if kind is hint:
+            if not may_be_none:
                 raise Malformed(f"{message.DESCRIPTOR.name} has no {name}")
             return None
-        value = getattr(message, name)
-        return None if empty_is_none and not value else take(value)
+        value = found(message)
+        return None if may_be_none and not may_be_absent and not value else take(value)
 
-    return _Converter(lambda value: None if value is None else send(value), from_field)
+    as_it_is = take is _same and not may_be_none and not may_be_absent
+    return _Converter(found if send is _same else to_field, found if as_it_is else from_field)
 
 
 def _without_none(hint: Any) -> Any:

@@ -201,14 +201,12 @@ class Flat:
         Returns None if that would not be the same for the script, or saves too little memory.
         """
         there = self._contribution[index]
-        alike = self._lends and type(gradient) is torch.Tensor and gradient.layout is torch.strided
-        if there.nbytes < WORTHWHILE or not (
-            alike and gradient.is_contiguous() and gradient.dtype is there.dtype
-        ):
+        pays = self._lends and there.nbytes >= WORTHWHILE
+        alike = pays and type(gradient) is torch.Tensor and gradient.layout is torch.strided
+        if not (alike and gradient.is_contiguous() and gradient.dtype is there.dtype):
             return None
-        # Backward has added to memory that was there before, which the script may know of.
-        added = gradient._version > 0
-        own = added or gradient.requires_grad or self.layout.tensors[index].sparse
+        # A changed one: backward has added to memory that was there before, which the script may know of.
+        own = gradient._version or gradient.requires_grad or self.layout.tensors[index].sparse
         return None if own else self._loans.lend(index, there)
 
     def is_lent(self, index: int, gradient: torch.Tensor) -> bool:

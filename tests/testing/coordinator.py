@@ -27,7 +27,6 @@ from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Configuration, Report, ShardControl
 from elastic_ps.server.process import service_of
 from elastic_ps.server.reconfiguration import DesiredConfiguration
-from elastic_ps.server.service import Callers
 from elastic_ps.server.shard_zero import ShardZero
 from elastic_ps.server.steps import StepCalls
 from elastic_ps.transport import calls
@@ -79,7 +78,7 @@ class Asked:
     def __init__(self, zero: ShardZero, node: Node) -> None:
         self.job = zero.job
         self._methods = service_of("job", node, zero).methods
-        self._steps = StepCalls(Callers("job", node, zero.job), zero)
+        self._steps = StepCalls(zero)
 
     def _ask(
         self, call: Call[Q, A], worker: int, incarnation: int = 0, number: int = 0, **fields: Any

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,8 +27,8 @@ def test_a_push_is_added_once(log: PushLog) -> None:
     assert log.decide(KEY) is Verdict.ADD
     log.add(KEY)
     assert log.decide(KEY) is Verdict.DUPLICATE
-    assert log.decide(replace(KEY, bucket=1)) is Verdict.ADD
-    assert log.decide(replace(KEY, worker=2, incarnation=6)) is Verdict.ADD
+    assert log.decide(KEY._replace(bucket=1)) is Verdict.ADD
+    assert log.decide(KEY._replace(worker=2, incarnation=6)) is Verdict.ADD
 
 
 @pytest.mark.parametrize(
@@ -51,21 +49,21 @@ def test_a_push_is_added_once(log: PushLog) -> None:
 def test_what_is_of_another_round_is_refused(
     log: PushLog, change: dict[str, int], expected: RefusalCode
 ) -> None:
-    assert code(log, replace(KEY, **change)) is expected
+    assert code(log, KEY._replace(**change)) is expected
 
 
 def test_a_worker_has_one_step_in_a_round(log: PushLog) -> None:
     log.add(KEY)
-    assert code(log, replace(KEY, incarnation=6)) is RefusalCode.STALE_INCARNATION
-    assert code(log, replace(KEY, incarnation=4)) is RefusalCode.STALE_INCARNATION
-    assert code(log, replace(KEY, step=10)) is RefusalCode.STALE_INCARNATION
+    assert code(log, KEY._replace(incarnation=6)) is RefusalCode.STALE_INCARNATION
+    assert code(log, KEY._replace(incarnation=4)) is RefusalCode.STALE_INCARNATION
+    assert code(log, KEY._replace(step=10)) is RefusalCode.STALE_INCARNATION
 
 
 def test_who_was_declared_gone_cannot_spoil_the_sums_of_the_others(log: PushLog) -> None:
     """It learns from a pull that the round started again, and pushes for the new attempt."""
     log.open(version=7, attempt=2, expected={0: 4, 2: 6})
-    assert code(log, replace(KEY, attempt=2)) is RefusalCode.STALE_INCARNATION
-    assert log.decide(replace(KEY, worker=0, incarnation=4, attempt=2)) is Verdict.ADD
+    assert code(log, KEY._replace(attempt=2)) is RefusalCode.STALE_INCARNATION
+    assert log.decide(KEY._replace(worker=0, incarnation=4, attempt=2)) is Verdict.ADD
 
 
 def test_another_attempt_or_version_voids_the_sums(log: PushLog) -> None:
@@ -73,8 +71,8 @@ def test_another_attempt_or_version_voids_the_sums(log: PushLog) -> None:
     assert not log.open(version=7, attempt=1, expected={1: 5})
     assert log.decide(KEY) is Verdict.DUPLICATE, "only who takes part has changed"
     assert log.open(version=7, attempt=2, expected={1: 5})
-    assert log.decide(replace(KEY, attempt=2)) is Verdict.ADD
-    log.add(replace(KEY, attempt=2))
+    assert log.decide(KEY._replace(attempt=2)) is Verdict.ADD
+    log.add(KEY._replace(attempt=2))
     assert log.open(version=8, attempt=0, expected={1: 5})
     assert not log.added
 
@@ -87,7 +85,7 @@ def test_in_deterministic_order_exactly_one_worker_has_its_turn(
     for turn in sorted(expected):
         able = [w for w in arrivals if w in expected and log.turn(w, 0)]
         assert [w for w in able if not _has(log, w)] == [turn]
-        log.add(replace(KEY, worker=turn))
+        log.add(KEY._replace(worker=turn))
 
 
 def _has(log: PushLog, worker: int) -> bool:
@@ -109,7 +107,7 @@ def test_sums_are_complete_if_made_of_exactly_the_contributions(
 ) -> None:
     log = PushLog(term=2)
     for bucket, worker in pushes:
-        log.add(replace(KEY, bucket=bucket, worker=worker))
+        log.add(KEY._replace(bucket=bucket, worker=worker))
     entries = [(worker, KEY.incarnation, KEY.step) for worker in contributors]
     assert log.complete([0, 1], entries) == all(
         {w for b, w in pushes if b == bucket} == contributors for bucket in (0, 1)
