@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -218,16 +219,49 @@ class Few(Itself):
 class Counting(torch.nn.Module):
     """The loss of a record has the gradient -1 for its own row, which begins with 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
+        optimizer = SGD(lr=1.0, scheduled=True)
         self.rows = elastic_ps.Embedding(
-            "rows", 1, init=constant(0.0), optimizer=SGD(lr=1.0, scheduled=True), dtype=torch.float64
+            "rows", 1, init=constant(0.0), optimizer=optimizer, dtype=torch.float64, **options
         )
         self.bias = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.bias - self.rows(ids)
         return found
+
+
+def test_rows_whose_ids_do_not_occur_expire_by_time_also_after_a_server_is_lost(tmp_path: Path) -> None:
+    """The rows of a new server are those of the checkpoint and of the versions since. All shards agree."""
+    often = list(range(5))
+
+    def train(session: Session) -> None:
+        model = Counting(expire_after="1s")
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for number, ids in enumerate(session.loader(Few(), batch_size=3)):
+            if number >= RECORDS // 3:
+                time.sleep(0.05)  # longer pauses than a part of the time do not count
+            if number == RECORDS // 2:
+                job.restart(0)
+            optimizer.zero_grad()
+            model(ids).mean().backward()
+            optimizer.step()
+
+    with a_job(
+        tmp_path,
+        consistency={},
+        worker={"replicas": 1},
+        server={"checkpoint": {"everyVersions": 2}},
+        data={"shuffle": False},
+    ) as job:
+        job.run(train, workers=1)
+        (status,) = job.status().tables
+        assert job.status().term == 2
+    assert (status.rows, status.expired) == (len(often), RECORDS - len(often))
+    model = Counting(expire_after="1s")
+    elastic_ps.load_checkpoint(tmp_path / "checkpoints", model)
+    assert model.rows.table.state()["ids"].tolist() == often
 
 
 @pytest.mark.parametrize(
