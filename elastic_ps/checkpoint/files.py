@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -88,30 +88,40 @@ class Looked:
 
     def text(self) -> str | None:
         """Like `read_text_if_any`."""
+        found = None
         try:
-            before = _version_of(self._path)
-            text = read_text_if_any(self._path, limit=self._limit)
+            with reading(self._path), suppress(FileNotFoundError):
+                found = _read(self._path, self._limit)
         except StorageUnavailable as error:
-            cause, seen = error.__cause__, self._seen
+            cause, found = error.__cause__, self._seen
             exhausted = isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)
-            if exhausted and seen is not None and seen[0] == before:
-                return seen[1]
-            raise
-        self._seen = (before, text) if before and text is not None else None
-        return text
+            if not exhausted or found is None or found[0] != _version_at(self._path):
+                raise
+        self._seen = found
+        return None if found is None else found[1]
 
 
-def _version_of(path: Path) -> tuple[int, ...]:
-    """Device, inode, size and times of a file; a write or a replacement changes them. () if unreadable."""
+def _version_at(path: Path) -> tuple[int, ...]:
     try:
-        found = path.lstat()
+        return _version_of(path.lstat())
     except OSError:
         return ()
+
+
+def _version_of(found: os.stat_result) -> tuple[int, ...]:
+    """Device, inode, size and times of a file; a write or a replacement changes them."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _text_of(path: Path, limit: int) -> str:
-    """Read without Python's slow file objects: a parameter server reads a small file for each version."""
+    return _read(path, limit)[1]
+
+
+def _read(path: Path, limit: int) -> tuple[tuple[int, ...], str]:
+    """A file's version and text.
+
+    Without Python's slow file objects: a parameter server reads a small file for each version.
+    """
     fd = os.open(path, _TO_READ)
     try:
         found = os.fstat(fd)
@@ -125,7 +135,7 @@ def _text_of(path: Path, limit: int) -> str:
     finally:
         os.close(fd)
     try:
-        return data.decode()
+        return _version_of(found), data.decode()
     except UnicodeDecodeError as error:
         raise CheckpointCorrupt(f"{path} is not text: {error}") from error
 

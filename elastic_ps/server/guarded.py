@@ -145,18 +145,22 @@ class Guarded:
             Refused: NOT_READY; a round is still being committed, or the job is going back to a checkpoint.
         """
         with self.lock:
-            settled = self._is_settled or self.changed.wait_for(
-                lambda: self._is_settled, timeout=self.limits.settled.total_seconds()
-            )
-            if self.closing:
-                raise Refused(RefusalCode.NOT_READY, "the parameter server is stopping")
-            if not settled:
-                doing = {
-                    Course.ROLLING_BACK: "going back to a checkpoint",
-                    Course.PAUSED: "writing one to continue from",
-                }.get(self.course, "committing a round")
-                raise Refused(RefusalCode.NOT_READY, f"the parameter server is still {doing}; ask again")
-            yield self.state
+            yield self._settle()
+
+    def _settle(self) -> JobState:
+        """The state as soon as it is settled; see `settled`. The lock is held."""
+        settled = self._is_settled or self.changed.wait_for(
+            lambda: self._is_settled, timeout=self.limits.settled.total_seconds()
+        )
+        if self.closing:
+            raise Refused(RefusalCode.NOT_READY, "the parameter server is stopping")
+        if not settled:
+            doing = {
+                Course.ROLLING_BACK: "going back to a checkpoint",
+                Course.PAUSED: "writing one to continue from",
+            }.get(self.course, "committing a round")
+            raise Refused(RefusalCode.NOT_READY, f"the parameter server is still {doing}; ask again")
+        return self.state
 
     def check(self, caller: pb.Caller) -> Member:
         """The member that calls. The lock is held. Raises Refused: see `Members.check`."""
@@ -165,8 +169,8 @@ class Guarded:
     @contextmanager
     def member(self, caller: pb.Caller) -> Iterator[tuple[JobState, Member]]:
         """`settled`, for the member that calls. Raises Refused, too, if the caller is no member."""
-        with self.settled() as state:
-            yield state, self.check(caller)
+        with self.lock:
+            yield self._settle(), self.check(caller)
 
     def poll(self, decide: Callable[[JobState], T | Look | None], act: Callable[[], object]) -> T | None:
         """Answer a call that waits for the state: call `decide` until it returns an answer.

@@ -136,9 +136,8 @@ class MemberCalls:
         return self._job.spec.chooses_buckets and self._job.state.model is None
 
     def _may_join(self, worker: int, *, has_to_measure: bool = False) -> bool:
-        if has_to_measure and self._size_is_open and self._turn.is_anothers(worker, self._job.clock()):
-            return False
-        return self._job.state.may_join
+        waits = has_to_measure and self._size_is_open and self._turn.is_anothers(worker, self._job.clock())
+        return not waits and self._job.state.may_join
 
     def _joined(self, state: JobState, member: Member, incoming: Incoming) -> pb.JoinReply:
         """The answer to a member that joins. The lock is held."""

@@ -571,7 +571,7 @@ class Shard:
     def _keep(self, bucket: int) -> None:
         """Let snapshots copy a bucket that is about to change. The caller holds its lock of `_stepping`."""
         with self._lock:
-            snapshots = list(self._snapshots)
+            snapshots = list(self._snapshots) if self._snapshots else ()
         for snapshot in snapshots:
             snapshot.keep(bucket)
 

@@ -186,9 +186,7 @@ class JobState:
         """Whether nobody has the values of the version any more."""
         if self.state_holders is None or not self.initialised or self.values_are_here or self.rounds.decided:
             return False
-        return self.state_holders.holders.isdisjoint(
-            member.incarnation for member in self.members.live.values()
-        )
+        return self.state_holders.holders.isdisjoint(each.incarnation for each in self.members.live.values())
 
     @property
     def all_reduce(self) -> tuple[AllReduceRounds, StateHolders]:
@@ -562,7 +560,8 @@ class JobState:
         return scales.divisor(self.consistency.scale, self._stalest(contributions))
 
     def _stalest(self, contributions: Sequence[Contribution]) -> int:
-        return max(self.rounds.staleness[c.worker] for c in contributions)
+        staleness = self.rounds.staleness if self.consistency.may_be_stale else {}
+        return max(staleness.get(c.worker, 0) for c in contributions)
 
     def book(self, contributions: Sequence[Contribution], now: float, *, decided: float) -> None:
         """Book the round, which was decided at `decided` and applied by the shards, and open the next."""

@@ -251,9 +251,8 @@ class Client:
         """Whether to give up on a parameter server that has not answered since then (monotonic, s)."""
         now = time.monotonic()
         asked = self._asked_to_leave
-        if asked is not None and now > max(since, asked) + self.limits.leaving.total_seconds():
-            return True
-        return self._is_late(since, now)
+        leaving = asked is not None and now > max(since, asked) + self.limits.leaving.total_seconds()
+        return leaving or self._is_late(since, now)
 
     def _is_late(self, since: float, now: float) -> bool:
         return now > since + self._patience.total_seconds()

@@ -232,9 +232,8 @@ class Gradients:
                     self._runtime.ready(bucket, self._present(bucket))
 
     def _present(self, bucket: Bucket) -> Sequence[bool]:
-        if bucket.rule is not Rule.GRADIENT:
-            return ()
-        return [piece.tensor in self._taken for piece in bucket.pieces]
+        pieces = bucket.pieces if bucket.rule is Rule.GRADIENT else ()
+        return [piece.tensor in self._taken for piece in pieces]
 
     def _is_changed(self, index: int, parameter: torch.Tensor) -> bool:
         """Whether the gradient is not what it was when it was taken.
