@@ -430,11 +430,15 @@ def _not_starting(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> 
         listed = ", ".join(str(gate.get("name")) for gate in gates)
         text = f"{name} waits for its scheduling gates to be removed: {listed}"
         return Problem(_GATED, f"{text}. Their owner, such as a queue, removes them")
-    why = _waiting(name, name, container, limit=_limit(manifest))
-    if why is not None or "running" in (container.get("state") or {}):
+    if (why := _waiting(name, name, container, limit=_limit(manifest))) is not None:
         return why
-    inits = status.get("initContainerStatuses") or []
-    return next(filter(None, (_waiting(name, _init_name(init, name), init) for init in inits)), None)
+    running = "running" in (container.get("state") or {})
+    inits = () if running else status.get("initContainerStatuses") or ()
+    others = [(_init_name(each, name), each) for each in inits]
+    for each in status.get("containerStatuses") or ():
+        if each.get("name") not in names.CONTAINER.values():  # the pod is not ready without it
+            others.append((f"the container {each.get('name')} of {name}", each))
+    return next(filter(None, (_waiting(name, called, each) for called, each in others)), None)
 
 
 def _waiting(pod: str, name: str, container: Mapping[str, Any], *, limit: str = "") -> Problem | None:

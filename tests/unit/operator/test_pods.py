@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -147,6 +148,18 @@ def test_an_init_container_that_is_not_started_is_told() -> None:
     assert told("PodInitializing", of=NOT_YET) is None
     runs = {"name": "worker", "state": {"running": {}}}
     assert told("CrashLoopBackOff", of=runs) is None, "it is a side-car, and does not matter"
+
+
+@pytest.mark.parametrize("own", [{"running": {}}, {"waiting": {"reason": "ContainerCreating"}}], ids=str)
+def test_another_container_without_which_the_pod_is_never_ready_is_told(own: dict[str, Any]) -> None:
+    other = {"name": "wroker", "image": "foo", "state": {"waiting": {"reason": "ErrImagePull"}}}
+    for containers in itertools.permutations([{"name": "worker", "state": own}, other]):
+        pod = read(manifest(phase="Pending", containerStatuses=[*containers]))
+        assert pod is not None
+        problem = pod.problem
+        assert problem is not None
+        assert problem.reason == "ImagePullFailed"
+        assert problem.message.startswith("the image 'foo' of the container wroker of digits-worker-1 cannot")
 
 
 def test_a_pod_that_is_gated_names_its_gates() -> None:
