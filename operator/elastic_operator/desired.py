@@ -207,13 +207,19 @@ def _check_pods(job: Mapping[str, Any], spec: TrainingJobSpec, policy: Policy) -
             raise InvalidJob(f"unknown field spec.{field}.template.{unknown[0]}; known here: metadata, spec")
         try:
             pod = builders.pod(job, spec, role, 0)
-            images = [container.get("image") for container in pod["spec"]["containers"]]
+            without = [each["name"] for each in pod["spec"]["containers"] if not each.get("image")]
             forbidden = list(violations(pod, permitted))
         except (TypeError, KeyError, AttributeError, ValueError) as error:
             raise InvalidJob(f"spec.{field}.template is not a PodTemplateSpec: {error!r}") from error
-        if not all(images):
+        own = names.CONTAINER[role]
+        if own in without:
             raise InvalidJob(
                 f"spec.image is missing, and spec.{field}.template names no image for its container"
+            )
+        if without:
+            raise InvalidJob(
+                f"spec.{field}.template has a container {without[0]!r} without an image, beside the "
+                f"job's own, which is called {own!r}. Correct the name, or give it an image"
             )
         if forbidden:
             raise InvalidJob(refusal(forbidden, f"spec.{field}.template", namespace))

@@ -439,6 +439,10 @@ def test_a_suspended_job_is_degraded_no_more_and_one_that_never_ran_is_not_said_
         ({"worker": {"replicas": 9, "maxReplicas": 2}}, "maxReplicas"),
         ({"worker": {"replicas": 2_000_000_000}}, "replicas"),
         ({"worker": {"template": {"spec": {"containers": 5}}}}, "spec.worker.template"),
+        (
+            {"worker": {"template": {"spec": {"containers": [{"name": "wroker"}]}}}},
+            "'wroker' without an image",
+        ),
         ({"unknown": 1}, "unknown"),
         ({"worker": {"template": {"sepc": {}}}}, "unknown field spec.worker.template.sepc"),
     ],
