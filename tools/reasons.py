@@ -309,6 +309,12 @@ EVENTS = (
         "A parameter server was lost with its checkpoints. Training begins again from the start.",
     ),
     Reason(
+        "Warning",
+        ("ParameterServerRestarted",),
+        "The parameter server has started again. The message names the version that training continues from. "
+        "The type is Normal if that is no older one.",
+    ),
+    Reason(
         "Normal",
         ("ConsistencyChanged", "CompressionChanged"),
         "Another consistency or compression is in force. The message names the new one and the old one.",

@@ -399,7 +399,8 @@ class WorkerStatus(CamelModel):
     )
     failures: int = Field(default=0, description="The number of failures that count against backoffLimit.")
     restarts: int = Field(
-        default=0, description="The number of workers that have been replaced, for any reason."
+        default=0,
+        description="The number of workers that ended before they were done, and were replaced.",
     )
     last_failure: str | None = Field(
         default=None, description="The last process that ended before it was done, and the cause."

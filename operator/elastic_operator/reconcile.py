@@ -455,6 +455,6 @@ def _lingering(observed: Observed, now: datetime, options: Options) -> Iterator[
         if pod.held_by:
             continue
         if pod.deleting is not None and pod.stopped:
-            yield DeletePod.of(pod, "its processes have ended", force=True)
+            yield DeletePod.of(pod, "the processes have ended", force=True)
         elif pod.unheard or (pod.deleting is not None and now - pod.deleting > options.force_after):
             yield DeletePod.of(pod, "its node does not confirm that it ended", force=True)

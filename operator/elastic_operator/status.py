@@ -193,8 +193,8 @@ def _summary(worker: WorkerStatus, progress: Progress, replicas: int) -> Summary
 def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
     """An Event for each condition that has turned True since `old`, and for the end of Degraded.
 
-    Also for new results of the evaluator, for checkpoints that it missed, and for a change of consistency or
-    compression.
+    Also for new results of the evaluator, for checkpoints that it missed, for a change of consistency or
+    compression, and for a new start of the parameter server.
     """
     notes = list(_evaluated(old.progress.evaluation or EvaluationStatus(), new.progress.evaluation))
     was, now = old.parameter_server, new.parameter_server
@@ -204,6 +204,16 @@ def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
     if was.compression and now.compression != was.compression:
         text = f"compression has changed from ({was.compression}) to ({now.compression})"
         notes.append(Note(f"Encoded/{now.term}/{now.compression}", "Normal", "CompressionChanged", text))
+    if was.term and (now.term or 0) > was.term:
+        lost = old.progress.version - new.progress.version
+        text = (
+            f"the parameter server has started again. Training continues from version {new.progress.version}"
+        )
+        if lost > 0:
+            text += f"; {lost} versions or more are made again"
+        notes.append(
+            Note(f"Again/{now.term}", "Warning" if lost > 0 else "Normal", "ParameterServerRestarted", text)
+        )
     for after in new.conditions:
         before = condition(old, after.type)
         since = "first"

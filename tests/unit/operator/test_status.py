@@ -87,6 +87,27 @@ def test_an_event_tells_that_training_begins_again(
     assert all("version 7 is gone" in note.message for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "event"),
+    [
+        ((7, 1), (5, 2), ("Warning", "version 5; 2 versions or more are made again")),
+        ((7, 1), (0, 3), ("Warning", "version 0; 7 versions or more are made again")),
+        ((7, 1), (7, 2), ("Normal", "version 7")),
+        ((7, 1), (9, 2), ("Normal", "version 9")),
+        ((0, 0), (0, 1), None),
+        ((7, 2), (8, 2), None),
+    ],
+)
+def test_an_event_tells_that_the_parameter_server_has_started_again(
+    before: tuple[int, int], after: tuple[int, int], event: tuple[str, str] | None
+) -> None:
+    notes = turned(at(*before), at(*after))
+    assert [(note.kind, note.reason) for note in notes] == (
+        [(event[0], "ParameterServerRestarted")] if event else []
+    )
+    assert all(note.message.endswith(f"continues from {event and event[1]}") for note in notes)
+
+
 def test_a_job_that_does_not_run_any_more_has_not_recovered() -> None:
     degraded = with_condition("Degraded", "True", "Pods")
     assert turned(degraded, with_condition("Degraded", "False", "Ended", phase="Succeeded")) == []

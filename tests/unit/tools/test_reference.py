@@ -18,6 +18,7 @@ OF_KUBERNETES = {"Forbidden", "NamespaceTerminating", "Refused"}
 IN_EVENTS_ONLY = {
     "Deleted",
     "Recovered",
+    "ParameterServerRestarted",
     "ConsistencyChanged",
     "CompressionChanged",
     "Evaluated",
