@@ -16,6 +16,10 @@ RUN python3 -m venv --without-pip /opt/venv && \
         -c /src/constraints.txt \
         torch numpy grpcio cryptography protobuf pydantic PyYAML rich safetensors scikit-learn zstandard blosc && \
     /opt/venv/bin/python -m compileall -q -j 0 -x '/tests/|/testing/_internal/' /opt/venv/lib
+# What a script needs besides: --build-arg PACKAGES="transformers accelerate"
+ARG PACKAGES=
+RUN [ -z "${PACKAGES}" ] || python3 -m pip --python /opt/venv/bin/python install --no-cache-dir \
+        --disable-pip-version-check -c /src/constraints.txt ${PACKAGES}
 
 # What the image is made of, as a CycloneDX document.
 FROM build AS sbom
