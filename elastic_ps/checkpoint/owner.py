@@ -67,9 +67,10 @@ def _is_held(directory: Path) -> bool:
     return lock is None
 
 
-def used_by(owner: Owner, directory: Path) -> InvalidJob:
-    """The exception for a job that needs a directory whose owner is `running`."""
-    return InvalidJob(f"{directory} belongs to {owner}, which is running. {WAY_OUT}")
+def used_by(owner: Owner, directory: Path, *, adopt: bool = False) -> InvalidJob:
+    """The exception for a job that needs a directory whose owner is `running`, with `adopt` to continue."""
+    wait = "To continue from its checkpoints, wait until it has ended. Otherwise name another directory"
+    return InvalidJob(f"{directory} belongs to {owner}, which is running. {wait if adopt else WAY_OUT}")
 
 
 class Claim:
@@ -118,7 +119,7 @@ class Claim:
         if self._lock is None and same and wait:
             raise StorageUnavailable(f"{self._directory} is still used by an earlier run of {before}")
         if self._lock is None:
-            raise used_by(before, self._directory)
+            raise used_by(before, self._directory, adopt=adopt and not same)
         if not same and not adopt:
             raise InvalidJob(
                 f"{self._directory} holds the checkpoints of {before}, which has ended. {WAY_OUT}, or delete "

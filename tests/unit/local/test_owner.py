@@ -27,8 +27,8 @@ def first(tmp_path: Path) -> Iterator[Store]:
 
 
 def test_two_jobs_do_not_share_a_directory_while_one_runs(first: Store) -> None:
-    for adopt in (False, True):
-        with pytest.raises(InvalidJob, match=r"belongs to job 'a' .*which is running.*name another"):
+    for adopt, way in ((False, "Each job"), (True, "wait until it has ended.* Otherwise")):
+        with pytest.raises(InvalidJob, match=rf"belongs to job 'a' .*which is running.*{way}.*name another"):
             Store(first.directory).claim("b", "1", adopt=adopt)
     owner = running(first.directory)
     assert owner is not None
