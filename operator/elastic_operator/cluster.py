@@ -262,6 +262,7 @@ class Cluster:
         text = f"{name} of {resource} exists already and does not belong to this job"
         if resource == "persistentvolumeclaims":
             text += f"; to continue from it, set parameterServer.checkpoint.resumeFrom: {{claim: {name}}}"
+            text += ". To train from the start, delete it"
         return Problem("NameTaken", text)
 
     def _delete(self, job: Mapping[str, Any], action: DeletePod | DeleteJob) -> None:
