@@ -310,9 +310,9 @@ EVENTS = (
     ),
     Reason(
         "Warning",
-        ("ParameterServerRestarted",),
-        "The parameter server has started again. The message names the version that training continues from. "
-        "The type is Normal if that is no older one.",
+        ("RolledBack",),
+        "Training continues from an earlier version, the newest that was kept: the parameter server was "
+        "lost, or with all-reduce every worker that had a later version.",
     ),
     Reason(
         "Normal",

@@ -400,7 +400,7 @@ class WorkerStatus(CamelModel):
     failures: int = Field(default=0, description="The number of failures that count against backoffLimit.")
     restarts: int = Field(
         default=0,
-        description="The number of workers that ended before they were done, and were replaced.",
+        description="The number of workers that failed or were disrupted. Deleted ones do not count.",
     )
     last_failure: str | None = Field(
         default=None, description="The last process that ended before it was done, and the cause."

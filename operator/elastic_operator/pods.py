@@ -153,7 +153,8 @@ class Pod:
     @property
     def stuck(self) -> bool:
         """Whether it cannot run, or does not run yet, so that nothing is lost with it."""
-        return self.active and not self.ready and (self.pending or self.problem is not None)
+        waits = self.active and self.started is None and not self.ready
+        return waits and (self.pending or self.problem is not None)
 
     @property
     def unjoined(self) -> bool:
@@ -220,7 +221,7 @@ def read(manifest: Mapping[str, Any]) -> Pod | None:
     finished = status.get("phase") in ("Succeeded", "Failed")
     ending, problem = _ended(manifest, container)
     if ending is None:
-        problem = _not_starting(manifest, container)
+        problem = _not_starting(manifest, container, names.CONTAINER[role])
     started = terminated.get("startedAt") or (state.get("running") or {}).get("startedAt")
     return Pod(
         name=metadata["name"],
@@ -420,7 +421,8 @@ def _said(what: str, end: Mapping[str, Any]) -> str:
     return f"{f'{cause} ({what})' if cause else what}{LAST_OUTPUT}{words[-600:]}"
 
 
-def _not_starting(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> Problem | None:
+def _not_starting(manifest: Mapping[str, Any], container: Mapping[str, Any], own: str) -> Problem | None:
+    """Why a pod is not ready, or about to be. `own`: the name of the job's own container."""
     name, status = manifest["metadata"]["name"], manifest.get("status") or {}
     scheduled = _condition(status, "PodScheduled")
     if scheduled.get("reason") == UNSCHEDULABLE:
@@ -436,7 +438,7 @@ def _not_starting(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> 
     inits = () if running else status.get("initContainerStatuses") or ()
     others = [(_init_name(each, name), each) for each in inits]
     for each in status.get("containerStatuses") or ():
-        if each.get("name") not in names.CONTAINER.values():  # the pod is not ready without it
+        if each.get("name") != own:  # the pod is not ready without it
             others.append((f"the container {each.get('name')} of {name}", each))
     return next(filter(None, (_waiting(name, called, each) for called, each in others)), None)
 

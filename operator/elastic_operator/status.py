@@ -193,8 +193,8 @@ def _summary(worker: WorkerStatus, progress: Progress, replicas: int) -> Summary
 def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
     """An Event for each condition that has turned True since `old`, and for the end of Degraded.
 
-    Also for new results of the evaluator, for checkpoints that it missed, for a change of consistency or
-    compression, and for a new start of the parameter server.
+    Also for new results of the evaluator, for checkpoints that it missed, and for a change of consistency or
+    compression.
     """
     notes = list(_evaluated(old.progress.evaluation or EvaluationStatus(), new.progress.evaluation))
     was, now = old.parameter_server, new.parameter_server
@@ -204,16 +204,6 @@ def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
     if was.compression and now.compression != was.compression:
         text = f"compression has changed from ({was.compression}) to ({now.compression})"
         notes.append(Note(f"Encoded/{now.term}/{now.compression}", "Normal", "CompressionChanged", text))
-    if was.term and (now.term or 0) > was.term:
-        lost = old.progress.version - new.progress.version
-        text = (
-            f"the parameter server has started again. Training continues from version {new.progress.version}"
-        )
-        if lost > 0:
-            text += f"; {lost} versions or more are made again"
-        notes.append(
-            Note(f"Again/{now.term}", "Warning" if lost > 0 else "Normal", "ParameterServerRestarted", text)
-        )
     for after in new.conditions:
         before = condition(old, after.type)
         since = "first"
@@ -234,7 +224,7 @@ def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
 
 
 def model_lost(old: TrainingJobStatus, new: TrainingJobStatus, observed: Observed) -> Iterator[Note]:
-    """An Event if the model is lost, as the version or the end of a worker shows.
+    """An Event if the model or some versions are lost, as the version or the end of a worker shows.
 
     There is one Event for all workers: its key is the parameter server that started after the loss.
     """
@@ -244,10 +234,12 @@ def model_lost(old: TrainingJobStatus, new: TrainingJobStatus, observed: Observe
     counted = old.worker.counted_pods
     said = [pod.problem for pod in observed.of("worker") if pod.over and pod.uid not in counted]
     lost = [problem.message for problem in said if problem is not None and problem.reason == LOST]
-    if new.progress.version < version and (
-        to_nothing or not new_term
-    ):  # otherwise the job went back to a checkpoint
+    if new.progress.version < version and (to_nothing or not new_term):
         lost = [f"version {version} is gone: {MODEL_LOST}"]
+    elif new.progress.version < version:
+        text = f"training has gone back to version {new.progress.version}: at least "
+        text += f"{version - new.progress.version} of the versions since are made again"
+        yield Note(f"Back/{now.term}", "Warning", "RolledBack", text)
     if lost:
         leader = next((pod.uid for pod in observed.of("ps")), "")
         yield Note(f"{LOST}/{leader}", "Warning", LOST, lost[0])

@@ -150,16 +150,26 @@ def test_an_init_container_that_is_not_started_is_told() -> None:
     assert told("CrashLoopBackOff", of=runs) is None, "it is a side-car, and does not matter"
 
 
-@pytest.mark.parametrize("own", [{"running": {}}, {"waiting": {"reason": "ContainerCreating"}}], ids=str)
-def test_another_container_without_which_the_pod_is_never_ready_is_told(own: dict[str, Any]) -> None:
-    other = {"name": "wroker", "image": "foo", "state": {"waiting": {"reason": "ErrImagePull"}}}
+@pytest.mark.parametrize("name", ["wroker", "parameter-server"])
+@pytest.mark.parametrize(
+    "own",
+    [{"running": {"startedAt": "2026-01-01T00:00:00Z"}}, {"waiting": {"reason": "ContainerCreating"}}],
+    ids=str,
+)
+def test_another_container_without_which_the_pod_is_never_ready_is_told(
+    own: dict[str, Any], name: str
+) -> None:
+    other = {"name": name, "image": "foo", "state": {"waiting": {"reason": "ErrImagePull"}}}
     for containers in itertools.permutations([{"name": "worker", "state": own}, other]):
         pod = read(manifest(phase="Pending", containerStatuses=[*containers]))
         assert pod is not None
         problem = pod.problem
         assert problem is not None
         assert problem.reason == "ImagePullFailed"
-        assert problem.message.startswith("the image 'foo' of the container wroker of digits-worker-1 cannot")
+        assert problem.message.startswith(
+            f"the image 'foo' of the container {name} of digits-worker-1 cannot"
+        )
+        assert pod.stuck == ("running" not in own), "what trains is not deleted as if it could not run"
 
 
 def test_a_pod_that_is_gated_names_its_gates() -> None:

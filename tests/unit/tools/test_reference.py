@@ -18,7 +18,7 @@ OF_KUBERNETES = {"Forbidden", "NamespaceTerminating", "Refused"}
 IN_EVENTS_ONLY = {
     "Deleted",
     "Recovered",
-    "ParameterServerRestarted",
+    "RolledBack",
     "ConsistencyChanged",
     "CompressionChanged",
     "Evaluated",
