@@ -200,33 +200,21 @@ class Client:
         Raises:
             Refused: STALE_TERM, STALE_INCARNATION; also if this shard has just begun, and only shard 0 knows.
         """
-        request = pb.InitRequest(caller=self.member_id.caller(), bucket=bucket.index, version=version)
-        self._send_first(calls.INIT, bucket.shard, Frame(request.SerializeToString(), values))
+        request = pb.InitRequest(bucket=bucket.index, version=version)
+        self.ask(calls.INIT, request, shard=bucket.shard, body=values)
 
     def initialise_state(
         self, bucket: Bucket, piece: int, state: Sequence[Stored], *, version: int | None = None
     ) -> None:
         """Send the optimizer's state of a piece, after the bucket's values. Raises as `initialise`."""
         request = pb.InitStateRequest(
-            caller=self.member_id.caller(),
             bucket=bucket.index,
             piece=piece,
             entries=[to_message(pb.InitStateRequest.Entry, each, dtype=each.dtype) for each in state],
             version=version,
         )
         body = b"".join(as_bytes(each.value.contiguous()) for each in state)
-        self._send_first(calls.INIT_STATE, bucket.shard, Frame(request.SerializeToString(), memoryview(body)))
-
-    def _send_first(self, call: Call[Q, pb.Done], shard: int, frame: Frame) -> None:
-        def send() -> None:
-            try:
-                self._once(call, shard, frame, _reply)
-            except Refused as refusal:
-                if refusal.code is RefusalCode.NOT_READY:
-                    self.heartbeat()
-                raise
-
-        self.retry(send)
+        self.ask(calls.INIT_STATE, request, shard=bucket.shard, body=memoryview(body))
 
     def initialised(self, version: int | None = None, *, repeatable: bool = False) -> None:
         """All first values were sent, or all of this version. `repeatable`: see `InitDoneRequest`."""
@@ -461,10 +449,15 @@ class Client:
                 return reply
 
     def _once(self, call: Call[Q, A], shard: int, frame: Frame, read: Callable[[A, Incoming], T]) -> list[T]:
-        found = [
-            read(call.reply.FromString(incoming.header), incoming)
-            for incoming in self._call(shard, call.name, frame)
-        ]
+        try:
+            found = [
+                read(call.reply.FromString(incoming.header), incoming)
+                for incoming in self._call(shard, call.name, frame)
+            ]
+        except Refused as refusal:
+            if refusal.code is RefusalCode.NOT_READY and shard and self.member_id.incarnation:
+                self.heartbeat()  # only shard 0 knows whether this worker is still a member
+            raise
         if not found:
             raise ConnectionLost("the parameter server ended the call without an answer")
         return found

@@ -351,9 +351,9 @@ class PushPull(Strategy):
                     return
                 if self._closing.is_set():
                     raise ConnectionLost("this worker has left the job")
-                only_the_end = progress.missing == {FINISH}
-            if only_the_end:
-                self._client.heartbeat()  # a version without this worker: it was declared gone; this raises
+                nobody_tells = end_of(0) not in progress.missing
+            if nobody_tells:
+                self._client.heartbeat()  # raises if this worker was declared gone
 
     # --- progress
 

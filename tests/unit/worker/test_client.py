@@ -1,4 +1,4 @@
-"""What a worker says of itself when it joins."""
+"""A worker's calls: when it joins, and when it is refused."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ import pytest
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, InvalidModel, RefusalCode, Refused
 from elastic_ps.process.lifecycle import tell_joined
+from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame, Incoming
 from elastic_ps.worker import current
 from elastic_ps.worker.client import Client
-from elastic_ps.worker.dialogue import WorkerLimits
+from elastic_ps.worker.dialogue import MemberId, WorkerLimits
 from elastic_ps.worker.membership import Membership
 from tests.testing.service import environment
 
@@ -124,3 +125,14 @@ def test_the_time_that_one_that_leaves_waits_begins_when_it_was_asked() -> None:
     assert not client.is_lost(time.monotonic() - 60)
     client.expect_to_leave()
     assert not client.is_lost(time.monotonic() - 60)
+
+
+@pytest.mark.parametrize("call", [calls.LOOKUP, calls.PUSH, calls.INIT, calls.OPTIMIZER_STATE])
+def test_one_that_calls_a_shard_without_the_model_asks_whether_it_is_a_member(
+    call: calls.Call[Any, Any],
+) -> None:
+    gone = Refused(RefusalCode.STALE_TERM, "this is term 2")
+    client = Client("job", 0, [Failing(gone), Failing(Refused(RefusalCode.NOT_READY, "no model yet"))])
+    client.member_id = MemberId("job", 0, term=1, incarnation=7)
+    with pytest.raises(Refused, match="this is term 2"):
+        client.ask(call, call.request(), shard=1)
