@@ -203,7 +203,7 @@ def _run(launcher: Launcher, report: Path | None, output: str) -> int:
         try:
             print_outcome(console, outcome)
             for path in written:
-                console.print(f"  {'report':<16}{path}", style="dim", soft_wrap=True, markup=False)
+                console.print(f"  {'report':<14}{path}", style="dim", soft_wrap=True, markup=False)
             _tell_failure(outcome)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

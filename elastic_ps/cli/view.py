@@ -230,7 +230,7 @@ def _numbers(status: LocalStatus, record: Record | None) -> Text:
         line.append(f"   {on_disk}", style="dim")
     if progress.evaluation is not None and progress.evaluation.version is not None:
         line.append(f"\n{progress.evaluation}", style="not dim")
-    for name, value in sorted(progress.metrics.items())[:1]:
+    for name, value in sorted(progress.metrics.items())[:3]:
         line.append(f"   {name.replace('_', ' ')} ").append(words.metric(name, value), style="bold")
     return line
 
@@ -255,5 +255,5 @@ def print_outcome(console: Console, outcome: Outcome) -> None:
     took = words.duration(outcome.elapsed.total_seconds())
     console.print(Text(outcome.status.job, style="bold").append(f" {verb}", style).append(f" after {took}"))
     for name, value in words.summary(outcome):
-        line = Text(f"  {name:<14}", style="yellow" if name == "warning" else "dim")
+        line = Text(f"  {name:<13} ", style="yellow" if name == "warning" else "dim")
         console.print(line.append(value, style="not dim"), soft_wrap=True)

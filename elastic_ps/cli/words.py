@@ -54,7 +54,7 @@ def pace(server: ServerStatus) -> str | None:
     times = sorted(m.step_seconds for m in server.members if m.present and m.step_seconds is not None)
     long = [f"{times[len(times) // 2]:.1f} s/step"] if times and times[len(times) // 2] > 1 else []
     rate = server.progress.samples_per_second
-    if rate is None:
+    if not rate:  # also after the first version, when the rate is unknown
         return "  ".join(long) or None
     return "  ".join([*long, f"{rate:,.0f} samples/s" if rate >= 10 else f"{rate:.1f} samples/s"])
 
@@ -90,17 +90,17 @@ NOTHING_TRAINED = "no worker has joined: the script calls neither session.optimi
 
 
 def waits_for(status: LocalStatus) -> str:
-    """What a job waits for before it trains; empty if it trains."""
+    """What a job waits for before it trains, or at its end; empty if it trains."""
     server = status.server
-    if server is not None and server.ready:
-        return ""
-    starting = [name_of(each.role, each.index) for each in status.processes if each.state == "starting"]
-    if server is None or not server.members:
+    if server is None or not (server.ready or server.members):
+        starting = [name_of(each.role, each.index) for each in status.processes if each.state == "starting"]
         return f"waiting for {', '.join(starting) or 'the processes'} to start"
-    if written := being_written(Path(status.checkpoints)):
+    progress = server.progress
+    trains = server.ready and progress.version > 0 and progress.percent < 100
+    if not trains and (written := being_written(Path(status.checkpoints))):
         version, nbytes = written
         return f"writing version {version}, {size(nbytes)}"
-    return "waiting for the first values of the model"
+    return "" if server.ready else "waiting for the first values of the model"
 
 
 def progress_line(status: LocalStatus) -> str:
@@ -133,6 +133,8 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
             yield "warning", NOTHING_TRAINED
         return
     progress = server.progress
+    if outcome.verdict.phase == "Failed":
+        yield "cause", outcome.verdict.message
     if progress.stopped:
         yield "stopped early", progress.stopped
     for name, value in sorted(progress.metrics.items()):

@@ -70,6 +70,8 @@ class Record:
         """Add an answer. Answers without news are cheap."""
         for kind, version, text in changes(self.last, status):
             self.events.append(Event(elapsed, version, kind, text))
+        if self.last is not None and status.progress.version < self.last.progress.version:
+            self._go_back(status.progress.version)
         self._add_metrics(status.progress)
         moved = self.last is None or status.progress.version != self.last.progress.version
         self.last = status
@@ -86,6 +88,13 @@ class Record:
         if len(self.points) >= MAX_POINTS:  # a long run is recorded more coarsely
             self.points = [self.points[0], *self.points[2::2]]
             self._stride *= 2
+
+    def _go_back(self, version: int) -> None:
+        """Forget the later versions: training makes them again."""
+        self.points = [point for point in self.points if point.version <= version]
+        for curve in self.metrics.values():
+            curve.points = [point for point in curve.points if point[0] <= version]
+        self.metrics = {name: curve for name, curve in self.metrics.items() if curve.points}
 
     def _add_metrics(self, progress: Progress) -> None:
         before = self.last.progress.metrics if self.last else {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -214,13 +214,14 @@ def draw(outcome: Outcome, path: Path) -> None:
     evaluated = found.pop("loss", [])
     reported = record.metric_curves()
     drawn = fitting(panels(moving(reported))) | fitting({"evaluated": found} if found else {})
-    shown = {*_in_title(progress), *(name for curves in drawn.values() for name in curves)}
-    left_out = len({*reported, *found} - shown)
+    curves_of = {name for curves in drawn.values() for name in curves}
+    titled = {name: progress.metrics[name] for name in in_title(progress.metrics, curves_of)}
+    left_out = len({*reported, *found} - curves_of - {*titled})
     marked = marks(record)
     heights = [3.0, 2.0, 1.3, *[1.6] * len(drawn), *([0.3 + 0.25 * len(marked)] if marked else [])]
     figure = Figure(figsize=(9, 1.0 + 0.86 * sum(heights)), dpi=140, layout="constrained")
     axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-    figure.suptitle(_title(outcome, progress), x=0.015, ha="left", fontsize=11, color=INK)
+    figure.suptitle(_title(outcome, titled, progress), x=0.015, ha="left", fontsize=11, color=INK)
     _draw_loss(axes[0], record.loss_curve(), evaluated)
     _leave_room(axes[0])
     _draw_speed(axes[1], speeds(record.points))
@@ -244,7 +245,7 @@ def draw(outcome: Outcome, path: Path) -> None:
         side = "right" if version > (1 - LABEL) * progress.version else "left"
         axes[0].text(version, 0.97, f" {text} ", transform=top, va="top", ha=side, **style)
     figure.align_ylabels(axes)
-    more = f"\n{left_out} more metrics are in run.json" if left_out else ""
+    more = f"\n{left_out} more in run.json" if left_out else ""
     axes[-1].set_xlabel(f"version (optimizer steps){more}", color=INK, fontsize=9)
     axes[2].set_xlim(steps[0][0] if steps else 0, max(1, progress.version))
     _draw_time(axes[0], time_ticks(record.points))
@@ -270,13 +271,14 @@ def _draw_marks(axis: Any, marked: Mapping[str, list[int]]) -> None:
     axis.tick_params(axis="y", length=0, pad=8)
 
 
-def _in_title(progress: Progress) -> list[str]:
-    return sorted(progress.metrics)[:2]
+def in_title(metrics: Collection[str], drawn: Collection[str]) -> list[str]:
+    """The names of the two metrics that the title has: first those that are not drawn."""
+    return sorted(metrics, key=lambda name: (name in drawn, name))[:2]
 
 
-def _title(outcome: Outcome, progress: Progress) -> str:
+def _title(outcome: Outcome, metrics: Mapping[str, float], progress: Progress) -> str:
     parts = [f"{outcome.status.job}: {outcome.verdict.phase.lower()}"]
-    parts += [f"{name.replace('_', ' ')} {progress.metrics[name]:.4g}" for name in _in_title(progress)]
+    parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in metrics.items()]
     parts.append(f"{progress.records_applied:,} records in {outcome.elapsed.total_seconds():.1f} s")
     if outcome.record.samples_per_second is not None:
         parts.append(f"{outcome.record.samples_per_second:,.0f} samples/s")

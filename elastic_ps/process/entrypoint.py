@@ -82,6 +82,11 @@ def _check_arguments(
     try:
         signature.bind(**arguments)
     except TypeError as error:
+        if function is run_script:
+            raise InvalidJob(
+                f"{field} are those of a function, and the job runs a script: {', '.join(arguments)}. Give a "
+                "script its arguments after --, as in elastic-ps run train.py -- --epochs 3"
+            ) from error
         name = entrypoint.partition(":")[2]
         raise InvalidJob(
             f"{field} do not fit the entrypoint {name}{signature}: {error}. Given: "

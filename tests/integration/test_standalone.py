@@ -178,6 +178,7 @@ def test_a_cell_that_runs_again_does_not_keep_the_model_before(folder: Path) -> 
         (["plain.txt"], "cannot read the job file"),
         (["missing.py"], "cannot read the script missing.py: No such file"),
         (["broken.py"], "the script broken.py is not Python: '(' was never closed"),
+        (["script.py", "--set", "arguments.lr=1"], "Give a script its arguments after --"),
         (["job.yaml", "--", "--lr", "1"], "job.yaml is not one; put --lr 1 into its spec.arguments"),
         (
             ["job.yaml"],
@@ -190,6 +191,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (folder / "broken.py").write_text("print(\n")
+    (folder / "script.py").touch()
     write_job(folder, arguments={"epochs": 1})
     done = elastic_ps_here("run", *command, programs=None)
     assert done.returncode == 2

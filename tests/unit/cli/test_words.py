@@ -238,6 +238,11 @@ def test_a_job_that_starts_says_what_it_waits_for(tmp_path: Path) -> None:
     (tmp_path / "partial-1-0-0000000000" / "shard-0-of-1.safetensors").write_bytes(bytes(204_000))
     assert words.progress_line(status) == "writing version 0, 204.0 kB"
     assert "writing version 0, 204.0 kB" in shown(status)
+    server = joined.model_copy(update={"ready": True})
+    for version, percent, waits in ((0, 0, True), (5, 50, False), (9, 100, True)):
+        done = server.model_copy(update={"progress": Progress(version=version, percent=percent)})
+        status = status.model_copy(update={"server": done})
+        assert ("writing version 0" in shown(status)) == waits
 
 
 @pytest.mark.parametrize(
@@ -246,6 +251,7 @@ def test_a_job_that_starts_says_what_it_waits_for(tmp_path: Path) -> None:
         ([0.2, 0.3], 1200.0, "1,200 samples/s"),
         ([3.1, 2.9, 9.0], 4.2, "3.1 s/step  4.2 samples/s"),
         ([3.1, None], None, "3.1 s/step"),
+        ([3.1], 0.0, "3.1 s/step"),
         ([None], None, None),
     ],
 )

@@ -24,7 +24,7 @@ from elastic_ps.local import JobDirectory, Record
 from elastic_ps.local.poller import fetch_loss
 from elastic_ps.local.processes import with_threads
 from elastic_ps.local.record import MAX_POINTS, member_changes
-from elastic_ps.local.report import change_labels, worker_steps
+from elastic_ps.local.report import change_labels, speeds, worker_steps
 from elastic_ps.local.trace import merge_traces
 from elastic_ps.server.status import StatusServer
 from tests.testing import machine
@@ -123,6 +123,20 @@ def test_a_run_whose_model_went_back_to_its_beginning_has_no_speed() -> None:
     record.add(status(1000), elapsed=5.0)
     record.add(status(900), elapsed=7.0)
     assert record.samples_per_second is None
+
+
+def test_versions_that_are_made_again_are_recorded_once() -> None:
+    record = Record()
+    for elapsed, version in enumerate([0, 400, 800, 400, 600, 800, 1000]):
+        given = status(version)
+        given.progress.metrics = {"lr": 1 / (1 + elapsed)}
+        record.add(given, elapsed)
+    assert [point.version for point in record.points] == [0, 400, 400, 600, 800, 1000]
+    versions = [version for version, _ in record.metric_curves()["lr"]]
+    assert versions == [0, 400, 400, 600, 800, 1000]
+    assert min(rate for _, rate in speeds(record.points)) == 0, "the server did nothing between"
+    record.add(status(0), elapsed=9)
+    assert record.metric_curves() == {"lr": [(0, 1.0)]}
 
 
 def test_number_of_workers_by_version() -> None:

@@ -18,6 +18,7 @@ from elastic_ps.local.report import (
     CURVES,
     PANELS,
     fitting,
+    in_title,
     marks,
     moving,
     panels,
@@ -121,6 +122,8 @@ def test_the_picture_does_not_grow_with_the_metrics_and_the_numbers_have_all(tmp
 def test_a_value_of_a_single_version_has_no_panel() -> None:
     curves = {"lr": [(0, 0.1), (9, 0.1)], "test_accuracy": [(9, 0.97)], "twice": [(9, 0.1), (9, 0.2)]}
     assert [*moving(curves)] == ["lr"]
+    assert in_title(curves, moving(curves)) == ["test_accuracy", "twice"]
+    assert in_title(["b", "a"], ["a", "b"]) == ["a", "b"]
 
 
 def test_labels_of_the_time_do_not_lie_on_one_another() -> None:
