@@ -50,7 +50,7 @@ def load_checkpoint(
         optimizer: created for `model` as in the script, a mapping if the script has one. It gets the state
         and
             the hyperparameters, such as the learning rate. With None, only the model is loaded.
-        version: the version to load; None for the newest whole checkpoint.
+        version: the version to load; None for the newest complete checkpoint.
         own: as given to `session.optimizer`: names of modules, parameters or buffers that the job leaves
         alone.
             No checkpoint has them, and they keep their values.

@@ -270,12 +270,12 @@ class _Layer(torch.nn.Module):
 class Embedding(_Layer):
     """As `torch.nn.Embedding`, with a table that has no size: any id of int64 has a row.
 
-    An id that was never trained has its first values, which depend on the seed, the table's name and the id
-    only. Its row is made in the step that trains it. Evaluation makes none.
+    An id that was never trained has its first values, which depend only on the seed, the table's name and
+    the id. Its row is created in the step that trains it. Evaluation creates none.
 
-    The rows are no parameters of the model: they have an optimizer of their own, whose step is made with that
-    of `session.optimizer(...)`. In a job they are on the parameter servers. docs/guides/embeddings.md says
-    which jobs train them.
+    The rows are not parameters of the model: they have an optimizer of their own, which steps together with
+    that of `session.optimizer(...)`. In a job they are on the parameter servers. docs/guides/embeddings.md
+    says which jobs train them.
 
     Args:
         name: the table's. Layers with the same name share one table, if they are in one model.
@@ -283,10 +283,10 @@ class Embedding(_Layer):
         init: `elastic_ps.embedding.uniform(low, high)`, `normal(mean, std)` or `constant(value)`. By default
             uniform, with the standard deviation 1 / sqrt(dim).
         optimizer: one of `elastic_ps.embedding`, such as `RowwiseAdagrad(lr=0.05)`.
-        admit_after: an id gets a row when it has occurred so often in training. Before, it has its first
+        admit_after: an id gets a row when it has occurred this often in training. Before, it has its first
             values, and its gradients are dropped.
-        expire_after: a row is dropped when so many versions were made without its id. None: never. Or the
-            time, such as "7d", "12h", "30m" or "90s": a pause between two versions counts as a 32nd at most.
+        expire_after: a row is dropped after this many versions without its id. None: never. Or a time, such
+            as "7d", "12h", "30m" or "90s"; a pause between two versions counts for 1/32 of it at most.
         padding_idx: an id whose row is 0 and is never trained.
         table_bytes, when_full: see `TableSpec`.
         seed: another one gives other first values.

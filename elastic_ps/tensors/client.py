@@ -108,9 +108,9 @@ class _Known:
 class Tensors:
     """Tensors on the job's parameter servers, each under a name. Use `session.server`; thread-safe.
 
-    They are no part of the model: they have no version, no optimizer and no checkpoint. A large tensor is cut
-    into slices, which are divided among the parameter servers. A push is applied slice by slice on arrival,
-    so a pull may see some slices before and others after another worker's push, but never a part of a slice.
+    They are not part of the model: they have no version, no optimizer and no checkpoint. A large tensor is
+    cut into slices, which are divided among the parameter servers. A push is applied slice by slice, so a
+    pull may see some slices before and others after another worker's push, but never a part of a slice.
     Each slice of a push is applied exactly once, whatever is lost in transit. The calls of a process are
     carried out in order, so it sees its own pushes.
 

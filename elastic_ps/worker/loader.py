@@ -60,7 +60,7 @@ class ElasticLoader:
     """Iterates over this worker's share of the records. Made by `Session.loader`.
 
     One loop over it trains all epochs, from the point that the job has reached when this worker joins.
-    To do something between epochs::
+    To act between epochs::
 
         for epoch in loader.epochs():
             for x, y in loader:

@@ -114,7 +114,7 @@ class Session:
 
     @property
     def world_size(self) -> int:
-        """How many workers' steps the version that this worker has is made of.
+        """The number of workers whose steps made the version that this worker has.
 
         It is the same for all workers at a version, whenever they joined, also after a resume. Before the
         first version it is the job's `worker.replicas`. A worker with several processes counts once.
@@ -123,7 +123,7 @@ class Session:
 
     @property
     def global_batch_size(self) -> int:
-        """How many records the version that this worker has is made of, by all workers together.
+        """The number of records, of all workers, that made the version that this worker has.
 
         The same for all workers at a version, as `world_size`. Before the first version it is what the job
         file says: `consistency.globalBatchSize`, or the loader's batch size for each worker.
@@ -161,7 +161,7 @@ class Session:
         In the body of `for epoch in loader.epochs()` it is true on exactly one of the workers that come to
         the end of that epoch. Other workers may still train records of the epoch, except in the last one.
 
-        Of a worker with several processes, all read it, and it is true on process 0 at most.
+        In a worker with several processes, all must read it, and it can be true on process 0 only.
         """
         for loader in self._loaders:
             if (chief := loader.is_chief()) is not None:
@@ -193,16 +193,16 @@ class Session:
             optimizer: a new one, of one of the classes of torch.optim in `core.settings.ALLOWED` and
                 `WHOLE_TENSORS`, or of one that the job names in parameterServer.optimizers. In mode `local`
                 any torch optimizer: it runs on this worker, which keeps its state. Or several, by names, each
-                of parameters of its own. Then each is an item of what is returned, as in
-                `optimizers["critic"].step()`, whose own `step` is that of all at once. Each batch is for one
-                step, and gradients are sent in it.
+                with parameters of its own. The result is then a mapping of them, as in
+                `optimizers["critic"].step()`, and its own `step` steps all of them. Each batch is for one
+                step, which sends the gradients.
             model: on the device where it is to be trained.
             overlap: whether gradients may be sent while backward runs (`parameterServer.overlap`). With
                 False they are sent in `step`, for scripts that change gradients in between (GradScaler; to
                 clip, see max_grad_norm) or run backward several times.
             check_gradients: for debugging: `step` compares each gradient with what was sent. So it also finds
                 changes through `.data`, which are not noticed otherwise. Costs a pass over all gradients.
-                In mode `local` no gradient is sent, and this and `overlap` mean nothing.
+                In mode `local` no gradient is sent, and this and `overlap` have no effect.
             averaged: names of modules, parameters or buffers of the model that no optimizer trains and the
                 script changes itself, such as a teacher that is an average of the model. Workers send them
                 with each step, and the job's value is their mean over the workers.
@@ -219,11 +219,11 @@ class Session:
             max_grad_norm: the parameter server scales the gradient of each version, which is the mean over
                 all records, down to this 2-norm, as `clip_grad_norm_` would with one process. Gradients may
                 be sent while backward runs. It needs parameter servers without standbys.
-            state: what `state_dict()` of such an optimizer has given, to begin with its state and its
-                hyperparameters, as for fine-tuning; of several optimizers, by their names. The limits above
+            state: the `state_dict()` of such an optimizer, to begin with its state and hyperparameters,
+                as for fine-tuning; for several optimizers, a mapping by their names. The limits above
                 stay. It is ignored for a worker that joins later. The state moves to the parameter server.
             base: with "external", each worker loads by itself what no optimizer trains; see
-                `adapters.base.Base`. It is on no wire and in no checkpoint, and has to be the same for all.
+                `adapters.base.Base`. It is never sent, is in no checkpoint, and must be the same for all.
 
         Raises:
             InvalidModel, ModelMismatch: the model or optimizer cannot be trained in this job.
@@ -323,13 +323,13 @@ class Session:
     def assign(self, model: torch.nn.Module) -> None:
         """Make the values that the script has given the model the job's next version. Blocks.
 
-        For changes that the script makes itself: going back to the best model, resetting a layer, pruning.
+        Use it for changes by the script itself: to go back to the best model, reset a layer, or prune.
         Change the model in place, then call this, between `optimizer.step()` and the next `backward()`. All
-        parameters and buffers become the version's; the optimizer's state stays, and schedules make no step.
-        Steps that other workers compute meanwhile are void; their records are trained on the new values.
+        parameters and buffers become the version's; the optimizer's state stays, and no scheduler steps.
+        Steps that other workers compute meanwhile are dropped; their records are trained on the new values.
 
-        Any worker may call it, or all at the same version: of values that workers assign without knowing of
-        each other's, the first count, and the other workers get those.
+        Any worker may call it, or all at the same version. If several workers assign values at once, the
+        first values count, and the other workers get those.
 
         Args:
             model: the one that was given to `session.optimizer`.
@@ -346,7 +346,7 @@ class Session:
     def pause(self) -> None:
         """Let the other workers train on without this one, until it loads its next batch. Blocks for a call.
 
-        For what takes long in the middle of an epoch, such as an evaluation: otherwise the others wait for
+        Use it before a long task within an epoch, such as an evaluation: otherwise the others wait for
         this worker's next step. Call it after `optimizer.step()`, or after `optimizer.skip()` if no step is
         made with the batch. The other records that this worker holds go to others, and its next batch is of
         the newest version. The model keeps its values until then.
@@ -394,14 +394,14 @@ class Session:
                 `shuffle`, `drop_last` and other options are then used. The job's `data.seed` fixes a random
                 order. Without a DataLoader the job's `data.shuffle` says whether the order is random.
                 Or an `IterableDataset`, or a DataLoader over one: its records are its items in their order,
-                whatever `data.shuffle` says. Whenever it is begun, in each worker, it must give the same
+                whatever `data.shuffle` says. Each iteration, in each worker, must give the same
                 items. Its method `iterate_from(number)` is used, if it has one; see docs/guides/data.md.
             batch_size: the number of records in a batch of one worker.
             epochs: how often each record is trained, by all workers together.
-            records: the items of a stream that make an epoch, the first ones; by default its length.
-            prefetch: says which rows of tables that grow a batch needs, as ids by the tables' names, such as
-                `lambda batch: {"user": batch[0]}`. They are fetched during the step before.
-            prefetch_staleness: 1 in mode async: rows are used without those steps that were made meanwhile.
+            records: how many of a stream's items, from the first, make an epoch; by default its length.
+            prefetch: returns the ids that a batch needs of tables that grow, by the tables' names, such as
+                `lambda batch: {"user": batch[0]}`. Their rows are fetched during the previous step.
+            prefetch_staleness: with 1, in mode async, rows are used as fetched, without the steps made since.
             options: those of DataLoader: num_workers, collate_fn, pin_memory, drop_last, ...
 
         Raises:
@@ -423,15 +423,15 @@ class Session:
 
     @property
     def state(self) -> ScriptState:
-        """What the scripts keep with the job: a mapping of names to small plain data, such as a best score.
+        """A mapping that belongs to the job: names and small plain values, such as a best score.
 
-        All workers read the same, which is asked of the parameter server at each use. The chief writes it
+        All workers read the same values; each use asks the parameter server. The chief writes it
         (see `is_chief`): `session.state["best"] = 0.9`, or several at once with `session.state.update(...)`.
         It is part of the checkpoints that are made from then on. So it is there when another worker becomes
         the chief, and after `--resume`; when the job goes back to a checkpoint, the state goes back with it.
 
-        Values are what JSON can have, and 64 KiB of text in all. Reading and writing block for a call. With
-        several processes in a worker, process 0 uses it.
+        Values are JSON, at most 64 KiB of text together. Reading and writing block for a call. With
+        several processes in a worker, only process 0 may use it.
         """
         return self._runtime.state
 
@@ -442,13 +442,13 @@ class Session:
         joined, also after a resume.
 
         Args:
-            interval: the scheduler makes one step for each "step" (version of the model), each "epoch" that
+            interval: the scheduler takes one step for each "step" (version of the model), each "epoch" that
                 is complete, or each "sample" (record that is in the model or was skipped). The number of
                 versions in an epoch depends on the number of workers, the number of samples does not. So with
                 "sample" a schedule of `len(dataset) * epochs` steps ends with the job. Or a function: given
-                that number of samples, it says how many steps the scheduler is to have made. Leave interval
-                out for ReduceLROnPlateau: the script steps it with its value, and workers that join receive
-                its state.
+                that number of samples, it returns how many steps the scheduler should have taken. For
+                ReduceLROnPlateau leave interval out: the script steps it with its value, and workers that
+                join receive its state.
 
         Raises:
             UsageError: another interval, `session.optimizer` was not called before, or the scheduler is of
@@ -508,7 +508,7 @@ class Session:
         the job's loss curve. At other times values are sent at once, and are not averaged.
 
         Raises:
-            UsageError: a value is no number.
+            UsageError: a value is not a number.
         """
         self._runtime.report(metrics)
 
@@ -536,7 +536,7 @@ class Session:
                 such a number, whose device is waited for.
 
         Raises:
-            UsageError: it is no such number; no batch is in hand; it is called a second time for one
+            UsageError: it is not such a number; no batch is in hand; it is called a second time for one
                 backward(), or after backward() has begun to send gradients. Nothing has changed then.
         """
         self._runtime.weigh(checked_weight(weight, processes=self._runtime.slices.processes))
@@ -544,22 +544,22 @@ class Session:
     def metric(self, name: str, value: Any, *, reduce: Reduction = "mean") -> None:
         """Report a value of this step. The job reduces the values of all steps of a version to one.
 
-        A step that is void counts for nothing, and one that is in the model exactly once, also if a round is
-        started again. Of several values of one batch the last one counts; those of several batches of a step
-        become one in the same way. Does not wait for a tensor's device before the step.
+        The value counts exactly once if the step gets into the model, and otherwise not at all. Of several
+        values of one batch the last one counts; those of several batches of a step are reduced in the same
+        way. Does not wait for a tensor's device before the step.
 
         Args:
             value: a number, or a tensor with one element.
             reduce: "mean", weighted by records, "sum" or "max".
 
         Raises:
-            UsageError: the value is no number; or there is a sum or a maximum to be made, and this is not
-                between a batch and its `optimizer.step()`.
+            UsageError: the value is not a number; or a sum or a maximum is reported, but not between a
+                batch and its `optimizer.step()`.
         """
         self._runtime.report({name: value}, reduce=reduce)
 
     def finish(self) -> None:
-        """The script has come to its end: carry out what it has pushed with `session.server`. Blocks.
+        """At the end of the script, wait until its pushes to `session.server` are carried out.
 
         A worker that is asked to leave does not wait any longer.
         """
@@ -573,7 +573,7 @@ class Session:
         train anew.
 
         Args:
-            failed: the script has failed, so it is no mistake that it leaves a step unmade.
+            failed: the script has failed, so a step that it has not finished is no mistake.
         """
         if os.getpid() == self._owner:
             if self._tensors is not None:
@@ -584,7 +584,7 @@ class Session:
 
     @property
     def open(self) -> bool:
-        """Whether this process has made it, and has not closed it."""
+        """Whether this process has created the session, and has not closed it."""
         return os.getpid() == self._owner and not self._runtime.closed
 
     @property
