@@ -133,8 +133,8 @@ CONDITIONS = (
     Reason(
         "Degraded",
         ("StandbyNotFollowing",),
-        "A standby does not have every round, although the job has run for 30 s. If its parameter server is "
-        "lost now, the job goes back to the last checkpoint.",
+        "A standby does not have every version, although the job has run for 30 s. If its parameter server "
+        "is lost now, the job goes back to the last checkpoint.",
         "Wait. See `kubectl logs NAME-standby-0`, and the warnings in `kubectl logs NAME-ps-0`.",
     ),
     Reason(

@@ -204,8 +204,8 @@ class Consistency(CamelModel):
     )
     balance: Annotated[Literal["even", "speed"] | None, _BALANCES, _WAITS, _MEASURED, NOT_LOCALLY] = Field(
         default=None,
-        description="Only with globalBatchSize, or with mode local and outer diloco or average; even if "
-        "unset. With speed, workers get work in proportion to their measured speed: records "
+        description="Only with globalBatchSize, or with mode local and outer diloco or average. The default "
+        "is even. With speed, workers get work in proportion to their measured speed: records "
         "of each version, or local steps between two exchanges, of which the fastest worker "
         "makes as many as the field steps sets.",
     )
@@ -225,7 +225,7 @@ class Consistency(CamelModel):
         "a momentum of their own (Mitliagkas et al. 2016): for the same step, 0.9 becomes "
         "0.69. With none, a stale step gets the full rate. Name a function of your own as "
         "module:function: it takes the staleness in versions, and returns the factor for the "
-        "rate. A version of several steps has the rate of the stalest one.",
+        "rate. A version of several steps uses the rate of the stalest one.",
     )
     max_staleness_p99: Annotated[int | None, *_OBJECTIVE] = Field(
         default=None,

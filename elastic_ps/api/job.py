@@ -82,9 +82,9 @@ class ParameterServer(CamelModel):
         ge=0,
         le=256 * 1024 * 1024,
         description="The size of a bucket in bytes, at least 1024. Tensors are sent in buckets of about this "
-        "size. Up to 4 MiB, they are smaller in a model that has less than eight of them. With 0 the size is "
-        "chosen when the job begins: the first worker measures its network. It is 4 MiB then with strategy "
-        "all-reduce, with consistency.deterministic, and with codec powersgd.",
+        "size. If it is 4 MiB or less, a model that would fill less than eight buckets has smaller ones. "
+        "With 0 the size is chosen when the job begins: the first worker measures its network. Jobs with "
+        "strategy all-reduce, consistency.deterministic or codec powersgd then get 4 MiB.",
     )
     overlap: Annotated[OverlapSetting, rules.NEVER] = Field(
         default="auto",
@@ -114,8 +114,8 @@ class ParameterServer(CamelModel):
         max_length=16,
         description="Classes of optimizers of your own that scripts may use besides those of torch.optim, as "
         "module:Class. The parameter server imports these and no others, so its image has to have them. Each "
-        "has to treat every element of a parameter by itself, or every parameter if its attribute "
-        "whole_tensors is true.",
+        "has to treat every element of a parameter by itself. If its attribute whole_tensors is true, it may "
+        "treat each parameter as a whole.",
     )
     tensor_bytes: Annotated[int, rules.NEW_PODS] = Field(
         default=1024 * 1024 * 1024,
@@ -129,8 +129,8 @@ class ParameterServer(CamelModel):
         default="checkpoint",
         description=(
             "The protection against the loss of a parameter server. With checkpoint, the job goes back to "
-            "the newest checkpoint and trains the records since then again. With standby, each shard has a "
-            "second process that receives every round before it counts, so nothing is trained again."
+            "the newest checkpoint and trains later records again. With standby, each shard has a second "
+            "process that receives every version before the workers do, so nothing is trained again."
         ),
     )
     template: Annotated[PodTemplate, rules.PATCH] = Field(
@@ -218,22 +218,23 @@ class Evaluator(CamelModel):
         default=None,
         ge=1,
         description="Write and evaluate a checkpoint whenever this many versions have been made. If unset, "
-        "every checkpoint is evaluated that parameterServer.checkpoint asks for. The last version is "
+        "every checkpoint that parameterServer.checkpoint asks for is evaluated. The last version is "
         "always evaluated.",
     )
     backlog: Annotated[int, rules.NEVER] = Field(
         default=4,
         ge=1,
         description="How many checkpoints may wait for the evaluator. They are kept besides "
-        "checkpoint.keep. If there are more, the oldest is given up, and the status counts it.",
+        "checkpoint.keep. If there are more, the oldest is not evaluated; the status counts it as missed.",
     )
     best: Annotated[Best | None, rules.NEVER] = Field(
-        default=None, description="Keep the best checkpoint by a metric. If unset, none is kept for that."
+        default=None,
+        description="Keep the best checkpoint by a metric. If unset, no checkpoint is kept as the best.",
     )
     finish_timeout: Annotated[Duration, rules.PATCH] = Field(
         default=timedelta(minutes=5),
-        description="How long the end of the job waits for the evaluator, from the end of the last worker "
-        "on. Then the job ends without the remaining evaluations.",
+        description="How long the job waits for the evaluator after the last worker has ended. Then the job "
+        "ends without the remaining evaluations.",
     )
     template: Annotated[PodTemplate, rules.PATCH] = Field(
         default_factory=dict,
@@ -259,14 +260,13 @@ class BlockOrder(CamelModel):
         ge=1,
         description="The number of consecutive records in a block. Blocks are shuffled, and so are the "
         "records within each. A worker that has begun a block is given the rest of it. If unset, the data "
-        "set's method block_sizes() says it; without that method there are no blocks. With 1 there are none, "
-        "too.",
+        "set's method block_sizes() gives the sizes. Without that method, and with 1, there are no blocks.",
     )
     buffer: Annotated[int, _SINGLE] = Field(
         default=1,
         ge=1,
         le=1024,
-        description="How many blocks are shuffled among each other. A worker has that many open at a time.",
+        description="How many blocks are shuffled together. A worker has that many open at a time.",
     )
 
 

@@ -44,8 +44,8 @@ class EvaluationStatus(CamelModel):
     waiting: int = Field(default=0, description="The number of checkpoints that wait for the evaluator.")
     missed: int = Field(
         default=0,
-        description="The number of checkpoints that were given up because more than evaluator.backlog were "
-        "waiting, or because the evaluator kept failing on them.",
+        description="The number of checkpoints that were not evaluated because more than evaluator.backlog "
+        "were waiting, or because the evaluator kept failing on them.",
     )
 
     def __str__(self) -> str:
@@ -318,7 +318,7 @@ class ServerStatus(CamelModel):
     )
     standbys: list[bool] = Field(
         default_factory=list,
-        description="For each shard, true if its standby has every round. Empty without durability standby.",
+        description="For each shard, true if its standby has every version. Empty without standbys.",
     )
     bucket_bytes: int = Field(
         default=0,
@@ -438,7 +438,7 @@ class ParameterServerStatus(CamelModel):
     )
     standbys: int | None = Field(
         default=None,
-        description="The number of standbys that have every round, with durability standby. Unset while "
+        description="The number of standbys that have every version, with durability standby. Unset while "
         "shard 0 does not answer.",
     )
     outdated: int | None = Field(

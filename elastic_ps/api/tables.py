@@ -16,13 +16,15 @@ class TableStatus(CamelModel):
     rows: int = Field(default=0, description="Rows of the table.")
     waiting: int = Field(default=0, description="Ids that have no row yet, with admit_after.")
     size_bytes: int = Field(default=0, description="Memory of the table, in bytes.")
-    admitted: int = Field(default=0, description="Rows that were made.")
+    admitted: int = Field(default=0, description="Rows that were created.")
     expired: int = Field(default=0, description="Rows that were dropped.")
-    refused: int = Field(default=0, description="Rows that were not made because the table was full.")
+    refused: int = Field(default=0, description="Rows that were not created because the table was full.")
     looked_up: int = Field(default=0, description="Rows that were looked up.")
     hits: int = Field(default=0, description="Rows that were looked up and existed.")
-    used: int = Field(default=0, description="Rows that the forward of workers' steps has used.")
-    used_ahead: int = Field(default=0, description="Those that were used as they had been fetched ahead.")
+    used: int = Field(default=0, description="Rows that the forward passes of workers have used.")
+    used_ahead: int = Field(
+        default=0, description="Rows that were prefetched, and used without another fetch."
+    )
 
     @property
     def hit_rate(self) -> float | None:
@@ -46,8 +48,12 @@ class TableRows(CamelModel):
     name: str = Field(description="The table's name.")
     rows: int = Field(default=0, description="Rows of the table.")
     size_bytes: int = Field(default=0, description="Memory of the table, in bytes.")
-    admitted: int = Field(default=0, description="Rows that were made since the parameter servers' start.")
-    expired: int = Field(default=0, description="Rows that were dropped since the parameter servers' start.")
+    admitted: int = Field(
+        default=0, description="Rows that were created since the start of the parameter servers."
+    )
+    expired: int = Field(
+        default=0, description="Rows that were dropped since the start of the parameter servers."
+    )
 
     @classmethod
     def of(cls, tables: Iterable[TableStatus]) -> list[TableRows]:

@@ -35,7 +35,7 @@ examples:
   elastic-ps status digits                   show the progress of the job named digits
   elastic-ps scale digits --workers 4        change the number of workers while it trains
   elastic-ps set digits consistency.mode=async
-                                             change how workers agree while it trains
+                                             change the mode while it trains
   elastic-ps logs digits -f --worker 0       show what worker 0 prints
   elastic-ps stop digits                     write a checkpoint and stop
   elastic-ps drill job.yaml --seed 7         inject faults, and check that nothing is lost
@@ -278,7 +278,7 @@ def _add_scale(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _add_set(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     changes = commands.add_parser(
         "set",
-        help="change how a running job makes versions",
+        help="change the settings of a running job",
         description="Change the consistency, the compression or the checkpoints of a job while it runs. The\n"
         "job continues from its current version. Workers keep running, and repeat the steps that they\n"
         "have not finished. If a change is not possible, the command says why, and the job stays as it\n"
@@ -327,7 +327,7 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "export",
         help="write a checkpoint's model as one file for plain PyTorch",
         description="Write the model of a checkpoint into one file, as a plain state_dict. The job may be\n"
-        "running. Tables that grow are there as NAME.ids and NAME.values. To load the optimizer's\n"
+        "running. Tables that grow become NAME.ids and NAME.values. To load the optimizer's\n"
         "state as well, use elastic_ps.load_checkpoint(DIR, model, optimizer) in Python.",
         epilog=EXPORT_EXAMPLES,
         formatter_class=_Help,
@@ -412,7 +412,7 @@ def _add_hostfile(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         help="print a hostfile for mpirun",
         description="Print a hostfile for `mpirun --hostfile`. It lists the hosts that you name, or else\n"
         "the hosts of the Slurm allocation that the command runs in. The first host has rank 0, with the\n"
-        "launcher and the parameter servers. Each other rank runs a worker.",
+        "launcher and the parameter servers. Every other rank runs a worker.",
         epilog=HOSTFILE_EXAMPLES,
         formatter_class=_Help,
     )

@@ -106,7 +106,7 @@ def metrics(status: ServerStatus) -> str:
             "evaluated_version": ("Newest version that was evaluated.", evaluation.version),
             "evaluations": ("Checkpoints that have been evaluated.", evaluation.evaluated),
             "evaluations_waiting": ("Checkpoints that wait for the evaluator.", evaluation.waiting),
-            "evaluations_missed": ("Checkpoints that were given up.", evaluation.missed),
+            "evaluations_missed": ("Checkpoints that were not evaluated.", evaluation.missed),
         }
     values |= {
         f"{name}_total": (Traffic.model_fields[name].description or "", getattr(status.traffic, name))

@@ -322,6 +322,6 @@ def _unprotected(observed: Observed, *, settled: bool) -> Iterator[Problem]:
         if not following and shard not in known:
             yield Problem(
                 "StandbyNotFollowing",
-                f"the standby of shard {shard} does not have every round yet; if the parameter server is "
+                f"the standby of shard {shard} does not have every version yet; if the parameter server is "
                 "lost now, the job goes back to the last checkpoint",
             )

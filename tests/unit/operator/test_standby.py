@@ -163,8 +163,8 @@ def test_a_standby_that_ends_is_replaced_and_nobody_waits_for_it(evicted: bool) 
     assert {name for name in after if after[name] != before.get(name)} == {"digits-standby-0"}
     assert simulation.status["worker"]["restarts"] == 0
     degraded = simulation.condition("Degraded")
-    assert degraded["reason"] == "StandbyNotFollowing", "a pod is not enough: it has to have every round"
-    assert "standby of shard 0 does not have every round yet" in degraded["message"]
+    assert degraded["reason"] == "StandbyNotFollowing", "a pod is not enough: it has to have every version"
+    assert "standby of shard 0 does not have every version yet" in degraded["message"]
     assert simulation.status["parameterServer"]["standbys"] == 0
     simulation.server = told(True)
     simulation.settle()
