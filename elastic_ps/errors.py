@@ -173,9 +173,9 @@ class CheckpointUnreadable(CheckpointCorrupt):
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"{what}. The checkpoint is whole, so another version of elastic-ps has written it, or a person; "
-            "it is left where it is. Continue with the version that has written it, or move it out of its "
-            "directory to continue from the checkpoint before it"
+            f"{what}. The checkpoint is complete, so another version of elastic-ps, or a person, has written "
+            "it. It stays where it is. Continue with the version that has written it, or move it out of its "
+            "directory to continue from the previous checkpoint"
         )
 
 

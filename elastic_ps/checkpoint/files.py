@@ -137,7 +137,7 @@ def _read(path: Path, limit: int) -> tuple[tuple[int, ...], str]:
     try:
         return _version_of(found), data.decode()
     except UnicodeDecodeError as error:
-        raise CheckpointCorrupt(f"{path} is not text: {error}") from error
+        raise CheckpointCorrupt(f"{path} is not in UTF-8: {error}") from error
 
 
 def create(path: Path) -> BinaryIO:

@@ -149,7 +149,7 @@ def _faults(manifest: Manifest) -> Iterator[str]:
             yield f"{name} {value!r} is not a whole number from 0 to {most - 1}"
     for name, text in (("job", manifest.job), ("optimizer", manifest.optimizer)):
         if not isinstance(text, str):
-            yield f"{name} {text!r} is not text"
+            yield f"{name} {text!r} is not a string"
     if not isinstance(manifest.state, dict):
         yield "state is not an object"
     yield from (f"it holds the number {n}" for n in _numbers(manifest.state) if abs(n) >= 1 << 63)
@@ -178,12 +178,12 @@ def _faults_of_tensors(tensors: list[dict[str, Any]]) -> Iterator[str]:
         name, shape = tensor["name"], tensor["shape"]
         for each in (name, *tensor["aliases"]):
             if not isinstance(each, str) or each in names:
-                yield f"{each!r} is not the name of a tensor, or is there twice"
+                yield f"{each!r} is not the name of a tensor, or occurs twice"
             names.add(each)
         if not (isinstance(shape, list) and all(is_count(n, below=MOST_ELEMENTS) for n in shape)):
             yield f"tensor {name!r} has the shape {shape!r}"
         elif len(shape) > 64 or math.prod(n or 1 for n in shape) >= MOST_ELEMENTS:
-            yield f"tensor {name!r} has the shape {shape!r}, which is beyond all memory"
+            yield f"tensor {name!r} has the shape {shape!r}, which fits into no memory"
         if tensor["dtype"] not in ITEM_SIZE and tensor["rule"] != Rule.EXTERNAL:
             yield f"tensor {name!r} has the dtype {tensor['dtype']!r}"
         if not is_count(tensor["rule"], below=len(Rule)):
@@ -191,11 +191,11 @@ def _faults_of_tensors(tensors: list[dict[str, Any]]) -> Iterator[str]:
         if not is_count(tensor["group"], below=1 << 31, least=-1):
             yield f"tensor {name!r} is in group {tensor['group']!r}"
         if not isinstance(tensor["frozen"], bool):
-            yield f"tensor {name!r} has {tensor['frozen']!r} for whether it is frozen"
+            yield f"tensor {name!r} has {tensor['frozen']!r} for frozen; expected true or false"
         if not isinstance(tensor["dtype"], str) or not isinstance(content := tensor["content"], str):
-            yield f"tensor {name!r} has the dtype {tensor['dtype']!r}, and {content!r} for what it holds"
+            yield f"tensor {name!r} has the dtype {tensor['dtype']!r} and the content {content!r}"
         if not isinstance(sparse := tensor["sparse"], bool) or (sparse and len(shape) < 2):
-            yield f"tensor {name!r} of shape {shape!r} has {sparse!r} for whether its gradients are sparse"
+            yield f"tensor {name!r} of shape {shape!r} has {sparse!r} for sparse"
 
 
 def is_count(value: object, *, below: int, least: int = 0) -> bool:

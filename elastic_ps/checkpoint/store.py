@@ -335,7 +335,7 @@ class Store:
             newest = f"the newest one there is of version {max(found)}" if found else "there is none"
             raise StorageUnavailable(
                 f"the checkpoint of version {version} has disappeared from {self.directory}, where {newest}: "
-                "the volume may be away, or replaced by an older copy. Bring it back, or stop the job"
+                "the volume may be unmounted, or replaced by an older copy. Mount it again, or stop the job"
             )
 
     def written(self, version: int) -> float:
@@ -436,14 +436,14 @@ class Store:
         current, identity = self._begun()
         if current and self._identity not in (None, identity):
             raise StorageUnavailable(
-                f"{self.directory} is another directory than the one in which term {term} has begun: a "
-                "volume was mounted there, or replaced, since. Nothing is written into it. Stop the job, and "
+                f"{self.directory} is not the directory in which term {term} has begun: since then, a volume "
+                "was mounted there, or replaced. Nothing is written into it. Stop the job, and "
                 "continue from the checkpoints that you want to keep"
             )
         if current < term:
             raise StorageUnavailable(
                 f"{self._term_file} says that {current} is the last term, but term {term} has begun: the "
-                "volume may be away, or replaced by an older copy. Bring it back, or stop the job"
+                "volume may be unmounted, or replaced by an older copy. Mount it again, or stop the job"
             )
         if current != term:
             raise Fenced(
@@ -456,7 +456,7 @@ def _warnings(reader: Reader) -> Iterator[str]:
     found = reader.not_finite()
     if found:
         named = ", ".join(f"{count} of {name}" for name, count in list(found.items())[:5])
-        more = f" and {len(found) - 5} tensors more" if len(found) > 5 else ""
+        more = f" and {len(found) - 5} more tensors" if len(found) > 5 else ""
         yield (
             f"the checkpoint of version {reader.manifest.version} holds NaN or Inf: {named}{more}. It is "
             "used as it is; if training has diverged, continue from an earlier one"

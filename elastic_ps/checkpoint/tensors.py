@@ -197,7 +197,7 @@ class Reader:
             reached = 0
             for entry in entries:
                 if entry.scalar or entry.start != reached:
-                    raise CheckpointCorrupt(f"{where}: element {reached} is missing or there twice")
+                    raise CheckpointCorrupt(f"{where}: element {reached} is missing or stored twice")
                 reached = entry.stop
             if reached != specs[tensor].elements:
                 raise CheckpointCorrupt(

@@ -74,7 +74,7 @@ def check_tables(tensors: Iterable[TensorSpec], optimizer: str, groups: Sequence
             if group.get(key):
                 raise InvalidModel(
                     f"{tensor.name} has sparse gradients, but {key}={group[key]!r} of parameter group "
-                    f"{tensor.group} is about all rows in each step, also those without a gradient. Leave "
+                    f"{tensor.group} acts on all rows in each step, also those without a gradient. Leave "
                     f"{key} out for it, by a parameter group of its own, or use sparse=False"
                 )
 
@@ -535,7 +535,7 @@ def _saved(kind: Kind, state: Mapping[Any, Any], parameter: torch.Tensor) -> dic
     copies: dict[str, Any] = {}
     for key, value in state.items():
         if not isinstance(key, str) or not re.fullmatch(r"\w{1,100}", key, re.ASCII) or key in RESERVED:
-            raise InvalidModel(f"its state has the key {key!r}; expected a word, and none of {RESERVED}")
+            raise InvalidModel(f"its state has the key {key!r}; expected a word other than {RESERVED}")
         if torch.is_tensor(value):
             fits = value.dim() == 0 or value.shape == parameter.shape or steps_whole_tensors(kind)
             if not fits or name_of(value.dtype) not in ITEM_SIZE or value.is_complex():

@@ -61,7 +61,7 @@ def host_towards(address: str, *, within: timedelta) -> str:
     try:
         return retry(look, OSError, patience=within, pause=PAUSE)
     except OSError as error:
-        text = f"the way to the parameter server at {address} is not known: {error}"
+        text = f"there is no route to the parameter server at {address}: {error}"
         raise ConnectionLost(text) from error
 
 

@@ -277,7 +277,7 @@ class Operations:
         if tensor.layout is not torch.strided:
             raise UsageError(
                 f"a communicator takes dense tensors, but this one has the layout {tensor.layout}; "
-                "call to_dense() before"
+                "call to_dense() first"
             )
         return tensor.detach().to(self._backend.device(tensor.device)).contiguous()
 

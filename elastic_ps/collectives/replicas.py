@@ -184,7 +184,7 @@ def _check_described(tensors: Mapping[str, torch.Tensor], communicator: Communic
         first = everybody[0]
         if list(other) != list(first):
             names = sorted(set(first) ^ set(other)) or list(other)
-            raise ModelMismatch(f"rank {rank} has another model than rank 0: {_joined(names[:5])}")
+            raise ModelMismatch(f"the model of rank {rank} differs from that of rank 0: {_joined(names[:5])}")
         for name in first:
             if first[name] != other[name]:
                 raise ModelMismatch(f"{name} is {other[name]} on rank {rank}, but {first[name]} on rank 0")

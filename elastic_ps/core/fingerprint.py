@@ -52,16 +52,16 @@ def other_records(names: Sequence[str]) -> str:
     """The message for parts that differ, with what to do."""
     if ORDER in names:
         return (
-            "data.order, or block_sizes() of the data set, says other blocks, so records would be at other "
+            "data.order, or block_sizes() of the data set, gives other blocks, so records would be at other "
             "positions. All workers need the same blocks, and so does a job that continues from a checkpoint"
         )
     return (
-        f"the entries of {', '.join(names[:5])} are other ones, or in another order. All processes of a job "
+        f"the entries of {', '.join(names[:5])} differ, or are in another order. All processes of a job "
         "must have the same records at the same positions. If the script draws which ones it has, as "
         "random_split, torch.randperm and shuffle do, give them a generator with a seed, as in random_split("
         "dataset, lengths, generator=torch.Generator().manual_seed(0)). Or call torch.manual_seed(0), "
         "random.seed(0) and numpy.random.seed(0) before, and session.seed() afterwards, so that workers draw "
-        "numbers of their own again. Sort what the script makes of a set, or of a directory"
+        "numbers of their own again. Sort what the script reads from a set, or from a directory"
     )
 
 

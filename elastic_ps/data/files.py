@@ -70,7 +70,7 @@ class File:
         if size is None:
             raise UsageError(
                 f"{self.url} is a stream: its server does not say how long it is, so its records cannot be "
-                "found by their offsets. Copy it to a file, or to a server that knows ranges of bytes"
+                "found by their offsets. Copy it to a file, or to a server that supports byte ranges"
             )
         return int(size)
 
@@ -95,7 +95,7 @@ class File:
         if len(found) > stop - start:
             raise UsageError(
                 f"{self.url} is a stream: bytes {start} to {stop} were asked for, and its server sent "
-                f"{len(found)} bytes. Copy it to a file, or to a server that knows ranges of bytes"
+                f"{len(found)} bytes. Copy it to a file, or to a server that supports byte ranges"
             )
         if len(found) < stop - start:
             raise changed(self.url)
@@ -196,7 +196,7 @@ def index_of(file: File, kind: str, build: Callable[[], Index], keep: str | os.P
             unfinished.write(_saved(made, stamp))
         Path(temporary).replace(cached)
     except OSError as error:
-        logger.warning("the index of %s is not kept, so it is made each time: %s", file.url, error)
+        logger.warning("the index of %s is not stored, so each process builds it: %s", file.url, error)
     return made
 
 

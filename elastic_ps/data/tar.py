@@ -145,7 +145,7 @@ def _members(file: File) -> Iterator[tuple[str, int, int, int]]:
                     if not member.isreg():
                         continue
                     if member.offset_data + member.size > file.size:
-                        raise tarfile.ReadError("it is cut off")
+                        raise tarfile.ReadError("it is truncated")
                     source.seek(member.offset_data - _HEADER)
                     crc = zlib.crc32(source.read(_HEADER))
                     yield member.name, member.offset_data, member.size, crc

@@ -119,7 +119,7 @@ def _kill_ps(target: Target, fault: Fault) -> str:
     server = target.settled()
     shard = fault.worker % server.shards
     if server.standbys:
-        target.until(lambda: all(_settled_standbys(target)), "the standbys have every round")
+        target.until(lambda: all(_settled_standbys(target)), "the standbys have every version")
     process = target.process("ps", shard)
     target.strike(lambda: target.kill("ps", shard))
     target.until(target.moved_on(term=server.term), "the version passes the one before")
@@ -131,12 +131,12 @@ def _kill_standby(target: Target, fault: Fault) -> str:
     if not server.standbys:
         raise Unavailable("the job has no standbys; set parameterServer.durability to standby")
     shard = fault.worker % server.shards
-    target.until(lambda: _settled_standbys(target)[shard], "the standby has every round")
+    target.until(lambda: _settled_standbys(target)[shard], "the standby has every version")
     process = target.process("standby", shard)
     target.strike(lambda: target.kill("standby", shard))
     target.until(lambda: not _settled_standbys(target)[shard], "the standby is left behind")
     target.until(target.moved_on(), "training continues without it")
-    target.until(lambda: _settled_standbys(target)[shard], "another standby has every round")
+    target.until(lambda: _settled_standbys(target)[shard], "another standby has every version")
     return f"standby of shard {shard}, {process}"
 
 

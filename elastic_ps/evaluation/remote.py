@@ -76,7 +76,7 @@ class JobSource:
             problem = self._fetch(reply.version)
             if not problem:
                 return Checkpoint(reply.version, self._store.directory)
-            logger.warning("the checkpoint of version %d is left out: %s", reply.version, problem)
+            logger.warning("the checkpoint of version %d is skipped: %s", reply.version, problem)
             reply = self._ask(reply.version, problem=problem)
 
     def finish(self, checkpoint: Checkpoint) -> None:

@@ -21,7 +21,7 @@ class Checkpoint:
 
     Attributes:
         version: the number of optimizer steps that the model has taken.
-        directory: its directory, which exists while the loop is at it.
+        directory: its directory, which exists until the loop goes on.
         metrics: the reported values.
     """
 
@@ -87,7 +87,7 @@ class Source(Protocol):
 class DirectorySource:
     """The complete checkpoints of a directory at the moment, oldest first.
 
-    Broken ones are left out, with a warning. If none is complete, `begin` raises CheckpointCorrupt.
+    Broken ones are skipped, with a warning. If none is complete, `begin` raises CheckpointCorrupt.
 
     Args:
         version: only this one; None for all.
@@ -109,7 +109,7 @@ class DirectorySource:
             try:
                 self._store.manifest(version)
             except CheckpointCorrupt as error:
-                logger.warning("the checkpoint of version %d is left out: %s", version, error)
+                logger.warning("the checkpoint of version %d is skipped: %s", version, error)
                 broken = error
                 continue
             self._found = True

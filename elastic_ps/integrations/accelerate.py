@@ -33,10 +33,10 @@ _RESUME = (
     "saved elsewhere, load them into the model before accelerator.prepare(...)"
 )
 _CHANGED = (
-    "a gradient was changed between accelerator.backward() and optimizer.step(). This worker's own gradient "
-    "was changed by that, of which the job then takes the mean over all workers. To limit the norm of the "
-    "mean, call accelerator.clip_grad_norm_ and give ElasticAccelerator(max_grad_norm=...). To change the "
-    "gradient of each worker, give ElasticAccelerator(overlap=False)"
+    "a gradient was changed between accelerator.backward() and optimizer.step(). That changed the "
+    "gradient of this worker alone; the job takes the mean over all workers afterwards. To limit the norm "
+    "of the mean, call accelerator.clip_grad_norm_ and give ElasticAccelerator(max_grad_norm=...). To change "
+    "the gradient of each worker, give ElasticAccelerator(overlap=False)"
 )
 _BY_HAND = (
     "this script makes a step of {batches} batches, but the job steps the scheduler that "

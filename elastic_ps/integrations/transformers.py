@@ -417,7 +417,7 @@ def _check(trainer: Any) -> None:
         (
             _own_loader(trainer),
             f"{kind} makes the batches that it trains itself (get_train_dataloader), so the job would not "
-            "know of which records they are. Trainers that leave it to transformers work, as SFTTrainer, "
+            "know which records are in them. Trainers that leave it to transformers work, as SFTTrainer, "
             "DPOTrainer and RewardTrainer of TRL",
         ),
     ]

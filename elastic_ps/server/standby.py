@@ -181,7 +181,7 @@ class Follower:
                 key = sum_key(shard.term, index, version, attempt)
                 self._standby.sum(key, values.sum_bytes, values.present)
         if copy.state is StandbyState.CATCHING_UP and copy.rows.whole and shard.buckets <= copy.buckets:
-            logger.info("the standby has every round from version %d on", version)
+            logger.info("the standby has every version from %d on", version)
             copy.note(StandbyEvent.COMPLETE)
 
     def _send_buckets(self, shard: Shard, copy: _Copy) -> None:

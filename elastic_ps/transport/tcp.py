@@ -187,7 +187,7 @@ def dial(
         except ssl.SSLError as error:  # the other side checks our certificate after it has shown its own
             raise UntrustedError(f"{address} does not accept this process: {_reason(error)}") from error
         except TimeoutError:
-            raise SilentError(f"{address} says nothing") from None
+            raise SilentError(f"{address} does not answer") from None
         if len(said) < len(expected):
             raise ConnectionRefusedError(f"{address} closed the connection")
         if said != expected and (known or not said.startswith(PROTOCOL)):
@@ -205,7 +205,7 @@ def _secured(sock: socket.socket, address: str, credentials: Credentials, limit:
         encrypted.do_handshake()
     except TimeoutError:
         encrypted.close()
-        raise SilentError(f"{address} says nothing") from None
+        raise SilentError(f"{address} does not answer") from None
     except ssl.SSLCertVerificationError as error:
         encrypted.close()
         raise UntrustedError(f"{address} is not a server of this job: {error.verify_message}") from error

@@ -34,7 +34,7 @@ _ONE_STEP = (
 _OTHER_GROUPS = (
     "the parameter groups are others than session.optimizer(...) was given, because param_groups or the "
     "params of a group were changed, or add_param_group() or load_state_dict() of the torch optimizer was "
-    "called. The job trains with the groups of then. Change them before session.optimizer(...). To begin "
+    "called. The job trains with the first groups. Change them before session.optimizer(...). To begin "
     "with an optimizer's state, pass it as session.optimizer(..., state=...), or in mode local load it before"
 )
 
@@ -97,14 +97,14 @@ class _Wrapping(torch.optim.Optimizer):
 class ElasticOptimizer(_Wrapping):
     """Takes the place of a torch optimizer, whose state is on the parameter server.
 
-    In mode `local`, and with `strategy: all-reduce`, the torch optimizer itself makes the steps, and its
-    state is here.
+    In mode `local`, and with `strategy: all-reduce`, the torch optimizer itself takes the steps, and its
+    state is on this worker.
 
     `param_groups` are those of the wrapped optimizer. When a script or a scheduler of
     `torch.optim.lr_scheduler` changes a hyperparameter in them, the parameter server uses the new value from
     the next step on. Made by `Session.optimizer`. Not thread-safe: only the training thread may use it.
 
-    If the session was given several optimizers, this is all of them, and `optimizers["critic"]` is one.
+    If the session was given several optimizers, this stands for all, and `optimizers["critic"]` is one.
     """
 
     def __init__(
@@ -201,10 +201,10 @@ class ElasticOptimizer(_Wrapping):
             InvalidModel: the script, or a scheduler, has set a momentum beside that of the codec.
             Refused, ConnectionLost: the parameter server did not accept the step.
 
-        In mode `local` the wrapped optimizer makes a step; only an exchange blocks. Of several processes of a
-        worker all make the same step, with the mean of their gradients, so each step waits for all of them.
+        In mode `local` the wrapped optimizer takes a step; only an exchange blocks. The processes of a worker
+        take the same step, with the mean of their gradients, so they wait for each other.
 
-        Of several optimizers all make a step.
+        With several optimizers, all of them take a step.
 
         Where no parameter has a gradient, no step is made, as in torch: if no backward() runs for the batch
         later, its records are skipped.
@@ -281,8 +281,8 @@ class ElasticOptimizer(_Wrapping):
         scheduled = getattr(scheduler, "optimizer", self).param_groups
         if not any(group is mine for group in scheduled for mine in self.param_groups):
             raise UsageError(
-                f"the {type(scheduler).__name__} is of another optimizer, so it would change nothing of the "
-                "job. Make it with the optimizer that session.optimizer(...) returned"
+                f"the {type(scheduler).__name__} belongs to another optimizer, so the job would not use it. "
+                "Create it with the optimizer that session.optimizer(...) returned"
             )
 
     def assign(self) -> None:

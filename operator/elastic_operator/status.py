@@ -238,7 +238,7 @@ def model_lost(old: TrainingJobStatus, new: TrainingJobStatus, observed: Observe
         lost = [f"version {version} is gone: {MODEL_LOST}"]
     elif new.progress.version < version:
         text = f"training has gone back to version {new.progress.version}: at least "
-        text += f"{version - new.progress.version} of the versions since are made again"
+        text += f"{version - new.progress.version} of the later versions are trained again"
         yield Note(f"Back/{now.term}", "Warning", "RolledBack", text)
     if lost:
         leader = next((pod.uid for pod in observed.of("ps")), "")
@@ -251,6 +251,6 @@ def _evaluated(old: EvaluationStatus, new: EvaluationStatus | None) -> Iterator[
     if new.version is not None and new.evaluated > old.evaluated:
         yield Note(f"Evaluated/{new.version}", "Normal", "Evaluated", str(new))
     if new.missed > old.missed:
-        text = f"the evaluator is too slow or keeps failing: {new.missed} checkpoints were given up in all. "
-        text += "Speed it up, or raise evaluator.backlog"
+        text = f"the evaluator is too slow or keeps failing: {new.missed} checkpoints were given up "
+        text += "in total. Speed it up, or raise evaluator.backlog"
         yield Note(f"Missed/{new.missed}", "Warning", "EvaluationMissed", text)

@@ -173,4 +173,4 @@ def test_a_worker_whose_files_are_other_ones_is_refused(tmp_path: Path) -> None:
         job.until(began.is_set, "worker 0 has begun")
         job.start(1, second)
         job.join()
-    assert "the entries of TextDataset.block_digests() are other ones" in refused[0]
+    assert "the entries of TextDataset.block_digests() differ" in refused[0]

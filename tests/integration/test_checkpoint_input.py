@@ -122,7 +122,7 @@ def test_what_another_version_has_written_is_refused_and_left(
     change, message = OF_OTHER_VERSIONS[what]
     rewrite(store, newest, change)
     with (
-        pytest.raises(CheckpointUnreadable, match=f"version {newest}.*{message}.*it is left where it is"),
+        pytest.raises(CheckpointUnreadable, match=f"version {newest}.*{message}.*It stays where it is"),
         running_job(tmp_path, checkpoints=store.directory, resume="auto", parameterServer=SERVER),
     ):
         pass

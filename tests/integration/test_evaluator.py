@@ -234,7 +234,7 @@ def test_a_directory_is_evaluated_without_a_job(tmp_path: Path, capfd: pytest.Ca
     assert "error: all checkpoints are damaged, so none is evaluated: " in capfd.readouterr().err
     assert subprocess.run(command, check=False).returncode == 0, "others are whole"
     printed = capfd.readouterr()
-    assert "the checkpoint of version 20 is left out" in printed.err
+    assert "the checkpoint of version 20 is skipped" in printed.err
     assert "version 15: total" in printed.out
     (directory / FILE).unlink()
     assert subprocess.run(command, check=False).returncode == 2

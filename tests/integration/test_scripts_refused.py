@@ -494,7 +494,7 @@ def test_what_is_no_optimizer_or_no_scheduler(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"takes a learning-rate scheduler, .* got Sequential"):
             session.scheduler(given, interval="step")
         other = torch.optim.lr_scheduler.StepLR(sgd(make_mlp()), 1)
-        with pytest.raises(UsageError, match="the StepLR is of another optimizer"):
+        with pytest.raises(UsageError, match="the StepLR belongs to another optimizer"):
             session.scheduler(other, interval="step")
         session.stop("that was all")
 

@@ -270,7 +270,7 @@ def test_a_weight_decay_that_a_script_sets_later_is_refused(tmp_path: Path) -> N
 
     with running_job(tmp_path) as job:
         job.start(0, script)
-        with pytest.raises(InvalidModel, match=r"weight_decay=0.1 of parameter group 0 is about all rows"):
+        with pytest.raises(InvalidModel, match=r"weight_decay=0.1 of parameter group 0 acts on all rows"):
             job.join()
         assert job.version == 0
 

@@ -87,7 +87,7 @@ def test_a_command_line_of_ps_pytorch_runs_with_another_program(tmp_path: Path) 
     write_cifar10(tmp_path / "cifar10_data")
     done = command(tmp_path, *mpirun.command(3, "elastic_ps.cli", "train", *PS_PYTORCH.split()))
     assert done.returncode == 0, done.stderr
-    assert "4 steps are made, as --max-steps says" in done.stdout
+    assert "4 steps are done, as --max-steps asks" in done.stdout
     for note in ("--comm-type changes", "--kill-threshold changes"):
         assert done.stderr.count(note) == 1
     assert "--compress-grad" not in done.stderr, "it is lossless: zstd"

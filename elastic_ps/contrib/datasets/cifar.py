@@ -142,7 +142,7 @@ def _pickled(source: Source, path: Path, data: bytes, key: str) -> tuple[torch.T
         known = ", ".join(map(repr, sorted(batch))) or "nothing"
         raise source.wrong(path, f"it has {known}; expected 'data' and {key!r}")
     if not all(isinstance(label, int) and 0 <= label < 256 for label in labels):
-        raise source.wrong(path, "its labels are no whole numbers from 0 on")
+        raise source.wrong(path, "its labels are not whole numbers from 0")
     records = len(labels)
     if images.shape != (records, PIXELS) or len(images.data) != records * PIXELS:
         raise source.wrong(
@@ -158,7 +158,7 @@ def _binary(source: Source, path: Path, data: bytes, before: int) -> tuple[torch
     if not data or len(data) % record:
         raise source.wrong(
             path,
-            f"it is cut: it has {len(data):,} bytes, which is not a multiple of a record's {record:,}",
+            f"it is truncated: it has {len(data):,} bytes, which is not a multiple of a record's {record:,}",
         )
     rows = _tensor(data).view(-1, record)
     return rows[:, before:].reshape(-1, *SHAPE), rows[:, before - 1].long()

@@ -73,8 +73,8 @@ class Source:
             data = path.read_bytes()
             return gzip.decompress(data) if data.startswith(GZIP) else data
         except EOFError as error:
-            raise self.wrong(path, "it is cut: the packed data ends too early") from error
+            raise self.wrong(path, "it is truncated: the compressed data ends too early") from error
         except (gzip.BadGzipFile, zlib.error) as error:
-            raise self.wrong(path, f"its packed data is damaged: {error}") from error
+            raise self.wrong(path, f"its compressed data is damaged: {error}") from error
         except OSError as error:
             raise InvalidModel(f"cannot read {path}: {error.strerror}") from error

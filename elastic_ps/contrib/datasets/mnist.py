@@ -76,15 +76,14 @@ def _idx(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
             f"it begins with {data[:4].hex(' ') or 'nothing'}; a file of {kind} begins with {magic.hex(' ')}",
         )
     if len(data) < head:
-        raise SOURCE.wrong(path, f"it is cut: it has {len(data)} bytes, and its head alone has {head}")
+        raise SOURCE.wrong(path, f"it is truncated: it has {len(data)} bytes, but its header has {head}")
     records, *sizes = struct.unpack(f">{1 + len(shape)}I", data[4:head])
     if tuple(sizes) != shape:
         given, wanted = " x ".join(map(str, sizes)), " x ".join(map(str, shape))
         raise SOURCE.wrong(path, f"its images have {given} pixels; expected {wanted}")
     expected = head + records * SIZE ** len(shape)
     if len(data) != expected or not records:
-        cut = "it is cut: " if len(data) < expected else ""
-        raise SOURCE.wrong(
-            path, f"{cut}it has {len(data):,} bytes; {records:,} records, as its head says, take {expected:,}"
-        )
+        cut = "it is truncated: " if len(data) < expected else ""
+        given = f"{len(data):,} bytes; {records:,} records, as its header says, take {expected:,}"
+        raise SOURCE.wrong(path, f"{cut}it has {given}")
     return torch.frombuffer(bytearray(data[head:]), dtype=torch.uint8).view(records, *shape)

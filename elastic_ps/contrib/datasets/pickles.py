@@ -30,7 +30,7 @@ class Array:
 
     def __setstate__(self, state: object) -> None:
         if not (isinstance(state, tuple) and len(state) == 5):
-            raise NotReadable("an array in it is not as numpy pickles one")
+            raise NotReadable("an array in it is not pickled as numpy pickles arrays")
         _, shape, kind, by_column, data = state
         if not isinstance(kind, _Type) or kind.name != b"u1":
             raise NotReadable("an array in it is not of unsigned bytes")
@@ -76,12 +76,12 @@ def read(data: bytes) -> dict[str, Any]:
     except NotReadable:
         raise
     except EOFError as error:
-        raise NotReadable("it is cut, or empty") from error
+        raise NotReadable("it is truncated, or empty") from error
     except (
         *(pickle.UnpicklingError, ValueError, TypeError, LookupError, AttributeError),
         *(ImportError, OverflowError, MemoryError, RecursionError),
     ) as error:
-        raise NotReadable(f"it is no pickle, or is cut or damaged ({error})") from error
+        raise NotReadable(f"it is not a pickle, or is truncated or damaged ({error})") from error
     if not isinstance(found, dict):
         raise NotReadable(f"it holds a {type(found).__name__}; expected a dictionary")
     return {

@@ -60,7 +60,7 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         if width % heads:
-            raise InvalidModel(f"width is {width} and heads is {heads}; expected a width that heads divides")
+            raise InvalidModel(f"width is {width} and heads is {heads}; expected a multiple of heads")
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))

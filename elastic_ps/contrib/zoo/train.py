@@ -61,7 +61,7 @@ def main(
     session.seed(seed)
     for inputs, targets in session.loader(training, batch_size=batch_size, epochs=epochs):
         if session.version >= max_steps:
-            session.stop(f"{max_steps} steps are made, as --max-steps says")
+            session.stop(f"{max_steps} steps are done, as --max-steps asks")
             break
         optimizer.zero_grad()
         logits = model(inputs.to(device))

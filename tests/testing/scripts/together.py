@@ -224,7 +224,7 @@ def check_models_that_do_not_fit_are_named(world: collectives.Communicator) -> N
     with pytest.raises(ModelMismatch, match=r"weight is .*3, 4.* on rank 1, but .*2, 4.* on rank 0"):
         collectives.synchronize_parameters(replica, world)
     other = torch.nn.Linear(4, 2, bias=world.rank != 2)
-    with pytest.raises(ModelMismatch, match="rank 2 has another model than rank 0: bias"):
+    with pytest.raises(ModelMismatch, match="the model of rank 2 differs from that of rank 0: bias"):
         collectives.check_replicas(other, world)
 
 

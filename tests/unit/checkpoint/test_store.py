@@ -408,7 +408,7 @@ def test_another_directory_of_the_same_name_is_neither_written_nor_pruned(store:
         lambda: began.next_term(after=TERM),
     ]
     for act in acts:
-        with pytest.raises(StorageUnavailable, match="another directory than the one"):
+        with pytest.raises(StorageUnavailable, match="is not the directory in which"):
             act()
     assert same(store, 1)
     assert not (store.directory / "evaluations.json").exists()

@@ -95,7 +95,7 @@ def test_a_manifest_of_another_format_is_refused_and_left_where_it_is(store: Sto
     write(store, 2)
     rewrite(store, 2, {"format": 3})
     with pytest.raises(
-        CheckpointUnreadable, match=r"has format 3, but .* reads format 2\. .*left where it is"
+        CheckpointUnreadable, match=r"has format 3, but .* reads format 2\. .*It stays where it is"
     ):
         store.newest()
     assert names(store) == ["version-0000000001", "version-0000000002"]

@@ -148,9 +148,9 @@ MNIST: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "cut": (
         lambda d: cut(d / IMAGES),
-        f"{IMAGES} .* it is cut: it has 15,596 bytes; 20 records, .* take 15,696",
+        f"{IMAGES} .* it is truncated: it has 15,596 bytes; 20 records, .* take 15,696",
     ),
-    "head": (lambda d: first(d / IMAGES, 6), f"{IMAGES} .* its head alone has 16"),
+    "head": (lambda d: first(d / IMAGES, 6), f"{IMAGES} .* its header has 16"),
     "empty": (lambda d: first(d / IMAGES, 0), f"{IMAGES} .* it begins with nothing"),
     "swapped": (
         lambda d: (d / LABELS).rename(d / IMAGES),
@@ -186,11 +186,11 @@ MNIST: dict[str, tuple[Callable[[Path], object], str]] = {
             removed(d / IMAGES),
             cut(d / f"{IMAGES}.gz"),
         ),
-        "it is cut: the packed data ends too early",
+        "it is truncated: the compressed data ends too early",
     ),
     "packed damaged": (
         lambda d: written(d / LABELS, b"\x1f\x8b" + bytes(30)),
-        "its packed data is damaged",
+        "its compressed data is damaged",
     ),
     "directory": (
         lambda d: d.rename(d.with_name("elsewhere")),
@@ -215,13 +215,13 @@ def batch(**changes: object) -> bytes:
 PY, BIN = "cifar-10-batches-py/data_batch_3", "cifar-10-batches-bin/data_batch_3.bin"
 CIFAR: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda d: removed(d / PY), "no file data_batch_3 in .*cifar-10-batches-py\\. The files"),
-    "cut": (lambda d: cut(d / PY), "data_batch_3 .* it is no pickle, or is cut"),
-    "empty": (lambda d: first(d / PY, 0), "data_batch_3 .* it is cut, or empty"),
+    "cut": (lambda d: cut(d / PY), "data_batch_3 .* it is not a pickle, or is truncated"),
+    "empty": (lambda d: first(d / PY, 0), "data_batch_3 .* it is truncated, or empty"),
     "labels": (
         lambda d: written(d / PY, batch(labels=None)),
         "it has 'data'; expected 'data' and 'labels'",
     ),
-    "text": (lambda d: written(d / PY, batch(labels=["a", "b"])), "labels are no whole numbers"),
+    "text": (lambda d: written(d / PY, batch(labels=["a", "b"])), "labels are not whole numbers"),
     "label": (
         lambda d: written(d / PY, batch(labels=[3, 10])),
         "the label 10; expected labels from 0 to 9",
@@ -241,7 +241,7 @@ CIFAR: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "binary cut": (
         lambda d: (cut(write_cifar10(d, binary=True) / BIN), (d / "cifar-10-batches-py").rename(d / "off")),
-        "data_batch_3.bin .* it is cut: it has 30,630 bytes, which is not a multiple of a record's 3,073",
+        "data_batch_3.bin .* it is truncated: it has 30,630 bytes, which is not a multiple of a record's",
     ),
     "packed": (
         lambda d: ((d / "cifar-10-batches-py").rename(d / "off"), written(d / "cifar-10-python.tar.gz", b"")),

@@ -284,7 +284,7 @@ def test_a_network_that_does_not_fit_the_data_is_refused() -> None:
         (ResNet, {"depth": 18, "size": 4}, "8 x 8 pixels or more"),
         (VGG, {"depth": 12}, "there are depths 11, 13, 16, 19"),
         (VGG, {"depth": 11, "size": 28}, "needs 32 x 32 pixels or more; got 28 x 28"),
-        (GPT, {"width": 10, "heads": 4}, "a width that heads divides"),
+        (GPT, {"width": 10, "heads": 4}, "expected a multiple of heads"),
         (DeepFM, {"fields": []}, "number of categories of each field"),
         (WideDeep, {"fields": [3, 0]}, "number of categories of each field"),
         (WideDeep, {"fields": 3}, "fields is 3, without tables"),

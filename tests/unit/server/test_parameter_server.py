@@ -108,7 +108,7 @@ def test_a_server_whose_checkpoints_are_away_waits_for_them(tmp_path: Path) -> N
         return True
 
     patience = Patience(asked_to_end)
-    with pytest.raises(AskedToEnd, match="the volume may be away"), serving(given, patience):
+    with pytest.raises(AskedToEnd, match="the volume may be unmounted"), serving(given, patience):
         pass
     assert "the checkpoint of version 0 has disappeared" in looks[0]
     place.rmdir()

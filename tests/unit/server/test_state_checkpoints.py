@@ -275,7 +275,7 @@ def test_the_first_worker_says_which_records_the_job_has() -> None:
     assert state.match_ledger(100, 2, 4) == state.match_ledger(100, 2, 4, ours) == ""
     assert state.match_ledger(100, 2, 4, ours) == state.match_ledger(100, 2, 4) == ""
     wrong = state.match_ledger(100, 2, 4, others)
-    assert "this worker's records are not the job's: the entries of Subset.indices are other ones" in wrong
+    assert "this worker's records are not the job's: the entries of Subset.indices differ" in wrong
     assert "no fingerprint" in state.match_ledger(100, 2, 4, "{")
     saved = record.to_checkpoint(state)
     resumed = next_term(saved, version=0)
