@@ -107,19 +107,21 @@ def measure(
     *,
     workers: int,
     gone: float | None = None,
+    limit: float = LIMIT,
 ) -> Measured:
     """Train for some seconds, from when the first samples count; or until that is `interrupted`.
 
     Args:
         gone: seconds that the machine of a worker which is killed is away; None if workers have none.
+        limit: seconds to wait for samples that count, before and after.
     """
     directory = Path(tempfile.mkdtemp(prefix="elastic-ps-goodput-"))
     try:
         with open_(directory) as system:
-            first = _await(system, interrupted)
+            first = _await(system, interrupted, limit)
             began = time.monotonic()
             marks, seen = _strike(directory, system, faults, began + seconds, interrupted)
-            last = _await(system, interrupted)
+            last = _await(system, interrupted, limit)
             end = time.monotonic()
             marks.append(Mark(None, end, last))
             seen = [(began, first), *seen, (end, last)]
@@ -140,14 +142,14 @@ def _last_words(directory: Path) -> str:
     return f"{newest.name} ends with: {newest.read_text(errors='replace').splitlines()[-1]}"
 
 
-def _await(system: System, interrupted: Event) -> int:
+def _await(system: System, interrupted: Event, limit: float) -> int:
     """How many samples count, when there are some; 0 if it is `interrupted` before."""
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + limit
     while not (samples := system.samples()):
         if interrupted.is_set():
             return 0
         if time.monotonic() > deadline:
-            raise TimeoutError(f"nobody says how many samples count, for {LIMIT:.0f} s")
+            raise TimeoutError(f"nobody says how many samples count, for {limit:g} s")
         time.sleep(0.05)
     return samples
 
@@ -299,11 +301,13 @@ def main(
     *,
     offered: Callable[[int, float | None], Mapping[str, Open]] = systems,
     planned: Callable[..., Sequence[Fault]] = schedule,
+    limit: float = LIMIT,
 ) -> int:
     """The command; returns its exit status: 1 if records were lost, came twice, or a system did not train.
 
     Args:
         offered, planned: give the systems and the faults.
+        limit: see `measure`.
     """
     parser = make_parser()
     parsed = parser.parse_args(argv)
@@ -335,7 +339,7 @@ def main(
     print(f"{'samples that count':20} undisturbed  with faults  share  to torchrun  struck", flush=True)
     wanted = {name: known[name] for name in names}
     found, failed = measure_all(
-        wanted, parsed.minutes, parsed.quiet, faults, workers=parsed.workers, gone=gone
+        wanted, parsed.minutes, parsed.quiet, faults, workers=parsed.workers, gone=gone, limit=limit
     )
     ours = {name: each for name, each in found.items() if name in modes(parsed.workers)}
     if (theirs := rival(found)) is not None:
@@ -356,6 +360,7 @@ def measure_all(
     *,
     workers: int,
     gone: float | None,
+    limit: float,
 ) -> tuple[dict[str, tuple[Measured, Measured]], list[str]]:
     """Measure and print one system after the other, without faults and with them, until Ctrl-C.
 
@@ -367,10 +372,14 @@ def measure_all(
     with _interruptible() as interrupted:
         for name, open_ in wanted.items():
             try:
-                quiet = measure(open_, 60 * quiet_minutes, [], interrupted, workers=workers, gone=gone)
+                quiet = measure(
+                    open_, 60 * quiet_minutes, [], interrupted, workers=workers, gone=gone, limit=limit
+                )
                 if interrupted.is_set():
                     break
-                disturbed = measure(open_, 60 * minutes, faults, interrupted, workers=workers, gone=gone)
+                disturbed = measure(
+                    open_, 60 * minutes, faults, interrupted, workers=workers, gone=gone, limit=limit
+                )
             except TimeoutError as error:
                 print(f"{name:20} was not measured: {error}", flush=True)
                 failed.append(name)

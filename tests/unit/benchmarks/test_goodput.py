@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -175,25 +176,31 @@ def test_a_measurement_that_is_interrupted_before_anything_counts_ends() -> None
     assert system.over
 
 
-def test_a_freeze_is_not_over_before_its_time_though_another_one_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sent: list[tuple[float, signal.Signals]] = []
+STOPPED = """
+import signal, time
+signal.signal(signal.SIGCONT, lambda *_: print("thawed", flush=True))
+while True:
+    print(time.monotonic(), flush=True)
+    time.sleep(0.005)
+"""
 
-    def note(_pid: int, number: signal.Signals) -> bool:
-        sent.append((time.monotonic(), number))
-        return True
 
-    # A process does not know when it is stopped.
-    monkeypatch.setattr(goodput, "signal_to", note)
+def test_a_freeze_is_not_over_before_its_time_though_another_one_ends() -> None:
+    """The process that is frozen says when it runs, and that it was thawed."""
     system = Counting(interrupt_at=0)
-    system.pid = lambda worker: 1  # type: ignore[method-assign]
     faults = [Fault(0.0, "freeze", 0, 1.0), Fault(0.1, "freeze", 0, 0.1)]
-    measure(system.open, 1.5, faults, Event(), workers=1)
-    stops = [at for at, number in sent if number == signal.SIGSTOP]
-    thaws = [at for at, number in sent if number == signal.SIGCONT]
-    assert (len(stops), len(thaws)) == (2, 1)
-    assert thaws[0] - stops[0] >= 0.99
+    with subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            first = process.stdout.readline()
+            system.pid = lambda worker: process.pid  # type: ignore[method-assign]
+            struck = measure(system.open, 1.5, faults, Event(), workers=1).struck
+        finally:
+            process.kill()
+        lines = [first, *process.stdout][:-1]  # the last one may be half of one
+    assert (struck, lines.count("thawed\n")) == (2, 1)
+    thawed = lines.index("thawed\n")
+    assert float(lines[thawed + 1]) - float(lines[thawed - 1]) >= 0.99
 
 
 def test_a_process_that_is_started_finds_packages_where_this_one_does(
@@ -219,11 +226,10 @@ def test_a_system_that_does_not_train_is_said_and_the_others_are_measured(
         with bad.open(directory) as system:
             yield system
 
-    # Two minutes, which no user may choose.
-    monkeypatch.setattr(goodput, "LIMIT", 0.1)
     monkeypatch.chdir(tmp_path)
     words = ["--minutes", "0.001", "--quiet", "0.001"]
-    assert goodput.main(words, offered=lambda *_: {"torchft": failing, "sync": good.open}) == 1
+    systems = {"torchft": failing, "sync": good.open}
+    assert goodput.main(words, offered=lambda *_: systems, limit=0.1) == 1
     said = capsys.readouterr().out
     assert "log-0 ends with: ModuleNotFoundError: No module named 'torchft'" in said
     assert "\nsync " in said
