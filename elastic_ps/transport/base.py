@@ -95,6 +95,8 @@ class Limits:
     """The least number of calls or sockets of one address: workers on one host need about eight each."""
     handshake: timedelta = timedelta(seconds=10)
     """The time limit of a `stream` handshake."""
+    speaks: timedelta | None = None
+    """How long an unknown data port may take to greet before gRPC is used; None: see `tcp.dial`."""
 
     def check(self, what: str, *, header: int, body: int) -> None:
         """Raise Malformed if a frame's header or body is too large. `what` names it in the message."""

@@ -59,9 +59,6 @@ RECORD = 256 * 1024
 FIRST = 64 * 1024
 """The bytes of a record whose first part is smaller: a call with a small body then fits one record."""
 
-MOST_BYTES = 1 << 38
-"""The most bytes that a key seals before the connection is replaced; no more than TLS (RFC 8446, 5.5)."""
-
 TAG = 16
 HEADER = struct.Struct("<IB")
 """The number of bytes that the record carries, and its kind."""
@@ -145,6 +142,9 @@ class Sealed(Plain):
         sends, receives: the keys of both directions.
     """
 
+    most_bytes = 1 << 38
+    """The most bytes that a key seals before the connection is replaced; no more than TLS (RFC 8446, 5.5)."""
+
     def __init__(self, sock: socket.socket, sends: bytes, receives: bytes) -> None:
         super().__init__(sock)
         self._sends, self._receives = AESGCM(sends), AESGCM(receives)
@@ -160,7 +160,7 @@ class Sealed(Plain):
     @property
     def worn(self) -> bool:
         """See `Plain.worn`."""
-        return max(self._bytes_sent, self._bytes_received) >= MOST_BYTES
+        return max(self._bytes_sent, self._bytes_received) >= self.most_bytes
 
     @property
     def pending(self) -> bool:

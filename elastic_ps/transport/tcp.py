@@ -154,8 +154,7 @@ def dial(
         known: the address whose data port this must be. Default: any server will do, since a relay or a
             forwarded port has another number.
         speaks: default: `CONNECT`, with TLS `SPEAK`: handshakes take CPU time of a server to which hundreds
-        may
-            connect at once.
+            may connect at once.
         credentials: for TLS; the data is encrypted then.
 
     Raises:

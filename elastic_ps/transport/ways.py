@@ -191,7 +191,7 @@ class _Fastest(Connection):
     """
 
     def __init__(self, address: str, limits: Limits | None, credentials: Credentials | None) -> None:
-        self._address, self._limits, self._credentials = address, limits, credentials
+        self._address, self._limits, self._credentials = address, limits or Limits(), credentials
         self._lock = threading.Lock()
         self._made: dict[str, Connection] = {}
         self._way: Connection | None = None
@@ -252,7 +252,8 @@ class _Fastest(Connection):
             raise ConnectionLost(f"{method} at {self._address}: nobody serves there ({error})") from error
         data = tcp.data_address(self._address)
         try:
-            tcp.dial(data, known=self._address, credentials=self._credentials).close()
+            speaks = self._limits.speaks
+            tcp.dial(data, known=self._address, speaks=speaks, credentials=self._credentials).close()
         except OSError as error:
             if isinstance(error, tcp.SilentError) and "tcp" in self._made:
                 # It has answered before, so the server stalls, and gRPC would stall, too.

@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,14 +18,17 @@ from typing import Any
 import psutil
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
 
 from elastic_ps.contract.certificates import KeyPair, issue, uris_of
 from elastic_ps.contract.identity import Identity
 from elastic_ps.errors import ConnectionLost, TransportError, UsageError
 from elastic_ps.transport import shares, tcp, ways
 from elastic_ps.transport.base import Connection, Frame, Incoming, Limits, Server, unary
-from elastic_ps.transport.credentials import Credentials
+from elastic_ps.transport.credentials import Credentials, Loaded
 from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
+from elastic_ps.transport.sealed import Sealed
+from elastic_ps.transport.stream import StreamConnection
 from elastic_ps.transport.tcp import TcpServer
 from tests.testing import machine
 from tests.testing.certificates import HOUR, JOB, authority, write
@@ -82,19 +86,52 @@ def test_a_server_knows_who_calls(port: Port) -> None:
     assert port.ask(port.credentials) == "server 0"
 
 
-def test_a_name_of_another_type_is_no_identity(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+def forged(ca: KeyPair, directory: Path) -> None:
+    """A server's certificate in `directory`, whose URI has become a DNS name, as an issuer may sign it."""
+    made = issue(ca, Identity(JOB, "server"), now=datetime.now(UTC), lifetime=HOUR)
+    found = x509.load_pem_x509_certificate(made.certificate)
+    builder = x509.CertificateBuilder(
+        found.issuer,
+        found.subject,
+        found.public_key(),
+        found.serial_number,
+        found.not_valid_before_utc,
+        found.not_valid_after_utc,
+    )
+    for each in found.extensions:
+        value = each.value
+        if isinstance(value, x509.SubjectAlternativeName):
+            value = x509.SubjectAlternativeName([x509.DNSName(name.value) for name in value])
+        builder = builder.add_extension(value, critical=each.critical)
+    key: Any = serialization.load_pem_private_key(ca.key, None)
+    certificate = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    assert uris_of(certificate) == []
+    (directory / "tls.crt").write_bytes(certificate)
+    (directory / "tls.key").write_bytes(made.key)
+
+
+class Shown(Credentials):
+    """Shows the files as they are. Others refuse to show what names no identity."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.directory = directory
+
+    def current(self) -> Loaded:
+        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        client.load_verify_locations(self.directory / "ca.crt")
+        chain, key = self.directory / "tls.crt", self.directory / "tls.key"
+        client.load_cert_chain(chain, key)
+        shown = replace(super().current(), client=client)
+        return replace(shown, certificate=chain.read_bytes(), key=key.read_bytes())
+
+
+def test_a_name_of_another_type_is_no_identity(port: Port) -> None:
     """Who may ask an issuer for any DNS name gets no identity for it."""
-    # A public name of cryptography: `issue` makes no such certificate itself.
-    monkeypatch.setattr(x509, "UniformResourceIdentifier", x509.DNSName)
-    forged = issue(port.ca, Identity(JOB, "server"), now=datetime.now(UTC), lifetime=HOUR)
-    monkeypatch.undo()
-    assert uris_of(forged.certificate) == []
-    worker = port.worker()
-    (port.directory / "worker" / "tls.crt").write_bytes(forged.certificate)
-    (port.directory / "worker" / "tls.key").write_bytes(forged.key)
-    # Else the worker itself would refuse to show it, and the server would not be asked.
-    monkeypatch.setattr("elastic_ps.transport.credentials.identity_of", lambda _: worker.identity)
-    assert worker.current().certificate == forged.certificate
+    directory = write(port.directory / "worker", port.ca, "worker")
+    worker = Shown(directory)
+    assert port.ask(worker) == "worker 0"
+    forged(port.ca, directory)
     with pytest.raises(TransportError):
         port.ask(worker)
 
@@ -120,13 +157,15 @@ def test_who_has_no_certificate_of_the_job_is_not_answered(port: Port) -> None:
 
 def test_a_stranger_who_calls_himself_a_process_of_the_job_is_not_answered(port: Port) -> None:
     """It looks for the server's name, so only the server can find out that it is of another job."""
-    stranger = Credentials(write(port.directory / "job", port.ca, "worker", job="job-2"))
-    name = port.credentials.server_name
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Credentials, "server_name", property(lambda _: name))
-        with pytest.raises(TransportError):
-            port.ask(stranger)
-        assert port.ask(port.worker()) == "worker 3"
+
+    class Calling(Credentials):
+        @property
+        def server_name(self) -> str:
+            return port.credentials.server_name
+
+    with pytest.raises(TransportError):
+        port.ask(Calling(write(port.directory / "job", port.ca, "worker", job="job-2")))
+    assert port.ask(Calling(write(port.directory / "worker", port.ca, "worker", 3))) == "worker 3"
 
 
 @pytest.mark.parametrize("kind", ["tcp", "grpc"])
@@ -366,21 +405,24 @@ def test_an_older_tls_is_refused(port: Port) -> None:
     assert port.server._identify(context_of_call) == worker.identity  # noqa: SLF001
 
 
-def test_a_connection_gets_new_keys_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # 256 GiB take too long.
-    monkeypatch.setattr("elastic_ps.transport.sealed.MOST_BYTES", 1_500_000)
+def test_a_connection_gets_new_keys_in_time(tmp_path: Path) -> None:
+    """After 1.5 MB, as 256 GiB take too long."""
+    dialled: list[Sealed] = []
+
+    def dial() -> Sealed:
+        sealed = tcp.dial(address, speaks=LONG, credentials=worker)
+        assert isinstance(sealed, Sealed)
+        sealed.most_bytes = 1_500_000
+        dialled.append(sealed)
+        return sealed
+
     with contextlib.ExitStack() as stack:
         port = Port("tcp", tmp_path, stack)
-        connection, connect, dialled = port.connect(port.worker()), socket.create_connection, list[Any]()
-
-        def noting(address: Any, timeout: float) -> socket.socket:
-            dialled.append(address)
-            return connect(address, timeout=timeout)
-
-        machine.dials(monkeypatch, noting)
+        address, worker = port.server.address, port.worker()
+        connection = stack.enter_context(contextlib.closing(StreamConnection(dial, address)))
         for _ in range(10):
             list(connection.call("ask", Frame(b"", memoryview(bytes(1_000_000))), timeout=LONG))
-        assert 5 <= len(dialled) <= 10
+    assert len(dialled) == 5
 
 
 def test_a_certificate_that_has_ended_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

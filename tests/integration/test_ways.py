@@ -54,10 +54,9 @@ def far(monkeypatch: pytest.MonkeyPatch) -> str:
             return address
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine it may take more than a second until a data port has spoken."""
-    monkeypatch.setattr(tcp, "CONNECT", LONG)
+def patient(address: str) -> contextlib.closing[Connection]:
+    """A connection. On a busy machine it may take more than a second until a data port has spoken."""
+    return contextlib.closing(ways.connect(address, limits=Limits(speaks=LONG)))
 
 
 @contextlib.contextmanager
@@ -119,23 +118,20 @@ def test_an_address_that_is_none_is_refused_in_words(address: str) -> None:
             made(address)
 
 
-@pytest.mark.usefixtures("patient")
 def test_another_host_is_reached_at_its_data_port(far: str) -> None:
-    with everywhere(far), contextlib.closing(ways.connect(far)) as connection:
+    with everywhere(far), patient(far) as connection:
         assert way_to(connection) == "tcp"
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_port_that_was_picked_has_its_data_port_beside_it(far: str) -> None:
     with (
         serving(ways.listen("0.0.0.0:0")) as server,
-        contextlib.closing(ways.connect(server.address)) as connection,
+        patient(server.address) as connection,
     ):
         assert way_to(connection) == "tcp"
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
-@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("bind", ["0.0.0.0", "[::]"])
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 def test_a_server_on_every_address_is_reached_with_both_protocols(far: str, bind: str, host: str) -> None:
@@ -143,7 +139,7 @@ def test_a_server_on_every_address_is_reached_with_both_protocols(far: str, bind
     port = tcp.split(far)[1]
     with (
         serving(ways.listen(f"{bind}:{port}")),
-        contextlib.closing(ways.connect(f"{host}:{port}")) as connection,
+        patient(f"{host}:{port}") as connection,
     ):
         assert way_to(connection) == "tcp"
 
@@ -278,7 +274,6 @@ def late(address: str, to: str, seconds: float) -> Iterator[None]:
         accepting.join()
 
 
-@pytest.mark.usefixtures("patient")
 def test_the_time_of_a_look_counts_as_the_calls(far: str) -> None:
     """It takes 0.7 s, as the connection and the answer do, which would be in time alone."""
 
@@ -291,7 +286,7 @@ def test_the_time_of_a_look_counts_as_the_calls(far: str) -> None:
         data = stack.enter_context(contextlib.closing(TcpServer("127.0.0.1:0", known=far)))
         data.serve(answer)
         stack.enter_context(late(data_address(far), data.address, 0.7))
-        connection = stack.enter_context(contextlib.closing(ways.connect(far)))
+        connection = stack.enter_context(patient(far))
         with pytest.raises(DeadlineExceeded):
             unary(connection, "ask", b"", timeout=timedelta(seconds=1.8))
         assert way_to(connection) == "tcp"
@@ -328,9 +323,8 @@ def test_a_server_that_is_busy_is_not_taken_for_lost() -> None:
         assert asked.result(60) == "tcp"
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_server_that_comes_back_is_reached_at_its_data_port_again(far: str) -> None:
-    with contextlib.closing(ways.connect(far)) as connection:
+    with patient(far) as connection:
         for _ in range(2):
             with pytest.raises(ConnectionLost, match="nobody serves there"):
                 way_to(connection)
@@ -357,9 +351,8 @@ def test_a_server_that_stood_still_is_reached_at_its_data_port_again(far: str) -
             assert way_to(connection) == "tcp"
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_server_that_comes_back_without_its_data_port_is_reached_over_grpc(far: str) -> None:
-    with contextlib.closing(ways.connect(far)) as connection:
+    with patient(far) as connection:
         with everywhere(far):
             assert way_to(connection) == "tcp"
         with serving(GrpcServer(far)):
