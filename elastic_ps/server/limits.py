@@ -35,6 +35,12 @@ class ServerLimits:
     written: timedelta = timedelta(milliseconds=500)
     """How long steps wait for the writing of a checkpoint's part, before they copy the rest."""
 
+    release: timedelta = timedelta(seconds=25)
+    """How long a shard that is asked to end waits until shard 0 has its part of the last checkpoint."""
+
+    quiet: timedelta = timedelta(seconds=15)
+    """Shard 0 has ended if it sends nothing for this long, which is sixty times as long as usual."""
+
     keep_again: timedelta = timedelta(seconds=1)
     """The time between two attempts to write a checkpoint that must be written."""
 

@@ -40,12 +40,6 @@ from elastic_ps.tensors.store import TensorStore
 from elastic_ps.transport.base import Connection, Server
 from elastic_ps.transport.calls import At
 
-RELEASE = timedelta(seconds=25)
-"""How long a shard that is asked to end waits until shard 0 has its part of the last checkpoint."""
-
-QUIET = timedelta(seconds=15)
-"""Shard 0 has ended if it sends nothing for this long, which is sixty times as long as usual."""
-
 STANDBY_TIMEOUT = timedelta(seconds=10)
 """The timeout of a shard's call to its standby. Training goes on without one that does not answer."""
 
@@ -245,7 +239,7 @@ class ParameterServer:
         if self.shard_zero is not None:
             self.shard_zero.close(keep=keep)
         elif keep and self._leads and self.node.configured:
-            self.node.await_release(RELEASE, quiet=QUIET)
+            self.node.await_release(self._limits.release, quiet=self._limits.quiet)
         self.node.retire()
         self._server.close(timedelta(seconds=1))
         for remote in self._remotes:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from elastic_ps.api.checkpoints import Times
 from elastic_ps.checkpoint.manifest import Manifest, ShardFile
 from elastic_ps.checkpoint.store import Store
+from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec import as_bytes, checksum, dtype_of
 from elastic_ps.codec.optimizers import MASTER
 from elastic_ps.codec.state import Stored
@@ -30,9 +31,11 @@ from elastic_ps.process.telemetry import History, Trace
 from elastic_ps.server.checkpointer import Checkpointer
 from elastic_ps.server.limits import ServerLimits
 from elastic_ps.server.node import Node
-from elastic_ps.server.orders import Advance, Application, Configuration, OrderId, Written
+from elastic_ps.server.orders import Advance, Application, Configuration, OrderId, RemoteShard, Written
 from elastic_ps.server.pulls import Pull, Pulled
 from elastic_ps.server.shard import Shard
+from elastic_ps.server.standby import Follower
+from elastic_ps.transport.inproc import InprocServer, connect
 from tests.testing.polling import eventually
 from tests.testing.shard import Body, tensor
 
@@ -364,55 +367,81 @@ def test_an_order_that_arrives_after_it_was_repeated_changes_nothing(node: Node)
     assert node.shard is not before
 
 
-def test_a_configuration_that_was_repeated_while_it_was_carried_out_changes_nothing(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class OpenedSlowly(Store):
+    """A disk that waits the first time that a checkpoint is opened."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.began, self.go_on = threading.Event(), threading.Event()
+
+    def open(self, version: int) -> Reader:
+        if not self.began.is_set():
+            self.began.set()
+            assert self.go_on.wait(10)
+        return super().open(version)
+
+
+def test_a_configuration_that_was_repeated_while_it_was_carried_out_changes_nothing(tmp_path: Path) -> None:
     """The second one has been answered, and training has begun on what it made."""
-    load, began, go_on = Shard.__init__, threading.Event(), threading.Event()
-
-    def slowly(shard: Shard, *arguments: Any, **options: Any) -> None:
-        load(shard, *arguments, **options)
-        if not began.is_set():
-            began.set()
-            assert go_on.wait(10)
-
-    # An order is overtaken while it is carried out: only the shard knows when that is.
-    monkeypatch.setattr(Shard, "__init__", slowly)
-    first = threading.Thread(
-        target=configure, args=(node,), kwargs={"term": 1, "order": OrderId("leader", 1)}
+    store = OpenedSlowly(tmp_path)
+    written = store.write_shard(store.next_term(), 0, 0, 1, iter([Stored(0, 0, "value", torch.zeros(4))]))
+    tensors, settings = [asdict(each) for each in LAYOUT.tensors], Settings(({"lr": 1.0},))
+    store.commit(
+        Manifest(job="j", version=0, term=1, tensors=tensors, optimizer="SGD", state={}, files=[written]),
+        keep=1,
     )
-    first.start()
-    assert began.wait(10)
-    configure(node, term=1, order=OrderId("leader", 2))
-    trained = node.shard
-    go_on.set()
-    first.join(10)
-    assert node.shard is trained
+    configuration = Configuration(LAYOUT, "SGD", settings, 1, 0)
+    node = Node(0, 1, store=store, trace=Trace(None, ""))
+    first = threading.Thread(target=node.configure, args=(configuration, OrderId("leader", 1)))
+    try:
+        first.start()
+        assert store.began.wait(10)
+        node.configure(configuration, OrderId("leader", 2))
+        trained = node.shard
+        store.go_on.set()
+        first.join(10)
+        assert node.shard is trained
+    finally:
+        store.go_on.set()
+        node.close()
 
 
-def test_an_order_that_was_overtaken_while_it_was_carried_out_is_not_the_last_one(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class SlowFollower(Follower):
+    """The first round waits, while it is sent to a standby that is not there."""
+
+    def __init__(self) -> None:
+        nobody = InprocServer()
+        nobody.close()
+        super().__init__(
+            RemoteShard("job", connect(nobody), start=timedelta(0), timeout=timedelta(seconds=1))
+        )
+        self.began, self.go_on = threading.Event(), threading.Event()
+
+    def stage(self, shard: Shard, order: Advance) -> None:
+        if not self.began.is_set():
+            self.began.set()
+            assert self.go_on.wait(10)
+
+
+def test_an_order_that_was_overtaken_while_it_was_carried_out_is_not_the_last_one(tmp_path: Path) -> None:
     """A standby would carry out an older round for its shard than the one that it was told of last."""
-    configure(node, term=1)
-    advance, began, go_on = Shard.advance, threading.Event(), threading.Event()
-
-    def slowly(shard: Shard, *arguments: Any) -> None:
-        advance(shard, *arguments)
-        if not began.is_set():
-            began.set()
-            assert go_on.wait(10)
-
-    # Likewise.
-    monkeypatch.setattr(Shard, "advance", slowly)
-    older, newer = (Advance(0, 0, {}, term=1, next=Advance(1, attempt, {}, term=1)) for attempt in (0, 1))
-    first = threading.Thread(target=node.advance, args=(older, OrderId("leader", 1)))
-    first.start()
-    assert began.wait(10)
-    node.advance(newer, OrderId("leader", 2))
-    go_on.set()
-    first.join(10)
-    assert node._orders == [newer.next]  # noqa: SLF001  `held` tells only those whose sums are here
+    follower = SlowFollower()
+    node = Node(0, 1, store=Store(tmp_path), trace=Trace(None, ""), follower=follower)
+    try:
+        configure(node, term=1)
+        push(node, 0)
+        applies = Advance(1, 0, {0: 1}, application(0), term=1)
+        older, newer = (replace(applies, next=Advance(2, attempt, {}, term=1)) for attempt in (0, 1))
+        first = threading.Thread(target=node.advance, args=(older, OrderId("leader", 1)))
+        first.start()
+        assert follower.began.wait(10)
+        node.advance(newer, OrderId("leader", 2))
+        follower.go_on.set()
+        first.join(10)
+        assert node._orders == [newer.next]  # noqa: SLF001  `held` tells only those whose sums are here
+    finally:
+        follower.go_on.set()
+        node.close()
 
 
 def test_a_shard_that_is_to_end_waits_until_shard_0_has_no_more_to_order(node: Node) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,9 +19,8 @@ from elastic_ps.core.settings import Settings
 from elastic_ps.errors import AskedToEnd, InvalidJob, NoCheckpoint, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.evaluation import results as evaluations
 from elastic_ps.process.retrying import Patience
-from elastic_ps.server import process
-from elastic_ps.server.node import Node
-from elastic_ps.server.orders import Configuration, RemoteShard
+from elastic_ps.server.limits import USUAL, ServerLimits
+from elastic_ps.server.orders import Advance, Configuration, RemoteShard
 from elastic_ps.server.process import ParameterServer, bare_status
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.inproc import connect
@@ -182,29 +182,42 @@ def test_a_checkpoint_that_another_shard_cannot_load_is_asked_for_again(tmp_path
         assert not server.status().ready
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_another_shard_ends_when_the_first_has_its_part_of_the_last_checkpoint(
-    keep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unless nothing is to be kept: then nobody comes for it."""
-    waited = threading.Event()
+ANOTHER = environment(index=1, parameterServer={"replicas": 2})
+AT_ONCE = min(USUAL.quiet, USUAL.release).total_seconds() / 2
+LEAD = Configuration(one_bucket(tensor("w", 4)), "SGD", Settings(({"lr": 1.0},)), 1, None)
 
-    def release(*_: object, **limits: timedelta) -> None:
-        assert limits["quiet"] < process.RELEASE
-        waited.set()
 
-    # It would wait for 25 s, which no parameter shortens.
-    monkeypatch.setattr(Node, "await_release", release)
-    given = environment(index=1, parameterServer={"replicas": 2}, checkpoints=tmp_path)
-    with serving(given) as (_, server):
+def test_another_shard_ends_when_the_first_has_its_part_of_the_last_checkpoint() -> None:
+    with serving(ANOTHER) as (listener, server), ThreadPoolExecutor(1) as threads:
+        zero = RemoteShard("job", connect(listener))
+        zero.configure(LEAD)
+        closed = threads.submit(server.close)
+        with pytest.raises(TimeoutError):
+            closed.result(0.5)
+        began = time.monotonic()
+        zero.advance(Advance(0, 0, {}, last=True, term=1))
+        closed.result(60)
+        assert time.monotonic() - began < AT_ONCE
+
+
+@pytest.mark.parametrize(("keep", "configured"), [(False, True), (True, False)])
+def test_another_shard_waits_for_nobody_if_nothing_is_to_be_kept(keep: bool, configured: bool) -> None:
+    """Nobody comes for it, nor for a model that it has not got."""
+    with serving(ANOTHER) as (listener, server):
+        if configured:
+            RemoteShard("job", connect(listener)).configure(LEAD)
+        began = time.monotonic()
         server.close(keep=keep)
-        assert not waited.is_set(), "it has no model"
-    with serving(given) as (listener, server):
-        layout = one_bucket(tensor("w", 4))
-        configuration = Configuration(layout, "SGD", Settings(({"lr": 1.0},)), 1, None)
-        RemoteShard("job", connect(listener)).configure(configuration)
-        server.close(keep=keep)
-        assert waited.is_set() is keep
+        assert time.monotonic() - began < AT_ONCE
+
+
+def test_another_shard_does_not_wait_for_a_first_one_that_has_ended() -> None:
+    soon = ServerLimits(quiet=timedelta(milliseconds=50))
+    with serving(ANOTHER, limits=soon) as (listener, server):
+        RemoteShard("job", connect(listener)).configure(LEAD)
+        began = time.monotonic()
+        server.close()
+        assert time.monotonic() - began < AT_ONCE
 
 
 def test_a_history_tells_what_became_of_each_record(tmp_path: Path) -> None:
