@@ -8,8 +8,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,6 @@ from tests.e2e.cluster.errors import ClusterError
 from tests.testing.polling import eventually
 
 
-@pytest.fixture
-def bookworm(monkeypatch: pytest.MonkeyPatch) -> None:
-    # It reads a file of the system, which need not be Debian.
-    monkeypatch.setattr(apt, "debian_codename", lambda: "bookworm")
-
-
-@pytest.mark.usefixtures("bookworm")
 def test_source_lists_are_debians_own_with_sources_enabled(tmp_path: Path) -> None:
     parts, out = tmp_path / "apt/sources.list.d", tmp_path / "out"
     parts.mkdir(parents=True)
@@ -52,7 +44,7 @@ def test_source_lists_are_debians_own_with_sources_enabled(tmp_path: Path) -> No
     (parts.parent / "sources.list").write_text(
         "# old\ndeb [arch=amd64] http://mirror.test/d bookworm main contrib\n"
     )
-    assert apt.write_source_lists(tmp_path / "apt", out) == 2
+    assert apt.write_source_lists(tmp_path / "apt", out, "bookworm") == 2
     assert sorted(path.name for path in out.iterdir()) == ["debian.sources", "sources.list"]
     assert (out / "debian.sources").read_text().startswith("Types: deb deb-src\n")
     assert "vendor" not in (out / "debian.sources").read_text()
@@ -179,37 +171,27 @@ def test_an_image_is_built_anew_when_what_it_copies_changes(tmp_path: Path) -> N
 
 
 def test_an_image_that_another_process_has_just_built_is_not_built_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    archives: list[Path] = []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    archive, built, said = tmp_path / "image.tar", list[Path](), ""
 
-    def build(*arguments: object) -> None:
-        raise AssertionError("it is built again")
+    def waits() -> bool:
+        nonlocal said
+        said += capfd.readouterr().err
+        return "another process is building an image" in said
 
-    @contextmanager
-    def waits_for_another_process(path: Path, action: str) -> Iterator[None]:
-        archives[0].touch()
-        yield
-
-    def archive_path(tag: str, digest: str) -> Path:
-        archives.append(tmp_path / f"{digest}.tar")
-        return archives[0]
-
-    dockerfile = tmp_path / "Dockerfile"
-    dockerfile.write_text("FROM base\n")
-    base = images.Image(images.BASE_IMAGE, "digest", tmp_path / "base.tar")
-    for name, stand_in in {
-        "base_image": lambda: base,
-        "locked": waits_for_another_process,
-        "_archive_path": archive_path,
-        "_build": build,
-    }.items():
-        # Nothing is to be built or installed, which takes a cluster's machine.
-        monkeypatch.setattr(images, name, stand_in)
-    monkeypatch.setattr(apt, "require_debian", lambda: None)
-    monkeypatch.setattr(apt, "install", lambda packages, log: None)
-    image = images.build_image(dockerfile, tmp_path, "localhost/x:1")
-    assert image.archive.is_file()
+    with ThreadPoolExecutor(1) as threads:
+        with shell.locked(shell.cache_dir() / "images.lock", "building an image"):
+            second = threads.submit(images.build_once, archive, lambda: built.append(archive))
+            eventually(waits, "it waits for the first one")
+            archive.touch()
+        second.result(60)
+    assert built == []
+    archive.unlink()
+    for _ in range(2):
+        images.build_once(archive, archive.touch)
+    assert archive.is_file()
 
 
 def test_a_test_may_wait_for_another_process_for_longer_than_a_test_may_take(tmp_path: Path) -> None:

@@ -184,7 +184,11 @@ NOTHING = Body(torch.empty(0))
 
 
 class AskedShardZero(ShardZero):
-    """Shard 0 whose shards need not be of this process, and what is asked of it."""
+    """Shard 0 whose shards need not be of this process, and what is asked of it.
+
+    Args:
+        orders: the class of what gives the orders.
+    """
 
     def __init__(
         self,
@@ -196,10 +200,11 @@ class AskedShardZero(ShardZero):
         checkpoints: Checkpointer,
         crowded: bool = False,
         desired: DesiredConfiguration | None = None,
+        orders: type[CommitCoordinator] = CommitCoordinator,
         **job: Any,
     ) -> None:
         guarded, nothing = Guarded(spec, term, **job), History(None, "")
-        commit = CommitCoordinator(guarded, shards, checkpoints=checkpoints, history=nothing, crowded=crowded)
+        commit = orders(guarded, shards, checkpoints=checkpoints, history=nothing, crowded=crowded)
         super().__init__(name, commit, desired=desired)
 
     @cached_property
@@ -216,9 +221,15 @@ class AskedShardZero(ShardZero):
 
 
 @contextmanager
-def running(shards: Sequence[Notes], *, limits: ServerLimits = USUAL, **fields: Any) -> Iterator[Asked]:
+def running(
+    shards: Sequence[Notes],
+    *,
+    limits: ServerLimits = USUAL,
+    orders: type[CommitCoordinator] = CommitCoordinator,
+    **fields: Any,
+) -> Iterator[Asked]:
     spec = TrainingJobSpec.model_validate({"entrypoint": "train:main", **fields})
-    zero = AskedShardZero("job", spec, 1, shards, checkpoints=unwritten(), limits=limits)
+    zero = AskedShardZero("job", spec, 1, shards, checkpoints=unwritten(), limits=limits, orders=orders)
     zero.start(None)
     try:
         yield zero.coordinator

@@ -90,7 +90,7 @@ class SourceArchive:
         """Fetch the lists of Debian's own binary and source packages."""
         self._parts.mkdir(parents=True, exist_ok=True)
         (self._lists / "partial").mkdir(parents=True, exist_ok=True)
-        count = write_source_lists(Path("/etc/apt"), self._parts)
+        count = write_source_lists(Path("/etc/apt"), self._parts, debian_codename())
         if count == 0:
             raise ClusterUnavailable(
                 "apt on this machine has no Debian archive configured, so no source packages"
@@ -129,11 +129,11 @@ class SourceArchive:
         return str(versions[0])
 
 
-def write_source_lists(apt: Path, destination: Path) -> int:
+def write_source_lists(apt: Path, destination: Path, release: str) -> int:
     """Copy the machine's Debian source lists with `deb-src` enabled; return how many were usable."""
     count = 0
     for path in sorted((apt / "sources.list.d").glob("*.sources")):
-        stanzas = [part for part in re.split(r"\n\s*\n", path.read_text()) if _is_debian(part)]
+        stanzas = [part for part in re.split(r"\n\s*\n", path.read_text()) if _is_debian(part, release)]
         if stanzas:
             text = "\n\n".join(re.sub(r"(?mi)^Types:.*$", "Types: deb deb-src", part) for part in stanzas)
             (destination / path.name).write_text(text + "\n")
@@ -143,7 +143,7 @@ def write_source_lists(apt: Path, destination: Path) -> int:
             continue
         lines = [line.strip() for line in path.read_text().splitlines()]
         entries = [re.sub(r"^deb(-src)?\s+", "", line) for line in lines if re.match(r"deb(-src)?\s", line)]
-        entries = sorted({entry for entry in entries if _is_debian(entry)})
+        entries = sorted({entry for entry in entries if _is_debian(entry, release)})
         if entries:
             text = "".join(f"deb {entry}\ndeb-src {entry}\n" for entry in entries)
             (destination / f"{path.stem}.list").write_text(text)
@@ -153,24 +153,24 @@ def write_source_lists(apt: Path, destination: Path) -> int:
 
 def mirror() -> str:
     """The address of this machine's Debian archive, for debootstrap."""
+    release = debian_codename()
     for path in sorted(Path("/etc/apt/sources.list.d").glob("*.sources")):
         for part in re.split(r"\n\s*\n", path.read_text()):
             found = re.search(r"(?mi)^URIs:\s*(\S+)", part)
             suites = re.search(r"(?mi)^Suites:(.*)$", part)
-            if found and suites and _is_debian(part) and debian_codename() in suites[1].split():
+            if found and suites and _is_debian(part, release) and release in suites[1].split():
                 return found[1]
     for path in [Path("/etc/apt/sources.list"), *sorted(Path("/etc/apt/sources.list.d").glob("*.list"))]:
         text = path.read_text() if path.is_file() else ""
         for found in re.finditer(r"(?m)^deb\s+(?:\[[^]]*\]\s+)?(\S+)\s+(\S+)\s+(.*)$", text):
-            if found[2] == debian_codename() and "main" in found[3].split():
+            if found[2] == release and "main" in found[3].split():
                 return found[1]
     raise ClusterUnavailable("apt on this machine has no Debian archive configured")
 
 
-def _is_debian(text: str) -> bool:
+def _is_debian(text: str, release: str) -> bool:
     """Whether a list entry is Debian's own archive (or a mirror of it), judged by its component `main`
     together with the release's code name; third parties use suites and components of their own."""
-    release = debian_codename()
     words = set(text.replace("\n", " ").split())
     return "main" in words and any(word == release or word.startswith(f"{release}-") for word in words)
 

@@ -16,7 +16,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -140,13 +140,9 @@ def build_image(
     arguments = {"BASE_IMAGE": BASE_IMAGE, **(build_args or {})}
     digest = digest_of(dockerfile, context, {**arguments, "base digest": base.digest})
     archive = _archive_path(tag, digest)
-    if _cached(archive):
-        return Image(tag, digest, archive)
-    take_long()
-    apt.install(PACKAGES, log=cache_dir() / "apt.log")
-    with locked(cache_dir() / "images.lock", "building an image"):
-        if archive.is_file():  # by now: whoever had the lock has built it
-            return Image(tag, digest, archive)
+
+    def build() -> None:
+        apt.install(PACKAGES, log=cache_dir() / "apt.log")
         try:
             _build(dockerfile, context, tag, arguments, base)
             _export(tag, archive)
@@ -154,7 +150,19 @@ def build_image(
         finally:
             # buildah leaves its storage mounted on itself, and more when it is killed.
             host.unmount_below(cache_dir() / "buildah")
+
+    build_once(archive, build)
     return Image(tag, digest, archive)
+
+
+def build_once(archive: Path, build: Callable[[], None]) -> None:
+    """Call `build`, which makes the archive, unless that is there. One process builds at a time."""
+    if _cached(archive):
+        return
+    take_long()
+    with locked(cache_dir() / "images.lock", "building an image"):
+        if not archive.is_file():  # by now: whoever had the lock may have built it
+            build()
 
 
 def find_image(tag: str) -> Image:

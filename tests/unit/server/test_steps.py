@@ -48,27 +48,26 @@ def coordinator(shard: Notes, limits: ServerLimits) -> Iterator[Asked]:
         yield coordinator
 
 
-def test_one_worker_initialises_the_model_also_when_two_come_at_once(
-    coordinator: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_worker_initialises_the_model_also_when_two_come_at_once(shard: Notes) -> None:
     """Else the second one's values overwrite the first one's when training has begun."""
     joined: dict[int, pb.JoinReply] = {}
     configured, second_has_joined = threading.Event(), threading.Event()
-    configure = CommitCoordinator.configure
 
-    def slowly(*arguments: Any) -> None:
-        configure(*arguments)
-        configured.set()
-        assert second_has_joined.wait(10)
+    class Slow(CommitCoordinator):
+        """The model is laid out, and the worker has not been answered yet."""
 
-    # Later than `Notes.lay_out`: the model is laid out, and the worker has not been answered yet.
-    monkeypatch.setattr(CommitCoordinator, "configure", slowly)
-    first = threading.Thread(target=lambda: joined.update({0: join(coordinator, 0)}))
-    first.start()
-    assert configured.wait(10)
-    joined[1] = join(coordinator, 1)
-    second_has_joined.set()
-    first.join(20)
+        def configure(self, *arguments: Any, **named: Any) -> None:
+            super().configure(*arguments, **named)
+            configured.set()
+            assert second_has_joined.wait(10)
+
+    with running([shard], orders=Slow) as coordinator:
+        first = threading.Thread(target=lambda: joined.update({0: join(coordinator, 0)}))
+        first.start()
+        assert configured.wait(10)
+        joined[1] = join(coordinator, 1)
+        second_has_joined.set()
+        first.join(20)
     assert waits(joined[0])
     assert not joined[1].pending
     assert joined[1].initialise
