@@ -15,6 +15,7 @@ from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec import as_bytes, dtype_of
 from elastic_ps.codec.base import Payload, Sparse
 from elastic_ps.codec.decoder import Decoder
+from elastic_ps.codec.optimizers import Optimizers
 from elastic_ps.codec.plan import Plan
 from elastic_ps.contract.identity import Identity
 from elastic_ps.core.partition import Bucket, Layout, Piece, Rule, TensorSpec
@@ -106,6 +107,7 @@ class Rig:
         workers: Sequence[int] = (0, 1, 2),
         consistency: Consistency = SYNC,
         codecs: Plan | None = None,
+        optimizers: Optimizers | None = None,
         limits: ServerLimits = USUAL,
         draft_bytes: float = math.inf,
     ) -> None:
@@ -116,6 +118,7 @@ class Rig:
             consistency=consistency,
             trace=Trace(None, ""),
             codecs=codecs,
+            optimizers=optimizers,
             draft_bytes=draft_bytes,
             limits=limits,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,13 +12,13 @@ import pytest
 import torch
 
 from elastic_ps.codec import as_tensor
+from elastic_ps.codec.optimizers import Optimizers
+from elastic_ps.codec.several import Kind
 from elastic_ps.core.partition import partition
 from elastic_ps.errors import RefusalCode, Refused
 from elastic_ps.server.pulls import Pull, Pulled
 from elastic_ps.server.values import BucketValues
 from tests.testing.shard import LR, TERM, Rig, one_bucket, ones, refusal, tensor
-
-Hold = Callable[[str, int], "Held"]
 
 
 class Held:
@@ -35,22 +36,48 @@ class Held:
 
 
 @pytest.fixture
-def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
-    """`hold(name, bucket)`: the next call of that method of a bucket's values is held."""
+def hold_add(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Held]:
+    """The next push to bucket 0 is held when it is to be added."""
 
-    def hold(name: str, bucket: int) -> Held:
-        held, original = Held(), getattr(BucketValues, name)
+    def hold() -> Held:
+        held, add = Held(), BucketValues.add
 
         def method(self: BucketValues, *arguments: Any, **named: Any) -> None:
-            if self.bucket.index == bucket and not held.there.is_set():
+            if self.bucket.index == 0 and not held.there.is_set():
                 held.wait()
-            original(self, *arguments, **named)
+            add(self, *arguments, **named)
 
-        # The calls meet within the work on a bucket, which nobody outside can halt.
-        monkeypatch.setattr(BucketValues, name, method)
+        # The calls meet where tensors are added, which nobody outside can halt.
+        monkeypatch.setattr(BucketValues, "add", method)
         return held
 
     return hold
+
+
+class Halting(Optimizers):
+    """SGD, whose step of a bucket is held in its middle, once. `after` so many steps of others."""
+
+    def __init__(self, after: int = 0) -> None:
+        super().__init__()
+        held = self.held = Held()
+        steps = itertools.count()
+
+        class Halted(torch.optim.SGD):
+            def step(self, closure: Any = None) -> None:  # type: ignore[override]
+                values = self.param_groups[0]["params"][0].data
+                # The smaller ones are those by which a shard finds out what state there is.
+                if len(values) >= 4 and next(steps) == after:
+                    before = values.clone()
+                    values[:2] = 77.0
+                    held.wait()
+                    values.copy_(before)
+                super().step(closure)
+
+        self._kind = Halted
+
+    def class_of(self, name: str) -> Kind:
+        assert name == "SGD"
+        return self._kind
 
 
 def blocks(future: Future[Any]) -> bool:
@@ -62,16 +89,17 @@ def blocks(future: Future[Any]) -> bool:
     return False
 
 
-def two_buckets() -> Rig:
-    rig = Rig(partition([tensor("a", 400), tensor("b", 400)], bucket_bytes=1600, shards=1), workers=(0, 1))
+def two_buckets(optimizers: Optimizers | None = None) -> Rig:
+    layout = partition([tensor("a", 400), tensor("b", 400)], bucket_bytes=1600, shards=1)
+    rig = Rig(layout, workers=(0, 1), optimizers=optimizers)
     for bucket in (0, 1):
         rig.fill(bucket, ones(400, 5.0))
     return rig
 
 
-def complete() -> tuple[Rig, int, int]:
+def complete(optimizers: Optimizers) -> tuple[Rig, int, int]:
     """A round for which both workers have pushed all, and its buckets in the order of the steps."""
-    rig = two_buckets()
+    rig = two_buckets(optimizers)
     for bucket in (0, 1):
         for worker in (0, 1):
             rig.push(worker, ones(400), bucket=bucket)
@@ -84,11 +112,9 @@ def pulled(answer: Any) -> list[float]:
     return sorted(set(as_tensor(memoryview(bytearray(answer.data)), torch.float32).tolist()))
 
 
-def test_a_bucket_is_handed_out_while_the_next_one_is_stepped(
-    threads: ThreadPoolExecutor, hold: Hold
-) -> None:
-    rig, first, second = complete()
-    held = hold("apply", second)
+def test_a_bucket_is_handed_out_while_the_next_one_is_stepped(threads: ThreadPoolExecutor) -> None:
+    halting = Halting(after=1)
+    (rig, first, second), held = complete(halting), halting.held
     committed = threads.submit(rig.commit, 0, 1, samples=2)
     assert held.there.wait(10)
     answers = rig.shard.pull(Pull(buckets=[first, second], version=1, term=TERM, contributor=(0, 10)))
@@ -98,13 +124,13 @@ def test_a_bucket_is_handed_out_while_the_next_one_is_stepped(
     committed.result(10)
 
 
-def test_a_draft_holds_up_nobody_but_those_of_its_bucket(threads: ThreadPoolExecutor, hold: Hold) -> None:
+def test_a_draft_holds_up_nobody_but_those_of_its_bucket(threads: ThreadPoolExecutor) -> None:
     """The optimizer's step of a large bucket takes long, and every push looks at the round."""
-    rig = two_buckets()
+    halting = Halting()
+    rig, held = two_buckets(halting), halting.held
     first, second = (bucket.index for bucket in rig.layout.pull_order)
     for worker in (0, 1):
         rig.push(worker, ones(400), bucket=first)
-    held = hold("apply", first)
     items = rig.shard.pull(
         Pull(
             buckets=[first, second],
@@ -127,9 +153,11 @@ def test_a_draft_holds_up_nobody_but_those_of_its_bucket(threads: ThreadPoolExec
     assert torch.equal(rig.values(first), ones(400, 4.0))
 
 
-def test_two_buckets_are_added_to_at_the_same_time(threads: ThreadPoolExecutor, hold: Hold) -> None:
+def test_two_buckets_are_added_to_at_the_same_time(
+    threads: ThreadPoolExecutor, hold_add: Callable[[], Held]
+) -> None:
     rig = two_buckets()
-    held = hold("add", 0)
+    held = hold_add()
     pushed = threads.submit(rig.push, 0, ones(400), bucket=0)
     assert held.there.wait(10)
     assert threads.submit(rig.push, 1, ones(400), bucket=1).result(10)
@@ -145,10 +173,10 @@ def restarted_while_added(threads: ThreadPoolExecutor, rig: Rig, held: Held) -> 
 
 
 def test_a_round_that_starts_again_while_a_push_is_added_is_not_spoiled_by_it(
-    threads: ThreadPoolExecutor, hold: Hold
+    threads: ThreadPoolExecutor, hold_add: Callable[[], Held]
 ) -> None:
     rig = Rig(one_bucket(tensor("w", 4)), workers=(0, 1))
-    held = hold("add", 0)
+    held = hold_add()
     late = restarted_while_added(threads, rig, held)
     others = [threads.submit(rig.push, worker, ones(4)) for worker in (0, 1)]
     assert all(blocks(push) for push in others)
@@ -160,10 +188,10 @@ def test_a_round_that_starts_again_while_a_push_is_added_is_not_spoiled_by_it(
 
 
 def test_what_a_worker_has_added_that_was_dropped_meanwhile_is_not_taken_for_the_others_sum(
-    threads: ThreadPoolExecutor, hold: Hold
+    threads: ThreadPoolExecutor, hold_add: Callable[[], Held]
 ) -> None:
     rig = Rig(one_bucket(tensor("w", 4)), workers=(0, 1))
-    held = hold("add", 0)
+    held = hold_add()
     push = threads.submit(rig.push, 0, ones(4, 50.0))
     assert held.there.wait(10)
     rig.shard.advance(0, 0, {1: 11}, None)  # the same attempt
@@ -176,11 +204,11 @@ def test_what_a_worker_has_added_that_was_dropped_meanwhile_is_not_taken_for_the
 
 
 def test_nothing_is_applied_while_somebody_adds_to_it_who_was_dropped_meanwhile(
-    threads: ThreadPoolExecutor, hold: Hold
+    threads: ThreadPoolExecutor, hold_add: Callable[[], Held]
 ) -> None:
     rig = Rig(one_bucket(tensor("w", 4)), workers=(0, 1))
     assert rig.push(1, ones(4))
-    held = hold("add", 0)
+    held = hold_add()
     push = threads.submit(rig.push, 0, ones(4, 50.0))
     assert held.there.wait(10)
     rig.shard.advance(0, 0, {1: 11}, None)
@@ -195,16 +223,14 @@ def test_nothing_is_applied_while_somebody_adds_to_it_who_was_dropped_meanwhile(
     assert torch.equal(rig.values(), ones(4, -1.0))
 
 
-def test_an_order_that_is_repeated_while_it_is_carried_out_waits(
-    threads: ThreadPoolExecutor, hold: Hold
-) -> None:
+def test_an_order_that_is_repeated_while_it_is_carried_out_waits(threads: ThreadPoolExecutor) -> None:
     """Its answer was lost, or it takes longer than the call; the shard has not lost its model."""
-    rig = two_buckets()
+    halting = Halting()
+    rig, held = two_buckets(halting), halting.held
     for bucket in (0, 1):
         rig.push(0, ones(400), bucket=bucket)
     application = rig.application(0, samples=1)
     assert rig.shard.has_to_apply(1, application)
-    held = hold("apply", 1)
     committed = threads.submit(rig.commit, 0, samples=1)
     assert held.there.wait(10)
     again = threads.submit(rig.shard.has_to_apply, 1, application)
@@ -216,22 +242,11 @@ def test_an_order_that_is_repeated_while_it_is_carried_out_waits(
     assert norm.result(10) == 0.0
 
 
-def test_a_copy_of_a_bucket_that_is_stepped_is_of_one_version(
-    threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = Rig(one_bucket(tensor("w", 4)), workers=(0,))
+def test_a_copy_of_a_bucket_that_is_stepped_is_of_one_version(threads: ThreadPoolExecutor) -> None:
+    halting = Halting()
+    rig, held = Rig(one_bucket(tensor("w", 4)), workers=(0,), optimizers=halting), halting.held
     rig.fill(0, ones(4, 5.0))
     rig.push(0, ones(4))
-    original, held = BucketValues.apply, Held()
-
-    def apply(self: BucketValues, *arguments: Any, **named: Any) -> None:
-        self.values[:2] = 77.0  # half a step
-        held.wait()
-        self.values[:2] = 5.0
-        original(self, *arguments, **named)
-
-    # An optimizer of torch does not stop in the middle of its step.
-    monkeypatch.setattr(BucketValues, "apply", apply)
     committed = threads.submit(rig.commit, 0, samples=1)
     assert held.there.wait(10)
     answers = rig.shard.pull(Pull(buckets=[0], version=0, term=TERM))
@@ -244,9 +259,9 @@ def test_a_copy_of_a_bucket_that_is_stepped_is_of_one_version(
     committed.result(10)
 
 
-def test_no_draft_is_made_of_a_round_that_is_being_applied(threads: ThreadPoolExecutor, hold: Hold) -> None:
-    rig, first, second = complete()
-    held = hold("apply", first)
+def test_no_draft_is_made_of_a_round_that_is_being_applied(threads: ThreadPoolExecutor) -> None:
+    halting = Halting()
+    (rig, _, second), held = complete(halting), halting.held
     committed = threads.submit(rig.commit, 0, 1, samples=2)
     assert held.there.wait(10)
     answers = rig.shard.pull(
