@@ -18,8 +18,8 @@ _left: list[tuple[Source, Checkpoint]] = []
 """The checkpoints at which scripts have left a loop after a report, by `break` or an error."""
 
 
-def use(source: Source) -> None:
-    """Let `checkpoints()` without a directory use this source."""
+def use(source: Source | None) -> None:
+    """Let `checkpoints()` without a directory use this source; None: that of the process's environment."""
     global _source
     _source = source
 
@@ -32,8 +32,7 @@ def checkpoints(directory: Path | str | None = None) -> Iterator[Checkpoint]:
 
     Args:
         directory: a directory, whose present checkpoints the loop gets, oldest first. With None, it gets
-        those
-            of the job that this process evaluates, or of the directory that was given to `elastic-ps
+            those of the job that this process evaluates, or of the directory that was given to `elastic-ps
             evaluate`.
 
     Raises:

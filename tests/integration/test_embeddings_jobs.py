@@ -171,19 +171,21 @@ def test_checkpoints_have_what_changed_and_jobs_go_on_from_them(tmp_path: Path) 
         assert torch.equal(resumed.rows(torch.arange(RECORDS)).detach(), rows["values"])
 
 
-def test_an_evaluator_and_an_export_read_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluator_and_an_export_read_the_rows(tmp_path: Path) -> None:
     """As `load_checkpoint` gives them: the values of all ids, also of those that have no row."""
     ids, seen, checkpoints = torch.arange(40), dict[int, torch.Tensor](), tmp_path / "checkpoints"
     evaluator = {"entrypoint": "tests:main", "every": 5, "backlog": 9}
     with a_job(tmp_path, evaluator=evaluator) as job:
-        # As `scripts.use` does, which would outlast this test.
-        monkeypatch.setattr(scripts, "_source", JobSource("test", job.open_connections()[0]))
+        scripts.use(JobSource("test", job.open_connections()[0]))
         for worker in range(2):
             job.start(worker, train)
-        for checkpoint in elastic_ps.checkpoints():
-            model = Model().eval()
-            checkpoint.load(model)
-            seen[checkpoint.version] = model.rows(ids)
+        try:
+            for checkpoint in elastic_ps.checkpoints():
+                model = Model().eval()
+                checkpoint.load(model)
+                seen[checkpoint.version] = model.rows(ids)
+        finally:
+            scripts.use(None)
         job.join()
         assert max(seen) == job.version
     last, model = max(seen), Model()

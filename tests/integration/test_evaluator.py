@@ -83,7 +83,13 @@ class Trained:
         self._job.until(durable_or_lost, "the checkpoint is on disk, or the job has gone back")
 
 
-def loop(job: Job, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpoint]:
+@pytest.fixture(autouse=True)
+def _no_source_outlasts_a_test() -> Iterator[None]:
+    yield
+    scripts.use(None)
+
+
+def loop(job: Job) -> Iterator[Checkpoint]:
     """What the job's evaluator loops over, in this thread, as long as no worker fails."""
 
     class Watchful(JobSource):
@@ -92,8 +98,7 @@ def loop(job: Job, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkpoint]:
                 raise job.errors[0]
             return super()._ask(*arguments, **named)
 
-    # As `scripts.use` does, which would outlast this test.
-    monkeypatch.setattr(scripts, "_source", Watchful("test", job.open_connections()[0]))
+    scripts.use(Watchful("test", job.open_connections()[0]))
     return elastic_ps.checkpoints()
 
 
@@ -101,16 +106,14 @@ def versions(job: Job) -> list[int]:
     return [each.version for each in job.servers[0].evaluations()]
 
 
-def test_each_checkpoint_and_the_last_version_are_evaluated_as_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_checkpoint_and_the_last_version_are_evaluated_as_they_were(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     fields: dict[str, Any] = {"evaluator": EVALUATOR, "parameterServer": SERVER | {"replicas": 2}}
     with running_job(tmp_path, transport="grpc", checkpoints=directory, **fields) as job:
         script = Trained(job)
         job.start(0, script)
         model = make_mlp(seed=1)
-        for checkpoint in loop(job, monkeypatch):
+        for checkpoint in loop(job):
             checkpoint.load(model)
             for name, value in script.at(checkpoint.version).items():
                 assert torch.equal(model.state_dict()[name], value)
@@ -124,12 +127,10 @@ def test_each_checkpoint_and_the_last_version_are_evaluated_as_they_were(
         assert 5 not in kept
 
 
-def test_a_parameter_server_that_is_lost_costs_no_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_parameter_server_that_is_lost_costs_no_evaluation(tmp_path: Path) -> None:
     with running_job(tmp_path, checkpoints=tmp_path / "checkpoints", **FIELDS) as job:
         job.start(0, Trained(job))
-        for number, checkpoint in enumerate(loop(job, monkeypatch)):
+        for number, checkpoint in enumerate(loop(job)):
             if number == 0:
                 job.until(lambda: job.version >= 12, "a second checkpoint waits")
                 job.restart(0)
@@ -139,15 +140,13 @@ def test_a_parameter_server_that_is_lost_costs_no_evaluation(
         assert job.status().progress.evaluation.best_version == 5
 
 
-def test_the_training_does_not_wait_for_an_evaluator_that_is_slow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_training_does_not_wait_for_an_evaluator_that_is_slow(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     fields: dict[str, Any] = {"evaluator": EVALUATOR | {"backlog": 1}, "parameterServer": SERVER}
     with running_job(tmp_path, checkpoints=directory, **fields) as job:
         script = Trained(job, until_taken=True)
         job.start(0, script)
-        evaluator = loop(job, monkeypatch)
+        evaluator = loop(job)
         assert next(evaluator).version == EVERY
         script.taken.set()
         job.join()
@@ -157,19 +156,19 @@ def test_the_training_does_not_wait_for_an_evaluator_that_is_slow(
         assert job.status().progress.evaluation.missed == 3
 
 
-def test_a_checkpoint_that_is_damaged_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_is_damaged_is_left_out(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     with running_job(tmp_path, checkpoints=directory, **FIELDS) as job:
         job.start(0, Trained(job))
         job.join()
         file = next(Store(directory).path(10).glob("*.safetensors"))
         file.write_bytes(file.read_bytes()[:-1] + b"?")
-        seen = [checkpoint.version for checkpoint in loop(job, monkeypatch)]
+        seen = [checkpoint.version for checkpoint in loop(job)]
         assert seen == [5, 15, 20, STEPS]
         assert job.status().progress.evaluation.missed == 1
 
 
-def test_a_script_that_leaves_its_loop_has_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_leaves_its_loop_has_reported(tmp_path: Path) -> None:
     """In a directory with the evaluations of an earlier run, whose checkpoints somebody has deleted."""
     directory = tmp_path / "checkpoints"
     directory.mkdir()
@@ -178,7 +177,7 @@ def test_a_script_that_leaves_its_loop_has_reported(tmp_path: Path, monkeypatch:
     with running_job(tmp_path, checkpoints=directory, **FIELDS) as job:
         job.start(0, Trained(job))
         job.join()
-        for checkpoint in loop(job, monkeypatch):
+        for checkpoint in loop(job):
             checkpoint.report(loss=1.0)
             break
         scripts.settle()  # as at the end of the script
@@ -191,21 +190,19 @@ def fail(checkpoints: Iterator[Checkpoint]) -> None:
         checkpoint.report(accuracy=1 / 0)
 
 
-def test_what_a_script_has_reported_before_it_failed_is_no_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_script_has_reported_before_it_failed_is_no_result(tmp_path: Path) -> None:
     with running_job(tmp_path, checkpoints=tmp_path / "checkpoints", **FIELDS) as job:
         job.start(0, Trained(job))
         job.join()
         with pytest.raises(ZeroDivisionError):
-            fail(loop(job, monkeypatch))
+            fail(loop(job))
         scripts.settle(evaluated=False)
         assert versions(job) == []
-        for checkpoint in loop(job, monkeypatch):
+        for checkpoint in loop(job):
             assert checkpoint.version == EVERY, "it is evaluated again"
             checkpoint.report(loss=1.0)
             break
-        assert next(loop(job, monkeypatch)).version > EVERY
+        assert next(loop(job)).version > EVERY
         assert versions(job)[0] == EVERY
 
 
@@ -289,7 +286,7 @@ def test_the_example_evaluates_what_a_script_of_the_digits_has_left(
     assert all("prec@5" in line for line in lines)
 
 
-def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
     with pytest.raises(elastic_ps.UsageError, match="evaluates for no job"):
         elastic_ps.checkpoints()
     with pytest.raises(elastic_ps.UserError, match="has no checkpoint"):

@@ -15,9 +15,7 @@ import torch
 
 from elastic_ps.contract import env, exits
 from elastic_ps.errors import TransportError
-from elastic_ps.worker import current
 from elastic_ps.worker.dialogue import WorkerLimits
-from elastic_ps.worker.local_world import Drained
 from elastic_ps.worker.session import Session
 from tests.testing.addresses import addresses
 from tests.testing.harness import Numbers, events, make_mlp, make_spec, running_job
@@ -63,17 +61,34 @@ def test_it_does_not_wait_for_an_end_of_its_step(
         job.errors.clear()
 
 
-def test_whose_session_was_closed_before_it_joined_ends_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+CLOSES = """
+import time, elastic_ps
+def main():
+    elastic_ps.connect().close()
+    print("closed", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_whose_session_was_closed_before_it_joined_ends_at_once(tmp_path: Path) -> None:
     """The script goes on with something else, which nothing would end before it is killed."""
-    with running_job(tmp_path) as job:
-        session = job.session(0)
-        session.close()
-        # As `connect` keeps it, which reads the environment of a process of its own.
-        monkeypatch.setattr(current, "_current", session)
-        with pytest.raises(Drained):
-            current.drain()
+    (tmp_path / "closes.py").write_text(CLOSES)
+    environment = env.ProcessEnvironment(
+        job="test",
+        spec=make_spec(entrypoint="closes:main"),
+        role="worker",
+        index=0,
+        addresses=tuple(addresses(1)),
+    )
+    variables = {**env.inherited(), **environment.to_variables()}
+    command, outputs = [sys.executable, "-m", "elastic_ps.worker"], {"stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=variables, cwd=tmp_path, **outputs) as worker:  # type: ignore[call-overload]
+        try:
+            assert worker.stdout.readline() == "closed\n"
+            worker.terminate()
+            assert worker.wait(LIMIT) == exits.LEFT
+        finally:
+            worker.kill()
 
 
 class Processes:

@@ -129,7 +129,7 @@ def test_a_holder_that_cannot_renew_its_lease_for_long_has_lost_it(server: ApiSe
 
 
 def test_a_holder_that_meets_what_nobody_foresaw_goes_on_renewing_and_then_stops_working(
-    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: ApiServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If its thread just died, another operator would take the lease, and both would work."""
     clock, lost = Clock(), threading.Event()
@@ -137,19 +137,18 @@ def test_a_holder_that_meets_what_nobody_foresaw_goes_on_renewing_and_then_stops
     holder.acquire()
     failed = threading.Semaphore(0)
 
-    def fail() -> bool:
-        failed.release()
-        raise ZeroDivisionError("nobody foresaw this")
-
-    # What nobody foresaw cannot be had of the fake API server.
-    monkeypatch.setattr(holder, "attempt", fail)
+    lease = server.get("leases", "operator", "system")
+    server.put("leases", {**lease, "spec": {**lease["spec"], "leaseTransitions": "nobody foresaw this"}})
+    server.refuse = lambda _: failed.release()
     holder.hold(lost.set)
     for _ in range(3):
         assert failed.acquire(timeout=LIMIT)
     assert not lost.is_set(), "it may still be renewed"
     clock.now = GIVE_UP * DURATION.total_seconds() + 1
     assert lost.wait(60)
+    server.put("leases", lease)
     holder.release()
+    assert "ValueError: " in caplog.text
     assert "nobody foresaw this" in caplog.text
 
 

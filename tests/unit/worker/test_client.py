@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,16 +15,19 @@ from typing import Any
 
 import pytest
 
+from elastic_ps.contract import env
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, InvalidModel, RefusalCode, Refused
 from elastic_ps.process.lifecycle import tell_joined
+from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame, Incoming
-from elastic_ps.worker import current
+from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import MemberId, WorkerLimits
 from elastic_ps.worker.membership import Membership
+from tests.testing.polling import eventually
 from tests.testing.service import environment
 
 
@@ -69,32 +74,36 @@ def test_a_worker_whose_file_cannot_be_made_goes_on(tmp_path: Path, caplog: pyte
     assert "cannot write" in caplog.text
 
 
-def test_a_worker_knows_it_from_its_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    given: dict[str, Any] = {}
+JOINS = """
+import elastic_ps, torch
+session, model = elastic_ps.connect(), torch.nn.Linear(4, 1)
+session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+input()
+"""
 
-    class Recorded:
-        def __init__(self, *_: Any, **more: Any) -> None:
-            given.update(more)
 
-        def close(self) -> None:
-            pass
-
+def test_a_worker_knows_it_from_its_environment(tmp_path: Path) -> None:
+    """In a process of its own, which keeps the session."""
+    listener, given = GrpcServer("127.0.0.1:0"), environment()
+    server = ParameterServer(given, listener, lambda _: GrpcConnection(listener.address))
     contract = replace(
-        environment(),
+        given,
         role="worker",
-        addresses=("127.0.0.1:1",),
+        addresses=(listener.address,),
         hostname="digits-worker-0",
         joined=tmp_path / "joined",
     )
-    for name, value in contract.to_variables().items():
-        monkeypatch.setenv(name, value)
-    # This is about what it is given, so no parameter server is there; and the process keeps no session.
-    monkeypatch.setattr(current, "Session", Recorded)
-    monkeypatch.setattr(current, "_current", None)
-    current.connect()
-    assert given["hostname"] == "digits-worker-0"
-    given["on_joined"]()
-    assert (tmp_path / "joined").exists()
+    command, variables = [sys.executable, "-c", JOINS], {**env.inherited(), **contract.to_variables()}
+    try:
+        with subprocess.Popen(command, env=variables, stdin=subprocess.PIPE) as worker:
+            try:
+                eventually((tmp_path / "joined").exists, "it has joined")
+                (member,) = server.status().members
+            finally:
+                worker.kill()
+    finally:
+        server.close(keep=False)
+    assert member.host == "digits-worker-0"
 
 
 class Failing(Connection):
