@@ -9,23 +9,24 @@ import mmap
 import os
 import resource
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from elastic_ps.errors import CannotListen, ConnectionLost, DeadlineExceeded, Malformed
 from elastic_ps.transport import line, local, memory, stream, ways
-from elastic_ps.transport.base import Frame, Incoming, Server, unary
+from elastic_ps.transport.base import Frame, Incoming, unary
+from elastic_ps.transport.credentials import Credentials
 from elastic_ps.transport.grpc import GrpcServer
 from elastic_ps.transport.local import LocalServer
 from elastic_ps.transport.memory import Mapped, SharedMemory, place_of, shared_if_possible
-from tests.testing import machine
+from tests.testing import certificates, machine
 from tests.testing.polling import LIMIT, eventually
 from tests.testing.transports import LONG, Reading, echo, read
 
@@ -378,21 +379,23 @@ def test_a_way_within_the_host_is_taken_if_it_is_there() -> None:
     server.close()
 
 
-def test_who_finds_the_port_finds_the_way_within_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_finds_the_port_finds_the_way_within_the_host(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(CannotListen, match="taken"):
             ways.listen(address)
     found = []
 
-    def dialled(bind: str, **options: Any) -> Server:
-        with contextlib.closing(local.dial(bind)) as sock:
-            found.append(sock.getpeername())
-        return GrpcServer(bind, **options)
+    class Dialling(Credentials):
+        """Whoever opens the port asks for them first."""
 
-    # No caller can tell which of the two ways was there first, but while the port is being opened.
-    monkeypatch.setattr("elastic_ps.transport.grpc.GrpcServer", dialled)
-    ways.listen(address).close()
+        def accepting(self) -> ssl.SSLContext:
+            with contextlib.closing(local.dial(address)) as sock:
+                found.append(sock.getpeername())
+            return super().accepting()
+
+    credentials = Dialling(certificates.write(tmp_path, certificates.authority(), "server"))
+    ways.listen(address, credentials=credentials).close()
     assert len(found) == 1, "before the port is there"
 
 

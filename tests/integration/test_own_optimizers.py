@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,6 @@ import elastic_ps
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.errors import InvalidJob, InvalidModel
 from elastic_ps.worker.session import Session
-from tests.testing import optimizers
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.optimizers import Counted, Lion
 from tests.testing.oracle import (
@@ -170,20 +171,32 @@ def test_a_job_that_no_longer_names_it_does_not_go_on(tmp_path: Path) -> None:
     assert Store(kept).versions() == versions, "nothing is wrong with them"
 
 
+OURS = """
+from tests.testing.optimizers import {name}
+class Ours({name}): pass
+"""
+
+
 def test_a_class_that_has_changed_is_no_mistake_of_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = tmp_path / "kept"
-    fields: dict[str, Any] = {"checkpoints": kept, "parameterServer": {"optimizers": OWN}}
+    """A person has changed the class in the file that the job names."""
+    kept, file = tmp_path / "kept", tmp_path / "ours_that_changes.py"
+    fields: dict[str, Any] = {"checkpoints": kept, "parameterServer": {"optimizers": [f"{file.stem}:Ours"]}}
+    monkeypatch.syspath_prepend(tmp_path)
+    file.write_text(OURS.format(name="Lion"))
+    ours = importlib.import_module(file.stem)
     with running_job(tmp_path, **fields) as job:
-        job.start(0, trainer(KINDS["Lion"], Numbers(8), Models()))
+        job.start(0, trainer(lambda model: ours.Ours(model.parameters()), Numbers(8), Models()))
         job.join()
     versions = Store(kept).versions()
-    # As if a person had changed the class in the file that the job names.
-    monkeypatch.setattr(optimizers, "Lion", Counted)
+    file.write_text(OURS.format(name="Counted"))
+    monkeypatch.delitem(sys.modules, file.stem)  # as in another process
+    importlib.invalidate_caches()
     with (
-        pytest.raises(InvalidJob, match=r"If tests\.testing\.optimizers:Lion has changed"),
+        pytest.raises(InvalidJob, match="If ours_that_changes:Ours has changed"),
         running_job(tmp_path / "again", resume="require", **fields),
     ):
         pass
     assert Store(kept).versions() == versions
+    monkeypatch.delitem(sys.modules, file.stem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import threading
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from tests.testing.oracle import (
     mse,
     replay,
 )
+from tests.testing.polling import eventually
 from tests.testing.tiers import per_change
 
 RECORDS, EPOCHS = 150, 2
@@ -133,28 +135,38 @@ def test_going_on_from_a_checkpoint_that_was_written_while_training_ran(tmp_path
         check_replay(first[:version] + job.commits(), models[0], make, job)
 
 
-def test_the_last_checkpoint_waits_for_the_one_under_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A disk that is slow to commit: at the end there are both, and both are whole."""
-    commit, began = Store.commit, threading.Event()
+def test_the_last_checkpoint_waits_for_the_one_under_way(tmp_path: Path) -> None:
+    """Somebody has locked the directory for a while: at the end there are both, and both are whole."""
+    checkpoints, under_way = tmp_path / "checkpoints", list[int]()
 
-    def slow(store: Store, manifest: Manifest, **options: Any) -> Path:
-        if manifest.version:
-            began.set()
-            threading.Event().wait(0.5)
-        return commit(store, manifest, **options)
+    def written() -> bool:
+        under_way[:] = [int(path.name.rpartition("-")[2]) for path in checkpoints.glob("partial-*")]
+        return bool(under_way)
 
-    # Nothing makes a disk of a test slow for one file and not for the others.
-    monkeypatch.setattr(Store, "commit", slow)
-    checkpoints = tmp_path / "checkpoints"
-    with running_job(tmp_path / "1", checkpoints=checkpoints, parameterServer=server(2, "1ms")) as job:
-        job.start(0, trainer(CLASSES["SGD"], until=5))
-        job.until(began.is_set, "a checkpoint after the first one is under way")
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(CLASSES["SGD"](model), model)
+        for x, y in session.loader(DATA, 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            if session.version == 2:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            elif session.version == 5:
+                eventually(written, "a checkpoint is written, and not there yet")
+                threading.Timer(0.5, fcntl.flock, (lock, fcntl.LOCK_UN)).start()
+                session.drain()
+
+    checkpoints.mkdir()
+    with (
+        (checkpoints / "lock").open("a") as lock,
+        running_job(tmp_path / "1", checkpoints=checkpoints, parameterServer=server(2, "1ms")) as job,
+    ):
+        job.start(0, script)
         job.join()
         version = job.version
     *_, before, last = Store(checkpoints).versions()
-    assert last == version
+    assert (last, [before]) == (version, under_way)
     assert Store(checkpoints).manifest(before).version == before, "its files are there, with their digests"
     assert Store(checkpoints).manifest(last).version == last
     assert not list(checkpoints.glob("partial-*"))
