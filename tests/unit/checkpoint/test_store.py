@@ -10,6 +10,9 @@ import pickle
 import random
 import resource
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -101,21 +104,28 @@ def test_a_version_that_is_written_again_replaces_the_first(store: Store) -> Non
     assert same(store, 7)
 
 
-def test_a_kill_while_a_version_is_written_again_leaves_a_whole_one(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+KILLED = """
+import itertools, os, signal, sys
+from pathlib import Path
+from elastic_ps.checkpoint.store import Store
+from tests.testing.store import write
+deleted = itertools.count(1)
+
+def audit(event, arguments):
+    # A file in a directory that is deleted; the second one is not deleted any more.
+    if event == "os.remove" and arguments[1] != -1 and next(deleted) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(audit)
+write(Store(Path(sys.argv[1])), 7)
+"""
+
+
+def test_a_kill_while_a_version_is_written_again_leaves_a_whole_one(store: Store) -> None:
+    """In the middle of deleting the one that was there."""
     write(store, 7)
-
-    def killed(path: Path) -> None:
-        if path.is_dir():
-            min(path.iterdir()).unlink()
-            raise KeyboardInterrupt
-
-    # As a kill in the middle of deleting would leave it.
-    monkeypatch.setattr(files_module, "remove", killed)
-    with pytest.raises(KeyboardInterrupt):
-        write(store, 7)
-    monkeypatch.undo()
+    killed = subprocess.run([sys.executable, "-c", KILLED, store.directory], check=False)
+    assert killed.returncode == -signal.SIGKILL
     assert same(Store(store.directory), 7)
     Store(store.directory).discard_partial()
     assert {path.name for path in store.directory.glob("*-*")} == {store.path(7).name}
@@ -163,24 +173,30 @@ def test_a_flipped_byte_is_found_wherever_it_is(store: Store, number: int, seed:
     broken_is_refused_and_the_one_before_is_used(store, f"{path.name}, byte {place}")
 
 
-def test_a_file_of_several_chunks_is_compared_with_its_digest(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Chunks of 16 MiB would take long at each of so many places.
-    monkeypatch.setattr(tensors, "CHUNK", 64)
-    monkeypatch.setattr(tensors, "LARGE", 64)  # a thread digests a chunk while the next one is read
-    write(store, 1)
-    assert same(store, 1)
-    path = files(store, 1)[0]
-    data = path.read_bytes()
-    assert len(data) > 3 * 64
-    for place in range(0, len(data), 64):
-        changed = bytearray(data)
-        changed[place] ^= 1
-        path.write_bytes(changed)
-        with pytest.raises(CheckpointCorrupt):
-            store.open_whole(1)
-    path.write_bytes(data)
+def test_a_file_of_several_chunks_is_compared_with_its_digest(store: Store) -> None:
+    """A thread digests a chunk while the next one is read."""
+    elements = (3 * tensors.CHUNK + 64) // 4
+    values = torch.arange(float(elements))
+    found = replace(manifest(1), tensors=[{**TENSORS[0], "shape": [elements]}])
+    found.files.append(store.write_shard(TERM, 1, 0, 1, iter([Stored(0, 0, "value", values)])))
+    store.commit(found, keep=1)
+    with store.open_whole(1) as reader:
+        assert torch.equal(reader.value(0, 0, elements), values)
+    path = store.path(1) / found.files[0].file
+    size = path.stat().st_size
+    assert size > 3 * tensors.CHUNK
+    path.chmod(0o600)
+    with path.open("r+b", buffering=0) as file:
+        for place in (
+            *range(0, size, tensors.CHUNK),
+            *range(tensors.CHUNK - 1, size, tensors.CHUNK),
+            size - 1,
+        ):
+            byte = os.pread(file.fileno(), 1, place)
+            os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), place)
+            with pytest.raises(CheckpointCorrupt):
+                store.open_whole(1)
+            os.pwrite(file.fileno(), byte, place)
     store.open_whole(1).close()
 
 
