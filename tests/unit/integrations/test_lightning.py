@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import subprocess
 import sys
@@ -20,7 +21,6 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from elastic_ps.errors import UsageError
-from elastic_ps.integrations import lightning_loop
 from elastic_ps.integrations import pytorch_lightning as other
 from elastic_ps.integrations.lightning import ElasticStrategy
 from elastic_ps.worker.session import Session
@@ -407,29 +407,30 @@ def test_lightning_notes_a_sigterm_as_alone() -> None:
     assert (done.returncode, "validated" in done.stdout) == (0, True), done.stderr
 
 
-def test_the_strategy_has_a_name_in_both_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_strategy_has_a_name_in_both_packages() -> None:
+    """By its name, the strategy takes the session of its process, which here is a job of its own."""
+    data, seen = Numbers(RECORDS), list[torch.Tensor]()
+
     class Other(pytorch_lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.layer = torch.nn.Linear(6, 1)
 
         def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            seen.extend(batch[1])
             return torch.nn.functional.mse_loss(self.layer(batch[0]), batch[1])
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    def script(session: Session) -> None:
-        # By a name, the strategy takes the session of its process, and here a worker is a thread.
-        monkeypatch.setattr(lightning_loop, "connect", lambda: session)
-        assert isinstance(trainer_of("elastic_ps").strategy, ElasticStrategy)
-        trainer = trainer_of("elastic_ps", package=pytorch_lightning)
-        assert isinstance(trainer.strategy, other.ElasticStrategy)
-        trainer.fit(Other(), DataLoader(Numbers(RECORDS), BATCH))
-
-    with running_job(tmp_path) as job:
-        job.run(script, workers=1)
-        assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
+    assert isinstance(trainer_of("elastic_ps").strategy, ElasticStrategy)
+    trainer = trainer_of("elastic_ps", package=pytorch_lightning)
+    strategy = trainer.strategy
+    assert isinstance(strategy, other.ElasticStrategy)
+    with contextlib.closing(strategy.session) as session:
+        trainer.fit(Other(), DataLoader(data, BATCH))
+        assert session.version == EPOCHS * math.ceil(RECORDS / BATCH)
+    assert torch.equal(torch.cat(seen).sort().values, data.y.repeat(EPOCHS, 1).flatten().sort().values)
 
 
 class Clipping(Net):
