@@ -48,8 +48,7 @@ def load_checkpoint(
         directory: the job's checkpoint directory, or one `version-...` directory in it.
         model: a model of the trained class, with tensors of the same names and shapes.
         optimizer: created for `model` as in the script, a mapping if the script has one. It gets the state
-        and
-            the hyperparameters, such as the learning rate. With None, only the model is loaded.
+            and the hyperparameters, such as the learning rate. With None, only the model is loaded.
         version: the version to load; None for the newest complete checkpoint.
         own: as given to `session.optimizer`: names of modules, parameters or buffers that the job leaves
         alone.

@@ -376,8 +376,7 @@ class Store:
         Raises:
             StorageUnavailable: it cannot be read at the moment.
             CheckpointError: it is broken. It is not read as 0, since an earlier parameter server could then
-            pass
-                for the present one.
+                pass for the present one.
         """
         return self._begun()[0]
 

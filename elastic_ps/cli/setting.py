@@ -122,8 +122,7 @@ def with_fields(job: TrainingJob, assignments: Sequence[str]) -> TrainingJob:
 
     Args:
         assignments: texts of the form FIELD=VALUE, as in the YAML file. A field is one of spec, or of
-        metadata
-            with that prefix. An empty value unsets it.
+            metadata with that prefix. An empty value unsets it.
 
     Raises:
         UserError: an assignment does not have that form, or the resulting job is invalid (InvalidJob).

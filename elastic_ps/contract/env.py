@@ -98,8 +98,7 @@ class ProcessEnvironment:
         links: for a worker of several processes, pairs of sockets' file descriptors: in process 0 a pair to
             each other process, in the others a pair to process 0. Empty in the process that starts them.
         tuning: for shard 0, a file with the wanted `MutableFields`. The starter replaces it when a user
-        changes
-            the job. None if the job cannot be changed.
+            changes the job. None if the job cannot be changed.
         joined: a file that a worker creates when it has joined, for its starter to see; None creates none.
         crowded: for a PS, whether all processes of the job share its host, and the workers take every core.
     """

@@ -19,8 +19,7 @@ class Chiefs:
         now: the present chief, as long as it is a member and its script is in its loop; None before one is
             needed.
         of: the chief of each epoch. That of the last epoch is the chief of the job's end, also if a script
-        has
-            stopped the job earlier.
+            has stopped the job earlier.
         notified: for each epoch, the member that was last told that it is the chief; None if that may have
             happened in an earlier term.
         early: workers that wait for records and whose scripts have not begun the last epoch. They will not

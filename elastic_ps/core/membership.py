@@ -85,8 +85,7 @@ class Members:
 
         Raises:
             Refused: SUPERSEDED: another process has replaced this one. STALE_CALL: the process has joined
-            again
-                since it made this call.
+                again since it made this call.
         """
         members = [member for member in reversed(self.all()) if member.worker == worker]
         if not members:

@@ -106,8 +106,7 @@ class Settings:
     Attributes:
         groups: the names and plain values of each parameter group.
         schedulers: for each scheduler given to `session.scheduler`, its number of steps ("steps") and the
-        plain
-            values of its `state_dict` ("state").
+            plain values of its `state_dict` ("state").
         position: the position of the version with these settings. The parameter server sets it.
         made: the contributions to that version. The parameter server sets it.
         first: the groups at the beginning of the job. The parameter server sets them.

@@ -43,8 +43,7 @@ class Checkpoint:
 
         Args:
             own: the names that the workers' script gives to `session.optimizer(..., own=[...])`. No
-            checkpoint
-                has these tensors, and they keep their values.
+                checkpoint has these tensors, and they keep their values.
 
         Raises:
             InvalidModel: the model has nothing with a name in `own`.

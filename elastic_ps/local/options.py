@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+from elastic_ps.api.status import FINISHED_GRACE
 from elastic_ps.contract.schemes import Scheme
 from elastic_ps.local.forks import ForkServer
 from elastic_ps.local.gone import tell_parameter_server
@@ -45,6 +46,7 @@ class Options:
         route: changes the addresses for workers, as for a relay in between; None for none.
         on_worker_gone: called for worker processes that died; may block, since it has its own thread.
         ports: the ports that the parameter servers may listen on.
+        finished_grace: how long a finished job waits for a worker that is stopped, or has not joined.
     """
 
     schedule: tuple[ScaleAt, ...] = ()
@@ -62,6 +64,7 @@ class Options:
     route: Route | None = None
     on_worker_gone: WorkerGone = tell_parameter_server
     ports: range = PORTS
+    finished_grace: timedelta = FINISHED_GRACE
 
 
 @dataclass(frozen=True)

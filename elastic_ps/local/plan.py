@@ -146,6 +146,7 @@ class Desired:
         answer_limit: time to wait, after the last worker has ended, for the final state of training.
         write_limit: time to wait, after that, for the last version to be on disk.
         evaluator_grace: time for the evaluator to end after the last worker has ended; None: there is none.
+        finished_grace: time for a worker to join when another one was done.
     """
 
     shards: int
@@ -162,6 +163,7 @@ class Desired:
     answer_limit: timedelta = timedelta(seconds=10)
     write_limit: timedelta = timedelta(minutes=10)
     evaluator_grace: timedelta | None = None
+    finished_grace: timedelta = FINISHED_GRACE
 
 
 @dataclass(frozen=True)
@@ -463,12 +465,12 @@ def _workers(desired: Desired, observed: Observed, now: float) -> Iterator[Actio
             yield Kill(process.pid, process.stuck or process.overstays)
         elif process.alive and (process.index >= desired.workers or process.asked is not None):
             yield from _end(process, desired.leave_grace, f"the job asks for {desired.workers} workers", now)
-        elif process.alive and finished and _stays_out(process, observed, now):
+        elif process.alive and finished and _stays_out(process, observed, desired.finished_grace, now):
             reason = f"the training is finished, and {STAYED_OUT}"
             yield Terminate(process.pid, reason, warns=True)
 
 
-def _stays_out(process: Process, observed: Observed, now: float) -> bool:
+def _stays_out(process: Process, observed: Observed, grace: timedelta, now: float) -> bool:
     """Whether a worker has not joined the job for a while after the first one was done.
 
     A worker that replaces a member may have to save the results of that.
@@ -477,7 +479,7 @@ def _stays_out(process: Process, observed: Observed, now: float) -> bool:
     done = [each.ended or now for each in workers if each.ending == "done"]
     if not done or any(each.joined for each in workers if each.index == process.index):
         return False
-    return now - max(process.started, min(done)) > FINISHED_GRACE.total_seconds()
+    return now - max(process.started, min(done)) > grace.total_seconds()
 
 
 def _grace(desired: Desired) -> timedelta:

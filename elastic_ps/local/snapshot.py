@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import get_args
 
-from elastic_ps.api.status import FINISHED_GRACE, MemberStatus, Phase, ServerStatus
+from elastic_ps.api.status import MemberStatus, Phase, ServerStatus
 from elastic_ps.contract.env import Role
 from elastic_ps.local.plan import Observed, Process
 from elastic_ps.local.processes import PIDS
@@ -69,7 +69,12 @@ def stuck(process: Process, server: ServerStatus | None, progress_timeout: timed
 
 
 def overstays(
-    process: Process, server: ServerStatus | None, progress_timeout: timedelta, *, now: float
+    process: Process,
+    server: ServerStatus | None,
+    progress_timeout: timedelta,
+    grace: timedelta,
+    *,
+    now: float,
 ) -> str:
     """Why to kill a worker that keeps a finished job open; "" if there is no reason.
 
@@ -78,7 +83,7 @@ def overstays(
     if not _works(process) or server is None or not server.progress.finished:
         return ""
     stopped = 0.0 if process.stopped is None else now - process.stopped
-    if stopped > FINISHED_GRACE.total_seconds():
+    if stopped > grace.total_seconds():
         return f"the training is done, and it has been stopped by a signal (SIGSTOP) for {stopped:.0f} s"
     member = member_of(process.index, process.pid, server)
     return "" if member is None else member.to_be_killed(progress_timeout, finished=True)
@@ -101,12 +106,12 @@ def with_answers(
     process: Process,
     server: ServerStatus | None,
     ready: Container[int],
-    progress_timeout: timedelta,
+    limits: tuple[timedelta, timedelta],
     *,
     stopped: float | None,
     now: float,
 ) -> Process:
-    """A process, updated from the parameter servers' answers. `ready`: see `useful`."""
+    """A process, updated from parameter servers' answers. `ready`, `limits`: see `useful`, `overstays`."""
     joined = process.role == "worker" and member_of(process.index, process.pid, server) is not None
     return replace(
         process,
@@ -114,8 +119,8 @@ def with_answers(
         useful=process.useful or useful(process, server, ready),
         joined=process.joined or joined,
         stopped=stopped,
-        stuck=process.stuck or stuck(process, server, progress_timeout),
-        overstays=process.overstays or overstays(process, server, progress_timeout, now=now),
+        stuck=process.stuck or stuck(process, server, limits[0]),
+        overstays=process.overstays or overstays(process, server, *limits, now=now),
     )
 
 

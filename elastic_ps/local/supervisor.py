@@ -274,6 +274,7 @@ class Launcher:
             stop_diverged=self._stops_diverged,
             schedule=self._schedule,
             evaluator_grace=None if spec.evaluator is None else spec.evaluator.finish_timeout,
+            finished_grace=self.options.finished_grace,
         )
 
     @property
@@ -363,9 +364,9 @@ class Launcher:
                 problem=polled.status.problem,
                 asked_at=polled.asked_at,
             )
-        limit = self.job.spec.worker.progress_timeout
+        limits = self.job.spec.worker.progress_timeout, self.options.finished_grace
         processes = tuple(
-            with_answers(each, polled.status, polled.ready, limit, stopped=self._stopped(each, now), now=now)
+            with_answers(each, polled.status, polled.ready, limits, stopped=self._stopped(each, now), now=now)
             for each in self._observed.processes
         )
         changed = processes != tuple(self._observed.processes)

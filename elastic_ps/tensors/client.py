@@ -170,8 +170,7 @@ class Tensors:
 
         Args:
             tensor: a tensor of the same shape and dtype, on any device. It is copied, so the script may
-            change
-                it at once. None with the rule `zero`.
+                change it at once. None with the rule `zero`.
             rule: `add` adds it to the values, `copy` replaces them, `zero` sets all elements to zero.
 
         Raises:
@@ -205,8 +204,7 @@ class Tensors:
 
         Args:
             out: a tensor of the same shape and dtype, on any device, to write them to. Default: a new tensor
-            on
-                the CPU.
+                on the CPU.
 
         Raises:
             UsageError: no such tensor is known; another shape or dtype.

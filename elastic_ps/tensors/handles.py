@@ -43,8 +43,7 @@ class Handle(Generic[T]):
         Raises:
             TensorLost: the tensor is gone; the message says why.
             ConnectionLost: a parameter server has not answered for 15 minutes. A push may have been applied
-            to
-                some slices of the tensor.
+                to some slices of the tensor.
             TimeoutError: the call is not done within `timeout`. It goes on.
             UsageError: `timeout` is not a timedelta.
         """

@@ -151,8 +151,7 @@ class TensorStore:
 
         Raises:
             Refused: see `declare`; GONE: another worker uploads the tensor now, or another tensor has
-            replaced
-                it meanwhile.
+                replaced it meanwhile.
         """
         who, kind, birth = _sender(request), _kind(request.tensor), request.tensor.birth
         if birth.number > MOST_BIRTHS:

@@ -21,8 +21,7 @@ import pytest
 from elastic_ps.api.job import TrainingJob
 from elastic_ps.api.status import MemberStatus
 from elastic_ps.errors import CannotListen, UserError
-from elastic_ps.local import Launcher, Options, Outcome, ScaleAt, processes, snapshot, supervisor
-from elastic_ps.local import plan as planning
+from elastic_ps.local import Launcher, Options, Outcome, ScaleAt, processes, supervisor
 from elastic_ps.local.issuer import Issuer
 from elastic_ps.local.plan import cores_of
 from elastic_ps.local.report import build_report
@@ -334,24 +333,23 @@ def test_a_worker_that_ignores_the_request_and_all_it_started_are_killed(tmp_pat
     assert any("killing worker 0" in event.text for event in outcome.record.events)
 
 
-def test_a_worker_that_stays_stopped_keeps_a_finished_job_open_for_a_while_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A minute, which no user may choose.
-    monkeypatch.setattr(snapshot, "FINISHED_GRACE", timedelta(seconds=0.5))
-    with launched(make_job(records=2000, workers=2, stops=1, pair_from=0), tmp_path) as launcher:
+def soon(root: Path) -> Options:
+    """A finished job does not wait for a minute."""
+    return Options(root=root, programs=PROGRAMS, finished_grace=timedelta(seconds=0.5))
+
+
+def test_a_worker_that_stays_stopped_keeps_a_finished_job_open_for_a_while_only(tmp_path: Path) -> None:
+    job = make_job(records=2000, workers=2, stops=1, pair_from=0)
+    with launched(job, tmp_path, soon(tmp_path)) as launcher:
         outcome = end_of(launcher)
     assert outcome.verdict.phase == "Succeeded", outcome.verdict
     [told] = [event.text for event in outcome.record.events if "killing" in event.text]
     assert "killing worker 1: the training is done, and it has been stopped" in told
 
 
-def test_a_worker_that_never_joins_keeps_a_finished_job_open_for_a_while_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A minute, which no user may choose.
-    monkeypatch.setattr(planning, "FINISHED_GRACE", timedelta(seconds=0.5))
-    with launched(make_job(records=200, workers=2, apart=1), tmp_path) as launcher:
+def test_a_worker_that_never_joins_keeps_a_finished_job_open_for_a_while_only(tmp_path: Path) -> None:
+    job = make_job(records=200, workers=2, apart=1)
+    with launched(job, tmp_path, soon(tmp_path)) as launcher:
         outcome = end_of(launcher)
     assert outcome.verdict.phase == "Succeeded", outcome.verdict
     told = [event.text for event in outcome.record.events if "elastic_ps.connect()" in event.text]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ps.api.status import Divergence, MemberStatus, Progress, ServerStatus
+from elastic_ps.api.status import FINISHED_GRACE, Divergence, MemberStatus, Progress, ServerStatus
 from elastic_ps.contract import exits
 from elastic_ps.contract.deaths import describe_exit
 from elastic_ps.local.plan import (
@@ -164,7 +164,7 @@ def test_a_worker_that_does_not_answer_keeps_a_finished_job_open_for_a_minute(
     members = [lost.model_copy(update={"gone_seconds": gone})]
     progress = FINISHED if finished else HALF
     status = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, members=members, progress=progress)
-    why = overstays(worker(1), status, timedelta(seconds=timeout), now=NOW)
+    why = overstays(worker(1), status, timedelta(seconds=timeout), FINISHED_GRACE, now=NOW)
     assert ("the training is done" in why and kill in why) if kill else why == ""
 
 
@@ -178,9 +178,9 @@ def test_a_worker_that_is_stopped_keeps_a_finished_job_open_for_a_minute(
     members = [] if state is None else [member]
     status = ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, members=members, progress=FINISHED)
     process = worker(1, stopped=stopped)
-    assert ("SIGSTOP" in overstays(process, status, timedelta(0), now=NOW)) == kill
+    assert ("SIGSTOP" in overstays(process, status, timedelta(0), FINISHED_GRACE, now=NOW)) == kill
     goes_on = status.model_copy(update={"progress": HALF})
-    assert overstays(process, goes_on, timedelta(0), now=NOW) == ""
+    assert overstays(process, goes_on, timedelta(0), FINISHED_GRACE, now=NOW) == ""
 
 
 def test_a_worker_that_keeps_a_finished_job_open_is_killed_and_replaced_and_counts_as_no_failure() -> None:
