@@ -477,7 +477,7 @@ class Cluster:
                 raise
             crew.left = True
             crew.running.clear()
-            self._end_others(crew.members)
+            self._end_others(each for each in crew.members if each is not process)
         finally:
             session.close()
         crew.running.discard(process)
