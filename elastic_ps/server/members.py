@@ -81,17 +81,18 @@ class MemberCalls:
             if not may_join or job.closing:
                 return pb.JoinReply(pending=True)
             state = job.state
-            if request.again and not state.initialised:
-                raise Refused(
-                    RefusalCode.MODEL_LOST,
-                    "the parameter server has lost the model and has no checkpoint to continue from",
-                )
-            if has_to_measure and self._size_is_open:
+            lost = request.again and not state.initialised
+            if not lost and has_to_measure and self._size_is_open:
                 self._turn.take(worker, job.clock())
                 return pb.JoinReply(pending=True, measure=True)
             self._turn.end(worker)
-            if configure := state.stage is Stage.EMPTY:
+            if configure := not lost and state.stage is Stage.EMPTY:
                 state.note(StageEvent.CONFIGURE)
+        if lost and not self._checkpoints.leads():  # then the one that leads may have the model
+            raise Refused(RefusalCode.NOT_READY, "another parameter server may have taken over; join again")
+        if lost:
+            text = "the parameter server has lost the model and has no checkpoint to continue from"
+            raise Refused(RefusalCode.MODEL_LOST, text)
         if configure:
             self._commit.configure(state, tensors, optimizer, settings, link)
         with job.settled() as state:

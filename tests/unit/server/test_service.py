@@ -400,6 +400,20 @@ def test_a_worker_that_lost_its_model_with_the_server_is_not_taken_for_the_first
     assert worker.join().initialise
 
 
+def test_a_server_that_may_have_been_replaced_says_of_no_model_that_it_is_lost(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    directory.mkdir()
+    with serving(environment(checkpoints=directory)) as (listener, _):
+        for away, expected in ((True, RefusalCode.NOT_READY), (False, RefusalCode.MODEL_LOST)):
+            if away:
+                directory.rename(tmp_path / "away")
+            with pytest.raises(Refused) as refused:
+                Worker(listener).join(again=True)
+            assert code(refused) is expected
+            if away:
+                (tmp_path / "away").rename(directory)
+
+
 def test_a_worker_is_told_that_its_server_has_come_back_without_anything(worker: Worker) -> None:
     """Where the checkpoints are gone, terms are counted anew, so the worker names the term of the new one."""
     taken = worker.take()
