@@ -192,13 +192,9 @@ class Client:
         return self.retry(attempt)
 
     def initialise(self, bucket: Bucket, values: memoryview, *, version: int | None = None) -> None:
-        """Send a bucket's first values.
+        """Send a bucket's first values, or those of `version`, which the workers have made.
 
-        Args:
-            version: the values are of this version, which the workers have made.
-
-        Raises:
-            Refused: STALE_TERM, STALE_INCARNATION; also if this shard has just begun, and only shard 0 knows.
+        Raises Refused (STALE_TERM, STALE_INCARNATION).
         """
         request = pb.InitRequest(bucket=bucket.index, version=version)
         self.ask(calls.INIT, request, shard=bucket.shard, body=values)
@@ -221,11 +217,7 @@ class Client:
         self.ask(calls.INIT_DONE, pb.InitDoneRequest(version=version, repeatable=repeatable))
 
     def heartbeat(self, *, computes_on: int | None = None) -> None:
-        """Raises Refused (STALE_INCARNATION) if this worker was declared gone.
-
-        Args:
-            computes_on: the version that this worker has pulled; see `PushPull.computes_on`.
-        """
+        """Raises Refused (STALE_INCARNATION) if this worker is gone. `computes_on`: see `PushPull`."""
         self.ask(calls.HEARTBEAT, pb.HeartbeatRequest(version=computes_on))
 
     def expect_to_leave(self) -> None:
@@ -252,8 +244,7 @@ class Client:
     def leave(self, *, in_step: bool) -> None:
         """Say goodbye; what this worker holds goes to others. Tried for `goodbye` only.
 
-        Args:
-            in_step: a step has begun, which is void by that.
+        With `in_step` a step has begun, which is void by that.
         """
         self.hasten()
         if in_step:
@@ -266,8 +257,7 @@ class Client:
     def take(self, request: pb.TakeRequest) -> pb.TakeReply:
         """Ask for records; with `wait` it blocks for some seconds at most, then the answer is `pending`.
 
-        Raises:
-            InvalidModel: the data set is not the one that the job trains.
+        Raises InvalidModel: the data set is not the one that the job trains.
         """
         number = self._pending or next(self._calls)
         request.caller.CopyFrom(self.member_id.caller(number))
@@ -304,8 +294,7 @@ class Client:
     ) -> None:
         """Send a gradient, and block until it is in the round's sum.
 
-        Args:
-            ending: end the step as well, with this request, which lacks what its pushes say.
+        `ending` ends the step as well. It lacks what the step's pushes say.
         """
         request = self._push(bucket, step, attempt, payload, ending)
         self.ask(calls.PUSH, request, shard=bucket.shard, body=payload.body)
@@ -369,8 +358,7 @@ class Client:
     ) -> pb.MeetReply:
         """Come to a barrier of the round, and wait for the others; see `MeetRequest`. Blocks.
 
-        Args:
-            ended: at the end of a step: the step, and the request that ends it.
+        `ended`, at the end of a step: the step, and the request that ends it.
         """
         request = pb.MeetRequest(
             caller=member_id.caller(),

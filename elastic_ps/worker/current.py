@@ -86,6 +86,11 @@ def asked_to_leave() -> bool:
     return _current is not None and _current.asked_to_leave
 
 
+def came_late() -> bool:
+    """Whether this process had nothing to train, and nothing to save; see `Runtime.came_late`."""
+    return _current is not None and _current.came_late
+
+
 def finish() -> None:
     """The script has come to its end; see `Session.finish`. Blocks."""
     if _current is not None:

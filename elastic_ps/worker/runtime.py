@@ -98,6 +98,11 @@ class Runtime(Membership):
         return self.working.state is State.LEFT
 
     @property
+    def came_late(self) -> bool:
+        """Whether the training was over before this worker made a step, and another one is the chief."""
+        return self.records.over and not (self.steps or self.has_been_chief)
+
+    @property
     def stopped(self) -> str:
         """Why a script has ended the training, as far as this worker knows; "" if none has."""
         return self._stopped.reason

@@ -487,10 +487,8 @@ class Session:
     def seed(self, base: int = 0) -> int:
         """Seed torch, `random` and numpy for this worker at its current version; returns the seed.
 
-        If all workers call `torch.manual_seed(0)`, they draw the same dropout masks and augmentations,
-        although their records differ. After this call they draw different ones. The seed depends on `base`,
-        the worker's index and the version. So if a script calls this for each batch, a step draws the same
-        random numbers when another process computes it again.
+        With `torch.manual_seed(0)` all workers draw the same dropout masks. After this call they do not. A
+        step draws the same numbers again in another process, since `base`, worker and version make the seed.
         """
         return seed_everything(
             base,
@@ -591,6 +589,11 @@ class Session:
     def asked_to_leave(self) -> bool:
         """Whether this process was asked to leave; see `Membership.asked_to_leave`."""
         return self._runtime.asked_to_leave
+
+    @property
+    def came_late(self) -> bool:
+        """See `Runtime.came_late`."""
+        return self._runtime.came_late
 
     def drain(self) -> None:
         """Leave after the current step. May be called from a signal handler."""
