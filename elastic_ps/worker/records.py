@@ -213,11 +213,11 @@ class Records:
         if self._left and not self.over:
             self._release()
 
-    def pause(self) -> None:
+    def pause(self, *, tells: bool = True) -> None:
         """Give back what this worker holds until it asks for the next batch, so that nobody waits for it.
 
-        Raises:
-            UsageError: in the middle of a step, or before the backward() of a batch.
+        `tells`: the script notices by `session.generation`. Raises UsageError: in the middle of a step, or
+        before the backward() of a batch.
         """
         if not self._member.entered:
             raise UsageError("call session.optimizer(...) before session.pause()")
@@ -229,6 +229,7 @@ class Records:
             )
         if self.computing:
             self._member.drops += 1
+            self._member.generation += tells
             self.stop_computing()
 
     def stop_computing(self, *, leaves: bool = False) -> None:

@@ -367,7 +367,7 @@ class Runtime(Membership):
         self.note_skipped(self.batches.skip())
         if self.working.in_step:  # some may be in the sums: this worker leaves the round, and comes again
             self.working.note(Event.GIVE_UP)
-            self.drops += 1
+            self.drops, self.generation = self.drops + 1, self.generation + 1
             self.steps += 1
             self.strategy.reset()
         self.gradients.void()
@@ -416,7 +416,7 @@ class Runtime(Membership):
         if self.batches.lost:
             self.gradients.void()
         if self.batches.stale:  # its gradients would mix with those of lost batches
-            self.records.pause()
+            self.records.pause(tells=False)  # the script has begun a step: it would begin another each time
             self.batches.note(HandEvent.HAND_OUT_LOST)
         else:
             self.batches.add(ranges)

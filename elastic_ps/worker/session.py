@@ -144,7 +144,7 @@ class Session:
     @property
     def generation(self) -> int:
         """A number that changes when this worker joins again, or pauses, and so drops the records in hand."""
-        return self._runtime.drops
+        return self._runtime.generation
 
     @property
     def started(self) -> bool:

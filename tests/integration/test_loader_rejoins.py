@@ -15,7 +15,7 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Job, Numbers, Tally, make_mlp, running_job
 from tests.testing.inside import runtime_of
-from tests.testing.oracle import mse
+from tests.testing.oracle import assert_each_record_once, mse
 from tests.testing.trained import sgd
 
 
@@ -119,3 +119,37 @@ def test_gradients_of_records_that_are_dropped_are_dropped_too(
 )
 def test_batches_that_are_loaded_together_are_lost_together(tmp_path: Path, request_number: int) -> None:
     train_pairs(tmp_path, 24, request_number, together=True)
+
+
+def test_a_script_that_begins_its_step_again_as_the_session_says_comes_to_an_end(tmp_path: Path) -> None:
+    """The worker is declared gone with a batch that it leaves out. All is void until it has made a step."""
+    records, gone, begun = 24, list[int](), 0
+
+    def script(session: Session) -> None:
+        nonlocal begun
+        model = Tally(records)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        held, generation = 0, session.generation
+        for batch in session.loader(Indexes(records), 4):
+            if session.generation != generation:
+                held, generation, begun = 0, session.generation, begun + 1
+                assert begun < 10, "it begins again with each batch"
+            if session.version == 1 and not gone:
+                gone.append(session.version)
+                job.declare_gone(0)
+                continue
+            held += 1
+            if held < 2:
+                with optimizer.no_sync():
+                    model(batch).backward()
+                continue
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            held = 0
+
+    with running_job(tmp_path, data={"shardRecords": 4}) as job:
+        job.start(0, script)
+        job.join()
+        assert_each_record_once(job.commits(), records=records, epochs=1)
+    assert gone
