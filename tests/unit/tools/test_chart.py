@@ -19,6 +19,7 @@ from helm_python import Chart, HelmError, lint
 from elastic_operator import builders, crd, names, settings
 from elastic_operator.permissions import Permissions
 from elastic_operator.wiring import service
+from elastic_ps import __version__
 from elastic_ps.api.job import TrainingJobSpec, load_job
 from tests.testing.simulation import job_document
 from tools.chart_values import PAGE, page, values
@@ -323,6 +324,12 @@ def test_roles_are_left_to_the_administrator_if_asked_for() -> None:
         kinds = {d["kind"] for d in documents({**values_given, "rbac": {"create": False}})}
         assert not {kind for kind in kinds if "Role" in kind}
         assert "ServiceAccount" in kinds
+
+
+@pytest.mark.parametrize("registry", ["localhost", "ghcr.io/someone"])
+def test_the_notes_name_the_training_image_beside_the_operators(registry: str) -> None:
+    notes = render({"image": {"repository": f"{registry}/elastic-ps-operator"}})["NOTES.txt"]
+    assert f"  image: {registry}/elastic-ps:{__version__}\n" in notes
 
 
 @pytest.mark.parametrize("name", ["rbac", "global", "imagePullSecrets"])
