@@ -22,14 +22,14 @@ FILES = (
 )
 _REPEATED = re.compile(
     r"""((?:localhost|REGISTRY)/elastic-ps(?:-operator)?:|^version: |^appVersion: "|^ARG VERSION=)"""
-    r"""\d+\.\d+\.\d+""",
+    r"""\d+\.\d+\.\d+(?:[-.]?(?:a|b|rc|dev|post)\.?\d+)*""",
     re.MULTILINE,
 )
 
 
-def files(version: str) -> dict[Path, str]:
+def files(version: str, root: Path = ROOT) -> dict[Path, str]:
     """Every file that repeats the version, and its content with this one."""
-    paths = sorted(path for pattern in FILES for path in ROOT.glob(pattern))
+    paths = sorted(path for pattern in FILES for path in root.glob(pattern))
     texts = {path: path.read_text() for path in paths}
     return {
         path: _REPEATED.sub(rf"\g<1>{version}", text)
