@@ -19,10 +19,13 @@ def test_the_wheel_is_pure_and_complete(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     for name in SOURCES:
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     (tree / "tests").mkdir()
     (tree / "tests" / "__init__.py").touch()
+    left = tree / "build" / "lib" / "elastic_ps" / "left.py"
+    left.parent.mkdir(parents=True)
+    left.touch()
     command = [
         sys.executable,
         "-m",
