@@ -1,6 +1,6 @@
-"""Checks that the packages of the worker and the server stay small enough to be read.
+"""Checks that the packages of the worker and the server, and the documentation, stay small enough to be read.
 
-Exits with 1 and says what is too large. A file of generated code does not count.
+Exits with 1 and says what is too large. What is generated, reports and news do not count.
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ LONGEST = 600
 LOOSE = 6
 """The most modules of elastic_ps that are in no package."""
 
+WORDS = 35_000
+"""The most words of all Markdown pages together."""
+
+PAGES = ("*.md", ".github/**/*.md", "charts/**/*.md", "docs/**/*.md")
+NOT_COUNTED = ("CHANGELOG.md", "docs/news", "docs/reference", "docs/reports")
+
 
 def excesses(root: Path) -> Iterator[str]:
     """What is too large in a checkout, one sentence each."""
@@ -40,6 +46,14 @@ def excesses(root: Path) -> Iterator[str]:
     loose = sorted(path.name for path in (root / "elastic_ps").glob("*.py"))
     if len(loose) > LOOSE:
         yield f"elastic_ps has {len(loose)} modules in no package: {', '.join(loose)}; {LOOSE} are allowed"
+    pages = (path for pattern in PAGES for path in root.glob(pattern))
+    words = sum(len(path.read_text().split()) for path in pages if _counts(path.relative_to(root)))
+    if words > WORDS:
+        yield f"the documentation has {words} words; {WORDS} are allowed"
+
+
+def _counts(page: Path) -> bool:
+    return not any(page.is_relative_to(name) for name in NOT_COUNTED)
 
 
 def _lines(path: Path) -> int:

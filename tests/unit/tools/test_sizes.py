@@ -16,7 +16,11 @@ def test_what_is_too_large_is_named(tmp_path: Path) -> None:
     longest.write_text("\n" * sizes.LONGEST)
     for number in range(sizes.LOOSE):
         (tmp_path / "elastic_ps" / f"{number}.py").touch()
+    for name in ("README.md", "CHANGELOG.md", "docs/reports/one.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("word " * sizes.WORDS)
     assert list(sizes.excesses(tmp_path)) == []
+    (tmp_path / "docs" / "index.md").write_text("more")
     longest.write_text("\n" * (sizes.LINES + 1))
     (tmp_path / "elastic_ps" / "server" / "more.py").touch()
     (tmp_path / "elastic_ps" / "more.py").touch()
@@ -25,4 +29,5 @@ def test_what_is_too_large_is_named(tmp_path: Path) -> None:
         "elastic_ps/worker and elastic_ps/server",
         "elastic_ps/worker/0.py",
         "elastic_ps",
+        "the documentation",
     ]
