@@ -1,4 +1,4 @@
-"""A real HorizontalPodAutoscaler drives a job through its scale subresource.
+"""A real HorizontalPodAutoscaler drives a job through its scale subresource. They are those of examples/hpa.
 
 A metrics server measures what the workers use. Where there is none, a pod answers in its place: every worker
 is always busy.
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from elastic_ps.api.job import API_VERSION, KIND
 from tests.e2e.cluster import Cluster, wait_for
-from tests.testing.operator_process import Jobs, OperatorProcess
+from tests.testing.operator_process import ROOT, Jobs, OperatorProcess
 
 pytestmark = [pytest.mark.usefixtures("definition"), pytest.mark.nightly]
 
@@ -47,7 +47,7 @@ GROUP = "metrics.k8s.io/v1beta1"
 RESOURCES = {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": GROUP, "resources": [
     {"name": "pods", "singularName": "", "namespaced": True, "kind": "PodMetrics", "verbs": ["get", "list"]}]}
 def busy(namespace, index):
-    return {"metadata": {"name": f"auto-worker-{index}", "namespace": namespace},
+    return {"metadata": {"name": f"autoscaled-worker-{index}", "namespace": namespace},
         "timestamp": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "window": "1s",
         "containers": [{"name": "worker", "usage": {"cpu": "400m", "memory": "1Mi"}}]}
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -126,34 +126,30 @@ def metrics(local_cluster: Cluster, namespace: str, python_image: str, tmp_path:
         yield
 
 
-def autoscaler(version: str, **spec: Any) -> dict[str, Any]:
-    target = {"apiVersion": API_VERSION, "kind": KIND, "name": "auto"}
-    return {
-        "apiVersion": f"autoscaling/{version}",
-        "kind": "HorizontalPodAutoscaler",
-        "metadata": {"name": "auto"},
-        "spec": {"scaleTargetRef": target, "minReplicas": 1, "maxReplicas": 3, **spec},
-    }
+def example(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load((ROOT / "examples" / "hpa" / name).read_text())
+    return document
 
 
 def start(jobs: Jobs) -> dict[str, tuple[str, int]]:
-    """Start a job with one worker, which may have three; its pods."""
-    request = {"name": "worker", "resources": {"requests": {"cpu": "10m"}}}
-    template = {"spec": {"containers": [request]}}
-    worker = {"replicas": 1, "maxReplicas": 3, "template": template}
-    jobs.apply("auto", command=["python3", "-c", BUSY], worker=worker)
-    jobs.wait_status("auto", phase="Running", workers="1/1")
-    return jobs.identities("auto")
+    """Start the job, whose one worker may become three and needs little; its pods."""
+    spec = example("job.yaml")["spec"]
+    del spec["image"]  # `apply` gives another
+    spec["worker"]["maxReplicas"] = 3
+    spec["worker"]["template"]["spec"]["containers"][0]["resources"]["requests"]["cpu"] = "10m"
+    jobs.apply("autoscaled", command=["python3", "-c", BUSY], **spec)
+    jobs.wait_status("autoscaled", phase="Running", workers="1/1")
+    return jobs.identities("autoscaled")
 
 
 def wait_asked(jobs: Jobs, replicas: int) -> None:
     wait_for(
-        lambda: jobs.job("auto")["spec"]["worker"]["replicas"] == replicas,
+        lambda: jobs.job("autoscaled")["spec"]["worker"]["replicas"] == replicas,
         what=f"the autoscaler asks for {replicas} workers",
         timeout=timedelta(minutes=3),
-        explain=lambda: jobs.kubectl("describe", "hpa", "auto", check=False).stdout,
+        explain=lambda: jobs.kubectl("describe", "hpa", "autoscaled", check=False).stdout,
     )
-    jobs.wait_status("auto", phase="Running", workers=f"{replicas}/{replicas}")
+    jobs.wait_status("autoscaled", phase="Running", workers=f"{replicas}/{replicas}")
 
 
 def test_workers_come_while_all_are_busy_and_go_when_they_are_not(
@@ -162,19 +158,18 @@ def test_workers_come_while_all_are_busy_and_go_when_they_are_not(
     if not local_cluster.has_metrics_server:
         pytest.skip("there is no metrics server; the next test is for that")
     jobs = Jobs(local_cluster, namespace, python_image)
-    cpu = {"name": "cpu", "target": {"type": "Utilization", "averageUtilization": 80}}
-    at_once = {"scaleDown": {"stabilizationWindowSeconds": 0}}
+    asks = example("autoscaler.yaml")
+    asks["spec"] |= {"maxReplicas": 3, "behavior": {"scaleDown": {"stabilizationWindowSeconds": 0}}}
     with local_cluster.metrics_server():
         before = start(jobs)
-        asks = autoscaler("v2", metrics=[{"type": "Resource", "resource": cpu}], behavior=at_once)
         local_cluster.apply(asks, namespace=namespace)
         wait_asked(jobs, 3)
-        grown = jobs.identities("auto")
+        grown = jobs.identities("autoscaled")
         assert before.items() <= grown.items()
-        for name in grown.keys() - {"auto-ps-0"}:
+        for name in grown.keys() - {"autoscaled-ps-0"}:
             os.kill(local_cluster.pod_pid(name, namespace=namespace), signal.SIGUSR1)
         wait_asked(jobs, 1)
-    assert jobs.identities("auto") == before, "who trains is not restarted"
+    assert jobs.identities("autoscaled") == before, "who trains is not restarted"
 
 
 def test_autoscaler_adds_workers_until_the_job_has_its_most(
@@ -182,6 +177,9 @@ def test_autoscaler_adds_workers_until_the_job_has_its_most(
 ) -> None:
     jobs = Jobs(local_cluster, namespace, python_image)
     before = start(jobs)
-    local_cluster.apply(autoscaler("v1", targetCPUUtilizationPercentage=50), namespace=namespace)
+    asks = example("autoscaler.yaml") | {"apiVersion": "autoscaling/v1"}  # Debian's Kubernetes has no v2
+    del asks["spec"]["metrics"]
+    asks["spec"] |= {"maxReplicas": 3, "targetCPUUtilizationPercentage": 50}
+    local_cluster.apply(asks, namespace=namespace)
     wait_asked(jobs, 3)
-    assert before.items() <= jobs.identities("auto").items()
+    assert before.items() <= jobs.identities("autoscaled").items()
