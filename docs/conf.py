@@ -14,6 +14,9 @@ myst_fence_as_directive = ["mermaid"]
 
 # Docstrings write `code` as Markdown does, and name types of libraries that are not part of this site.
 default_role = "code"
-autodoc_typehints = "description"
+# Not only in the description: that would list the types of a constructor that is not shown.
+autodoc_typehints = "both"
+autodoc_typehints_description_target = "documented"
+python_maximum_signature_line_length = 100
 autodoc_member_order = "bysource"
 nitpick_ignore_regex = [("py:.*", ".*")]

@@ -6,7 +6,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ from pydantic import BaseModel
 import elastic_ps
 from elastic_operator.crd import crd, flags, structural, write_or_check
 from elastic_operator.metrics import Metrics
-from elastic_ps import collectives, embedding
+from elastic_ps import collectives, embedding, errors
 from elastic_ps.api import rules
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.status import EvaluationStatus, Progress, ServerStatus, Staleness
 from elastic_ps.api.tables import TableStatus
 from elastic_ps.cli.parser import build_parser
+from elastic_ps.contrib import datasets, models
 from elastic_ps.server import status
 from tools.internals import internals_page
 from tools.reasons import CONDITIONS, EVENTS, Reason
@@ -76,6 +77,59 @@ _API = """\
 
 These are the public names. Importing `elastic_ps` loads neither torch nor grpc.
 """
+_SECTIONS: Mapping[str, Sequence[str]] = {
+    "elastic_ps": elastic_ps.__all__,
+    "What a session has": [
+        "elastic_ps.worker.loader.ElasticLoader",
+        "elastic_ps.worker.state.ScriptState",
+        "elastic_ps.tensors.client.Tensors",
+        "elastic_ps.tensors.handles.Handle",
+    ],
+    "elastic_ps.data": [
+        "columnar.ArrowDataset",
+        "columnar.ParquetDataset",
+        "columnar.TableDataset",
+        "tar.TarDataset",
+        "text.TextDataset",
+    ],
+    "elastic_ps.embedding": embedding.__all__,
+    "elastic_ps.codec": ["base.Codec", "base.Encoded", "base.Sparse"],
+    "elastic_ps.collectives": collectives.__all__,
+    "elastic_ps.integrations": [
+        "accelerate.ElasticAccelerator",
+        "fabric.ElasticStrategy",
+        "lightning.ElasticStrategy",
+        "lightning_fabric.ElasticStrategy",
+        "pytorch_lightning.ElasticStrategy",
+        "transformers.ElasticMixin",
+        "transformers.prepare_trainer",
+    ],
+    "elastic_ps.contrib": [
+        *(f"datasets.{name}" for name in datasets.__all__),
+        "engine.State",
+        *(f"models.{name}" for name in models.__all__),
+        "zoo.scores.evaluate",
+    ],
+}
+"""The public names, below the heading that is their package, if it is one."""
+
+_MADE = (
+    *("Checkpoint", "Communicator", "ElasticLoader", "ElasticOptimizer", "Handle", "Operations"),
+    *("ScriptState", "Session", "State", "Tensors"),
+)
+_SIGNATURES = dict.fromkeys(_MADE, "()") | {"Encoded": "(tensors, values={})"}
+"""Constructors that are not shown as they are; those of `_MADE` are for other calls."""
+
+_INTERNAL = {
+    "ElasticLoader": "close, expect_groups, is_chief",
+    "ElasticOptimizer": "assign, check_scheduler, step_of, zero_grad_of",
+    "ScriptState": "repeat",
+    "Sparse": "at_once, places, values, within, without",
+    "Table": "changed_since, changes, extent, header, merge, removed_since, replace, rows_now",
+    "Tensors": "close, finish",
+    "TrainingJob": "model_config",
+}
+"""Members that are not public."""
 
 
 def pages() -> dict[Path, str]:
@@ -280,16 +334,20 @@ def _options(command: argparse.ArgumentParser) -> str:
 def api_page() -> str:
     """Directives that show the docstrings of the public names."""
     text = _API
-    for module in (elastic_ps, collectives, embedding):
-        text += f"\n## {module.__name__}\n"
-        for name in module.__all__:
-            public = getattr(module, name)
-            kind = "class" if isinstance(public, type) else "function" if callable(public) else "data"
-            kind = "exception" if kind == "class" and issubclass(public, Exception) else kind
-            members = "   :members:\n" if kind == "class" else ""
-            text += (
-                f"\n### {name}\n\n```{{eval-rst}}\n.. auto{kind}:: {module.__name__}.{name}\n{members}```\n"
-            )
+    for title, listed in _SECTIONS.items():
+        text += f"\n## {title}\n"
+        for path in listed:
+            name = path.rpartition(".")[2]
+            whole = path if path.startswith("elastic_ps.") else f"{title}.{path}"
+            # Not to be imported: the libraries behind the integrations take long.
+            kind = "data" if name == "Op" else "exception" if hasattr(errors, name) else "class"
+            kind = "function" if name.islower() else kind
+            options = "   :members:\n" if kind == "class" and not title.endswith("integrations") else ""
+            if name in _INTERNAL:
+                options += f"   :exclude-members: {_INTERNAL[name]}\n"
+            heading = name if whole == path else path
+            directive = f".. auto{kind}:: {whole}{_SIGNATURES.get(name, '')}"
+            text += f"\n### {heading}\n\n```{{eval-rst}}\n{directive}\n{options}```\n"
     return text
 
 

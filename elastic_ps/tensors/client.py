@@ -116,13 +116,15 @@ class Tensors:
 
     The tensors are in the memory of the parameter servers. If a server restarts, the tensors with a slice on
     it are lost. Every use of one then raises `TensorLost`, until `init` has recreated it.
-
-    Args:
-        bucket_bytes: the largest slice, in bytes; see `ParameterServer.slice_bytes`.
-        renew: how often to tell a large tensor's home that this worker still uploads it.
     """
 
     def __init__(self, client: Client, *, bucket_bytes: int, renew: timedelta) -> None:
+        """For `Session.server` alone.
+
+        Args:
+            bucket_bytes: the largest slice, in bytes; see `ParameterServer.slice_bytes`.
+            renew: how often to tell a large tensor's home that this worker still uploads it.
+        """
         self._client, self._bucket_bytes, self._renew = client, bucket_bytes, renew
         self._process, self._closed = os.getpid(), False
         self._known: dict[str, _Known] = {}

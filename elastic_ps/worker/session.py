@@ -42,21 +42,7 @@ S = TypeVar("S", bound=torch.optim.lr_scheduler.LRScheduler)
 
 
 class Session:
-    """A worker's part in a job.
-
-    Args:
-        job, spec: the job's name and spec.
-        worker: this worker's index.
-        connections: one for each shard, in order. The session closes them.
-        trace, history: where this process records what it does.
-        on_hung: called with the reason, on another thread, if this worker is declared hung.
-        instance: a name for this process that no other process ever has; a random text if it is not given.
-        hostname: see `Client`.
-        on_joined: called when this worker has become a member, or uses tensors of the server.
-        world: the processes of this worker, if it has several. The session closes it.
-        host: this host's address, as other workers reach it.
-        limits: how long it waits.
-    """
+    """A worker's part in a job. `elastic_ps.connect` makes it."""
 
     def __init__(
         self,
@@ -75,6 +61,21 @@ class Session:
         host: str = "127.0.0.1",
         limits: WorkerLimits = USUAL,
     ) -> None:
+        """For `elastic_ps.connect` alone.
+
+        Args:
+            job, spec: the job's name and spec.
+            worker: this worker's index.
+            connections: one for each shard, in order. The session closes them.
+            trace, history: where this process records what it does.
+            on_hung: called with the reason, on another thread, if this worker is declared hung.
+            instance: a name for this process that no other process ever has; random if it is not given.
+            hostname: see `Client`.
+            on_joined: called when this worker has become a member, or uses tensors of the server.
+            world: the processes of this worker, if it has several. The session closes it.
+            host: this host's address, as other workers reach it.
+            limits: how long it waits.
+        """
         self._world = world = world or LocalWorld()
         self.spec = spec
         self.worker = worker

@@ -40,7 +40,7 @@ def text(path: Path) -> tuple[Text, Text]:
     """A text as (training set, test set); the test set is the last tenth. Blocks for reading.
 
     Args:
-        path: a file, or a directory whose files *.txt are read in the order of their names.
+        path: a file, or a directory whose files `*.txt` are read in the order of their names.
 
     Raises:
         InvalidModel: there is no such file, it cannot be read, or it is too short.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from elastic_ps.api import rules
 from elastic_ps.api.job import TrainingJobSpec
 from tools.reasons import CONDITIONS, EVENTS
-from tools.reference import commands_page, job_page, pages
+from tools.reference import api_page, commands_page, job_page, pages
 
 ROOT = Path(__file__).parents[3]
 OF_KUBERNETES = {"Forbidden", "NamespaceTerminating", "Refused"}
@@ -83,3 +84,20 @@ def test_each_reason_is_explained_and_exists() -> None:
 
 def test_an_option_without_help_is_not_listed() -> None:
     assert "==SUPPRESS==" not in commands_page()
+
+
+def test_what_pages_import_is_public() -> None:
+    """Each name that a page by hand imports from a package of ours is in the Python API."""
+    shown = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)", api_page(), re.MULTILINE))
+    pages_by_hand = [path for path in (ROOT / "docs").rglob("*.md") if path.parent.name != "reference"]
+    imported = {
+        f"{package}.{name}"
+        for path in pages_by_hand
+        for package, names in re.findall(
+            r"^from (elastic_ps[\w.]*) import (.+)$", path.read_text(), re.MULTILINE
+        )
+        for name in names.split(", ")
+    }
+    assert imported
+    modules = {name.rpartition(".")[0] for name in shown}
+    assert imported - shown - modules == set()
