@@ -51,8 +51,7 @@ def load_checkpoint(
             and the hyperparameters, such as the learning rate. With None, only the model is loaded.
         version: the version to load; None for the newest complete checkpoint.
         own: as given to `session.optimizer`: names of modules, parameters or buffers that the job leaves
-        alone.
-            No checkpoint has them, and they keep their values.
+            alone. No checkpoint has them, and they keep their values.
 
     Returns:
         The version: the number of optimizer steps that the model has taken.

@@ -33,8 +33,8 @@ class ValueEncoder:
         Args:
             version: their version, and the number of the draft.
             copied: whether they are a copy of one version. Otherwise they may change while a worker reads
-            that
-                has lost its part in the round. It learns that at the end, but nobody else may get the result.
+                that has lost its part in the round. It learns that at the end, but nobody else may get the
+                result.
         """
         codec = self._codecs[bucket.index]
         if codec is None:

@@ -80,7 +80,7 @@ def issue(
 
     Raises:
         UsageError: the authority is invalid or has expired, or `names` are given for a process that is no
-        server.
+            server.
     """
     serves = identity.role in SERVING
     if names and not serves:

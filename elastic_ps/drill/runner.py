@@ -40,7 +40,7 @@ class Injection:
         seconds: the time to recover, in seconds.
         redone: the number of versions that were undone and repeated.
         lost, twice: the numbers of records that are missing in the model, or in it more than once, since
-        then.
+            then.
     """
 
     fault: Fault

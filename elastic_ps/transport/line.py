@@ -214,7 +214,7 @@ class Line:
 
         Args:
             share: whether the other side can report that it is done with the body, since it sends none
-            itself.
+                itself.
         """
         body = flat(frame.body)
         place = place_of(body) if share and self._passes_memory and len(body) > SMALL else None

@@ -69,7 +69,7 @@ def read(data: bytes) -> dict[str, Any]:
 
     Raises:
         NotReadable: it is not a pickle, is truncated, holds no dictionary, or needs more than arrays of
-        bytes.
+            bytes.
     """
     try:
         found = _Reader(io.BytesIO(data), encoding="bytes").load()

@@ -83,7 +83,7 @@ class DataSet:
 
         Raises:
             UserError: a file is missing, truncated or of another kind, or the data set has no files to look
-            for.
+                for.
         """
         place = self.check_place(directory)
         return _pair(_load(self.place)() if place is None else _load(self.place)(place))
