@@ -79,7 +79,8 @@ class AccumulateRounds(AskedRounds):
     def begin(self, worker: int, *, version: int) -> Entry:
         """LATE if the round has enough other steps, or this one was computed on an old version."""
         fresh = self.takes_part(worker) and version == self.version
-        kept = len(self._reserved - self.behind - {worker})
+        reserved = self._reserved
+        kept = 0 if worker in reserved else len(reserved - self.behind)  # else two would wait for each other
         if fresh and (worker in self.begun or not (self._is_full(kept=kept) or self.decided)):
             self.begun.add(worker)
             return Entry.IN

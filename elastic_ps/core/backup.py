@@ -44,10 +44,11 @@ class BackupRounds(AskedRounds):
     def begin(self, worker: int, *, version: int) -> Entry:
         """LATE if the round has enough other steps, or this one was computed on an old version."""
         if self.takes_part(worker) and version == self.version:
-            others = self.begun | self._reserved - {worker}
-            if self.phase is Phase.OPEN and worker not in self.begun and len(others) >= self.wanted:
+            reserved = self._reserved  # two of them would wait for each other if they counted each other
+            known = worker in self.begun | reserved
+            if self.phase is Phase.OPEN and not known and len(self.begun | reserved) >= self.wanted:
                 self._note(Event.SHUT)
-            if worker in self.begun or self.phase is Phase.OPEN:
+            if known or self.phase is Phase.OPEN:
                 self.begun.add(worker)
                 return Entry.IN
         return self._turn_away(worker)

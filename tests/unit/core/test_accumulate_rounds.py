@@ -44,6 +44,15 @@ def test_with_as_many_gradients_as_workers_each_adds_one() -> None:
     assert rounds.version == 6
 
 
+def test_two_workers_that_are_owed_a_place_do_not_keep_each_other_out() -> None:
+    rounds = opened(0, 1, 2, wanted=1)
+    rounds.owed = {0, 1}
+    assert rounds.begin(2, version=5) is Entry.LATE
+    push(rounds, 0)
+    assert rounds.begin(1, version=5) is Entry.LATE, "the round has its only step"
+    assert commit(rounds) == [(0, 0)]
+
+
 def test_with_more_gradients_than_workers_the_fast_ones_add_several() -> None:
     rounds = opened(0, 1, wanted=4)
     for number in (0, 1):

@@ -41,6 +41,14 @@ def test_the_last_to_begin_is_turned_away() -> None:
     assert rounds.expected == {0, 2}
 
 
+def test_two_workers_that_are_owed_a_place_are_both_let_in() -> None:
+    rounds = opened(0, 1, 2, spare=2)
+    rounds.owed = {0, 1}
+    assert not let_in(rounds, 2, version=5)
+    assert let_in(rounds, 0, version=5)
+    assert let_in(rounds, 1, version=5)
+
+
 def test_a_round_does_not_wait_for_who_has_not_begun() -> None:
     rounds = opened(0, 1, 2)
     for worker in (0, 1):
