@@ -102,10 +102,7 @@ class Session:
 
     @property
     def version(self) -> int:
-        """The version of the model that this worker has.
-
-        It is the number of optimizer steps that were taken, and of times that values were assigned.
-        """
+        """The version of this worker's model: how often the job has taken a step or assigned values."""
         return self._runtime.version
 
     @property
