@@ -15,8 +15,8 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,20 +55,22 @@ class Epochs(EpochLoader):
 
     def begin(self) -> Iterator[tuple[Any, int, int]]:
         """Loop over an epoch, as a fetcher of Lightning's has it: batches, with two numbers."""
-        self._running = ((batch, index, 0) for index, batch in enumerate(self._of_epoch()))
+        self._running = self._of_epoch()
         return self._running
 
-    def _of_epoch(self) -> Iterator[Any]:
+    def _of_epoch(self) -> Iterator[tuple[Any, int, int]]:
         """The batches of an epoch. The last one goes on until all records are in the model."""
         while not (self._left or self.ends()):
             assert self._upcoming is not None
             self.number, self._upcoming = self._upcoming, None
             self.within, self.begun, empty = True, self.begun + 1, True
+            given: Any = iter(self._loader)
             try:
-                for batch in self._loader:
-                    self.batches += 1
-                    empty = False
-                    yield batch
+                with closing(given):
+                    for index, batch in enumerate(given):
+                        self.batches += 1
+                        empty = False
+                        yield batch, index, 0
             finally:
                 self.within = False
             if self._left:
@@ -93,6 +95,13 @@ class Epochs(EpochLoader):
     def is_last(self) -> bool:
         """Whether this is the last epoch."""
         return self.number == self._epochs - 1
+
+    def leave_epoch(self) -> None:
+        """Lightning has left an epoch at a batch, which goes to others, as do those after it. May block."""
+        running, self._running = self._running, None
+        assert isinstance(running, Generator)
+        running.close()
+        self.batches -= 1
 
     def leave(self, reason: str) -> None:
         """Lightning has ended its loop: the training ends on all workers. Blocks."""
@@ -515,10 +524,21 @@ class Loop:
             self._strategy.session.report(**_reported(outputs))
 
     def end_epoch_of_trainer(self) -> None:
-        """Lightning ends an epoch: is that the last one?"""
+        """Lightning ends an epoch: is that the last one? May block."""
+        if self.epochs.within and self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self._leave_epoch()
         stopped = self._strategy.session.stopped
         if (self.epochs.is_last or stopped) and self.epochs.ends():
             self._finish()
+
+    def _leave_epoch(self) -> None:
+        """The module has asked for the end of the epoch, with -1 from `on_train_batch_start`."""
+        self.epochs.leave_epoch()
+        if self.owes_step:  # Lightning drops the gradients, too
+            self._strategy.elastic.skip()
+            self.stepped()
+        if self.epochs.is_last:
+            self.epochs.leave("on_train_batch_start has returned -1 in the last epoch")
 
     def _finish(self) -> None:
         """End Lightning's loop."""

@@ -281,6 +281,71 @@ def test_a_share_of_an_epoch_is_one_of_what_a_worker_has_of_it(tmp_path: Path) -
     assert sum(len(module.evaluations) for module in trained.values()) >= EPOCHS
 
 
+class Leaving(Net):
+    """It asks for the end of an epoch at its `last` batch."""
+
+    def __init__(self, last: int = 8) -> None:
+        super().__init__()
+        self.last = last
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == self.last else None
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize(
+    "options",
+    per_change(
+        [
+            {},
+            {"accumulate_grad_batches": 3},
+            {"max_steps": 20, "max_epochs": None},
+            {"val_check_interval": 4},
+        ],
+        keep=[{}, {"accumulate_grad_batches": 3}],
+    ),
+    ids=str,
+)
+def test_a_module_may_end_its_epoch_early(tmp_path: Path, options: dict[str, Any]) -> None:
+    """The records come in its next epoch. So a first epoch of eight batches is that of Lightning alone."""
+    alone = fit("auto", Leaving(), **options)
+    with running_job(tmp_path, data=IN_ORDER) as job:
+        ours = in_job(job, Leaving, options=options)[0]
+        assert job.status().progress.stopped
+        trained = [each for commit in job.commits() for each in commit["contributions"]]
+    records = [
+        (epoch, i) for each in trained for epoch, start, stop in each["records"] for i in range(start, stop)
+    ]
+    assert len(set(records)) == len(records), "each record once"
+    assert len(ours.losses) == len(alone.losses)
+    assert ours.losses[:8] == pytest.approx(alone.losses[:8], rel=1e-12)
+    assert ours.trainer.global_step == alone.trainer.global_step
+    assert ours.trainer.current_epoch == alone.trainer.current_epoch
+    assert len(ours.evaluations) == len(alone.evaluations)
+
+
+def test_an_epoch_may_end_at_its_first_batch(tmp_path: Path) -> None:
+    with running_job(tmp_path) as job:
+        assert not in_job(job, lambda: Leaving(0))[0].losses
+
+
+@pytest.mark.parametrize("leaving", [{0}, {0, 1}], ids=["one", "both"])
+def test_others_train_what_a_worker_leaves_of_an_epoch(tmp_path: Path, leaving: set[int]) -> None:
+    trained = dict[int, Any]()
+
+    def script(session: Session) -> None:
+        module = Leaving() if session.worker in leaving else Leaving(-1)
+        trained[session.worker] = fit(ElasticStrategy(session=session), module, batch=1)
+
+    with running_job(tmp_path, worker={"replicas": 2}) as job:
+        job.run(script, workers=2)
+        assert job.status().progress.stopped
+    assert len(trained[0].losses) <= EPOCHS * 8
+    assert_same_model(trained[0], trained[1])
+
+
 class Plateau(Net):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
