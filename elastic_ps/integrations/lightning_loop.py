@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from fsspec.core import url_to_fs
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch.utils.data import DataLoader
 
@@ -39,6 +40,11 @@ logger = logging.getLogger(__name__)
 
 NAME = "elastic_ps"
 """The name of the strategy, as in `Trainer(strategy="elastic_ps")`."""
+
+_OTHERS = "only the chief, another worker, goes on with a checkpoint of the training"
+_LAST_WEIGHTS = (
+    "another worker has written the checkpoint, so trainer.%s(...) takes the last weights of the training"
+)
 
 
 class Epochs(EpochLoader):
@@ -190,6 +196,7 @@ class TrainsInJob(OneDevice):
         self._clipped = ClippedSteps(None if self._local else max_grad_norm)
         self._layer_sync = None  # Lightning puts that of sync_batchnorm here
         self._trained = False
+        self._is_chief: bool | None = None  # as it was when this worker asked last
         super().__init__(**options)
         self._launcher = self  # so that Lightning calls `launch`
         rank_zero_only.rank = 0 if self.is_global_zero else max(1, self.session.worker)
@@ -209,29 +216,25 @@ class TrainsInJob(OneDevice):
         """Lightning calls it for `Trainer.fit`, `validate`, `test` and `predict`. It starts no process.
 
         Raises:
-            SystemExit: the function loads a checkpoint of this training, and this worker does not have it.
+            SystemExit: the function loads a checkpoint of this training, and this worker is not the chief.
                 The status is 0: its part is trained.
         """
-        given = inspect.signature(function).bind(*args, **kwargs).arguments
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        given = bound.arguments
         path = given.get("ckpt_path") or ("best" if given.get("model") is None else "")  # as Lightning does
-        own = path in ("best", "last") or bool(path and not Path(path).exists())
-        if self._trained and own and (why := self._lacks_checkpoint(trainer)):
-            logger.warning("the training is over, and this worker ends its script here: %s", why)
-            trainer.loggers = []  # Lightning would tell them of a failure, after the success of `fit`
-            raise SystemExit(0)
-        result = function(*args, **kwargs)
+        if self._trained and (path in ("best", "last") or (path and not Path(path).exists())):
+            if not self.session.is_chief:
+                logger.warning("the training is over, and this worker ends its script here: %s", _OTHERS)
+                trainer.loggers = []  # Lightning would tell them of a failure, after the success of `fit`
+                raise SystemExit(0)
+            if _lacks_checkpoint(trainer, path):
+                logger.warning(_LAST_WEIGHTS, trainer.state.fn)
+                given.update(model=trainer.lightning_module, ckpt_path=None)
+        result = function(*bound.args, **bound.kwargs)
         if self._trained and trainer.state.fn in ("validate", "test") and self.session.is_chief:
             self.session.report(**_reported(result))
         self._trained = self._trained or trainer.state.fn == "fit"
         return result
-
-    def _lacks_checkpoint(self: Any, trainer: Any) -> str:
-        """Why the checkpoints that were saved in `fit` are not on this worker; "" if they are."""
-        if not self.session.is_chief:
-            return "only the chief, another worker, has the checkpoint to load"
-        if trainer.global_step == 0:  # this process has trained nothing
-            return "the worker that had the checkpoint to load has ended, and this one has replaced it"
-        return ""
 
     def kill(self, signum: int) -> None:
         """Lightning calls it at a SIGTERM, for the processes that a launcher has started."""
@@ -370,23 +373,33 @@ class TrainsInJob(OneDevice):
         if self.epochs is not None and self.epochs.within and not self._loop.owes_step:
             self.session.pause()
 
-    def _saves(self: Any) -> bool:
-        """Whether this worker writes files: within an epoch worker 0, then the chief. May block."""
-        between = self.epochs is not None and self.epochs.begun and not self.epochs.within
-        return bool(self.session.is_chief if between else self.is_global_zero)
+    def saves(self: Any) -> bool:
+        """Whether this worker writes files, and reports: the chief. May block.
+
+        Within the last epoch, and where the processes of a worker may not agree to ask, it is the chief of
+        before, or worker 0.
+        """
+        epochs, session = self.epochs, self.session
+        known = epochs is None or not epochs.begun
+        if known or (
+            epochs.within and (epochs.is_last or session.stopped or session.spec.worker.processes > 1)
+        ):
+            return bool(self.is_global_zero if self._is_chief is None else self._is_chief)
+        self._is_chief = session.is_chief
+        return bool(self._is_chief)
 
     def optimizer_state(self: Any, optimizer: Any) -> dict[str, Any]:
         """As Lightning's, fetched from the parameter server, where it is saved. Blocks."""
-        return super().optimizer_state(optimizer) if self._saves() else {}  # type: ignore[misc]
+        return super().optimizer_state(optimizer) if self.saves() else {}  # type: ignore[misc]
 
     def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, **options: Any) -> None:
-        """As Lightning's on the chief, for which it may block; within an epoch on worker 0."""
-        if self._saves():
+        """As Lightning's where `saves` is true. May block."""
+        if self.saves():
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, **options)
 
     def remove_checkpoint(self: Any, filepath: Any) -> None:
         """As `save_checkpoint`."""
-        if self._saves():
+        if self.saves():
             self.checkpoint_io.remove_checkpoint(filepath)
 
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -554,6 +567,19 @@ class Loop:
         if self.owes_step:
             self._strategy.elastic.skip()
         self.epochs.leave("a callback of the Trainer has ended the training")
+
+
+def _lacks_checkpoint(trainer: Any, path: Any) -> bool:
+    """Whether another worker has written the checkpoint of this training that is to be loaded."""
+    if trainer.global_step == 0:  # this process has trained nothing
+        return True
+    best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    return bool(best) and path in ("best", best) and not _exists(best)
+
+
+def _exists(path: str) -> bool:
+    filesystem, there = url_to_fs(path)
+    return bool(filesystem.exists(there))
 
 
 def _reported(outputs: Any) -> dict[str, float]:

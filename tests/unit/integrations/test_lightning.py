@@ -429,7 +429,7 @@ def test_the_chief_tests_its_best_checkpoint_and_the_others_end(
         assert job.status().progress.metrics["test_loss"] == pytest.approx(loss)
 
 
-def test_a_worker_that_replaces_the_chief_after_the_training_has_nothing_to_test(tmp_path: Path) -> None:
+def test_a_worker_that_replaces_the_chief_after_the_training_tests_the_last_weights(tmp_path: Path) -> None:
     ended = list[bool]()
 
     def script(session: Session) -> None:
@@ -441,8 +441,9 @@ def test_a_worker_that_replaces_the_chief_after_the_training_has_nothing_to_test
             job.declare_gone(0)
             return
         assert session.is_chief
-        with pytest.raises(SystemExit, match=r"^0$"):
-            trainer.test(dataloaders=DataLoader(Numbers(20), 7))
+        [result] = trainer.test(dataloaders=DataLoader(Numbers(20), 7))
+        [same] = trainer.test(trainer.lightning_module, dataloaders=DataLoader(Numbers(20), 7))
+        assert result == same
         ended.append(True)
 
     with running_job(tmp_path / "job") as job:
@@ -451,6 +452,31 @@ def test_a_worker_that_replaces_the_chief_after_the_training_has_nothing_to_test
         job.start(0, script)
         job.join()
     assert ended == [False, True]
+
+
+@pytest.mark.filterwarnings("ignore:.*was called without a model")
+@pytest.mark.parametrize("given", [{"every_n_train_steps": 4}, {}], ids=["steps", "validation"])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_chief_other_than_worker_0_validates_after_checkpoints_within_an_epoch(
+    tmp_path: Path, epochs: int, given: dict[str, Any]
+) -> None:
+    """The checkpoint of before the last epoch, or the last weights: worker 0 is to save in a single epoch."""
+    validated = list[float]()
+
+    def script(session: Session) -> None:
+        saving = ModelCheckpoint(tmp_path / "saved", **given)
+        strategy = ElasticStrategy(session=session)
+        trainer = trainer_of(strategy, callbacks=[saving], max_epochs=epochs, val_check_interval=4)
+        trainer.fit(Net(), DataLoader(Numbers(RECORDS), BATCH), DataLoader(Numbers(20), 7))
+        assert session.is_chief
+        assert Path(saving.best_model_path).exists() == (epochs == 2)
+        [result] = trainer.validate(dataloaders=DataLoader(Numbers(20), 7))
+        validated.append(result["val/loss"])
+
+    with running_job(tmp_path / "job", worker={"replicas": 2}) as job:
+        job.start(1, script)
+        job.join()
+        assert job.status().progress.metrics["val_loss"] == pytest.approx(validated[0])
 
 
 TERMINATED = """
