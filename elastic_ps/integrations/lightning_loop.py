@@ -417,6 +417,7 @@ class Loop:
         self.epochs: Epochs = strategy.epochs
         self._stepped_at = 0  # the number of batches at the last step
         self._max_steps = trainer.max_steps
+        self._run_validation: Callable[[], Any]
         # Of an epoch, after which to validate; None: a number of batches is given.
         interval = trainer.val_check_interval
         self._share_of_check = interval if isinstance(interval, float) else None
@@ -458,6 +459,7 @@ class Loop:
         trainer, fit = self._trainer, self._trainer.fit_loop
         fit._data_fetcher = Fetcher(self)  # noqa: SLF001
         iter(fit._data_fetcher)  # noqa: SLF001
+        self._run_validation, fit.epoch_loop.val_loop.run = fit.epoch_loop.val_loop.run, self._validate
         fit.epoch_loop.max_steps = -1  # the records of the job count
         if self._share_of_check == 1:
             trainer.val_check_batch = math.inf
@@ -529,12 +531,17 @@ class Loop:
         first = connector._first_loop_iter  # noqa: SLF001
         trainer.validating = True
         epoch_loop._batches_that_stepped -= 1  # noqa: SLF001 (loggers expect the step of the last batch)
-        outputs = epoch_loop.val_loop.run()
+        epoch_loop.val_loop.run()
         epoch_loop._batches_that_stepped += 1  # noqa: SLF001
         trainer.training = True
         connector._first_loop_iter = first  # noqa: SLF001
-        if self._strategy.session.is_chief:
+
+    def _validate(self) -> Any:
+        """In place of `run` of Lightning's loop for validation: the job's report has the values, too."""
+        outputs = self._run_validation()
+        if self._strategy.saves():
             self._strategy.session.report(**_reported(outputs))
+        return outputs
 
     def end_epoch_of_trainer(self) -> None:
         """Lightning ends an epoch: is that the last one? May block."""

@@ -281,6 +281,13 @@ def test_a_share_of_an_epoch_is_one_of_what_a_worker_has_of_it(tmp_path: Path) -
     assert sum(len(module.evaluations) for module in trained.values()) >= EPOCHS
 
 
+@pytest.mark.parametrize("interval", [0.25, 3])
+def test_the_job_reports_a_validation_within_an_epoch(tmp_path: Path, interval: float) -> None:
+    with running_job(tmp_path, data=IN_ORDER) as job:
+        ours = in_job(job, options={"val_check_interval": interval})[0]
+        assert job.status().progress.metrics["val_loss"] == pytest.approx(ours.evaluations[-1])
+
+
 class Leaving(Net):
     """It asks for the end of an epoch at its `last` batch."""
 
