@@ -274,6 +274,8 @@ class TrainsInJob(OneDevice):
             base=self._base,
         )
         self.optimizers = [self.elastic] if len(given) == 1 else [self.elastic[name] for name in names]
+        for optimizer, own in zip(self.optimizers, given, strict=True):
+            optimizer.optimizer = own  # LearningRateMonitor takes its name from there
         trainer.fit_loop.setup_data()
         self._loop = Loop(self, trainer)
         for optimizer in self.optimizers:

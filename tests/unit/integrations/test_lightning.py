@@ -15,7 +15,13 @@ import lightning.pytorch as pl
 import pytest
 import pytorch_lightning
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateMonitor,
+    ModelCheckpoint,
+)
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -402,6 +408,20 @@ def test_other_modules(tmp_path: Path, kind: type[Net], limit: float | None) -> 
     assert ours.losses == pytest.approx(alone.losses, rel=1e-12)
     assert ours.rates == alone.rates
     assert_same_model(ours, alone)
+
+
+@pytest.mark.filterwarnings("ignore:.*Missing logger folder")
+@pytest.mark.parametrize("kind", [Net, Plateau, InTurn])
+def test_rates_are_logged_under_the_names_of_lightning_alone(tmp_path: Path, kind: type[Net]) -> None:
+    def rates(strategy: Any) -> list[str]:
+        monitor = LearningRateMonitor("step")
+        fit(strategy, kind(), callbacks=[monitor], max_epochs=1, logger=CSVLogger(tmp_path))
+        return sorted(monitor.lrs)
+
+    logged = list[list[str]]()
+    with running_job(tmp_path / "job") as job:
+        job.run(lambda session: logged.append(rates(ElasticStrategy(session=session))), workers=1)
+    assert logged == [rates("auto")]
 
 
 class WithTest(Net):
