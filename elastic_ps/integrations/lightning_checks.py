@@ -87,3 +87,12 @@ def check(trainer: Any) -> None:
     for given, said in problems:
         if given:
             raise UsageError(said)
+
+
+def check_optimizers(given: list[Any], module: Any) -> None:
+    """Raises UsageError: the module's `configure_optimizers` has returned None."""
+    if any(type(each).__name__ == "_MockOptimizer" for each in given):  # Lightning puts it there
+        raise UsageError(
+            f"{type(module).__name__}.configure_optimizers returns None, so Lightning trains without an "
+            "optimizer, but a job has one, whose steps the parameter server makes. Return a torch optimizer"
+        )

@@ -30,7 +30,7 @@ from elastic_ps.core.settings import MAX_GRAD_NORM
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.epochs import EpochLoader
 from elastic_ps.integrations.gradients import ClippedSteps, are_there
-from elastic_ps.integrations.lightning_checks import RESUME, check
+from elastic_ps.integrations.lightning_checks import RESUME, check, check_optimizers
 from elastic_ps.integrations.processes import OneDevice, as_only_process, leads
 from elastic_ps.standalone import connect
 from elastic_ps.worker.optimizer import ElasticOptimizer
@@ -259,10 +259,12 @@ class TrainsInJob(OneDevice):
         """As Lightning's. The optimizers join the job, with the model. Blocks.
 
         Raises:
+            UsageError: the module has no optimizer.
             InvalidModel, ModelMismatch: see `Session.optimizer` and `Session.loader`.
         """
         super().setup_optimizers(trainer)  # type: ignore[misc]
         given, module = self.optimizers, self.lightning_module
+        check_optimizers(given, module)
         limit = None if self._local else trainer.gradient_clip_val or self._max_grad_norm
         scaled = getattr(self.precision_plugin, "scaler", None) is not None
         names = [str(index) for index, _ in enumerate(given)]

@@ -561,6 +561,11 @@ class Stepping(Net):
         scheduler.step()
 
 
+class WithoutOptimizer(Net):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "devices": ("start more workers: `elastic-ps run SCRIPT --workers N`", {"devices": 2}),
     "sync_batchnorm": ("averages the statistics of BatchNorm", {"sync_batchnorm": True}),
@@ -579,11 +584,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "own clipping": (r"Set Trainer\(gradient_clip_val=0.5", {"kind": Clipping}),
     "clipping by hand": (r"Set ElasticStrategy\(max_grad_norm=0.01", {"kind": Limited}),
     "own steps of a scheduler": ("the job steps schedulers", {"kind": Stepping}),
+    "no optimizer": ("configure_optimizers returns None", {"kind": WithoutOptimizer}),
     "two loaders": ("training takes one torch", {"loaders": 2}),
     "ckpt_path": ("--resume DIR", {"ckpt_path": "last.ckpt"}),
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*will run with no optimizer")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_work_is_refused_with_a_sentence(tmp_path: Path, case: str) -> None:
     said, options = REFUSED[case]
