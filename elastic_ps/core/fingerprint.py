@@ -58,10 +58,11 @@ def other_records(names: Sequence[str]) -> str:
     return (
         f"the entries of {', '.join(names[:5])} differ, or are in another order. All processes of a job "
         "must have the same records at the same positions. If the script draws which ones it has, as "
-        "random_split, torch.randperm and shuffle do, give them a generator with a seed, as in random_split("
-        "dataset, lengths, generator=torch.Generator().manual_seed(0)). Or call torch.manual_seed(0), "
-        "random.seed(0) and numpy.random.seed(0) before, and session.seed() afterwards, so that workers draw "
-        "numbers of their own again. Sort what the script reads from a set, or from a directory"
+        "random_split, torch.randperm and shuffle do, give them a seed, as in shuffle(seed=0), or a "
+        "generator with a seed, as in random_split(dataset, lengths, generator=torch.Generator()."
+        "manual_seed(0)). Or call torch.manual_seed(0), random.seed(0) and numpy.random.seed(0) before, and "
+        "session.seed() afterwards, so that workers draw numbers of their own again. Sort what the script "
+        "reads from a set, or from a directory"
     )
 
 

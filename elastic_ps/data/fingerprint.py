@@ -5,13 +5,15 @@ some would be trained several times and others never, and nothing else would loo
 
 No record is read for this: a data set may load, decode or augment in `__getitem__`. The fingerprint is of its
 attributes with one entry for each record, whatever their names (`indices` of a Subset, `samples` of an
-ImageFolder, `data`, `targets`), of those of the data sets within it, and of a stream's lists of names.
+ImageFolder, `data`, `targets`), of those of the data sets within it, of a stream's lists of names, and of
+what a stream of Hugging Face's `datasets` shuffles with.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import PurePath
@@ -40,6 +42,9 @@ VALUES = 16
 
 CHARACTERS = 1024
 """How many characters of a text are looked at."""
+
+_REVISION = re.compile(r"@[^/]+/")
+"""Of a repository on Hugging Face's hub, in a file's URL. A new one may have the same records."""
 
 _WEIGHTS = (2654435761, 2246822519)  # multipliers that scatter positions over 32 bits
 
@@ -82,6 +87,9 @@ class _Looked:
                 if key == "_indices" and _has(each, "column"):  # Hugging Face's, after select or shuffle
                     each = np.asarray(each.column(0))
                 self.at(f"{name}.{key}", each, length, depth + 1)
+            if (last := vars(value).get("_ex_iterable")) is not None:
+                for key, found in _of_hugging_face(last).items():
+                    self.note(f"{name}.{key}", found)
         elif _length(value) == records or (records is None and _are_names(value)):
             with suppress(Exception):  # it may be made of anything
                 self.note(name, value)
@@ -106,6 +114,32 @@ class _Looked:
         for text in exact:
             digest.update(text.removeprefix(root).encode(errors="replace") + b"\0")
         self.marks[name] = Mark(digest.hexdigest(), _sums(floats))
+
+
+def _of_hugging_face(last: Any) -> dict[str, list[Any]]:
+    """The states of the generators of a stream's steps, and the order of its shards, by their names.
+
+    Args:
+        last: of its steps. Each step iterates over others.
+    """
+    found: dict[str, list[Any]] = {}
+    steps = [last]
+    for step in steps:
+        steps += [step.ex_iterable] if _has(step, "ex_iterable") else getattr(step, "ex_iterables", ())
+        if _has(step, "generator"):  # a copy, which iterating does not change
+            found.setdefault("generator", []).append(step.generator.bit_generator.state)
+        for key, shards in (getattr(step, "kwargs", None) or {}).items():
+            if isinstance(shards, list):
+                found.setdefault(f"shards.{key}", []).extend(map(_shard, shards))
+    return found
+
+
+def _shard(value: Any) -> Any:
+    """What tells a shard from others: a file's name, or which rows of a table it has."""
+    if isinstance(value, str):
+        return _REVISION.sub("/", value)
+    indices = getattr(value, "_indices", None)
+    return value if indices is None else np.asarray(indices.column(0))
 
 
 def _is_data_set(value: Any) -> bool:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import SequentialSampler
+from torch.utils.data import IterableDataset, SequentialSampler
 
 from elastic_ps.api.job import Data
+from elastic_ps.core.fingerprint import differing
+from elastic_ps.data.fingerprint import fingerprint
 from elastic_ps.data.source import read_source
 from elastic_ps.data.stream import IndexedStream, ItemIndex
-from elastic_ps.errors import UsageError
+from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once
@@ -29,6 +34,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWa
 
 def rows() -> Any:
     return datasets.Dataset.from_dict({"x": [float(i) for i in range(RECORDS)]}).with_format("torch")
+
+
+def streamed() -> Any:
+    return rows().to_iterable_dataset(num_shards=4)
+
+
+class Within(IterableDataset[Any]):
+    """A stream of the script's over another one."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.stream)
 
 
 def train(tmp_path: Path, given: Any, **arguments: Any) -> list[list[float]]:
@@ -56,7 +75,7 @@ def test_a_data_set_of_hugging_face(tmp_path: Path, kind: str) -> None:
     def given() -> Any:
         if kind == "map":
             return rows()
-        stream = rows().to_iterable_dataset(num_shards=4)
+        stream = streamed()
         return stream.shuffle(seed=3, buffer_size=10) if kind == "shuffled stream" else stream
 
     records = {} if kind == "map" else {"records": RECORDS}
@@ -64,10 +83,57 @@ def test_a_data_set_of_hugging_face(tmp_path: Path, kind: str) -> None:
     assert sorted(first + second) == sorted([float(i) for i in range(RECORDS)] * 2)
 
 
+def interleaved(first: Any, seed: int | None) -> Any:
+    """As `probabilities` make it, then through other steps."""
+    chosen = datasets.interleave_datasets([first, first], probabilities=[0.5, 0.5], seed=seed)
+    for _ in range(9):
+        chosen = chosen.map(lambda row: row)
+    return chosen.batch(2).take(5)
+
+
+def of_files(seed: int | None) -> Any:
+    names = [f"hf://datasets/some@{random.getrandbits(64):x}/{number}.csv" for number in range(20)]
+    random.Random(seed).shuffle(names)
+    return datasets.IterableDataset.from_generator(
+        lambda names: ({"x": name} for name in names), gen_kwargs={"names": names}
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (lambda seed: streamed().shuffle(seed=seed, buffer_size=10), "IterableDataset.generator"),
+        (lambda seed: interleaved(streamed(), seed), "IterableDataset.generator"),
+        (lambda seed: Within(streamed().shuffle(seed=seed)), "Within.stream.generator"),
+        (lambda seed: rows().shuffle(seed=seed).to_iterable_dataset(4), "IterableDataset.shards.shards"),
+        (of_files, "IterableDataset.shards.names"),
+    ],
+    ids=["shuffle", "interleave", "within another", "before it was a stream", "names of shards"],
+)
+def test_a_stream_of_hugging_face_that_shuffles_without_a_seed_differs(given: Any, name: str) -> None:
+    """Else each worker would have an order of its own, and train some records twice, and others never."""
+
+    def differ(seed: int | None) -> list[str]:
+        streams = [given(seed) for _ in range(2)]
+        one, other = (fingerprint(stream, RECORDS) for stream in streams)
+        assert len(list(itertools.islice(streams[0], 5))) == 5
+        assert fingerprint(streams[0], RECORDS) == one, "reading it makes no difference"
+        assert name in one
+        return differing(one, other)
+
+    assert differ(3) == []
+    assert differ(None) == [name]
+
+
+def test_a_worker_with_another_order_of_a_stream_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidModel, match=r"IterableDataset\.generator differ.*shuffle\(seed=0\)"):
+        train(tmp_path, lambda: streamed().shuffle(buffer_size=10), batch_size=4, records=RECORDS)
+
+
 @pytest.mark.parametrize("shuffled", [True, False])
 def test_a_stream_of_hugging_face_begins_anywhere_in_each_epochs_order(shuffled: bool) -> None:
     """`datasets` shuffles the shards in each epoch but the first. With 4, the order of epoch 2 differs."""
-    stream = rows().to_iterable_dataset(num_shards=4)
+    stream = streamed()
     stream = stream.shuffle(seed=3, buffer_size=10) if shuffled else stream
     source = read_source(stream, batch_size=2, records=RECORDS, data=Data(), late=False, options={}).readable
     assert isinstance(source, IndexedStream)
