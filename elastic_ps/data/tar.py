@@ -32,6 +32,9 @@ from elastic_ps.errors import UsageError
 _HEADER = 512
 """The bytes before a member's content."""
 
+_SUMMED = 4096
+"""How many bytes of a member's content are summed up: all of a small one, such as a label."""
+
 
 class TarDataset(BlockDataset):
     """The records of tar files. Making it reads the members' headers, unless there is an index.
@@ -59,7 +62,7 @@ class TarDataset(BlockDataset):
         files = files_of(urls, options or {})
         sizes: list[int] = []
         self._blocks: list[tuple[int, int, int]] = []  # the file, and the first and last member but one
-        self._indexes = [index_of(file, "tar/2", partial(_indexed, file), index) for file in files]
+        self._indexes = [index_of(file, "tar/3", partial(_indexed, file), index) for file in files]
         for number, found in enumerate(self._indexes):
             firsts = np.append(np.flatnonzero(found["begins"]), len(found["begins"]))
             ends = (found["starts"] + found["sizes"])[firsts[1:] - 1]
@@ -79,10 +82,10 @@ class TarDataset(BlockDataset):
         file, index = self._files[number], self._indexes[number]
         begin, end = _bounds(index, first, last)
         content = file.read(begin, end)
-        for start, crc in zip(
-            index["starts"][first:last].tolist(), index["crcs"][first:last].tolist(), strict=True
-        ):
-            if zlib.crc32(content[start - begin - _HEADER : start - begin]) != crc:
+        numbers = (index[name][first:last].tolist() for name in ("starts", "sizes", "crcs"))
+        for start, size, crc in zip(*numbers, strict=True):
+            at = start - begin
+            if zlib.crc32(content[at - _HEADER : at + min(size, _SUMMED)]) != crc:
                 raise changed(file.url)
         return content
 
@@ -108,7 +111,7 @@ def _bounds(index: Index, first: int, last: int) -> tuple[int, int]:
 
 
 def _indexed(file: File) -> Index:
-    """Where each member's content is, the sum of its header, and whether a record begins with it."""
+    """Where each member's content is, the sum of how it begins, and whether a record begins with it."""
     refuse_compressed(file)
     names: list[str] = []
     numbers: list[tuple[int, int, int, bool]] = []
@@ -116,16 +119,19 @@ def _indexed(file: File) -> Index:
     for name, start, size, crc in _members(file):
         folder, _, own = name.rpartition("/")
         stem, _, field = own.partition(".")
-        key = f"{folder}/{stem}" if folder else stem
+        field, key = field.lower(), f"{folder}/{stem}" if folder else stem
         if not stem or not field or own.startswith("__"):
             continue  # a folder's notes: webdataset's, or macOS's, whose tar puts ._x.jpg before x.jpg
         if key != last:
             last, fields = key, set()
         elif field in fields:
-            raise UsageError(f"{file.url}: the record {key} has two files {field}; expected one of each name")
+            raise UsageError(
+                f"{file.url}: the record {key} has two files {field}; expected one of each name, "
+                "whatever its case"
+            )
         numbers.append((start, size, crc, not fields))
         fields.add(field)
-        names.append(f"{key}\0{field.lower()}")
+        names.append(f"{key}\0{field}")
     starts, sizes, crcs, begins = zip(*numbers, strict=True) if numbers else ((), (), (), ())
     return {
         "names": np.array(names, dtype=np.str_),
@@ -137,7 +143,7 @@ def _indexed(file: File) -> Index:
 
 
 def _members(file: File) -> Iterator[tuple[str, int, int, int]]:
-    """The name of each file in a tar, where its content begins, its size, and the sum of its header."""
+    """The name of each file in a tar, where its content begins, its size, and the sum of how it begins."""
     with io.BufferedReader(RangeFile(file), 1 << 16 if file.local else 1 << 23) as source:
         try:
             with tarfile.open(fileobj=source, mode="r:") as tar:
@@ -147,7 +153,7 @@ def _members(file: File) -> Iterator[tuple[str, int, int, int]]:
                     if member.offset_data + member.size > file.size:
                         raise tarfile.ReadError("it is truncated")
                     source.seek(member.offset_data - _HEADER)
-                    crc = zlib.crc32(source.read(_HEADER))
+                    crc = zlib.crc32(source.read(_HEADER + min(member.size, _SUMMED)))
                     yield member.name, member.offset_data, member.size, crc
         except tarfile.TarError as error:
             raise UsageError(f"{file.url} is not a readable tar file: {error}") from error

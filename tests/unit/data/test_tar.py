@@ -108,10 +108,11 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         TarDataset(tmp_path / "*.zip")
 
 
-def test_two_fields_of_one_name_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [("a.txt", "a.txt"), ("a.TXT", "a.txt")])
+def test_two_fields_of_one_name_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for _ in range(2):
-            tar.addfile(tarfile.TarInfo("a.txt"))
+        for name in names:
+            tar.addfile(tarfile.TarInfo(name))
     with pytest.raises(UsageError, match="the record a has two files txt"):
         TarDataset(tmp_path / "a.tar")
 
@@ -163,6 +164,16 @@ def test_a_file_that_changes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "000.tar").write_bytes(content[:2000])
     with pytest.raises(UsageError, match=r"000\.tar has changed since its index was made"):
         before[4]
+
+
+def test_other_content_under_the_same_headers_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    write_tar(path, {"0.jpg": b"j" * 5000, "0.cls": b"3"})
+    before = TarDataset(path)
+    write_tar(path, {"0.jpg": b"j" * 5000, "0.cls": b"4"})
+    with pytest.raises(UsageError, match=r"a\.tar has changed since its index was made"):
+        before[0]
+    assert TarDataset(path, index=tmp_path / "anew").block_digests() != before.block_digests()
 
 
 def test_a_block_is_read_once_while_it_is_kept(tmp_path: Path) -> None:
