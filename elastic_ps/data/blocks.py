@@ -42,7 +42,10 @@ class BlockDataset(Dataset[Any]):
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int | slice) -> Any:
+        """A record; for a slice, a list of them."""
+        if isinstance(index, slice):
+            return self.__getitems__(range(len(self))[index])
         return self.__getitems__([range(len(self))[index]])[0]
 
     def __getitems__(self, indexes: Sequence[int]) -> list[Any]:

@@ -32,7 +32,13 @@ BESIDE = "beside"
 """Keep a file's index beside it."""
 
 _NUMBERED = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_NAMED = re.compile(r"\{([^{}]*,[^{}]*)\}")
+_PATTERN = re.compile(r"[*?[]")
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+_EXPECTED = (
+    "Expected paths or URLs of files that fsspec opens, or patterns such as data/*.tar and "
+    "s3://bucket/{000..099}.tar. Commands (pipe:...) are not run"
+)
 _VERSIONS = ("ETag", "etag", "mtime", "LastModified", "last_modified")
 """What filesystems call the version of a file."""
 
@@ -84,6 +90,20 @@ class File:
     def local(self) -> bool:
         """Whether it is on this host, or in memory."""
         return type(self._place[0]).__name__ in ("LocalFileSystem", "MemoryFileSystem")
+
+    def require(self) -> None:
+        """Raise UsageError if there is no such file."""
+        try:
+            kind = self._place[2].get("type")
+        except (
+            FileNotFoundError,
+            ValueError,
+        ) as error:  # ValueError: of a protocol that fsspec does not know
+            raise UsageError(
+                f"there is no file {self.url[:300]} ({str(error)[:300]}). {_EXPECTED}"
+            ) from error
+        if kind == "directory":
+            raise UsageError(f"{self.url} is a folder. Add a pattern, such as {self.url.rstrip('/')}/*")
 
     def read(self, start: int, stop: int) -> bytes:
         """Some bytes. Raises UsageError: the file is shorter, or its server does not know ranges."""
@@ -151,22 +171,21 @@ class RangeFile(io.RawIOBase):
 def files_of(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], options: Any) -> list[File]:
     """The files of some URLs, in this order; those of a pattern in the order of their names.
 
-    Patterns are fsspec's (`*`), and `{000..012}` for numbers.
+    Patterns are fsspec's (`*`, `a?.tar`, `[ab].tar`), `{000..012}` for numbers and `{train,test}` for names.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or what is given is no file.
     """
     given = [os.fspath(urls)] if isinstance(urls, str | os.PathLike) else [os.fspath(url) for url in urls]
     found: list[str] = []
-    for url in (each for one in given for each in _numbered(one)):
-        if "*" not in url:
-            found.append(url)
-            continue
-        filesystem, path = _fsspec().core.url_to_fs(url, **options)
-        found += [filesystem.unstrip_protocol(each) for each in sorted(filesystem.glob(path))]
+    for url in (each for one in given for each in _expanded(one)):
+        found += _matching(url, options) if _PATTERN.search(url) else [url]
     if not found:
-        raise UsageError(f"there is no file for {', '.join(given)[:300] or 'an empty list'}")
-    return [File(url, options) for url in found]
+        raise UsageError(f"there is no file for {', '.join(given)[:300] or 'an empty list'}. {_EXPECTED}")
+    files = [File(url, options) for url in found]
+    for file in files:
+        file.require()
+    return files
 
 
 def index_of(file: File, kind: str, build: Callable[[], Index], keep: str | os.PathLike[str] | None) -> Index:
@@ -225,14 +244,29 @@ def changed(url: str) -> UsageError:
     )
 
 
-def _numbered(url: str) -> list[str]:
-    if not (found := _NUMBERED.search(url)):
+def _expanded(url: str) -> list[str]:
+    """A URL for each of the numbers and names in braces."""
+    if found := _NUMBERED.search(url):
+        first, last = found.groups()
+        inside = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    elif found := _NAMED.search(url):
+        inside = found.group(1).split(",")
+    else:
         return [url]
-    first, last = found.groups()
-    numbers = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
-    return [
-        each for number in numbers for each in _numbered(url[: found.start()] + number + url[found.end() :])
-    ]
+    return [each for one in inside for each in _expanded(url[: found.start()] + one + url[found.end() :])]
+
+
+def _matching(url: str, options: Any) -> list[str]:
+    """The files of a pattern; the URL itself if it is a query, or the name of a file."""
+    if "*" not in url and "://" in url and url.rpartition("::")[2].startswith("http"):
+        return [url]
+    try:
+        filesystem, path = _fsspec().core.url_to_fs(url, **options)
+    except ValueError as error:
+        raise UsageError(f"{url[:300]} is no URL of files: {error}. {_EXPECTED}") from error
+    if "*" not in url and filesystem.exists(path):
+        return [url]
+    return [filesystem.unstrip_protocol(each) for each in sorted(filesystem.glob(path))]
 
 
 def _cache(keep: str | os.PathLike[str] | None) -> Path:
