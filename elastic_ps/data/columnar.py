@@ -31,8 +31,14 @@ class TableDataset(BlockDataset):
         options: for fsspec's filesystem.
 
     Raises:
-        UsageError: there is no row, or pyarrow is not installed.
+        UsageError: there is no row, a file is of another kind or lacks a column, or pyarrow is not installed.
     """
+
+    _expected = ""
+    """What a file has to be."""
+
+    _dotted = False
+    """Whether `a.b` is a part of the column `a`."""
 
     def __init__(
         self,
@@ -50,9 +56,11 @@ class TableDataset(BlockDataset):
         kind = type(self).__name__
         self._files, self._tails = files, list[int]()
         indexes = [
-            index_of(file, f"{kind}/{self._where}", partial(self._indexed, number), index)
+            index_of(file, f"{kind}/2/{self._where}", partial(self._indexed, number), index)
             for number, file in enumerate(files)
         ]
+        for file, found in zip(files, indexes, strict=True):
+            self._require_columns(file, found.pop("names").tolist())
         self._tails = [int(found["tail"]) for found in indexes]
         rows = [found["rows"] for found in indexes]
         self._blocks = [(number, part) for number, each in enumerate(rows) for part in range(len(each))]
@@ -60,8 +68,38 @@ class TableDataset(BlockDataset):
         super().__init__(files, [int(count) for each in rows for count in each], digests, transform)
 
     def _indexed(self, number: int) -> Index:
-        counts = [self._count(number, part) for part in range(self._parts(number))]
-        return {"rows": np.array(counts, dtype=np.int64), "tail": np.array(_tail(self._files[number]))}
+        import pyarrow
+
+        file = self._files[number]
+        try:
+            names = self._names(number)
+            self._require_columns(file, names)
+            parts = self._parts(number)
+        except pyarrow.ArrowInvalid as error:
+            raise UsageError(f"{file.url} is not {self._expected}: {_first_line(error)}") from error
+        try:
+            counts = [self._count(number, part) for part in range(parts)]
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
+            if self._where is None:
+                raise
+            raise UsageError(
+                f"where={self._where} does not fit {file.url}: {_first_line(error)}. Its columns are "
+                f"{', '.join(names)[:300]}"
+            ) from error
+        return {
+            "rows": np.array(counts, dtype=np.int64),
+            "tail": np.array(_tail(file)),
+            "names": np.array(names, dtype=np.str_),
+        }
+
+    def _require_columns(self, file: File, names: Sequence[str]) -> None:
+        there = {*names}
+        for name in self._columns or ():
+            column = name.removeprefix(".").partition(".")[0] if self._dotted else name
+            if not {name, column} & there:
+                raise UsageError(
+                    f"there is no column {name!r} in {file.url}; there are {', '.join(names)[:300]}"
+                )
 
     def _source(self, number: int) -> Any:
         """The reader of a file."""
@@ -77,6 +115,10 @@ class TableDataset(BlockDataset):
 
     def _parts(self, number: int) -> int:
         """How many row groups or record batches a file has."""
+        raise NotImplementedError
+
+    def _names(self, number: int) -> list[str]:
+        """The names of a file's columns."""
         raise NotImplementedError
 
     def _count(self, number: int, part: int) -> int:
@@ -105,6 +147,8 @@ class TableDataset(BlockDataset):
 class ParquetDataset(TableDataset):
     """The rows of Parquet files; each row group is a block. For the arguments see `TableDataset`."""
 
+    _expected, _dotted = "a Parquet file", True
+
     def _opened_file(self, file: Any) -> Any:
         import pyarrow.dataset
 
@@ -112,6 +156,9 @@ class ParquetDataset(TableDataset):
 
     def _parts(self, number: int) -> int:
         return int(self._source(number).num_row_groups)
+
+    def _names(self, number: int) -> list[str]:
+        return list(self._source(number).physical_schema.names)
 
     def _part(self, number: int, part: int) -> Any:
         return self._source(number).subset(row_group_ids=[part])
@@ -129,28 +176,25 @@ class ParquetDataset(TableDataset):
 class ArrowDataset(TableDataset):
     """The rows of Arrow (IPC) files; each record batch is a block. For the arguments see `TableDataset`."""
 
+    _expected = "an Arrow file with an index (pyarrow.ipc.new_file writes one, and not new_stream)"
+
     def _opened_file(self, file: Any) -> Any:
         import pyarrow
 
         fields = None
         if self._columns is not None and self._where is None:
             schema = pyarrow.ipc.open_file(file).schema
-            if missing := [name for name in self._columns if name not in schema.names]:
-                raise UsageError(
-                    f"there is no column {missing[0]!r}; there are {', '.join(schema.names)[:300]}"
-                )
             fields = [schema.get_field_index(name) for name in self._columns]
             file.seek(0)
         return pyarrow.ipc.open_file(file, options=pyarrow.ipc.IpcReadOptions(included_fields=fields))
 
     def _parts(self, number: int) -> int:
-        try:
-            return int(self._source(number).num_record_batches)
-        except ValueError as error:
-            raise UsageError(
-                f"{self._files[number].url} is not an Arrow file with an index ({error}). Write a stream of "
-                "Arrow as a file, with pyarrow.ipc.new_file"
-            ) from error
+        return int(self._source(number).num_record_batches)
+
+    def _names(self, number: int) -> list[str]:
+        import pyarrow
+
+        return list(pyarrow.ipc.open_file(RangeFile(self._files[number])).schema.names)
 
     def _count(self, number: int, part: int) -> int:
         return int(self._table(number, part).num_rows)
@@ -170,6 +214,10 @@ def _expression(where: Any) -> Any:
     except ImportError as error:
         raise UsageError("Parquet and Arrow files need pyarrow: pip install 'elastic-ps[data]'") from error
     return pyarrow.parquet.filters_to_expression(where) if isinstance(where, list) else where
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:300]
 
 
 def _tail(file: File) -> int:

@@ -6,10 +6,12 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
 import pytest
+from torch.utils.data import DataLoader
 
 from elastic_ps.data.columnar import ArrowDataset, ParquetDataset
 from elastic_ps.errors import UsageError
@@ -101,7 +103,51 @@ def test_a_stream_of_arrow_is_refused(tmp_path: Path) -> None:
         ArrowDataset(tmp_path / "a.arrow", index=tmp_path / "index")
 
 
-def test_a_column_that_there_is_not_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, "arrow")
-    with pytest.raises(UsageError, match="there is no column 'nmae'; there are id, name, wide"):
-        ArrowDataset(tmp_path / "*.arrow", columns=["id", "nmae"], index=tmp_path / "index")
+@KINDS
+def test_a_column_that_there_is_not_is_refused_at_once(tmp_path: Path, kind: str, make: Any) -> None:
+    """Whether there is an index already or not."""
+    write(tmp_path, kind)
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"there is no column 'nmae' in .*; there are id, name, wide"):
+            make(tmp_path / f"*.{kind}", columns=["id", "nmae"], index=tmp_path / "index")
+        make(tmp_path / f"*.{kind}", columns=["id"], index=tmp_path / "index")
+
+
+@KINDS
+@pytest.mark.parametrize("where", [[("nmae", ">", 1)], [("name", ">", 1)]])
+def test_a_condition_that_does_not_fit_is_refused(tmp_path: Path, kind: str, make: Any, where: Any) -> None:
+    write(tmp_path, kind)
+    with pytest.raises(UsageError, match=r"where=.* does not fit .*columns are id, name, wide"):
+        make(tmp_path / f"*.{kind}", where=where, index=tmp_path / "index")
+
+
+@KINDS
+@pytest.mark.parametrize("content", [b"", b"no such file" * 100, b"x"])
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, kind: str, make: Any, content: bytes) -> None:
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(UsageError, match=f"/a is not an? {kind.title()} file"):
+        make(tmp_path / "a", index=tmp_path / "index")
+
+
+@KINDS
+def test_files_are_found_in_memory(tmp_path: Path, kind: str, make: Any) -> None:
+    rows = write(tmp_path, kind)
+    memory = fsspec.filesystem("memory")
+    for path in tmp_path.glob(f"*.{kind}"):
+        memory.pipe_file(f"/{tmp_path.name}/{path.name}", path.read_bytes())
+    data = make(f"memory://{tmp_path.name}/*.{kind}", columns=["id", "name"], index=tmp_path / "index")
+    assert data.__getitems__(range(50)) == [{"id": row["id"], "name": row["name"]} for row in rows]
+
+
+@KINDS
+def test_a_process_of_a_loader_reads_over_http(tmp_path: Path, kind: str, make: Any) -> None:
+    rows = write(tmp_path, kind)
+    with serving(tmp_path) as address:
+        data = make(f"{address}/{{0..1}}.{kind}", index=tmp_path / "index")
+        loader = DataLoader(data, batch_size=10, num_workers=1, collate_fn=list)
+        assert [row for batch in loader for row in batch] == rows
+
+
+def test_a_part_of_a_column_is_read(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"s": [{"x": 1, "y": 2}]}), tmp_path / "a")
+    assert ParquetDataset(tmp_path / "a", columns=["s.x"], index=tmp_path / "index")[0] == {"x": 1}

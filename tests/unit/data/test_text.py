@@ -11,9 +11,11 @@ import fsspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from elastic_ps.data.text import TextDataset
 from elastic_ps.errors import UsageError
+from tests.testing.ranges import serving
 
 LINES = st.lists(st.text(st.characters(exclude_characters="\r\n", codec="utf-8"), max_size=9), min_size=1)
 
@@ -44,6 +46,18 @@ def test_lines_of_several_files_are_made_records(tmp_path: Path) -> None:
     assert again.bytes_read == 0
     again[7]
     assert again.bytes_read <= 30
+
+
+def test_lines_are_read_over_http(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"{number}.txt").write_text("".join(f"{number} {i}\n" for i in range(50)))
+    lines = [f"{number} {i}" for number in range(2) for i in range(50)]
+    with serving(tmp_path) as address:
+        data = TextDataset(f"{address}/{{0..1}}.txt", block_bytes=30, index=tmp_path / "index")
+        loader = DataLoader(data, batch_size=10, num_workers=1, collate_fn=list)
+        assert [line for batch in loader for line in batch] == lines
+    with serving(tmp_path, ranges=False) as address, pytest.raises(UsageError, match="Copy it to a file"):
+        TextDataset(f"{address}/0.txt", block_bytes=30, index=tmp_path / "index")
 
 
 def test_a_file_that_changes_is_refused(tmp_path: Path) -> None:
