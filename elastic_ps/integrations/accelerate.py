@@ -258,6 +258,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             place=(lambda batch: send_to_device(batch, self.device)) if places else (lambda batch: batch),
             ended=self._step_with_rest,
         )
+        self.session.at_finish.append(self._training.heed_break)
         return self._training
 
     def _step_with_rest(self) -> None:

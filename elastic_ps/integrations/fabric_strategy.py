@@ -173,6 +173,7 @@ class FabricInJob(OneDevice):
             place=lambda batch: batch,
             ended=self._step_with_rest,
         )
+        self.session.at_finish.append(self._training.heed_break)
         return self._training
 
     def epochs(self) -> Iterator[int]:

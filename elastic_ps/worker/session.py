@@ -42,7 +42,11 @@ S = TypeVar("S", bound=torch.optim.lr_scheduler.LRScheduler)
 
 
 class Session:
-    """A worker's part in a job. `elastic_ps.connect` makes it."""
+    """A worker's part in a job. `elastic_ps.connect` makes it.
+
+    Attributes:
+        at_finish: called where the script has come to its end without an error.
+    """
 
     def __init__(
         self,
@@ -99,6 +103,7 @@ class Session:
         self._tensors: Tensors | None = None
         self._optimizer: ElasticOptimizer | None = None
         self._loaders: list[ElasticLoader] = []
+        self.at_finish: list[Callable[[], object]] = []
 
     @property
     def version(self) -> int:
@@ -555,10 +560,13 @@ class Session:
         self._runtime.report({name: value}, reduce=reduce)
 
     def finish(self) -> None:
-        """At the end of the script, wait until its pushes to `session.server` are carried out.
+        """At the end of the script, call `at_finish`, and wait for pushes to `session.server`.
 
         A worker that is asked to leave does not wait any longer.
         """
+        if self.open:
+            for call in self.at_finish:
+                call()
         if self._tensors is not None and os.getpid() == self._owner:
             self._tensors.finish(lambda: self._runtime.draining)
 

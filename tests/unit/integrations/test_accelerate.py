@@ -218,6 +218,27 @@ def test_a_break_ends_the_training(tmp_path: Path) -> None:
     assert ours.losses == alone.losses[:5]
 
 
+def test_a_break_ends_the_training_where_the_script_ends_after_it(tmp_path: Path) -> None:
+    """As with `while step < 5: for batch in data: ...; if step == 5: break`."""
+
+    def make(session: Session) -> None:
+        accelerator, model = elastic(session), make_mlp()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Numbers(RECORDS), BATCH))
+        for step, (x, y) in enumerate(loader, start=1):
+            optimizer.zero_grad()
+            accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            if step == 5:
+                break
+        session.finish()  # as at the end of a script
+
+    with running_job(tmp_path) as job:
+        job.run(make, workers=1)
+        assert "left its loop" in job.status().progress.stopped
+        assert len(job.commits()) == 5
+
+
 def test_the_chief_saves_what_accelerate_loads(tmp_path: Path) -> None:
     def make(session: Session) -> Trained:
         accelerator = elastic(session)

@@ -225,6 +225,23 @@ def test_several_optimizers_step_in_turn(tmp_path: Path) -> None:
     assert_same(models[0], alone)
 
 
+def test_a_break_ends_the_training_where_the_script_ends_after_it(tmp_path: Path) -> None:
+    def make(session: Session) -> None:
+        fabric, model = elastic(session), make_mlp()
+        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for x, y in fabric.setup_dataloaders(DataLoader(Numbers(RECORDS), BATCH)):
+            optimizer.zero_grad()
+            fabric.backward(torch.nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            break
+        session.finish()  # as at the end of a script
+
+    with running_job(tmp_path) as job:
+        job.run(make, workers=1)
+        assert "left its loop" in job.status().progress.stopped
+        assert len(job.commits()) == 1
+
+
 def setup(session: Session, **options: Any) -> tuple[Any, ...]:
     fabric, model = elastic(session), make_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
