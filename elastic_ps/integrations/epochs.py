@@ -24,8 +24,9 @@ _LEFT = "the script left its loop over the training data"
 class EpochLoader:
     """A loader with a loop for each epoch, as torch's. For the thread that has made the session.
 
-    A loop yields nothing if other workers have trained the epoch meanwhile. If the script leaves a loop with
-    `break` and goes on, the training ends on all workers, as `Session.stop` does it.
+    Scripts use after a loop what its batches have given them. If other workers have trained the epoch, a loop
+    yields a batch that is not trained (see `ElasticLoader.untrained`). If the script leaves a loop with
+    `break`, the training ends on all workers, as `Session.stop` does it.
 
     Args:
         epochs: how many loops there are.
@@ -67,21 +68,28 @@ class EpochLoader:
         """Loop over the records of the next epoch. Blocks as `ElasticLoader` does, and raises the same.
 
         Raises:
+            SystemExit: the training was finished before this worker's first batch, and another one is the
+                chief. The status is 0.
             UsageError: all loops have ended.
         """
         self.heed_break()
-        if self.begun == self._epochs:
+        if self.begun >= self._epochs and not self._session.stopped:
             raise UsageError(
                 f"loop {self.begun + 1} over the training data begins, but epochs={self._epochs} was given, "
                 "so the job has no further records. Give the number of epochs that the script trains"
             )
         self._running = self._loop(self.begun)
         self.begun, self.within = self.begun + 1, True
+        before = self.batches
         try:
             for batch in self._running:
                 self.batches += 1
                 yield self._place(batch)
             self._running = None
+            if self.batches == before:
+                self._end_if_late()
+                yield from map(self._place, self._loader.untrained())
+                self._ended()
         finally:
             self.within = False
 
@@ -97,6 +105,15 @@ class EpochLoader:
         if not self._is_of_job and self._upcoming is not None:
             self._session.pause()  # it may take the script a while to come to that epoch
 
+    def _end_if_late(self) -> None:
+        """End the script if this worker has nothing to do in the job. Raises SystemExit."""
+        if self.batches or self.upcoming() is not None or self._session.is_chief:
+            return
+        logger.warning(
+            "the training was finished before this worker's first batch, so it ends its script here"
+        )
+        raise SystemExit(0)
+
     def upcoming(self) -> int | None:
         """The job's next epoch that this worker has records of; None after the last one. Blocks."""
         if self._upcoming is None:
@@ -104,10 +121,14 @@ class EpochLoader:
         return self._upcoming
 
     def epochs(self) -> Iterator[int]:
-        """The number of each epoch, for a script that begins with the one that the job has reached."""
+        """The number of each epoch, for a script that begins with the one that the job has reached.
+
+        Raises SystemExit as a loop does.
+        """
         while True:
             self.heed_break()
-            if self.begun == self._epochs or (upcoming := self.upcoming()) is None:
+            if self.begun >= self._epochs or (upcoming := self.upcoming()) is None:
+                self._end_if_late()
                 return
             self.begun = max(self.begun, min(upcoming, self._epochs - 1))
             yield self.begun

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from elastic_ps.core.ledger import LEAST, Range
 from elastic_ps.data.fingerprint import fingerprint
 from elastic_ps.data.source import read_source
-from elastic_ps.data.states import Loop, LoopEvent
+from elastic_ps.data.states import HandEvent, Loop, LoopEvent
 from elastic_ps.data.stream import IndexedStream, ItemIndex
 from elastic_ps.data.supply import Supply
 from elastic_ps.embedding.ahead import Prefetch
@@ -251,6 +252,34 @@ class ElasticLoader:
             if (runtime.batches.grouped and runtime.batches.undecided) or not runtime.settle():
                 return LoopEvent.END_EARLY
         return LoopEvent.END
+
+    def untrained(self) -> Iterator[Any]:
+        """Yield one batch that counts nowhere, for a script that needs one in a loop without records.
+
+        `optimizer.step()` makes no step with it, and buffers get their values back. Yields nothing if the
+        script has still to make a step.
+        """
+        runtime, batches, model = self._runtime, self._runtime.batches, self._runtime.model
+        if batches or model is None:
+            return
+        own = runtime.slices.own([*range(min(self.batch_size, self.records))])
+        indices = [ItemIndex(self.epoch, index) for index in own] if self._placed else own
+        sampler: Any = [indices]
+        collate = self._source.options.get("collate_fn")
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        for batch in DataLoader(self._source.readable, batch_sampler=sampler, collate_fn=collate):
+            runtime.gradients.void()
+            batches.note(HandEvent.HAND_OUT_LOST)
+            try:
+                yield batch
+            finally:
+                batches.note(HandEvent.LAY_DOWN)
+                batches.note(HandEvent.FORGET)
+                runtime.gradients.void()
+                with torch.no_grad():
+                    for name, value in before.items():
+                        if not torch.equal(now := model.get_buffer(name), value):
+                            now.copy_(value)
 
     def _void_left(self) -> None:
         """Another loop begins: if the last one was left between backward() and step(), that step is void.

@@ -19,6 +19,7 @@ from elastic_ps.integrations.accelerate import ElasticAccelerator
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, make_mlp, running_job
 from tests.testing.oracle import assert_each_record_once
+from tests.testing.polling import LIMIT
 from tests.testing.tiers import per_change
 
 EPOCHS, RECORDS, BATCH = 3, 50, 4
@@ -215,7 +216,8 @@ def test_a_break_ends_the_training(tmp_path: Path) -> None:
         ours = in_job(job, lambda session: script(elastic(session), max_steps=5))[0]
         assert "left its loop" in job.status().progress.stopped
         assert len(job.commits()) == 5
-    assert ours.losses == alone.losses[:5]
+    assert ours.losses[:5] == alone.losses[:5]
+    assert len(ours.losses) == len(alone.losses), "alone, each further epoch has a batch, too"
 
 
 def test_a_break_ends_the_training_where_the_script_ends_after_it(tmp_path: Path) -> None:
@@ -237,6 +239,109 @@ def test_a_break_ends_the_training_where_the_script_ends_after_it(tmp_path: Path
         job.run(make, workers=1)
         assert "left its loop" in job.status().progress.stopped
         assert len(job.commits()) == 5
+
+
+class Sums(NamedTuple):
+    """What a script has that sums up the losses of an epoch, as Hugging Face's examples do."""
+
+    totals: list[float]
+    chief: bool
+    model: dict[str, torch.Tensor]
+
+
+def sums(session: Session, *, at_end_of_epoch: Callable[[int], object] = lambda epoch: None) -> Sums:
+    accelerator = elastic(session)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Numbers(16), BATCH))
+    totals = []
+    for epoch in range(EPOCHS):
+        total: Any = 0
+        for x, y in loader:
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            total += loss.detach().float()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        totals.append(total.item())
+        at_end_of_epoch(epoch)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    return Sums(totals, accelerator.is_main_process, values)
+
+
+def test_a_worker_that_comes_after_the_end_ends_its_script(tmp_path: Path) -> None:
+    done = dict[int, Sums]()
+    with running_job(tmp_path) as job:
+        for worker in range(2):
+            job.start(worker, lambda session: done.update({session.worker: sums(session)}))
+            job.join()
+    assert done.keys() == {0}
+    assert done[0].chief
+
+
+def test_a_worker_that_replaces_the_chief_after_the_end_comes_to_save(tmp_path: Path) -> None:
+    """Each of its loops has a batch, which changes neither the job's model nor its own."""
+    done = list[Sums]()
+
+    def script(session: Session) -> None:
+        done.append(sums(session))
+        if len(done) == 1:
+            job.declare_gone(0)
+
+    with running_job(tmp_path) as job:
+        for _ in range(2):
+            job.start(0, script)
+            job.join()
+        assert_each_record_once(job.commits(), records=16, epochs=EPOCHS)
+    first, second = done
+    assert first.chief
+    assert second.chief
+    assert all(total > 0 for total in second.totals)
+    assert all(torch.equal(value, second.model[name]) for name, value in first.model.items())
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_worker_that_replaces_the_chief_may_scale_clip_and_accumulate(tmp_path: Path, steps: int) -> None:
+    options = {"gradient_accumulation_steps": steps, "max_grad_norm": 0.1}
+    done = list[Trained]()
+
+    def make(session: Session) -> None:
+        accelerator = scaled(elastic(session, **options))
+        done.append(script(accelerator, clip=0.1))
+        assert accelerator.is_main_process
+        if len(done) == 1:
+            job.declare_gone(0)
+
+    with running_job(tmp_path) as job:
+        for _ in range(2):
+            job.start(0, make)
+            job.join()
+        assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
+    assert len(done[1].losses) == EPOCHS
+    assert done[1].evaluations[-1] == done[0].evaluations[-1]
+
+
+def test_a_worker_that_joins_in_a_later_epoch_has_a_batch_in_each_loop(tmp_path: Path) -> None:
+    done, joined = dict[int, Sums](), threading.Event()
+
+    def script(session: Session) -> None:
+        def meet(epoch: int) -> None:
+            if epoch == 0 and session.worker == 0:
+                session.pause()
+                job.start(1, script)
+                assert joined.wait(LIMIT)
+            elif epoch == 0:
+                joined.set()
+
+        done[session.worker] = sums(session, at_end_of_epoch=meet)
+
+    with running_job(tmp_path) as job:
+        job.start(0, script)
+        job.until(lambda: len(done) == 2, "both workers have ended")
+        job.join()
+        assert_each_record_once(job.commits(), records=16, epochs=EPOCHS)
+    assert all(total > 0 for each in done.values() for total in each.totals)
+    assert done[0].chief != done[1].chief
 
 
 def test_the_chief_saves_what_accelerate_loads(tmp_path: Path) -> None:

@@ -242,6 +242,30 @@ def test_a_break_ends_the_training_where_the_script_ends_after_it(tmp_path: Path
         assert len(job.commits()) == 1
 
 
+@pytest.mark.parametrize("plugins", [None, scaled])
+def test_workers_that_come_after_the_end(tmp_path: Path, plugins: Callable[[], Any] | None) -> None:
+    """Worker 1 has nothing to do. One that replaces the chief saves: its loops have a batch each."""
+    done = dict[int, list[Trained]]()
+
+    def make(session: Session) -> None:
+        fabric = elastic(session, max_grad_norm=0.1, plugins=plugins and plugins())
+        trained = script(fabric, clip=0.1, dtype=torch.float32, records=16)
+        done.setdefault(session.worker, []).append(trained)
+        assert fabric.is_global_zero
+        if len(done[0]) == 1:
+            job.declare_gone(0)
+
+    with running_job(tmp_path) as job:
+        for worker in (0, 1, 0):
+            job.start(worker, make)
+            job.join()
+        assert_each_record_once(job.commits(), records=16, epochs=EPOCHS)
+    assert done.keys() == {0}
+    first, second = done[0]
+    assert len(second.losses) == EPOCHS
+    assert_same(second.model, first.model)
+
+
 def setup(session: Session, **options: Any) -> tuple[Any, ...]:
     fabric, model = elastic(session), make_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
