@@ -76,7 +76,9 @@ class EpochLoader:
         if self.begun >= self._epochs and not self._session.stopped:
             raise UsageError(
                 f"loop {self.begun + 1} over the training data begins, but epochs={self._epochs} was given, "
-                "so the job has no further records. Give the number of epochs that the script trains"
+                "so the job has no further records. If the script trains in this loop, give more epochs. To "
+                "read the data again, for example to evaluate, use another "
+                "DataLoader, which is prepared or set up after the one for training"
             )
         self._running = self._loop(self.begun)
         self.begun, self.within = self.begun + 1, True
@@ -88,6 +90,7 @@ class EpochLoader:
             self._running = None
             if self.batches == before:
                 self._end_if_late()
+                logger.info("others have trained this epoch, so the loop has one batch that is not trained")
                 yield from map(self._place, self._loader.untrained())
                 self._ended()
         finally:

@@ -310,7 +310,7 @@ REFUSED: dict[str, tuple[str, Callable[[Session], object]]] = {
     ),
     "load": ("--resume DIR", lambda s: (made := setup(s))[0].load("x.ckpt", {"model": made[1]})),
     "epochs": (
-        "loop 2 over the training data begins, but epochs=1 was given",
+        "loop 2 over the training data begins, but epochs=1 was given.*To read the data again",
         lambda s: script(of_fabric(strategy=ElasticStrategy(epochs=1, session=s))),
     ),
 }
