@@ -205,8 +205,10 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             raise UsageError(
                 "accelerator.prepare(...) takes one optimizer, in one call with the model that has its "
                 "parameters or after that, as in model, optimizer, loader = accelerator.prepare(model, "
-                "optimizer, loader). Several optimizers need a script with session.optimizer({...}, model): "
-                "One model, one or several optimizers in docs/guides/scripts.md"
+                "optimizer, loader). Put several models that one optimizer trains into one "
+                "torch.nn.ModuleDict, and prepare that. Several optimizers need a script with "
+                "session.optimizer({...}, model): One model, one or several optimizers in "
+                "docs/guides/scripts.md"
             )
         overlap = self._overlap and self.scaler is None
         limit = None if self._local else self._max_grad_norm

@@ -344,6 +344,28 @@ def test_a_worker_that_joins_in_a_later_epoch_has_a_batch_in_each_loop(tmp_path:
     assert done[0].chief != done[1].chief
 
 
+def test_a_script_that_counts_steps_ends_after_another_has_stopped(tmp_path: Path) -> None:
+    """As with `while step < 12: for batch in data: ...`: it has more loops than the job has epochs."""
+
+    def make(session: Session) -> None:
+        accelerator, model, step = elastic(session), make_mlp(), 0
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Numbers(RECORDS), BATCH))
+        while step < 12:
+            for x, y in loader:
+                optimizer.zero_grad()
+                accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                step += 1
+                if step == 5:
+                    session.stop("another worker has made its steps")
+        assert accelerator.is_main_process
+
+    with running_job(tmp_path) as job:
+        job.run(make, workers=1)
+        assert len(job.commits()) == 5
+
+
 def test_the_chief_saves_what_accelerate_loads(tmp_path: Path) -> None:
     def make(session: Session) -> Trained:
         accelerator = elastic(session)
@@ -402,6 +424,14 @@ REFUSED: dict[str, tuple[str, Refused]] = {
         "takes one optimizer, in one call with the model",
         lambda s: elastic(s).prepare(torch.optim.SGD(make_mlp().parameters(), lr=0.1)),
     ),
+    "two models": (
+        "one torch.nn.ModuleDict, and prepare that",
+        lambda s: elastic(s).prepare(
+            first := make_mlp(),
+            second := make_mlp(),
+            torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1),
+        ),
+    ),
     "schedule first": (
         "needs the optimizer and the training DataLoader before a scheduler",
         lambda s: elastic(s).prepare(StepLR(torch.optim.SGD(make_mlp().parameters(), lr=0.1), 3)),
@@ -420,7 +450,7 @@ REFUSED: dict[str, tuple[str, Refused]] = {
         lambda s: by_hand(elastic(s), steps=2),
     ),
     "epochs": (
-        "loop 2 over the training data begins, but epochs=1 was given",
+        "loop 2 over the training data begins, but epochs=1 was given.*To read the data again",
         lambda s: script(ElasticAccelerator(epochs=1, session=s, cpu=True)),
     ),
 }
