@@ -42,8 +42,9 @@ from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import EMPTY, Connection, Frame, Incoming
 from elastic_ps.transport.calls import A, Call, Q, Sender
 from elastic_ps.transport.convert import from_message, tensors_to_message, to_message
+from elastic_ps.transport.measuring import measure
 from elastic_ps.worker.dialogue import USUAL, Answers, MemberId, Step, WorkerLimits
-from elastic_ps.worker.measuring import Traffic, measure
+from elastic_ps.worker.measuring import Traffic
 
 logger = logging.getLogger(__name__)
 

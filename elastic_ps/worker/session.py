@@ -117,10 +117,9 @@ class Session:
 
     @property
     def world_size(self) -> int:
-        """The number of workers whose steps made the version that this worker has.
+        """The number of workers whose steps made this worker's version. It is the same for all at a version.
 
-        It is the same for all workers at a version, whenever they joined, also after a resume. Before the
-        first version it is the job's `worker.replicas`. A worker with several processes counts once.
+        Before the first one it is the job's `worker.replicas`. A worker with several processes counts once.
         """
         return self._runtime.made.workers or self.spec.worker.replicas
 
@@ -560,10 +559,7 @@ class Session:
         self._runtime.report({name: value}, reduce=reduce)
 
     def finish(self) -> None:
-        """At the end of the script, call `at_finish`, and wait for pushes to `session.server`.
-
-        A worker that is asked to leave does not wait any longer.
-        """
+        """At the script's end call `at_finish`; wait for pushes to `session.server`, unless asked to leave."""
         if self.open:
             for call in self.at_finish:
                 call()
@@ -574,10 +570,7 @@ class Session:
         """Leave the job and free all resources. This worker's records go to other workers. Idempotent.
 
         It happens by itself when the process ends. In a notebook, call it before `elastic_ps.connect()` to
-        train anew.
-
-        Args:
-            failed: the script has failed, so a step that it has not finished is no mistake.
+        train anew. `failed`: the script has failed, so a step that it has not finished is no mistake.
         """
         if os.getpid() == self._owner:
             if self._tensors is not None:
