@@ -107,6 +107,7 @@ class ElasticMixin:
         _check(self)
         self.session = session
         self.group = 0
+        self._skips = False
         self._rate: Any = None
         self._items: Any = None
         self.accelerator.__class__ = _OfTrainer
@@ -185,11 +186,18 @@ class ElasticMixin:
         """
         if self._items is not None:
             if not (self._items or is_one_of_several() or self.accelerator.scaler):
+                self._skips = True
                 return torch.zeros((), device=self.args.device)
             self.session.weigh(self._items / self.group)
         loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
         self.session.report(loss=loss * self.group)  # the Trainer divides it by their number
         return loss
+
+    def end_step(self: Any) -> None:
+        """Skip the batches of a step without tokens: otherwise the next backward() would count for them."""
+        if self._skips:
+            self._skips = False
+            self.accelerator.skip_step()
 
     def _get_learning_rate(self: Any) -> Any:
         """Of the step under way: the session sets the next one within `optimizer.step()`."""
@@ -244,6 +252,10 @@ class _OfTrainer(ElasticAccelerator):
     def batches_of_step(self) -> int:
         """How many batches an optimizer step of one process has."""
         return int(self._steps)
+
+    def skip_step(self) -> None:
+        """Make no step with the batches in hand."""
+        self._elastic.skip()
 
     def _steps_of_one_process(self, samples: int) -> int:
         steps = super()._steps_of_one_process(samples)
@@ -342,6 +354,7 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A worker may make more steps than the Trainer expects, or fewer."""
+        self._trainer.end_step()
         session, training = self._trainer.session, self._trainer.accelerator.training
         state.epoch = training.number + min(1.0, training.of_loop / len(training))
         if state.global_step >= state.max_steps:

@@ -18,7 +18,7 @@ from elastic_ps.errors import UsageError
 from elastic_ps.integrations.transformers import ElasticMixin, prepare_trainer
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, make_mlp, running_job
-from tests.testing.oracle import assert_each_record_once
+from tests.testing.oracle import assert_each_record_once, ranges_of
 from tests.testing.tiers import per_change
 
 EPOCHS, RECORDS, BATCH = 3, 50, 4
@@ -391,6 +391,44 @@ def test_a_batch_without_labels_is_skipped(tmp_path: Path) -> None:
     with running_job(tmp_path / "job", data=IN_ORDER) as job:
         job.run(script, workers=1)
         assert job.status().progress.records_skipped == EPOCHS * BATCH
+
+
+class Unlabelled(Records):
+    """These batches have no label that counts."""
+
+    def __init__(self, records: int, batches: set[int]) -> None:
+        super().__init__(records)
+        self._batches = batches
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        x, y = super().__getitem__(index).values()
+        return {"x": x, "labels": torch.full_like(y, -100) if index // BATCH in self._batches else y}
+
+
+@pytest.mark.parametrize(
+    ("batches", "skipped", "workers"),
+    [({6, 7}, {6, 7}, 1), ({2, 3}, {2, 3}, 1), ({2, 5}, set(), 1), ({2, 3, 6, 7}, {2, 3, 6, 7}, 2)],
+)
+def test_a_step_of_several_batches_without_labels_is_skipped(
+    tmp_path: Path, batches: set[int], skipped: set[int], workers: int
+) -> None:
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "num_train_epochs": 2, "eval_strategy": "no"}
+
+    def script(session: Session) -> None:
+        data = Unlabelled(8 * BATCH, batches)
+        trainer = Trainer(TokenNet(), arguments(tmp_path, **options), train_dataset=data)
+        prepare_trainer(trainer, session=session).train()
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        job.run(script, workers=workers)
+        ranges = [each for commit in job.commits() for each in ranges_of(commit)]
+        trained = [(each.epoch, index) for each in ranges for index in range(each.start, each.stop)]
+        expected = {(e, i) for e in range(2) for i in range(8 * BATCH) if i // BATCH not in skipped}
+        assert len(trained) == len(set(trained))
+        assert set(trained) >= expected, "each record with a label"
+        if workers == 1:  # two may share the batches so that a step has one with labels
+            assert set(trained) == expected
+            assert job.status().progress.records_skipped == 2 * len(skipped) * BATCH
 
 
 def test_a_callback_changes_gradients_without_overlap(tmp_path: Path) -> None:
