@@ -559,7 +559,7 @@ class Session:
         self._runtime.report({name: value}, reduce=reduce)
 
     def finish(self) -> None:
-        """At the script's end call `at_finish`; wait for pushes to `session.server`, unless asked to leave."""
+        """At the script's end, call `at_finish` and wait for pushes to `session.server`, unless it leaves."""
         if self.open:
             for call in self.at_finish:
                 call()

@@ -36,7 +36,7 @@ from elastic_ps.server.limits import ServerLimits
 from elastic_ps.server.members import PROBE
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.convert import layout_from_message
-from elastic_ps.worker.measuring import BODIES, BODY_CALLS, EMPTY_CALLS, LONG, measure
+from elastic_ps.transport.measuring import BODIES, BODY_CALLS, EMPTY_CALLS, LONG, measure
 from tests.testing.coordinator import SOON, AskedShardZero, Notes, waits
 from tests.testing.service import Worker, environment, serving
 from tests.unit.server.test_shard_zero import leading
