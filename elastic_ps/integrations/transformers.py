@@ -255,6 +255,7 @@ class _OfTrainer(ElasticAccelerator):
 
     def skip_step(self) -> None:
         """Make no step with the batches in hand."""
+        assert self._elastic is not None
         self._elastic.skip()
 
     def _steps_of_one_process(self, samples: int) -> int:
