@@ -220,10 +220,10 @@ def is_of_torch(kind: Kind) -> bool:
 def steps_whole_tensors(kind: Kind) -> bool:
     """Whether the step of a class looks at whole tensors in their shapes, as with norms of parameters.
 
-    A user's class says so by its attribute `whole_tensors`.
+    A user's class says so by its attribute `whole_tensors`; that of transformers is known by its name.
     """
-    of_torch = is_of_torch(kind) and kind.__name__ in WHOLE_TENSORS
-    return of_torch or bool(getattr(kind, "whole_tensors", False))
+    known = is_of_torch(kind) or getattr(kind, "__module__", "") == "transformers.optimization"
+    return (known and kind.__name__ in WHOLE_TENSORS) or bool(getattr(kind, "whole_tensors", False))
 
 
 def constructor_arguments(kind: Kind, group: Mapping[str, Any]) -> dict[str, Any]:

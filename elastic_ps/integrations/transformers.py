@@ -238,7 +238,10 @@ class _OfTrainer(ElasticAccelerator):
             return Accelerator.prepare_data_loader(self, data_loader, *args, **kwargs)
         if self._max_steps > 0:
             given = self._records
-            batches = len(data_loader) if given is None else math.ceil(given / data_loader.batch_size)
+            try:
+                batches = len(data_loader) if given is None else math.ceil(given / data_loader.batch_size)
+            except TypeError:
+                batches = 0  # a stream without a length, about which session.loader says what to do
             self._epochs = math.ceil(self._max_steps / max(1, math.ceil(batches / self._steps)))
         loader = self.session.loader(data_loader, epochs=self._epochs, records=self._records)
         if self._steps > 1:

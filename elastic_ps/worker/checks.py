@@ -409,7 +409,7 @@ _RESIZED = (
 
 def check_wrapper(optimizer: object) -> None:
     """Raise InvalidModel if another library has wrapped the optimizer to divide the work itself."""
-    if is_prepared(optimizer):
+    if is_prepared(optimizer) and hasattr(optimizer, "optimizer"):  # it wraps another one
         raise InvalidModel(
             f"the optimizer is {library_of(optimizer)}'s {type(optimizer).__name__}, which divides the work "
             "among processes itself. Pass session.optimizer the torch optimizer and the model that you had "

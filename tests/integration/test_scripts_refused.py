@@ -269,6 +269,7 @@ class AcceleratedOptimizer(torch.optim.SGD):
     """Stands for accelerate's, which is told by its name."""
 
     __module__ = "accelerate.optimizer"
+    optimizer = None
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
-from elastic_ps.errors import UsageError
+from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.integrations.transformers import ElasticMixin, prepare_trainer
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, make_mlp, running_job
@@ -371,6 +371,42 @@ def test_a_stream_trains_as_it_does_alone(tmp_path: Path) -> None:
         job.run(script, workers=1)
         assert len(job.commits()) == 20
     assert_same_model(trainers[0], alone)
+
+
+def test_a_stream_whose_length_is_not_known_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        trainer = Trainer(Net(), arguments(tmp_path, max_steps=5, eval_strategy="no"), train_dataset=Stream())
+        with pytest.raises(InvalidModel, match=r"records=N"):
+            prepare_trainer(trainer, session=session).train()
+
+    with running_job(tmp_path / "job") as job:
+        job.run(script, workers=1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"consistency": {"mode": "local", "steps": 2}},
+        {"parameterServer": {"optimizers": ["transformers.optimization:Adafactor"], "replicas": 2}},
+    ],
+    ids=["local", "on the parameter server"],
+)
+def test_adafactor_of_transformers_makes_the_steps(tmp_path: Path, fields: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"optim": "adafactor", "eval_strategy": "no", "max_grad_norm": 0}
+
+    def script(session: Session) -> None:
+        trainer = prepare_trainer(make(tmp_path, **options), session=session)
+        trainer.train()
+        for ours, theirs in zip(trainer.model.parameters(), alone.model.parameters(), strict=True):
+            if "consistency" in fields:  # an exchange has a rule of its own
+                continue
+            torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-9, atol=1e-11)
+
+    alone = make(tmp_path, **options)
+    alone.train()
+    with running_job(tmp_path / "job", data=IN_ORDER, **fields) as job:
+        job.run(script, workers=1)
+        assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
 
 
 class PartlyLabelled(Records):
