@@ -53,6 +53,10 @@ def parse(address: str) -> tuple[str, str]:
     return scheme, place
 
 
+_PICKS = 10
+"""How many ports are tried where port 0 picks one: the port beside it has to be free, too."""
+
+
 def listen(bind: str, *, credentials: Credentials | None = None) -> Server:
     """A server on `bind` with all transports, or with the one that its scheme names.
 
@@ -88,16 +92,21 @@ def listen(bind: str, *, credentials: Credentials | None = None) -> Server:
 
     if scheme == "grpc":
         return GrpcServer(place, credentials=credentials)
-    # Before the port, if it is known: a client that finds only the port would stay with gRPC.
-    faster = None if place.endswith(":0") else _listen_faster(place, place, credentials)
+    if place.endswith(":0"):
+        for picks_left in reversed(range(_PICKS)):
+            server = GrpcServer(place, credentials=credentials)
+            faster, left_out = _listen_faster(place, server.address, credentials)
+            if not (left_out and picks_left):
+                return _Everywhere(server, faster)
+            _Everywhere(server, faster).close()  # the port beside it is taken
+    # Before the port: a client that finds only the port would stay with gRPC.
+    faster, _ = _listen_faster(place, place, credentials)
     try:
         server = GrpcServer(place, credentials=credentials)
     except BaseException:
-        for each in faster or ():
+        for each in faster:
             each.close()
         raise
-    if faster is None:
-        faster = _listen_faster(place, server.address, credentials)
     return _Everywhere(server, faster)
 
 
@@ -111,8 +120,8 @@ def _beside_mpi(place: str) -> Server:
         raise
 
 
-def _listen_faster(bind: str, address: str, credentials: Credentials | None) -> list[Server]:
-    """The servers of the faster transports that are possible."""
+def _listen_faster(bind: str, address: str, credentials: Credentials | None) -> tuple[list[Server], bool]:
+    """The servers of the faster transports that are possible, and whether one is not."""
     ways: list[Callable[[], Server]] = []
     if local.name_of(address):
         ways.append(lambda: local.LocalServer(address))
@@ -127,7 +136,7 @@ def _listen_faster(bind: str, address: str, credentials: Credentials | None) -> 
             servers.append(way())
         except CannotListen as error:
             logger.warning("%s; gRPC is used instead, which is slower", error)
-    return servers
+    return servers, len(servers) < len(ways)
 
 
 class _Everywhere(Server):
