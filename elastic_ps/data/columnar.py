@@ -35,7 +35,7 @@ class TableDataset(BlockDataset):
     """
 
     _expected = ""
-    """What a file has to be."""
+    """The kind of file, for messages."""
 
     _dotted = False
     """Whether `a.b` is a part of the column `a`."""

@@ -242,7 +242,7 @@ def test_a_break_ends_the_training_where_the_script_ends_after_it(tmp_path: Path
 
 
 class Sums(NamedTuple):
-    """What a script has that sums up the losses of an epoch, as Hugging Face's examples do."""
+    """A script that sums up the losses of an epoch, as Hugging Face's examples do."""
 
     totals: list[float]
     chief: bool

@@ -487,7 +487,7 @@ def test_a_worker_that_replaces_the_chief_after_the_training_tests_the_last_weig
 def test_a_chief_other_than_worker_0_validates_after_checkpoints_within_an_epoch(
     tmp_path: Path, epochs: int, given: dict[str, Any]
 ) -> None:
-    """The checkpoint of before the last epoch, or the last weights: worker 0 is to save in a single epoch."""
+    """It finds the newest checkpoint before the last epoch. With one epoch it takes the last weights."""
     validated = list[float]()
 
     def script(session: Session) -> None:
