@@ -69,7 +69,7 @@ class Membership:
         slices: divides batches among the processes.
         steps: the number of steps that this worker has begun.
         drops: how often all records in hand were dropped, because this worker had to join again, or pauses.
-        generation: how many of these the script is told of.
+        untold: how many of these the script is not told of.
         repeats: called when this worker has joined again: the parameter server may have forgotten some calls.
         has_been_chief: whether this worker has been the chief, of any epoch or at the end.
     """
@@ -97,7 +97,7 @@ class Membership:
         self.slices = Slices(self.world.rank, self.world.size)
         self.model: torch.nn.Module | None = None
         self.local: LocalTraining | None = None
-        self.steps = self.drops = self.generation = 0
+        self.steps = self.drops = self.untold = 0
         self.repeats: list[Callable[[], None]] = []
         self.has_been_chief = False
         self._strategy: Strategy | None = None
@@ -406,7 +406,7 @@ class Membership:
 
     def drop_step(self) -> None:
         """The step under way and all records in hand go to others."""
-        self.drops, self.generation = self.drops + 1, self.generation + 1
+        self.drops += 1
         self.steps += 1
         self.working.note(Event.DROP)
         self.forget(lost=True)

@@ -229,7 +229,7 @@ class Records:
             )
         if self.computing:
             self._member.drops += 1
-            self._member.generation += tells
+            self._member.untold += not tells
             self.stop_computing()
 
     def stop_computing(self, *, leaves: bool = False) -> None:

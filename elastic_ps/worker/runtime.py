@@ -367,7 +367,7 @@ class Runtime(Membership):
         self.note_skipped(self.batches.skip())
         if self.working.in_step:  # some may be in the sums: this worker leaves the round, and comes again
             self.working.note(Event.GIVE_UP)
-            self.drops, self.generation = self.drops + 1, self.generation + 1
+            self.drops += 1
             self.steps += 1
             self.strategy.reset()
         self.gradients.void()

@@ -146,7 +146,7 @@ class Session:
     @property
     def generation(self) -> int:
         """A number that changes when this worker joins again, or pauses, and so drops the records in hand."""
-        return self._runtime.generation
+        return self._runtime.drops - self._runtime.untold
 
     @property
     def started(self) -> bool:
