@@ -6,25 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ps.api.job import parse_job
 from elastic_ps.local import Launcher, Options
-from tests.testing.launching import forks, wait_for_end
+from tests.testing.launching import forks, make_job, wait_for_end
 
 
 @pytest.mark.parametrize("chief_fails", [False, True])
 def test_a_script_that_fails_without_a_batch_fails_no_trained_job(tmp_path: Path, chief_fails: bool) -> None:
-    document = {
-        "apiVersion": "elastic-ps.dev/v1alpha1",
-        "kind": "TrainingJob",
-        "metadata": {"name": "late"},
-        "spec": {
-            "entrypoint": "tests.testing.scripts.late:main",
-            "arguments": {"trained": str(tmp_path / "trained"), "chief_fails": chief_fails},
-            "worker": {"replicas": 2},
-            "runPolicy": {"backoffLimit": 0},
-        },
-    }
-    with Launcher(parse_job(document, source="test"), Options(forks=forks(), root=tmp_path)) as launcher:
+    spec = {"entrypoint": "tests.testing.scripts.late:main", "runPolicy": {"backoffLimit": 0}}
+    job = make_job(spec=spec, trained=str(tmp_path / "trained"), chief_fails=chief_fails)
+    with Launcher(job, Options(forks=forks(), root=tmp_path)) as launcher:
         launcher.start()
         wait_for_end(launcher)
         outcome = launcher.outcome()
