@@ -95,10 +95,7 @@ class File:
         """Raise UsageError if there is no such file."""
         try:
             kind = self._place[2].get("type")
-        except (
-            FileNotFoundError,
-            ValueError,
-        ) as error:  # ValueError: of a protocol that fsspec does not know
+        except (FileNotFoundError, ValueError) as error:  # ValueError: fsspec does not know the protocol
             raise UsageError(
                 f"there is no file {self.url[:300]} ({str(error)[:300]}). {_EXPECTED}"
             ) from error
