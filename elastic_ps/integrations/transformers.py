@@ -7,6 +7,7 @@ and ends it. See docs/guides/huggingface.md.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ from elastic_ps.integrations.processes import as_only_process, is_one_of_several
 from elastic_ps.standalone import connect
 from elastic_ps.worker.session import Session
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T", bound=Trainer)
 
 if env.in_job() and is_one_of_several():
@@ -41,6 +44,12 @@ _RESUME = (
     "trainer.train(resume_from_checkpoint=...) is not for a job, which continues from its own checkpoints: "
     "model, optimizer, schedule and the records that are left. Start it with `elastic-ps run JOB --resume "
     "DIR`"
+)
+
+
+_NO_LABEL = (
+    "no step is made with records of which no token has a label: all are -100. If they are many, look at the "
+    "collator: a template that the text does not have, or a limit of the length, masks all"
 )
 
 
@@ -107,7 +116,7 @@ class ElasticMixin:
         _check(self)
         self.session = session
         self.group = 0
-        self._skips = False
+        self._skips = self._has_warned = False
         self._rate: Any = None
         self._items: Any = None
         self.accelerator.__class__ = _OfTrainer
@@ -161,8 +170,8 @@ class ElasticMixin:
 
     def set_initial_training_values(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """As the Trainer's, but that the job says when an epoch and the training end."""
-        *others, batches, most = super().set_initial_training_values(*args, **kwargs)  # type: ignore[misc]
-        return (sys.maxsize, sys.maxsize, *others[2:], _Batches.of(self, batches), most)
+        epochs, steps, *others, batches, most = super().set_initial_training_values(*args, **kwargs)  # type: ignore[misc]
+        return (_Endless.of(epochs), _Endless.of(steps), *others, _Batches.of(self, batches), most)
 
     def create_scheduler(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. The job steps it, once for each step that one process would make."""
@@ -186,7 +195,9 @@ class ElasticMixin:
         """
         if self._items is not None:
             if not (self._items or is_one_of_several() or self.accelerator.scaler):
-                self._skips = True
+                if not self._has_warned:
+                    logger.warning(_NO_LABEL)
+                self._skips = self._has_warned = True
                 return torch.zeros((), device=self.args.device)
             self.session.weigh(self._items / self.group)
         loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
@@ -272,6 +283,22 @@ class _OfTrainer(ElasticAccelerator):
 
     def _is_stepped_by_mistake(self) -> bool:
         return False
+
+
+class _Endless(int):
+    """A limit that no loop comes to; the Trainer logs the one of a single process."""
+
+    @classmethod
+    def of(cls, logged: int) -> _Endless:
+        """The limit instead of `logged`."""
+        made = cls(sys.maxsize)
+        made._logged = logged
+        return made
+
+    def __format__(self, spec: str) -> str:
+        return format(self._logged, spec)
+
+    _logged: int
 
 
 class _Batches(int):

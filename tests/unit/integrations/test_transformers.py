@@ -417,7 +417,7 @@ class PartlyLabelled(Records):
         return {"x": x, "labels": 0 * y - 100 if BATCH <= index < 2 * BATCH else y}
 
 
-def test_a_batch_without_labels_is_skipped(tmp_path: Path) -> None:
+def test_a_batch_without_labels_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def script(session: Session) -> None:
         given = arguments(tmp_path, eval_strategy="no")
         trainer = Trainer(TokenNet(), given, train_dataset=PartlyLabelled(RECORDS))
@@ -427,6 +427,21 @@ def test_a_batch_without_labels_is_skipped(tmp_path: Path) -> None:
     with running_job(tmp_path / "job", data=IN_ORDER) as job:
         job.run(script, workers=1)
         assert job.status().progress.records_skipped == EPOCHS * BATCH
+    assert len([each for each in caplog.messages if "no token has a label" in each]) == 1
+
+
+def test_the_trainer_logs_the_epochs_and_steps_of_one_process(tmp_path: Path) -> None:
+    logged: list[str] = []
+
+    def script(session: Session) -> None:
+        trainer = prepare_trainer(make(tmp_path), session=session)
+        epochs, steps, *_ = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
+        logged.extend((f"{epochs:,}", f"{steps:,}"))
+        trainer.train()
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        job.run(script, workers=1)
+    assert logged == [str(EPOCHS), str(-(-RECORDS // BATCH))]
 
 
 class Unlabelled(Records):
