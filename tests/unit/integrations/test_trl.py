@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,10 +98,10 @@ def dpo(directory: Path, given: Any = None, **options: Any) -> Any:
     )
 
 
-def reward(directory: Path) -> Any:
+def reward(directory: Path, **options: Any) -> Any:
     return trl.RewardTrainer(
         model(LlamaForSequenceClassification, num_labels=1),
-        args=arguments(trl.RewardConfig, directory),
+        args=arguments(trl.RewardConfig, directory, **options),
         train_dataset=texts("chosen", "rejected"),
         processing_class=tokenizer(),
     )
@@ -142,3 +143,26 @@ def test_the_model_and_the_curve_are_those_of_the_trainer_alone(
     losses = [[step["loss"] for step in each.state.log_history if "loss" in step] for each in (ours, alone)]
     assert losses[0] == pytest.approx(losses[1])
     assert len(set(losses[0])) > 1
+
+
+@pytest.mark.filterwarnings("ignore")  # of TRL's own
+@pytest.mark.parametrize("make", [sft, dpo, reward])
+def test_two_workers_share_the_batches_of_the_trainer_alone(tmp_path: Path, make: Callable[..., Any]) -> None:
+    batch, options = 6, {"warmup_steps": 0, "max_grad_norm": 0.0}  # the last batch is as large as the others
+    alone = make(tmp_path / "alone", per_device_train_batch_size=batch, **options)
+    alone.train()
+    trainers, lock = list[Any](), threading.Lock()
+
+    def script(session: Session) -> None:
+        with lock:  # the workers are threads, which share torch's seed
+            made = make(tmp_path / "job", per_device_train_batch_size=batch // 2, **options)
+        trainers.append(prepare_trainer(made, session=session))
+        made.train()
+
+    together = {"globalBatchSize": batch}
+    with running_job(tmp_path / "job", consistency=together, data={"shuffle": False}) as job:
+        job.run(script, workers=2)
+        assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
+    for trainer in trainers:
+        for a, b in zip(trainer.model.parameters(), alone.model.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5)  # the losses are computed in float32
