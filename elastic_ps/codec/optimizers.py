@@ -62,7 +62,7 @@ def check_tables(tensors: Iterable[TensorSpec], optimizer: str, groups: Sequence
                 raise InvalidModel(
                     f"{tensor.name} has dense gradients here, which SparseAdam does not take. Use it for the "
                     "weights of nn.Embedding(..., sparse=True) and nn.EmbeddingBag(..., sparse=True) alone, "
-                    f"on parameter servers and with one process for each worker. {_SEVERAL}"
+                    f"on parameter servers. {_SEVERAL}"
                 )
             continue
         if name not in LAZY:

@@ -54,7 +54,11 @@ class Rows(NamedTuple):
     def dense(self, rows: int) -> torch.Tensor:
         """A matrix with so many rows, zero in the others. `Tensor.to_dense` loses values with stride 0."""
         width, dtype = self.values.shape[1], self.values.dtype
-        return torch.zeros(rows, width, dtype=dtype, device="cpu").index_copy_(0, *self)
+        return self.fill(torch.empty(rows, width, dtype=dtype, device="cpu"))
+
+    def fill(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Overwrite a matrix with these rows, and with zeros in the others; returns it."""
+        return matrix.zero_().index_copy_(0, *self)
 
     def between(self, start: int, stop: int) -> Rows:
         """Those with numbers from `start` to below `stop`, counted from `start`."""

@@ -99,7 +99,7 @@ class Flat:
         self._staging = Staging(devices, [*self._values.values(), *staged])
         self._lends = world.alone and not any(map(self._is_away, tensors))
         self._loans = Loans()
-        self._rows: dict[int, Rows] = {}  # gradients of tables
+        self._rows: dict[int, Rows] = {}  # contributions of tables' buckets
         self._arrived = Arrivals()
         self._tensors_of = [[piece.tensor for piece in bucket.pieces] for bucket in layout.buckets]
         self._addresses: list[int] = []
@@ -165,8 +165,10 @@ class Flat:
         self._staging.arrived((index,))
         self._reclaim(index)
         self._written.add(index)
-        if (rows := self._rows.pop(index, None)) is not None:
-            self._contribution[index].zero_().view(len(self._contribution[index]), -1).index_copy_(0, *rows)
+        for number in self.buckets_of[index]:
+            if (rows := self._rows.get(number)) is not None:
+                rows.fill(self._contribution_of[number].view(-1, rows.values.shape[1]))
+                del self._rows[number]  # not before: a thread may be about to send either
         return self._contribution[index]
 
     def put(self, index: int, gradient: torch.Tensor) -> None:
@@ -184,12 +186,16 @@ class Flat:
         if gradient.is_sparse:
             rows = Rows.of(gradient)
             if self.layout.tensors[index].sparse:
-                self._rows[index] = rows
+                for number in self.buckets_of[index]:
+                    bucket = self.layout.buckets[number]
+                    (piece,), width = bucket.pieces, self.layout.width(bucket)
+                    stop = piece.start + piece.length
+                    self._rows[number] = rows.between(piece.start // width, stop // width)
                 return
             gradient = rows.dense(len(gradient)).view(gradient.shape)
         self._reclaim(index)
         self._written.add(index)
-        self._rows.pop(index, None)
+        self._forget_rows(index)
         self._staging.down(index, self._contribution[index], gradient)
 
     def lend(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -237,18 +243,22 @@ class Flat:
 
     def clear_contribution(self, index: int) -> None:
         """Make a tensor's contribution zero, if anything was put there since it was."""
-        self._rows.pop(index, None)
+        self._forget_rows(index)
         if index in self._written:
             self.contribution(index).zero_()
             self._written.discard(index)
 
+    def _forget_rows(self, index: int) -> None:
+        for number in self.buckets_of[index]:
+            self._rows.pop(number, None)
+
     def rows_of(self, bucket: Bucket) -> Rows | None:
         """A bucket's contribution, if it has rows of a table."""
-        piece = bucket.pieces[0]
-        if (rows := self._rows.get(piece.tensor)) is None:
-            return None
-        width = self.layout.width(bucket)
-        return rows.between(piece.start // width, (piece.start + piece.length) // width)
+        return self._rows.get(bucket.index)
+
+    def set_rows(self, bucket: Bucket, rows: Rows) -> None:
+        """Let a bucket's contribution be these rows of a table."""
+        self._rows[bucket.index] = rows
 
     def take_rows(self, bucket: Bucket, rows: Rows | None) -> None:
         """Write rows of a bucket that a version has changed. None: all of the bucket has been received."""
@@ -393,7 +403,8 @@ class Flat:
         self._sent.clear()
         pulled = [index for index in self._apart if excluded.isdisjoint(self.buckets_of[index])]
         whole, rows = self._arrived.take()
-        copied = [i for i in pulled if i in whole or not self.layout.tensors[i].sparse]
+        # Only process 0 knows which rows have arrived.
+        copied = [i for i in pulled if i in whole or not (self._own_values and self.layout.tensors[i].sparse)]
         with torch.no_grad():
             self._staging.up((self.tensors[index], self.value(index)) for index in copied)
             for index in rows.keys() & set(pulled):

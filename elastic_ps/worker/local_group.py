@@ -20,7 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from elastic_ps.codec import as_tensor, dtype_of
+from elastic_ps.codec.optimizers import wide
 from elastic_ps.codec.reductions import REDUCTIONS
+from elastic_ps.codec.rows import Rows, RowSum
 from elastic_ps.core.metrics import Metrics, reduce_all
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Rule
 from elastic_ps.core.weights import shares_of
@@ -182,10 +184,13 @@ class GroupFollower(Strategy):
     def ready(self, bucket: Bucket, present: Sequence[bool]) -> None:
         """This process's part of a bucket is complete."""
         assert self.under_way is not None, "begin was called"
+        rows, sent = self._flat.rows_of(bucket), None
+        if rows is not None:
+            (body,) = rows.packed(bucket.elements // self._flat.layout.width(bucket)).body
+            sent = bytearray(body)
+        told = _Told(list(present), self.under_way.weight, sent)
         try:
-            self._world.links[0].gradients.send(
-                (self.under_way.number, bucket.index, _Told(list(present), self.under_way.weight))
-            )
+            self._world.links[0].gradients.send((self.under_way.number, bucket.index, told))
         except OSError:
             self._world.ended(0, "backward()")
 
@@ -225,10 +230,20 @@ def _reported(ending: pb.FinishRequest) -> Metrics:
 
 
 class _Told(NamedTuple):
-    """Which gradients of a bucket another process has, and what it says that its part of the step weighs."""
+    """Which gradients of a bucket another process has, and what it says that its part of the step weighs.
+
+    `rows`: the gradients themselves, if they are rows of a table; see `Rows.packed`.
+    """
 
     present: list[bool]
     weight: float | None
+    rows: bytearray | None
+
+    def rows_of(self, bucket: Bucket, width: int, dtype: torch.dtype) -> Rows | None:
+        """`rows`, of a bucket with rows of this width."""
+        if self.rows is None:
+            return None
+        return Rows.unpacked(memoryview(self.rows), rows=bucket.elements // width, width=width, dtype=dtype)
 
 
 class _Part(NamedTuple):
@@ -325,14 +340,36 @@ class _Reducer:
         present = [part.present, *(each.present for each in told)]
         if not self._same:
             weight, weights = shares_of([weight, *(each.weight for each in told)], self.weights)
-        if not (gradients and self._same):
+        # A process without weight has computed on process 0's slice.
+        if gradients and self._same:
+            pass
+        elif self._flat.layout.width(part.bucket):
+            self._add_up_table(part.bucket, weights, present, told)
+        else:
             own, *others = self._flat.contributions_of(part.bucket)
-            shares = zip(others, weights[1:], present[1:], strict=True)
-            counted = [(each, share) for each, share, has in shares if any(has) or not gradients]
-            # A process without weight has computed on process 0's slice.
+            of_others = zip(others, weights[1:], present[1:], strict=True)
+            counted = [(each, share) for each, share, has in of_others if any(has) or not gradients]
             REDUCTIONS[part.bucket.rule].join(own, weights[0], counted)
             self._flat.written(part.bucket)
         self._done(part.bucket, [any(each) for each in zip(*present, strict=True)], weight)
+
+    def _add_up_table(
+        self,
+        bucket: Bucket,
+        weights: Sequence[float],
+        present: Sequence[Sequence[bool]],
+        told: Sequence[_Told],
+    ) -> None:
+        """Let process 0's contribution be the sum of the rows that the processes have."""
+        width, dtype = self._flat.layout.width(bucket), dtype_of(bucket.dtype)
+        parts, total = self._flat.contributions_of(bucket), RowSum(width, wide(dtype))
+        rows = [self._flat.rows_of(bucket), *(each.rows_of(bucket, width, dtype) for each in told)]
+        for own, part, has, share in zip(rows, parts, present, weights, strict=True):
+            if share:  # else rows with zeros would seem to have a gradient
+                whole = Rows.of(part.view(-1, width)) if own is None and any(has) else own
+                total.add(whole, share)
+        mean = total.mean()
+        self._flat.set_rows(bucket, Rows(mean.numbers, mean.values.to(dtype)))
 
 
 class _Mine(NamedTuple):

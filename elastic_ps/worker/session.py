@@ -293,7 +293,7 @@ class Session:
             own=own,
             summed=summed,
             optimizers=Optimizers(self.spec.parameter_server.optimizers),
-            tables=not (self.spec.all_reduce or self.spec.consistency.mode == "local") and self._world.alone,
+            tables=not (self.spec.all_reduce or self.spec.consistency.mode == "local"),
             base=base,
         )
         flat = self._runtime.enter(described, model, runs_there, imported, overlap=overlap)

@@ -138,6 +138,41 @@ def test_tables_are_trained_as_in_one_process(tmp_path: Path, make: Optimizers, 
         check(job, data, models, make, epochs=2)
 
 
+@pytest.mark.parametrize(
+    ("make", "workers", "processes", "whole"),
+    [(two_adams, 1, 3, False), (two_adams, 2, 2, False), (sgd, 1, 2, True)],
+)
+def test_processes_of_a_worker_add_up_their_rows(
+    tmp_path: Path, make: Optimizers, workers: int, processes: int, whole: bool
+) -> None:
+    """The last batches have fewer records than processes. `whole`: one has a gradient of all rows."""
+    data, models = Numbers(131), dict[tuple[int, int], Recommender]()
+
+    def script(session: Session, rank: int) -> None:
+        model = models[session.worker, rank] = Recommender()
+        optimizer = session.optimizer(make(model), model)
+        for x, y in session.loader(data, 5, epochs=2):
+            optimizer.zero_grad()
+            loss = mse(model, x.double(), y.double())
+            if whole and rank == 1:
+                loss = loss + 0.0 * model.user.weight.sum()
+            loss.backward()
+            optimizer.step()
+
+    server, each = {"replicas": 2, "bucketBytes": 1024}, {"processes": processes}
+    with running_job(tmp_path, parameterServer=server, worker=each, data={"shardRecords": 13}) as job:
+        for worker in range(workers):
+            job.start_processes(worker, script)
+        job.join()
+        commits = job.commits()
+        assert_each_record_once(commits, records=len(data), epochs=2)
+        exact = Recommender()
+        replay(commits, data, exact, alone(make), job.spec)
+    for model in models.values():
+        for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.covering(1)
 @whole_jobs
 @pytest.mark.parametrize(
@@ -211,7 +246,8 @@ def test_the_whole_gradient_is_clipped(tmp_path: Path) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
-def test_only_rows_that_were_looked_up_are_sent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_only_rows_that_were_looked_up_are_sent(tmp_path: Path, processes: int) -> None:
     """Also if others have a codec. A worker gets the whole table when it joins, and at the end."""
     rows, width = 50_000, 8
 
@@ -221,7 +257,7 @@ def test_only_rows_that_were_looked_up_are_sent(tmp_path: Path) -> None:
             self.table = torch.nn.Embedding(rows, width, sparse=True)
             self.last = torch.nn.Linear(width, 1)
 
-    def script(session: Session) -> None:
+    def script(session: Session, *_: int) -> None:
         model = Wide()
         optimizer = session.optimizer(sgd(model), model)
         for x, y in session.loader(Numbers(160), 4):
@@ -230,8 +266,14 @@ def test_only_rows_that_were_looked_up_are_sent(tmp_path: Path) -> None:
             torch.nn.functional.mse_loss(model.last(looked_up), y).backward()
             optimizer.step()
 
-    with running_job(tmp_path, compression={"codec": "topk", "values": "bf16"}) as job:
-        job.run(script, workers=2)
+    fields: dict[str, Any] = {"compression": {"codec": "topk", "values": "bf16"}}
+    with running_job(tmp_path, worker={"processes": processes}, **fields) as job:
+        for worker in range(2):
+            if processes > 1:
+                job.start_processes(worker, script)
+            else:
+                job.start(worker, script)
+        job.join()
         traffic = job.status().traffic
     assert job.commits()[-1]["version"] >= 20
     assert 0 < traffic.pushed_bytes < rows * width * 4 / 10
