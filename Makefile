@@ -11,7 +11,7 @@ LOWEST := $(CACHE)/lowest-$(call hash,lowest,/dev/null)
 TIER ?= not nightly
 UNIT ?= $(LOWEST)
 INTEGRATION ?= $(VENV)
-# A test that hangs fails after 10 minutes: it prints where its threads are, and is tried again, with the others.
+# A test that hangs fails after 10 minutes. Its process prints where the threads are, and another one goes on.
 PYTEST = -m pytest -m '$(TIER)' --durations=50 --durations-min=1 -o faulthandler_timeout=600 \
   -o faulthandler_exit_on_timeout=true
 PARALLEL := --dist=worksteal --max-worker-restart=2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -191,7 +190,6 @@ def test_pods_reach_each_other_by_a_service_name(
     ports = [{"port": 8080}]
     service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "web"}}
     headless = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "web-headless"}}
-    started = time.monotonic()
     cluster.apply(
         {**service, "spec": {"selector": {"app": "web"}, "ports": ports}},
         {**headless, "spec": {"selector": {"app": "web"}, "ports": ports, "clusterIP": "None"}},
@@ -203,7 +201,6 @@ def test_pods_reach_each_other_by_a_service_name(
         namespace=namespace,
     )
     wait_for_pod(cluster, namespace, "web", "Running")
-    assert time.monotonic() - started < 60
     for name in ("client", "client-headless"):
         wait_for_pod(cluster, namespace, name, "Succeeded")
         assert "hello from the service" in cluster.kubectl("logs", "-n", namespace, name).stdout

@@ -202,10 +202,8 @@ def test_a_connection_finds_a_restarted_server(world: World) -> None:
     assert unary(connection, "echo", b"1", timeout=LONG) == b"1"
     for attempt in (b"2", b"3"):
         server.close()
-        began = time.monotonic()
-        with pytest.raises(ConnectionLost):
+        with pytest.raises(ConnectionLost):  # and not that it takes too long
             unary(connection, "echo", b"", timeout=LONG)
-        assert time.monotonic() - began < 10, "a call without a server fails at once"
         server = world.transport.listen(again=server)
         server.serve(echo)
 
