@@ -22,15 +22,16 @@ from elastic_ps.errors import Malformed, RefusalCode, Refused
 AT_A_TIME = 4
 """The number of gradients that are decoded at the same time. Others wait, so memory stays bounded."""
 
-PATIENCE = timedelta(seconds=10)
-"""How long a push waits for its turn before the worker has to push again."""
-
 
 class Decoder:
-    """Decodes the buckets of a layout by `spec.compression`. Thread-safe."""
+    """Decodes the buckets of a layout by `spec.compression`. Thread-safe.
 
-    def __init__(self, plan: Plan, layout: Layout) -> None:
-        self._name = plan.name
+    Args:
+        patience: how long a push waits for its turn before the worker has to push again.
+    """
+
+    def __init__(self, plan: Plan, layout: Layout, *, patience: timedelta = timedelta(seconds=10)) -> None:
+        self._name, self._patience = plan.name, patience
         self._runs = {bucket.index: plan.runs(layout, bucket) for bucket in layout.pushed}
         self._widths = {bucket.index: layout.width(bucket) for bucket in layout.pushed}
         self._places: queue.SimpleQueue[tuple[Scratch, Scratch]] = queue.SimpleQueue()
@@ -95,7 +96,7 @@ class Decoder:
     ) -> Iterator[torch.Tensor | Sparse]:
         body = incoming.view()
         try:
-            place = encoded, decoded = self._places.get(timeout=PATIENCE.total_seconds())
+            place = encoded, decoded = self._places.get(timeout=self._patience.total_seconds())
         except queue.Empty:
             text = "too many gradients are being decoded; push again"
             raise Refused(RefusalCode.NOT_READY, text) from None

@@ -159,7 +159,10 @@ def test_a_parameter_server_that_was_replaced_applies_nothing(tmp_path: Path) ->
 
 
 class Crash:
-    """A shard's parameter server does nothing any more from a moment on, though its threads live."""
+    """A shard's parameter server does nothing any more from a moment on, though its threads live.
+
+    It replaces methods, because a process cannot be killed between two sums on purpose.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch, shard: int, moment: str, after: int) -> None:
         self.struck = threading.Event()

@@ -21,7 +21,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from elastic_ps.checkpoint import files as files_module
 from elastic_ps.checkpoint import plain, tensors
 from elastic_ps.checkpoint.manifest import parse
 from elastic_ps.checkpoint.store import Store
@@ -304,7 +303,7 @@ def test_what_unfinished_writes_left_does_not_pile_up(store: Store, monkeypatch:
     for version in range(2, 6):
         store.write_shard(TERM, version, 0, SHARDS, iter(content(version, 0)))
         with monkeypatch.context() as patch:
-            patch.setattr(files_module, "flush", _full)
+            machine.fails(patch, os, "fsync", machine.full())
             with pytest.raises(CheckpointError, match="No space left"):
                 store.write_shard(TERM, version, 1, SHARDS, iter(content(version, 1)))
     left = {p.parent.name for p in store.directory.glob("partial-*/*")}
@@ -313,16 +312,12 @@ def test_what_unfinished_writes_left_does_not_pile_up(store: Store, monkeypatch:
     assert names(store) == ["version-0000000001", "version-0000000006"]
 
 
-def _full(path: Path) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
 def test_a_full_disk_leaves_the_older_ones_alone(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     write(store, 1)
     found = manifest(2)
     found.files.extend(store.write_shard(TERM, 2, s, SHARDS, iter(content(2, s))) for s in range(SHARDS))
     with monkeypatch.context() as patch:
-        patch.setattr(files_module, "flush", _full)
+        machine.fails(patch, os, "fsync", machine.full())
         with pytest.raises(CheckpointError, match=r"version 2: .*No space left"):
             store.commit(found, keep=1)
     assert same(store, 1)

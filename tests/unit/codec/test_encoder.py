@@ -41,11 +41,11 @@ def plan(**compression: Any) -> Plan:
 class Worker:
     """Pushes, and a parameter server that decodes."""
 
-    def __init__(self, used: Plan | None = None, *, server: Plan | None = None) -> None:
+    def __init__(self, used: Plan | None = None, *, server: Plan | None = None, **options: Any) -> None:
         used = used or plan()
         self.traffic = Traffic()
         self.encoder = Encoder(LAYOUT, used, worker=3, seed=0, traffic=self.traffic)
-        self.decoder = Decoder(server or used, LAYOUT)
+        self.decoder = Decoder(server or used, LAYOUT, **options)
 
     def push(
         self, values: Sequence[float], step: int, present: Sequence[bool] = (), version: int = 0
@@ -597,22 +597,19 @@ def test_what_a_codec_makes_is_never_too_long(dtype: str, codec: str, options: d
 
 def test_pushes_that_wait_for_their_turn_keep_no_place_from_others() -> None:
     """With `deterministic` all but one of the workers may wait, and that one is decoded at once."""
-    worker = Worker()
+    worker = Worker(patience=timedelta(0))
     worker.encoder.begin(0)
     expected, payload = worker.push([float(n) for n in range(8)], 0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("elastic_ps.codec.decoder.PATIENCE", timedelta(0))
-        waiting = [worker.decoder.open(BUCKET, payload, body_of(payload), worker=3) for _ in range(AT_A_TIME)]
-        assert worker.decoded(payload) == expected
-        assert None not in waiting
+    waiting = [worker.decoder.open(BUCKET, payload, body_of(payload), worker=3) for _ in range(AT_A_TIME)]
+    assert worker.decoded(payload) == expected
+    assert None not in waiting
 
 
 def test_no_more_than_some_are_decoded_at_a_time() -> None:
-    worker = Worker()
+    worker = Worker(patience=timedelta(0))
     worker.encoder.begin(0)
     expected, payload = worker.push([float(n) for n in range(8)], 0)
-    with ExitStack() as decoding, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("elastic_ps.codec.decoder.PATIENCE", timedelta(0))
+    with ExitStack() as decoding:
         for _ in range(AT_A_TIME):
             opened = worker.decoder.open(BUCKET, payload, body_of(payload), worker=3)
             assert opened is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +16,6 @@ import pytest
 
 from elastic_ps.api.checkpoints import Times
 from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import ShardFile
 from elastic_ps.checkpoint.store import Store
 from elastic_ps.core.ledger import Ledger
@@ -30,6 +29,7 @@ from elastic_ps.server.guarded import Guarded
 from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Configuration, Model
+from tests.testing import machine
 from tests.testing.shard import LR, one_bucket, tensor
 
 LAYOUT = one_bucket(tensor("w", 4))
@@ -108,10 +108,6 @@ def rig(tmp_path: Path, limits: ServerLimits) -> Iterator[Rig]:
     made.close()
 
 
-def fail(path: Path, text: str) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-
 def full() -> None:
     raise StorageUnavailable("No space left on device")
 
@@ -184,7 +180,7 @@ def test_an_end_that_cannot_be_written_is_no_end(rig: Rig, monkeypatch: pytest.M
     assert rig.checkpoints.write()
     rig.finish()
     with monkeypatch.context() as patch:
-        patch.setattr(files, "write_text", fail)
+        machine.fails(patch, os, "fsync", machine.full())
         rig.checkpoints.keep_what_must_be()
     assert not rig.may_finish()
     assert "No space left" in rig.checkpoints.failure
