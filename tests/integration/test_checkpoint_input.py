@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +21,7 @@ from elastic_ps.errors import CheckpointCorrupt, CheckpointUnreadable
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.oracle import mse
+from tests.testing.store import same, write
 
 SERVER = {"checkpoint": {"interval": "1h", "everyVersions": 2, "keep": 2}}
 
@@ -153,3 +157,32 @@ def test_where_a_checkpoint_was_nothing_begins_anew(trained: Path, tmp_path: Pat
             running_job(tmp_path, checkpoints=store.directory, resume="auto"),
         ):
             pass
+
+
+KILLED = """
+import itertools, os, signal, sys
+from pathlib import Path
+from elastic_ps.checkpoint.store import Store
+from tests.testing.store import write
+deleted = itertools.count(1)
+
+def audit(event, arguments):
+    # A file in a directory that is deleted; the second one is not deleted any more.
+    if event == "os.remove" and arguments[1] != -1 and next(deleted) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(audit)
+write(Store(Path(sys.argv[1])), 7)
+"""
+
+
+def test_a_kill_while_a_version_is_written_again_leaves_a_whole_one(tmp_path: Path) -> None:
+    """In the middle of deleting the one that was there."""
+    store = Store(tmp_path / "checkpoints")
+    store.next_term()
+    write(store, 7)
+    killed = subprocess.run([sys.executable, "-c", KILLED, store.directory], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert same(Store(store.directory), 7)
+    Store(store.directory).discard_partial()
+    assert {path.name for path in store.directory.glob("*-*")} == {store.path(7).name}

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 import torch
 
+from elastic_ps.contract import env
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Report
+from elastic_ps.server.process import ParameterServer
+from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, make_mlp, running_job
 from tests.testing.oracle import mse
 from tests.testing.polling import LIMIT, eventually
+from tests.testing.service import environment
 from tests.testing.trained import await_training
 
 
@@ -127,3 +134,35 @@ def test_a_slow_worker_is_seen_and_so_is_the_age_of_what_is_on_disk(tmp_path: Pa
     assert ended.progress.durable_version == ended.progress.version, "the last one is kept before the end"
     written = datetime.fromisoformat(status.progress.durable_time).timestamp()
     assert abs(time.time() - status.durable_age_seconds - written) < 60
+
+
+JOINS = """
+import elastic_ps, torch
+session, model = elastic_ps.connect(), torch.nn.Linear(4, 1)
+session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+input()
+"""
+
+
+def test_a_worker_knows_it_from_its_environment(tmp_path: Path) -> None:
+    """In a process of its own, which keeps the session."""
+    listener, given = GrpcServer("127.0.0.1:0"), environment()
+    server = ParameterServer(given, listener, lambda _: GrpcConnection(listener.address))
+    contract = replace(
+        given,
+        role="worker",
+        addresses=(listener.address,),
+        hostname="digits-worker-0",
+        joined=tmp_path / "joined",
+    )
+    command, variables = [sys.executable, "-c", JOINS], {**env.inherited(), **contract.to_variables()}
+    try:
+        with subprocess.Popen(command, env=variables, stdin=subprocess.PIPE) as worker:
+            try:
+                eventually((tmp_path / "joined").exists, "it has joined")
+                (member,) = server.status().members
+            finally:
+                worker.kill()
+    finally:
+        server.close(keep=False)
+    assert member.host == "digits-worker-0"

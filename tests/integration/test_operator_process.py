@@ -369,3 +369,29 @@ def test_a_probe_that_does_not_wait_for_the_answer_is_not_logged(capfd: pytest.C
     slow.ask_and_go(server.port, "/healthz")
     assert_only_what_fails_is_told(server.port, "/readyz", capfd)
     server.close()
+
+
+def test_the_second_operator_goes_on_when_the_first_ends(server: ApiServer, tmp_path: Path) -> None:
+    def begin(name: str) -> Process:
+        (tmp_path / name).mkdir()
+        return start(server, tmp_path / name, "--lease", "system/operator", "--identity", name)
+
+    first = begin("first")
+    operators = [first]
+    try:
+        eventually(lambda: server.watched("pods"), f"the first one works: {first.said}")
+        second = begin("second")
+        operators.append(second)
+        eventually(lambda: "waiting for the lease" in second.said, f"the second one waits: {second.said}")
+        assert second.page("/readyz") == (200, "ok")
+        server.add_job()
+        eventually(lambda: "digits-worker-0" in server.names("pods"), "the first one starts the job")
+        assert "created" not in second.said
+        first.child.terminate()
+        assert first.child.wait(60) == 0
+        server.remove("pods", "digits-worker-0")
+        eventually(lambda: "digits-worker-0" in server.names("pods"), f"the second goes on: {second.said}")
+        assert server.get("leases", "operator", "system")["spec"]["holderIdentity"] == "second"
+    finally:
+        for operator in operators:
+            operator.close()

@@ -502,3 +502,22 @@ def test_a_script_that_fails_in_one_process_says_why(tmp_path: Path) -> None:
     assert run.returncode == 2
     assert "the disk is full" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+TERMINATED = """
+import os, signal
+import lightning.pytorch as pl
+from elastic_ps.integrations.lightning import ElasticStrategy
+
+class Module(pl.LightningModule):
+    def validation_step(self, batch, batch_idx):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+pl.Trainer(strategy=ElasticStrategy(), accelerator="cpu", logger=False).validate(Module(), [1])
+print("validated")
+"""
+
+
+def test_lightning_notes_a_sigterm_as_alone() -> None:
+    done = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=500)
+    assert (done.returncode, "validated" in done.stdout) == (0, True), done.stderr

@@ -10,9 +10,6 @@ import pickle
 import random
 import resource
 import shutil
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -101,33 +98,6 @@ def test_a_version_that_is_written_again_replaces_the_first(store: Store) -> Non
     write(store, 7)
     assert not (path / "stray").exists()
     assert same(store, 7)
-
-
-KILLED = """
-import itertools, os, signal, sys
-from pathlib import Path
-from elastic_ps.checkpoint.store import Store
-from tests.testing.store import write
-deleted = itertools.count(1)
-
-def audit(event, arguments):
-    # A file in a directory that is deleted; the second one is not deleted any more.
-    if event == "os.remove" and arguments[1] != -1 and next(deleted) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-sys.addaudithook(audit)
-write(Store(Path(sys.argv[1])), 7)
-"""
-
-
-def test_a_kill_while_a_version_is_written_again_leaves_a_whole_one(store: Store) -> None:
-    """In the middle of deleting the one that was there."""
-    write(store, 7)
-    killed = subprocess.run([sys.executable, "-c", KILLED, store.directory], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert same(Store(store.directory), 7)
-    Store(store.directory).discard_partial()
-    assert {path.name for path in store.directory.glob("*-*")} == {store.path(7).name}
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])

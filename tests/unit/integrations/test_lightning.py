@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -504,25 +502,6 @@ def test_a_chief_other_than_worker_0_validates_after_checkpoints_within_an_epoch
         job.start(1, script)
         job.join()
         assert job.status().progress.metrics["val_loss"] == pytest.approx(validated[0])
-
-
-TERMINATED = """
-import os, signal
-import lightning.pytorch as pl
-from elastic_ps.integrations.lightning import ElasticStrategy
-
-class Module(pl.LightningModule):
-    def validation_step(self, batch, batch_idx):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-pl.Trainer(strategy=ElasticStrategy(), accelerator="cpu", logger=False).validate(Module(), [1])
-print("validated")
-"""
-
-
-def test_lightning_notes_a_sigterm_as_alone() -> None:
-    done = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=500)
-    assert (done.returncode, "validated" in done.stdout) == (0, True), done.stderr
 
 
 def test_the_strategy_has_a_name_in_both_packages() -> None:

@@ -13,7 +13,6 @@ from elastic_operator.api import Api
 from elastic_operator.leader import DURATION, GIVE_UP, RENEW, Leadership, Record, may_take
 from elastic_operator.metrics import Metrics
 from elastic_operator.settings import Settings
-from tests.integration.test_operator_process import Process, start
 from tests.testing.api_server import ApiServer, Refusal, Request
 from tests.testing.polling import LIMIT, eventually
 
@@ -178,29 +177,3 @@ def test_a_lease_that_cannot_be_read_is_nobodys_to_take(server: ApiServer, tmp_p
     server.refuse = lambda _: None
     assert me.attempt()
     assert len(server.asked("POST", "leases")) == 1
-
-
-def test_the_second_operator_goes_on_when_the_first_ends(server: ApiServer, tmp_path: Path) -> None:
-    def begin(name: str) -> Process:
-        (tmp_path / name).mkdir()
-        return start(server, tmp_path / name, *LEASE, "--identity", name)
-
-    first = begin("first")
-    operators = [first]
-    try:
-        eventually(lambda: server.watched("pods"), f"the first one works: {first.said}")
-        second = begin("second")
-        operators.append(second)
-        eventually(lambda: "waiting for the lease" in second.said, f"the second one waits: {second.said}")
-        assert second.page("/readyz") == (200, "ok")
-        server.add_job()
-        eventually(lambda: "digits-worker-0" in server.names("pods"), "the first one starts the job")
-        assert "created" not in second.said
-        first.child.terminate()
-        assert first.child.wait(60) == 0
-        server.remove("pods", "digits-worker-0")
-        eventually(lambda: "digits-worker-0" in server.names("pods"), f"the second goes on: {second.said}")
-        assert spec(server)["holderIdentity"] == "second"
-    finally:
-        for operator in operators:
-            operator.close()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,19 +12,15 @@ from typing import Any
 
 import pytest
 
-from elastic_ps.contract import env
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import ConnectionLost, InvalidModel, RefusalCode, Refused
 from elastic_ps.process.lifecycle import tell_joined
-from elastic_ps.server.process import ParameterServer
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Connection, Frame, Incoming
-from elastic_ps.transport.grpc import GrpcConnection, GrpcServer
 from elastic_ps.worker.client import Client
 from elastic_ps.worker.dialogue import MemberId, WorkerLimits
 from elastic_ps.worker.membership import Membership
-from tests.testing.polling import eventually
 from tests.testing.service import environment
 
 
@@ -72,38 +65,6 @@ def test_a_worker_whose_file_cannot_be_made_goes_on(tmp_path: Path, caplog: pyte
     tell_joined(None)
     tell_joined(tmp_path / "missing" / "joined")
     assert "cannot write" in caplog.text
-
-
-JOINS = """
-import elastic_ps, torch
-session, model = elastic_ps.connect(), torch.nn.Linear(4, 1)
-session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-input()
-"""
-
-
-def test_a_worker_knows_it_from_its_environment(tmp_path: Path) -> None:
-    """In a process of its own, which keeps the session."""
-    listener, given = GrpcServer("127.0.0.1:0"), environment()
-    server = ParameterServer(given, listener, lambda _: GrpcConnection(listener.address))
-    contract = replace(
-        given,
-        role="worker",
-        addresses=(listener.address,),
-        hostname="digits-worker-0",
-        joined=tmp_path / "joined",
-    )
-    command, variables = [sys.executable, "-c", JOINS], {**env.inherited(), **contract.to_variables()}
-    try:
-        with subprocess.Popen(command, env=variables, stdin=subprocess.PIPE) as worker:
-            try:
-                eventually((tmp_path / "joined").exists, "it has joined")
-                (member,) = server.status().members
-            finally:
-                worker.kill()
-    finally:
-        server.close(keep=False)
-    assert member.host == "digits-worker-0"
 
 
 class Failing(Connection):
