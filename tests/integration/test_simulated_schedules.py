@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ import pytest
 from tests.testing.tiers import per_change
 
 FIRST = 1_000
-"""Of the seeds that are run here; always the same ones, so that a failure is one of the change under test."""
+"""Of the seeds that each change runs; always the same ones, so that a failure is one of that change."""
 
 SCHEDULES = [(first, 10) for first in range(0, 300, 10)]
 """The first one, and how many. Each part is a test of its own, so that none takes long on a busy machine."""
@@ -36,6 +37,12 @@ def simulate(*arguments: object) -> str:
 @pytest.mark.parametrize(("first", "schedules"), per_change(SCHEDULES, keep=SCHEDULES[:1]))
 def test_no_schedule_breaks_a_promise(first: int, schedules: int) -> None:
     assert f"{schedules} schedules" in simulate("--seed", FIRST + first, "--schedules", schedules)
+
+
+@pytest.mark.nightly
+def test_no_new_schedule_breaks_a_promise() -> None:
+    """Others each night. A failure prints the seed of the schedule that has broken one."""
+    simulate("--seed", random.SystemRandom().randrange(1 << 30), "--schedules", 50)
 
 
 @pytest.mark.nightly
