@@ -96,7 +96,7 @@ def test_operator_away(jobs: Jobs, operator: OperatorProcess) -> None:
 
 
 @pytest.mark.nightly
-def test_quota(jobs: Jobs, operator: OperatorProcess) -> None:
+def test_a_job_grows_when_its_quota_allows_it(jobs: Jobs, operator: OperatorProcess) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}}
     jobs.cluster.apply({**quota, "spec": {"hard": {"pods": "2"}}}, namespace=jobs.namespace)
     wait_for(

@@ -52,7 +52,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_operation(found: Found, check: str) -> None:
+def test_an_operation_gives_what_mpi_defines(found: Found, check: str) -> None:
     if all(check not in of for of in found):
         pytest.skip("an operation before it has failed")
     failed = {rank: text for rank, of in enumerate(found) if (text := of.get(check, "it was not called"))}

@@ -101,7 +101,7 @@ def check(job: Job, data: Numbers, models: Models, make: MakeOptimizer, *, epoch
         pytest.param(optimizer_of("Adam"), id="Adam"),
     ],
 )
-def test_fifty_steps(tmp_path: Path, make: MakeOptimizer, workers: int) -> None:
+def test_fifty_steps_are_those_of_one_process(tmp_path: Path, make: MakeOptimizer, workers: int) -> None:
     data, models = Numbers(50 * 4 * workers), Models()
     with running_job(tmp_path, data={"shardRecords": 4}) as job:
         for worker in range(workers):
@@ -137,7 +137,7 @@ def test_every_optimizer_on_the_list(tmp_path: Path, name: str) -> None:
 @pytest.mark.covering(1)
 @whole_jobs
 @pytest.mark.parametrize("shards", [1, 2, 3])
-def test_shards(tmp_path: Path, shards: int, transport: str) -> None:
+def test_several_shards_train_what_one_process_does(tmp_path: Path, shards: int, transport: str) -> None:
     data, models, make = Numbers(400), Models(), optimizer_of("Adam")
     server = {"replicas": shards, "bucketBytes": 1024}
     with running_job(tmp_path, transport=transport, parameterServer=server) as job:

@@ -69,7 +69,7 @@ FATES = ["drain", "break", "crash before backward", "crash in the step", "crash 
         keep=[(2, "tcp")],
     ),
 )
-def test_churn(tmp_path: Path, seed: int, transport: str) -> None:
+def test_workers_that_come_and_go_train_each_record_once(tmp_path: Path, seed: int, transport: str) -> None:
     """At any time three workers; each has a random fate, and the next one takes its place."""
     chance = random.Random(seed)
     data, epochs = Numbers(331), 2

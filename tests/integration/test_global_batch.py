@@ -75,7 +75,7 @@ def script_of(models: dict[int, torch.nn.Module], **loading: Any) -> Callable[[S
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_one_worker(tmp_path: Path, shards: int) -> None:
+def test_one_worker_makes_steps_of_the_global_batch(tmp_path: Path, shards: int) -> None:
     models: dict[int, torch.nn.Module] = {}
     server = {"replicas": shards, "bucketBytes": 1024}
     commits = alone(tmp_path, script_of(models), consistency={"globalBatchSize": 24}, parameterServer=server)

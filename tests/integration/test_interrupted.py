@@ -241,7 +241,9 @@ def test_cells_that_connect_are_run_a_second_time() -> None:
 
 
 @pytest.mark.parametrize("where", [(Membership, "_initialise"), (ElasticOptimizer, "__init__")], ids=str)
-def test_while_it_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]) -> None:
+def test_an_interrupt_while_a_worker_joins_leaves_it_able_to_join(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
+) -> None:
     """The parameter server knows the worker, but the script has got no optimizer: it asks for one again."""
     calls = itertools.count(1)
     machine.fails(monkeypatch, *where, KeyboardInterrupt(), lambda: next(calls) == 1)

@@ -59,7 +59,7 @@ class Odd(torch.nn.Module):
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("make", [sgd, adam])
-def test_odd_parameters(tmp_path: Path, make: MakeOptimizer, set_to_none: bool) -> None:
+def test_odd_parameters_are_trained_as_alone(tmp_path: Path, make: MakeOptimizer, set_to_none: bool) -> None:
     def before(version: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         assert isinstance(model, Odd)
         model.version = version

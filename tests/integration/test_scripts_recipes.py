@@ -170,7 +170,9 @@ def test_the_best_checkpoint(
     assert died
 
 
-def test_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recipe_of_early_stopping_waits_as_many_epochs_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     losses, validated = [0.9, 0.5, 0.7, 0.8, 0.6, 0.1], list[int]()
 

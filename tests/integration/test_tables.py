@@ -186,7 +186,9 @@ def test_processes_of_a_worker_add_up_their_rows(
     ],
     ids=lambda consistency: next(iter(reversed(consistency))),
 )
-def test_modes(tmp_path: Path, transport: str, consistency: dict[str, Any]) -> None:
+def test_each_mode_trains_each_record_of_a_table_once(
+    tmp_path: Path, transport: str, consistency: dict[str, Any]
+) -> None:
     data, models = Numbers(120), Models()
     with running_job(tmp_path, transport=transport, consistency=consistency, worker={"replicas": 2}) as job:
         for worker in range(2):

@@ -60,7 +60,9 @@ def choice(
     ],
     ids=str,
 )
-def test_the_choice(given: dict[str, Any], expected: Overlap) -> None:
+def test_gradients_are_sent_while_backward_runs_where_it_pays(
+    given: dict[str, Any], expected: Overlap
+) -> None:
     assert choice(**given) is expected
 
 

@@ -284,7 +284,7 @@ class Shard(Sized):
         (lambda: iter([1, 2]), None, InvalidModel, "map-style data set .*IterableDataset"),
     ],
 )
-def test_what_is_refused(
+def test_a_stream_that_cannot_be_shared_is_refused(
     make: Callable[[], Any], records: int | None, error: type[Exception], match: str
 ) -> None:
     given = make()

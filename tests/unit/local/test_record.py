@@ -214,7 +214,7 @@ def test_a_loss_that_is_not_finite_is_left_out_of_the_curve() -> None:
         assert fetch_loss(f"127.0.0.1:{server.port}") == [(1, 0.5)]
 
 
-def test_words() -> None:
+def test_durations_and_curves_are_short_texts() -> None:
     assert [duration(s) for s in (4.21, 185, 7620)] == ["4.2 s", "3 min 05 s", "2 h 07 min"]
     assert sparkline([1, 2, 3, 4], 2) == "▁█"
     assert sparkline([], 5) == ""

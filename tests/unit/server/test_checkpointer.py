@@ -68,7 +68,9 @@ def checkpoints(store: Store, limits: ServerLimits) -> Iterator[Checkpointer]:
         (100, 0.1, True),  # by versions
     ],
 )
-def test_due(checkpoints: Checkpointer, version: int, now: float, due: bool) -> None:
+def test_a_checkpoint_is_due_by_time_and_by_versions(
+    checkpoints: Checkpointer, version: int, now: float, due: bool
+) -> None:
     assert checkpoints.due(version, now) is due
 
 

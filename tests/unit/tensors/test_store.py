@@ -223,7 +223,7 @@ def test_a_birth_is_above_what_other_shards_have() -> None:
     assert declare(store, A, "other", (2,)).birth.number == 9
 
 
-def test_the_rules() -> None:
+def test_each_rule_changes_a_tensor_as_it_says() -> None:
     store = shard()
     place = bring(store, "w", torch.tensor([1.0, 2.0]))
     assert push(store, A, 1, place, start=0, rule="add", values=torch.tensor([10.0, 20.0]))
