@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -17,11 +17,14 @@ from elastic_ps.embedding.stored import spec_to_text
 from elastic_ps.embedding.table import TableSpec
 from elastic_ps.embedding.tables import Groups, Tables
 from elastic_ps.embedding.wire import gradient_to_bytes, ids_from_bytes
-from elastic_ps.errors import Malformed, UsageError
+from elastic_ps.errors import Malformed, Refused, UsageError
 from elastic_ps.tensors.client import Client
 from elastic_ps.transport import calls
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.base import Incoming
+
+OnRefusal: TypeAlias = Callable[[Refused], bool]
+"""Is told why rows were refused, which it may raise. Returns whether they do not matter; else ask again."""
 
 
 class RemoteSource:
@@ -32,15 +35,27 @@ class RemoteSource:
         used, used_ahead: see `api.tables.TableStatus`; since the last step.
     """
 
-    def __init__(self, spec: TableSpec, client: Client) -> None:
+    def __init__(self, spec: TableSpec, client: Client, refused: OnRefusal) -> None:
         self.pending = Pending(spec)
         self.spec, self.text = spec, spec_to_text(spec)
         self.ahead: Ahead | None = None
         self.used = self.used_ahead = 0
-        self._client = client
+        self._client, self._refused = client, refused
 
     def lookup(self, ids: Ids) -> torch.Tensor:
-        """See `Source`. Blocks for an answer of each shard that has rows of these ids."""
+        """See `Source`. Blocks for an answer of each shard that has rows of these ids.
+
+        Zeros if others are handed the batch in hand, because the job has gone back to an older version.
+        """
+        while True:
+            try:
+                return self._present(ids)
+            except Refused as refusal:
+                if self._refused(refusal):
+                    return self._empty(ids).zero_()
+                self.ahead = None
+
+    def _present(self, ids: Ids) -> torch.Tensor:
         values, ahead = self._empty(ids), self.ahead
         found: Found = {} if ahead is None else ahead.rows()
         for shard, places in self._by_shard(ids):
@@ -143,11 +158,11 @@ class RemoteTables(Tables):
         UsageError: a table has rows already.
     """
 
-    def __init__(self, layers: Sequence[Embedding], client: Client) -> None:
+    def __init__(self, layers: Sequence[Embedding], client: Client, refused: OnRefusal) -> None:
         sources: dict[str, RemoteSource] = {}
         for layer in layers:
             name = layer.spec.name
-            source = sources.setdefault(name, RemoteSource(layer.spec, client))
+            source = sources.setdefault(name, RemoteSource(layer.spec, client, refused))
             source.spec.require_same(layer.spec)
             if isinstance(layer.source, LocalSource) and len(layer.source.table):
                 raise UsageError(

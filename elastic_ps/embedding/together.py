@@ -14,7 +14,7 @@ import torch
 from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.core.weights import shares_of
 from elastic_ps.embedding.module import Embedding, Gradient, coalesced
-from elastic_ps.embedding.remote import RemoteTables, Sent
+from elastic_ps.embedding.remote import OnRefusal, RemoteTables, Sent
 from elastic_ps.embedding.table import TableSpec
 from elastic_ps.embedding.tables import layers_of, require_trainable
 from elastic_ps.embedding.wire import gradient_from_bytes, gradient_to_bytes
@@ -69,10 +69,11 @@ class GroupTables(RemoteTables):
         self,
         layers: Sequence[Embedding],
         client: Client,
+        refused: OnRefusal,
         world: World,
         parts: Parts,
     ) -> None:
-        super().__init__(layers, client)
+        super().__init__(layers, client, refused)
         self._world, self._parts = world, parts
 
     def send(self, caller: pb.Caller, step: int, weight: float) -> None:
@@ -121,7 +122,12 @@ class GroupTables(RemoteTables):
 
 
 def tables_in_job(
-    model: torch.nn.Module, spec: TrainingJobSpec, client: Client, world: World, parts: Parts
+    model: torch.nn.Module,
+    spec: TrainingJobSpec,
+    client: Client,
+    refused: OnRefusal,
+    world: World,
+    parts: Parts,
 ) -> RemoteTables | None:
     """The tables of a model that a job trains; None if it has none. `world`, `parts`: see `GroupTables`.
 
@@ -133,4 +139,6 @@ def tables_in_job(
     if not layers:
         return None
     require_trainable(spec, layers)
-    return RemoteTables(layers, client) if world.alone else GroupTables(layers, client, world, parts)
+    if world.alone:
+        return RemoteTables(layers, client, refused)
+    return GroupTables(layers, client, refused, world, parts)

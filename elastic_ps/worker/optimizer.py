@@ -362,9 +362,13 @@ class ElasticOptimizer(_Wrapping):
         if self.steps_here:
             state = self._wrapped.state_dict()
         elif self._runtime.world.leads:
-            client = self._runtime.client
-            entries = (each for shard in range(client.shards) for each in client.optimizer_state(shard))
-            state = state_dict_of(entries, self._flat.layout, self._flat.tensors, self._wrapped)
+            client, state = self._runtime.client, {}
+            while not state:
+                with self._runtime.known():
+                    entries = (
+                        each for shard in range(client.shards) for each in client.optimizer_state(shard)
+                    )
+                    state = state_dict_of(entries, self._flat.layout, self._flat.tensors, self._wrapped)
         else:
             raise UsageError(
                 "optimizer.state_dict() fetches the state from the parameter server, which process 0 of a "

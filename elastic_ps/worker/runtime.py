@@ -410,6 +410,20 @@ class Runtime(Membership):
         with self.known():
             self._stopped.ask(reason)
 
+    def rows_refused(self, refusal: Refused) -> bool:
+        """Rows of a table were refused. Returns whether they do not matter; else it has joined again.
+
+        In a batch it cannot join again, since values that backward() needs would change. The parameter server
+        refuses that step, too.
+        """
+        if expelled(refusal) and self.batches.in_batch:
+            return True
+        if not self.world.alone:
+            raise refusal
+        with self.known():
+            raise refusal
+        return False
+
     def begin_batch(self, ranges: Sequence[Range]) -> None:
         """A batch of these records is handed to the script."""
         self._settle_by_hand()

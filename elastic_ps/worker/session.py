@@ -306,7 +306,8 @@ class Session:
 
     def _tables_of(self, model: torch.nn.Module) -> Tables | None:
         """The tables of the model that grow. Raises InvalidModel: the job cannot train them."""
-        return tables_in_job(model, self.spec, self._client, self._world, self._runtime.parts)
+        own = self._runtime
+        return tables_in_job(model, self.spec, self._client, own.rows_refused, self._world, own.parts)
 
     def _require_whole_gradient(self) -> None:
         """Raise UsageError where the gradient that is to be clipped is not known as a whole."""

@@ -22,7 +22,8 @@ from elastic_ps.embedding.table import State
 from elastic_ps.evaluation import checkpoints as scripts
 from elastic_ps.evaluation.remote import JobSource
 from elastic_ps.worker.session import Session
-from tests.testing.harness import Job, running_job
+from tests.testing.harness import Job, Numbers, running_job
+from tests.testing.polling import eventually
 from tests.testing.tiers import per_change
 
 DIM, RECORDS, BATCH, EPOCHS = 3, 60, 3, 4
@@ -306,3 +307,51 @@ def test_each_record_is_in_its_row_once_in_each_mode(
         torch.testing.assert_close(rows["values"], torch.full((RECORDS, 1), 2 / size, dtype=torch.float64))
     else:
         assert bool(((rows["values"] > 0) & (rows["values"] <= 2 / 3)).all())
+
+
+def lose_the_model(job: Job) -> None:
+    """Shard 1 loses it before it is on disk: the worker has to bring it again."""
+    before = job.coordinator.job.term
+    job.restart(1)
+    eventually(lambda: job.coordinator.job.term > before, "shard 0 knows that the model is lost")
+
+
+@pytest.mark.parametrize("within", [True, False], ids=["in a batch", "before a batch"])
+def test_the_only_worker_looks_rows_up_while_a_shard_has_lost_them(tmp_path: Path, within: bool) -> None:
+    seen = list[torch.Tensor]()
+
+    def script(session: Session) -> None:
+        model = Model()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        if not within:
+            lose_the_model(job)
+            seen.append(model.rows(torch.arange(40)).detach())
+        for number, (ids, targets) in enumerate(session.loader(Skewed(), batch_size=BATCH)):
+            if within and not number:
+                lose_the_model(job)
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(ids), targets).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, parameterServer={"replicas": 2}) as job:
+        job.run(script, workers=1)
+        assert job.status().progress.records_applied == RECORDS
+    assert all(bool(row.any()) for rows in seen for row in rows), "the first values"
+
+
+def test_the_optimizers_state_is_fetched_while_a_shard_has_lost_it(tmp_path: Path) -> None:
+    states = list[dict[str, Any]]()
+
+    def script(session: Session) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.Linear(40, 1))
+        optimizer = session.optimizer(torch.optim.Adam(model.parameters()), model)
+        lose_the_model(job)
+        states.append(optimizer.state_dict())
+        for x, y in session.loader(Numbers(16), 4):
+            torch.nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+
+    with running_job(tmp_path, parameterServer={"replicas": 2, "bucketBytes": 1024}) as job:
+        job.run(script, workers=1)
+        assert job.status().progress.records_applied == 16
+    assert states
