@@ -171,14 +171,17 @@ def files_of(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], op
     Patterns are fsspec's (`*`, `a?.tar`, `[ab].tar`), `{000..012}` for numbers and `{train,test}` for names.
 
     Raises:
-        UsageError: there is none, or what is given is no file.
+        UsageError: there is none for one of them, or what is given is no file.
     """
     given = [os.fspath(urls)] if isinstance(urls, str | os.PathLike) else [os.fspath(url) for url in urls]
     found: list[str] = []
+    if not given:
+        raise UsageError(f"there is no file for an empty list. {_EXPECTED}")
     for url in (each for one in given for each in _expanded(one)):
-        found += _matching(url, options) if _PATTERN.search(url) else [url]
-    if not found:
-        raise UsageError(f"there is no file for {', '.join(given)[:300] or 'an empty list'}. {_EXPECTED}")
+        matching = _matching(url, options) if _PATTERN.search(url) else [url]
+        if not matching:
+            raise UsageError(f"there is no file for {url[:300]}. {_EXPECTED}")
+        found += matching
     files = [File(url, options) for url in found]
     for file in files:
         file.require()

@@ -61,6 +61,12 @@ def test_what_is_no_file_is_refused(tmp_path: Path, make: Any, url: str, match: 
         make(url.format(folder=tmp_path))
 
 
+def test_a_pattern_without_a_file_is_refused_beside_others(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n")
+    with pytest.raises(UsageError, match=r"there is no file for .*b\?\.txt.*Expected"):
+        TextDataset([tmp_path / "a.txt", tmp_path / "b?.txt"])
+
+
 def test_a_file_that_a_server_does_not_have_is_refused(tmp_path: Path) -> None:
     with serving(tmp_path) as address, pytest.raises(UsageError, match=r"there is no file http://.*Expected"):
         TextDataset(f"{address}/none.txt")
