@@ -71,10 +71,15 @@ def main() -> int:
         except SystemExit as ending:
             if not ending.code:  # as `sys.exit(main())` ends a script that has done its work
                 current.finish()
+            elif current.came_late():
+                return _late()
             raise
         current.finish()
     except UserError as error:
         current.close(failed=True)  # so that the cause is said last
+        if current.came_late():
+            print(f"error: {error}", file=sys.stderr)
+            return _late()
         return _invalid(str(error))
     except Drained:
         return exits.LEFT
@@ -88,13 +93,18 @@ def main() -> int:
         text = entrypoint.describe(error)
         print(text, end="", file=sys.stderr)
         if current.came_late():
-            print("the training was over before this worker made a step: that is no failure", file=sys.stderr)
-            return 0
+            return _late()
         lifecycle.leave_reason(text[-2000:])
         return status_of(error)
     finally:
         current.close()
         lifecycle.end_soon()
+    return 0
+
+
+def _late() -> int:
+    """Say that the failure of this worker's script does not matter; returns the status."""
+    print("the training was over before this worker made a step: that is no failure", file=sys.stderr)
     return 0
 
 

@@ -10,10 +10,20 @@ from elastic_ps.local import Launcher, Options
 from tests.testing.launching import forks, make_job, wait_for_end
 
 
-@pytest.mark.parametrize("chief_fails", [False, True])
-def test_a_script_that_fails_without_a_batch_fails_no_trained_job(tmp_path: Path, chief_fails: bool) -> None:
+@pytest.mark.parametrize(
+    ("chief_fails", "how", "told"),
+    [
+        (False, "error", "UnboundLocalError"),
+        (False, "report", "has to be one number"),
+        (False, "exit", "no failure"),
+        (True, "error", ""),
+    ],
+)
+def test_a_script_that_fails_without_a_batch_fails_no_trained_job(
+    tmp_path: Path, chief_fails: bool, how: str, told: str
+) -> None:
     spec = {"entrypoint": "tests.testing.scripts.late:main", "runPolicy": {"backoffLimit": 0}}
-    job = make_job(spec=spec, trained=str(tmp_path / "trained"), chief_fails=chief_fails)
+    job = make_job(spec=spec, trained=str(tmp_path / "trained"), chief_fails=chief_fails, how=how)
     with Launcher(job, Options(forks=forks(), root=tmp_path)) as launcher:
         launcher.start()
         wait_for_end(launcher)
@@ -24,4 +34,4 @@ def test_a_script_that_fails_without_a_batch_fails_no_trained_job(tmp_path: Path
     else:
         assert outcome.verdict.phase == "Succeeded", outcome.verdict
         assert "before this worker made a step: that is no failure" in said
-        assert "UnboundLocalError" in said
+        assert told in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -10,8 +11,11 @@ import torch
 import elastic_ps
 
 
-def main(trained: str, *, chief_fails: bool) -> None:
-    """`trained`: a file that the chief makes after the training. It may fail then."""
+def main(trained: str, *, chief_fails: bool, how: str = "error") -> None:
+    """`trained`: a file that the chief makes after the training. It may fail then.
+
+    `how`: what worker 1 fails with.
+    """
     session = elastic_ps.connect()
     while session.worker == 1 and not Path(trained).exists():
         time.sleep(0.05)
@@ -29,4 +33,9 @@ def main(trained: str, *, chief_fails: bool) -> None:
         Path(trained).touch()
         if chief_fails:
             raise RuntimeError("the disk is full")
-    print("the last loss is", loss.item())
+    if session.worker == 1 and how == "report":
+        session.report(loss=None)  # type: ignore[arg-type]
+    elif session.worker == 1 and how == "exit":
+        sys.exit(3)
+    else:
+        print("the last loss is", loss.item())
