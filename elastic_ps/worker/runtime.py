@@ -160,10 +160,12 @@ class Runtime(Membership):
             UsageError: a name or a value is not valid, or there is no step whose values could be reduced.
         """
         values = checked(metrics, reduce)
+        if self.batches.hand is Hand.LOST:
+            return  # its records are trained, and reported, by others
         if self.batches:
             self.batches.report(values, reduce)
         elif reduce != "mean":
-            if not self.batches.lost:  # else its records are trained, and reported, by others
+            if not self.batches.lost:
                 raise UsageError(
                     f"session.metric(..., reduce={reduce!r}) was called outside of a step, where there "
                     "are no other workers' values. Call it between a batch of the loader and its "
