@@ -134,7 +134,7 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
         return
     progress = server.progress
     if outcome.verdict.phase == "Failed":
-        yield "cause", outcome.verdict.message
+        yield "cause", outcome.verdict.message.partition("\n")[0]
     if progress.stopped:
         yield "stopped early", progress.stopped
     for name, value in sorted(progress.metrics.items()):
