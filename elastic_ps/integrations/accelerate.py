@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -260,7 +261,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             place=(lambda batch: send_to_device(batch, self.device)) if places else (lambda batch: batch),
             ended=self._step_with_rest,
         )
-        self.session.at_finish.append(self._training.heed_break)
+        self.session.at_finish.append(partial(self._training.heed_break, ends=True))
         return self._training
 
     def _step_with_rest(self) -> None:

@@ -110,7 +110,9 @@ class EpochLoader:
 
     def _end_if_late(self) -> None:
         """End the script if this worker has nothing to do in the job. Raises SystemExit."""
-        if self.batches or self.upcoming() is not None or self._session.is_chief:
+        if self.batches or (self._is_of_job and self.begun < self._epochs):
+            return
+        if self.upcoming() is not None or self._session.is_chief:
             return
         logger.warning(
             "the training was finished before this worker's first batch, so it ends its script here"
@@ -136,10 +138,16 @@ class EpochLoader:
             self.begun = max(self.begun, min(upcoming, self._epochs - 1))
             yield self.begun
 
-    def heed_break(self) -> None:
-        """The script goes on after a loop: if it has left batches there, the training ends. May block."""
+    def heed_break(self, *, ends: bool = False) -> None:
+        """The script goes on after a loop: if it has left batches there, the training ends. May block.
+
+        Args:
+            ends: the script goes on to its end, so it has left the epochs to come, too.
+        """
         running, self._running = self._running, None
-        if running is None or next(running, _END) is _END:
+        if running is None:
+            return
+        if next(running, _END) is _END and not (ends and self.begun < self._epochs):
             return
         self._session.stop(_LEFT)
         logger.warning("%s with `break`, so the training ends on all workers", _LEFT)

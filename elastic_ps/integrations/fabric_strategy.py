@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -173,7 +174,7 @@ class FabricInJob(OneDevice):
             place=lambda batch: batch,
             ended=self._step_with_rest,
         )
-        self.session.at_finish.append(self._training.heed_break)
+        self.session.at_finish.append(partial(self._training.heed_break, ends=True))
         return self._training
 
     def epochs(self) -> Iterator[int]:

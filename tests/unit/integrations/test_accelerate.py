@@ -220,7 +220,8 @@ def test_a_break_ends_the_training(tmp_path: Path) -> None:
     assert len(ours.losses) == len(alone.losses), "alone, each further epoch has a batch, too"
 
 
-def test_a_break_ends_the_training_where_the_script_ends_after_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [5, -(-RECORDS // BATCH)], ids=["in an epoch", "at the end of an epoch"])
+def test_a_break_ends_the_training_where_the_script_ends_after_it(tmp_path: Path, steps: int) -> None:
     """As with `while step < 5: for batch in data: ...; if step == 5: break`."""
 
     def make(session: Session) -> None:
@@ -231,14 +232,41 @@ def test_a_break_ends_the_training_where_the_script_ends_after_it(tmp_path: Path
             optimizer.zero_grad()
             accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
             optimizer.step()
-            if step == 5:
+            if step == steps:
                 break
         session.finish()  # as at the end of a script
 
     with running_job(tmp_path) as job:
         job.run(make, workers=1)
         assert "left its loop" in job.status().progress.stopped
-        assert len(job.commits()) == 5
+        assert len(job.commits()) == steps
+
+
+def test_a_batch_that_is_not_trained_reports_nothing(tmp_path: Path) -> None:
+    """As a chief that is replaced after the training gets it, for the last lines of its script."""
+    runs = list[int]()
+
+    def make(session: Session) -> None:
+        accelerator, model = elastic(session), make_mlp()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Numbers(RECORDS), BATCH))
+        for _ in range(EPOCHS):
+            for x, y in loader:
+                session.report(mark=len(runs))
+                optimizer.zero_grad()
+                accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+        runs.append(session.version)
+        if len(runs) == 1:
+            job.declare_gone(0)
+
+    with running_job(tmp_path) as job:
+        for _ in range(2):
+            job.start(0, make)
+            job.join()
+        progress = job.status().progress
+    assert len(runs) == 2
+    assert progress.metrics["mark"] == 0.0
 
 
 class Sums(NamedTuple):
