@@ -34,7 +34,7 @@ def main(trained: str, *, chief_fails: bool, how: str = "error") -> None:
         if chief_fails:
             raise RuntimeError("the disk is full")
     if session.worker == 1 and how == "report":
-        session.report(loss=None)  # type: ignore[arg-type]
+        session.report(loss=None)
     elif session.worker == 1 and how == "exit":
         sys.exit(3)
     else:
