@@ -269,7 +269,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self.step = 0
         if self._elastic is not None and self._elastic.owes_step:
             self._clipped.as_last()
-            self.gradient_state._set_sync_gradients(True)  # noqa: SLF001 (no other way)
+            self.sync_gradients = True
             self._optimizers[-1].step()
             self._optimizers[-1].zero_grad()
 

@@ -198,6 +198,7 @@ class ElasticMixin:
                 if not self._has_warned:
                     logger.warning(_NO_LABEL)
                 self._skips = self._has_warned = True
+                self.accelerator.sync_gradients = False  # optimizer.step() does nothing
                 return torch.zeros((), device=self.args.device)
             self.session.weigh(self._items / self.group)
         loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]

@@ -482,6 +482,29 @@ def test_a_step_of_several_batches_without_labels_is_skipped(
             assert job.status().progress.records_skipped == 2 * len(skipped) * BATCH
 
 
+class NormNet(TokenNet):
+    """It has buffers, of which alone a step may be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(6, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, **given: Any) -> dict[str, torch.Tensor]:
+        return super().forward(self.norm(x), labels, **given)
+
+
+def test_the_first_batch_without_labels_makes_no_step_of_buffers(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        given = arguments(tmp_path, eval_strategy="no", num_train_epochs=1)
+        trainer = Trainer(NormNet(), given, train_dataset=Unlabelled(4 * BATCH, {0}))
+        prepare_trainer(trainer, session=session).train()
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        job.run(script, workers=1)
+        assert len(job.commits()) == 3
+        assert job.status().progress.records_skipped == BATCH
+
+
 def test_a_callback_changes_gradients_without_overlap(tmp_path: Path) -> None:
     class Halving(TrainerCallback):  # type: ignore[misc]
         def on_pre_optimizer_step(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
