@@ -277,12 +277,17 @@ class _Reducer:
         self.weights: Sequence[float] = ()
         self._weight: float | None = None
         self._same = same
-        self._flat, self._links, self._done = flat, links, done
+        self._flat, self._done = flat, done
         self._told: list[dict[tuple[int, int], _Told]] = [{} for _ in links]
+        self._ended: dict[int, Exception] = {}  # why a process says nothing any more
         self._changed = threading.Condition()
         self._step, self._missing = _NO_STEP, 0
         self._error: BaseException | None = None
         self._parts = Queue("sums", self._take)
+        for number, link in enumerate(links):  # so that no process waits until it can say what it has
+            threading.Thread(
+                target=self._read, args=(number, link), name=f"told-{number}", daemon=True
+            ).start()
 
     def begin(self, step: Step, weights: Sequence[float]) -> None:
         """A step begins. Nothing of an older one is added up any more."""
@@ -312,7 +317,7 @@ class _Reducer:
 
     def _take(self, part: _Part) -> None:
         try:
-            others = [self._await(number, part) for number in range(len(self._links))]
+            others = [self._await(number, part) for number in range(len(self._told))]
             with self._changed:
                 there = [other for other in others if other is not None]
                 if part.step == self._step and len(there) == len(others):
@@ -327,13 +332,28 @@ class _Reducer:
     def _await(self, number: int, part: _Part) -> _Told | None:
         """What another process has of a bucket; None if it has gone on to a later step. Blocks."""
         told, key = self._told[number], (part.step, part.bucket.index)
-        for old in [each for each in told if each[0] < part.step]:
-            del told[old]
-        while key not in told:
-            if any(step > part.step for step, _ in told):
-                return None
-            step, bucket, told[step, bucket] = self._links[number].recv()
-        return told.pop(key)
+        with self._changed:
+            for old in [each for each in told if each[0] < part.step]:
+                del told[old]
+            self._changed.wait_for(
+                lambda: key in told or any(step > part.step for step, _ in told) or number in self._ended
+            )
+            if key not in told and number in self._ended:
+                raise self._ended[number]
+            return told.pop(key, None)
+
+    def _read(self, number: int, link: Connection) -> None:
+        """Take what another process says, until it ends."""
+        try:
+            while True:
+                step, bucket, told = link.recv()
+                with self._changed:
+                    self._told[number][step, bucket] = told
+                    self._changed.notify_all()
+        except Exception as error:  # noqa: BLE001 (raised where it is waited for)
+            with self._changed:
+                self._ended[number] = error
+                self._changed.notify_all()
 
     def _add_up(self, part: _Part, told: Sequence[_Told]) -> None:
         gradients, weight, weights = part.bucket.rule is Rule.GRADIENT, self._weight, self.weights

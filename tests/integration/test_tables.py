@@ -173,6 +173,38 @@ def test_processes_of_a_worker_add_up_their_rows(
             torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 
+def test_a_process_that_sends_many_rows_waits_for_no_other_one(tmp_path: Path) -> None:
+    """Process 0 skips the step before it has said what it has: the rows are more than a socket holds."""
+
+    class Large(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(4096, 256, sparse=True)
+            self.last = torch.nn.Linear(256, 1)
+
+    skipped = list[int]()
+
+    def script(session: Session, rank: int) -> None:
+        model = Large()
+        optimizer = session.optimizer(sgd(model), model)
+        for number, (x, y) in enumerate(session.loader(Numbers(16), 4)):
+            optimizer.zero_grad()
+            every = torch.arange(4096) if rank else torch.arange(4)
+            looked_up = model.table(every).mean(0, keepdim=True) if rank or number else x.new_zeros(1, 256)
+            torch.nn.functional.mse_loss(model.last(looked_up).expand_as(y), y).backward()
+            if number == 0:
+                skipped.append(rank)
+                optimizer.skip()
+            else:
+                optimizer.step()
+
+    with running_job(tmp_path, worker={"processes": 2}) as job:
+        job.start_processes(0, script)
+        job.join()
+        assert job.status().progress.records_skipped == 4
+    assert sorted(skipped) == [0, 1]
+
+
 @pytest.mark.covering(1)
 @whole_jobs
 @pytest.mark.parametrize(
