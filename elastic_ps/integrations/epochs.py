@@ -59,6 +59,7 @@ class EpochLoader:
         self._upcoming: int | None = None  # an epoch that has been asked for, and not looped over
         self._is_of_job = False  # the last loop had an epoch of the job's
         self._running: Iterator[Any] | None = None  # what the loop under way takes from, or one that was left
+        self._left_at_end = False  # the last loop was left with its last batch
 
     def __len__(self) -> int:
         """The batches of an epoch for a single worker. Several workers share them."""
@@ -80,7 +81,7 @@ class EpochLoader:
                 "read the data again, for example to evaluate, use another "
                 "DataLoader, which is prepared or set up after the one for training"
             )
-        self._running = self._loop(self.begun)
+        self._running, self._left_at_end = self._loop(self.begun), False
         self.begun, self.within = self.begun + 1, True
         before = self.batches
         try:
@@ -145,12 +146,12 @@ class EpochLoader:
             ends: the script goes on to its end, so it has left the epochs to come, too.
         """
         running, self._running = self._running, None
-        if running is None:
-            return
-        if next(running, _END) is _END and not (ends and self.begun < self._epochs):
-            return
-        self._session.stop(_LEFT)
-        logger.warning("%s with `break`, so the training ends on all workers", _LEFT)
+        left = running is not None and next(running, _END) is not _END
+        if running is not None:
+            self._left_at_end = not left
+        if left or (ends and self._left_at_end and self.begun < self._epochs):
+            self._session.stop(_LEFT)
+            logger.warning("%s with `break`, so the training ends on all workers", _LEFT)
 
     def is_chief(self) -> bool:
         """`Session.is_chief` after a loop: also false if the loop had no epoch of the job's. May block."""

@@ -270,9 +270,11 @@ class ElasticLoader:
         for batch in DataLoader(self._source.readable, batch_sampler=sampler, collate_fn=collate):
             runtime.gradients.void()
             batches.note(HandEvent.HAND_OUT_LOST)
+            runtime.untrained = True
             try:
                 yield batch
             finally:
+                runtime.untrained = False
                 batches.note(HandEvent.LAY_DOWN)
                 batches.note(HandEvent.FORGET)
                 runtime.gradients.void()

@@ -89,6 +89,7 @@ class Runtime(Membership):
         self.repeats += [self._stopped.repeat, self.state.repeat, self.records.repeat]
         self.phases = Phases(client.trace)
         self._warned = False
+        self.untrained = False  # the batch in hand counts nowhere, see `ElasticLoader.untrained`
         self.send_rows: Callable[[pb.Caller, int, float], None] = lambda *_: None
         self.prefetch_rows: Callable[[Any, int], object] = no_rows
 
@@ -160,8 +161,8 @@ class Runtime(Membership):
             UsageError: a name or a value is not valid, or there is no step whose values could be reduced.
         """
         values = checked(metrics, reduce)
-        if self.batches.hand is Hand.LOST:
-            return  # its records are trained, and reported, by others
+        if self.untrained:
+            return
         if self.batches:
             self.batches.report(values, reduce)
         elif reduce != "mean":

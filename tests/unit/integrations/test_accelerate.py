@@ -234,6 +234,7 @@ def test_a_break_ends_the_training_where_the_script_ends_after_it(tmp_path: Path
             optimizer.step()
             if step == steps:
                 break
+        assert accelerator.is_main_process  # as it saves
         session.finish()  # as at the end of a script
 
     with running_job(tmp_path) as job:
