@@ -52,12 +52,14 @@ def half(staleness: int) -> float:
 
 
 STEPS = 4
+WHOLE = {"stalenessScale": "none"}
+"""A stale step counts as any other, so that the model moves by whole numbers."""
 SWITCHED: tuple[Mapping[str, Any], ...] = (
     {"mode": "sync"},
     {"mode": "sync", "backupWorkers": 1},
-    {"mode": "bounded", "maxStaleness": 2},
-    {"mode": "async"},
-    {"mode": "async", "reads": "inconsistent"},
+    {"mode": "bounded", "maxStaleness": 2, **WHOLE},
+    {"mode": "async", **WHOLE},
+    {"mode": "async", "reads": "inconsistent", **WHOLE},
     {"mode": "accumulate", "gradients": 2},
 )
 
@@ -70,12 +72,12 @@ MODES: Mapping[str, Mode] = {
     "sync": Mode({}),
     "backupWorkers": Mode({"backupWorkers": 1}),
     "deterministic": Mode({"deterministic": True}, rescaled=False),
-    "bounded": Mode({"mode": "bounded", "maxStaleness": 4}),
+    "bounded": Mode({"mode": "bounded", "maxStaleness": 4, **WHOLE}),
     "bounded, scaled": Mode({"mode": "bounded", "maxStaleness": 4, "stalenessScale": "inverse"}, "trained"),
-    "async": Mode({"mode": "async"}),
-    "async, inconsistent": Mode({"mode": "async", "reads": "inconsistent"}),
+    "async": Mode({"mode": "async", **WHOLE}),
+    "async, inconsistent": Mode({"mode": "async", "reads": "inconsistent", **WHOLE}),
     "async, scaled": Mode({"mode": "async", "stalenessScale": "benchmarks.soak_modes:half"}, "trained"),
-    "async, objective": Mode({"mode": "async", "maxStalenessP99": 1}),
+    "async, objective": Mode({"mode": "async", "maxStalenessP99": 1, **WHOLE}),
     "accumulate above": Mode({"mode": "accumulate", "gradients": 4}),
     "accumulate below": Mode({"mode": "accumulate", "gradients": 2}),
     "globalBatchSize": Mode({"globalBatchSize": 18}),
