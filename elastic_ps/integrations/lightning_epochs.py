@@ -14,7 +14,7 @@ class Epochs(EpochLoader):
 
     Attributes:
         number: the job's number of the epoch of the last loop.
-        finished: whether there is no further epoch.
+        finished: all epochs are over.
     """
 
     number = -1
@@ -50,7 +50,7 @@ class Epochs(EpochLoader):
                 return
 
     def ends(self) -> bool:
-        """Whether there is no further epoch. Blocks."""
+        """Return whether all epochs are over. Blocks."""
         self.finished = self.finished or self.upcoming() is None
         return self.finished
 
@@ -61,7 +61,7 @@ class Epochs(EpochLoader):
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last epoch."""
+        """Return whether `number` is that of the last epoch."""
         return self.number == self._epochs - 1
 
     def leave_epoch(self) -> None:

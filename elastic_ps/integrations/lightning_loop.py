@@ -509,7 +509,7 @@ class Loop:
 
 
 def _lacks_checkpoint(trainer: Any, path: Any) -> bool:
-    """Whether another worker has written the checkpoint of this training that is to be loaded."""
+    """Return whether this process lacks the checkpoint at `path`, because another worker has written it."""
     if trainer.global_step == 0:  # this process has trained nothing
         return True
     best = getattr(trainer.checkpoint_callback, "best_model_path", "")

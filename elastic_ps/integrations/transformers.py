@@ -331,7 +331,7 @@ class _Loader(EpochLoader):
     Attributes:
         number: the job's number of the epoch of the last loop.
         of_loop: how many batches the last loop has yielded.
-        finished: whether there is no further epoch.
+        finished: all epochs are over.
     """
 
     number = of_loop = 0
@@ -353,13 +353,13 @@ class _Loader(EpochLoader):
                 return
 
     def ends(self) -> bool:
-        """Whether there is no further epoch. Blocks."""
+        """Return whether all epochs are over. Blocks."""
         self.finished = self.finished or self.upcoming() is None
         return self.finished
 
     @property
     def is_last(self) -> bool:
-        """Whether this is the last epoch."""
+        """Return whether `number` is that of the last epoch."""
         return self.number == self._epochs - 1
 
     def is_chief(self) -> bool:

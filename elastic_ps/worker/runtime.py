@@ -166,7 +166,7 @@ class Runtime(Membership):
         if self.batches:
             self.batches.report(values, reduce)
         elif reduce != "mean":
-            if not self.batches.lost:
+            if not self.batches.lost:  # else its records are trained, and reported, by others
                 raise UsageError(
                     f"session.metric(..., reduce={reduce!r}) was called outside of a step, where there "
                     "are no other workers' values. Call it between a batch of the loader and its "

@@ -105,7 +105,7 @@ def test_a_stream_of_arrow_is_refused(tmp_path: Path) -> None:
 
 @KINDS
 def test_a_column_that_there_is_not_is_refused_at_once(tmp_path: Path, kind: str, make: Any) -> None:
-    """Whether there is an index already or not."""
+    """The second time, the files have an index."""
     write(tmp_path, kind)
     for _ in range(2):
         with pytest.raises(UsageError, match=r"there is no column 'nmae' in .*; there are id, name, wide"):
