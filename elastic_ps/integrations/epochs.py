@@ -157,3 +157,31 @@ class EpochLoader:
         """`Session.is_chief` after a loop: also false if the loop had no epoch of the job's. May block."""
         self.heed_break()
         return (self._is_of_job or bool(self._session.stopped)) and self._session.is_chief
+
+
+class OpenEpochs(EpochLoader):
+    """The job's epochs as they come, for a library's loop that ends when the job says so.
+
+    Attributes:
+        number: the job's number of the epoch of the last loop.
+        finished: all epochs are over.
+    """
+
+    number = -1
+    finished = False
+
+    def begin_epoch(self) -> None:
+        """Begin a loop over the epoch that comes next, after `ends` was false."""
+        assert self._upcoming is not None
+        self.number, self._upcoming = self._upcoming, None
+        self.within, self.begun = True, self.begun + 1
+
+    def ends(self) -> bool:
+        """Return whether all epochs are over. Blocks."""
+        self.finished = self.finished or self.upcoming() is None
+        return self.finished
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether `number` is that of the last epoch."""
+        return self.number == self._epochs - 1

@@ -6,19 +6,12 @@ from collections.abc import Generator, Iterator
 from contextlib import closing
 from typing import Any
 
-from elastic_ps.integrations.epochs import EpochLoader
+from elastic_ps.integrations.epochs import OpenEpochs
 
 
-class Epochs(EpochLoader):
-    """The job's epochs as they come, for Lightning's loop.
+class Epochs(OpenEpochs):
+    """The job's epochs as they come, for Lightning's loop."""
 
-    Attributes:
-        number: the job's number of the epoch of the last loop.
-        finished: all epochs are over.
-    """
-
-    number = -1
-    finished = False
     _left = False
 
     def begin(self) -> Iterator[tuple[Any, int, int]]:
@@ -29,9 +22,8 @@ class Epochs(EpochLoader):
     def _of_epoch(self) -> Iterator[tuple[Any, int, int]]:
         """The batches of an epoch. The last one goes on until all records are in the model."""
         while not (self._left or self.ends()):
-            assert self._upcoming is not None
-            self.number, self._upcoming = self._upcoming, None
-            self.within, self.begun, empty = True, self.begun + 1, True
+            self.begin_epoch()
+            empty = True
             given: Any = iter(self._loader)
             try:
                 with closing(given):
@@ -49,20 +41,10 @@ class Epochs(EpochLoader):
             if not empty or self._session.is_chief:
                 return
 
-    def ends(self) -> bool:
-        """Return whether all epochs are over. Blocks."""
-        self.finished = self.finished or self.upcoming() is None
-        return self.finished
-
     @property
     def next_number(self) -> int:
         """Of the epoch that comes next, if `ends` was false."""
         return self.number if self._upcoming is None else self._upcoming
-
-    @property
-    def is_last(self) -> bool:
-        """Return whether `number` is that of the last epoch."""
-        return self.number == self._epochs - 1
 
     def leave_epoch(self) -> None:
         """Lightning has left an epoch at a batch, which goes to others, as do those after it. May block."""

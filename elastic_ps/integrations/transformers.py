@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from elastic_ps.contract import env
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.accelerate import ElasticAccelerator
-from elastic_ps.integrations.epochs import EpochLoader
+from elastic_ps.integrations.epochs import OpenEpochs
 from elastic_ps.integrations.processes import as_only_process, is_one_of_several
 from elastic_ps.standalone import connect
 from elastic_ps.worker.session import Session
@@ -325,23 +325,19 @@ class _Batches(int):
     _trainer: Any
 
 
-class _Loader(EpochLoader):
-    """The epochs as they come, for a loop that ends when the job says so.
+class _Loader(OpenEpochs):
+    """The job's epochs as they come, for the Trainer's loop.
 
     Attributes:
-        number: the job's number of the epoch of the last loop.
         of_loop: how many batches the last loop has yielded.
-        finished: all epochs are over.
     """
 
     number = of_loop = 0
-    finished = False
 
     def __iter__(self) -> Iterator[Any]:
         while not self.ends():
-            assert self._upcoming is not None
-            self.number, self._upcoming = self._upcoming, None
-            self.within, self.begun, self.of_loop = True, self.begun + 1, 0
+            self.begin_epoch()
+            self.of_loop = 0
             try:
                 for batch in self._loader:
                     self.batches += 1
@@ -351,16 +347,6 @@ class _Loader(EpochLoader):
                 self.within = False
             if self.of_loop or self._session.is_chief:  # who saves it, though others have trained it
                 return
-
-    def ends(self) -> bool:
-        """Return whether all epochs are over. Blocks."""
-        self.finished = self.finished or self.upcoming() is None
-        return self.finished
-
-    @property
-    def is_last(self) -> bool:
-        """Return whether `number` is that of the last epoch."""
-        return self.number == self._epochs - 1
 
     def is_chief(self) -> bool:
         """Between two loops and after the last one: `Session.is_chief`."""
