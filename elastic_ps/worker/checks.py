@@ -417,8 +417,8 @@ def check_wrapper(optimizer: object) -> None:
         )
 
 
-def check_model(model: torch.nn.Module) -> None:
-    """Raise InvalidModel if the model is wrapped, and UsageError if another library's loop trains it."""
+def check_model(model: object) -> None:
+    """Raise InvalidModel if it is wrapped, UsageError if it is no model or another library's loop trains it."""
     kind = type(model).__name__
     sharded = kind == "FullyShardedDataParallel" and library_of(model) == "torch"
     if sharded or isinstance(model, DistributedDataParallel):
@@ -431,6 +431,10 @@ def check_model(model: torch.nn.Module) -> None:
         raise InvalidModel(
             f"the model is {library_of(model)}'s {kind}. Pass session.optimizer(...) the model that you had "
             f"before {_preparing(model)}"
+        )
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            f"session.optimizer(optimizer, model) takes a torch.nn.Module as its second argument, not a {kind}"
         )
     check_loop(model)
 

@@ -489,9 +489,12 @@ def test_what_is_no_optimizer_or_no_scheduler(tmp_path: Path) -> None:
     def script(session: Session) -> None:
         model = make_mlp()
         given: Any = model
+        optimizer: Any = sgd(model)
         with pytest.raises(UsageError, match=r"takes a torch optimizer, .* the first is a Sequential"):
             session.optimizer(given, model)
-        session.optimizer(sgd(model), model)
+        with pytest.raises(UsageError, match=r"a torch.nn.Module as its second argument, not a SGD"):
+            session.optimizer(given, optimizer)
+        session.optimizer(optimizer, model)
         with pytest.raises(UsageError, match=r"takes a learning-rate scheduler, .* got Sequential"):
             session.scheduler(given, interval="step")
         other = torch.optim.lr_scheduler.StepLR(sgd(make_mlp()), 1)
