@@ -244,6 +244,10 @@ class ImportedState(OptimizerState):
         try:
             joined = optimizer.join(state) if isinstance(optimizer, Several) else dict(state)
             optimizer.load_state_dict(joined)
+            for part in parts_of(optimizer):
+                for group in part.param_groups:
+                    if missing := part.defaults.keys() - group.keys():
+                        raise ValueError(f"it has no {min(missing)}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InvalidModel(_not_of(optimizer, error)) from error
         for group, own in zip(optimizer.param_groups, constraints, strict=True):

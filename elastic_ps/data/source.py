@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +35,9 @@ _EMPTY = (
 
 _LOOP = ("__iter__", "_get_iterator")
 """What a DataLoader does when a loop over it begins. A job does not call it."""
+
+MOST = 2**32 - 1
+"""Epochs of a loop, and records of a batch, at most: what a call for records can say."""
 
 _NOT_OPTIONS = {"sampler", "batch_sampler", "shuffle"}
 
@@ -65,6 +70,11 @@ class Source(NamedTuple):
     drop_last: bool
     options: dict[str, Any]
     order: Order | None = None
+
+
+def is_count(number: object) -> bool:
+    """Whether it is a whole number from 1 to `MOST`."""
+    return isinstance(number, Integral) and 1 <= int(number) <= MOST
 
 
 def read_source(
@@ -107,8 +117,10 @@ def read_source(
             "in_order is False, but records are counted in the order in which batches were requested; "
             "leave in_order out"
         )
-    if batch_size is None or batch_size < 1:
-        raise UsageError(f"batch_size is {batch_size}; expected a number of records, at least 1")
+    for name in options.keys() - signature(DataLoader).parameters.keys():
+        raise UsageError(f"session.loader got {name}, which is no option of its own or of a DataLoader")
+    if batch_size is None or not is_count(batch_size):
+        raise UsageError(f"batch_size is {batch_size!r}; expected a whole number of records from 1 to {MOST}")
     drop_last = bool(options.pop("drop_last", False))
     if not isinstance(dataset, IterableDataset):
         count = _records_of(dataset, records)
@@ -176,6 +188,8 @@ def _records_of(dataset: Any, records: int | None) -> int:
     name = type(dataset).__name__
     if instead := _instead_of(dataset):
         raise UsageError(f"session.loader got a {name}, which is no data set: {instead}")
+    if isinstance(dataset, type):
+        raise UsageError(f"session.loader got the class {dataset.__name__}; expected an object of it")
     if not hasattr(dataset, "__len__"):
         raise InvalidModel(
             f"{name} has no length and no index, so its records cannot be handed out exactly once; use a "

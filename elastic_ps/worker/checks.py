@@ -418,7 +418,7 @@ def check_wrapper(optimizer: object) -> None:
 
 
 def check_model(model: object) -> None:
-    """Raise InvalidModel if it is wrapped, UsageError if it is no model or another library's loop trains it."""
+    """Raise InvalidModel if it is wrapped, UsageError if it is none or another library's loop trains it."""
     kind = type(model).__name__
     sharded = kind == "FullyShardedDataParallel" and library_of(model) == "torch"
     if sharded or isinstance(model, DistributedDataParallel):
@@ -434,7 +434,8 @@ def check_model(model: object) -> None:
         )
     if not isinstance(model, torch.nn.Module):
         raise UsageError(
-            f"session.optimizer(optimizer, model) takes a torch.nn.Module as its second argument, not a {kind}"
+            "session.optimizer(optimizer, model) takes a torch.nn.Module as its second argument, "
+            f"not a {kind}"
         )
     check_loop(model)
 
@@ -459,7 +460,7 @@ def left_over(error: BaseException) -> str:
     return ""
 
 
-def _is_lightning_module(model: torch.nn.Module) -> bool:
+def _is_lightning_module(model: object) -> bool:
     return any(
         kind.__name__ == "LightningModule" and kind.__module__.partition(".")[0] in LIGHTNING
         for kind in type(model).__mro__

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from elastic_ps.core.ledger import LEAST, Range
 from elastic_ps.data.fingerprint import fingerprint
-from elastic_ps.data.source import read_source
+from elastic_ps.data.source import MOST, is_count, read_source
 from elastic_ps.data.states import HandEvent, Loop, LoopEvent
 from elastic_ps.data.stream import IndexedStream, ItemIndex
 from elastic_ps.data.supply import Supply
@@ -31,9 +30,6 @@ from elastic_ps.worker.records import DataSet
 from elastic_ps.worker.runtime import Runtime
 
 logger = logging.getLogger(__name__)
-
-MOST = 2**32 - 1
-"""Epochs of a loop, and records of a batch, at most: what a call for records can say."""
 
 _NO_EPOCH = -1
 """The script asks for epochs, and has not been given one yet."""
@@ -100,9 +96,8 @@ class ElasticLoader:
                 f"batch_size is {source.batch_size}, but each worker has {runtime.world.size} processes, "
                 "which share a batch (worker.processes); expected as many records at least"
             )
-        for name, number in (("epochs", epochs), ("batch_size", source.batch_size)):
-            if not (isinstance(number, Integral) and 1 <= number <= MOST):
-                raise UsageError(f"{name} is {number}; expected a whole number from 1 to {MOST}")
+        if not is_count(epochs):
+            raise UsageError(f"epochs is {epochs}; expected a whole number from 1 to {MOST}")
         least = consistency.global_batch_size or source.batch_size
         if source.drop_last and source.records < least:
             raise UsageError(

@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -473,6 +473,8 @@ def test_a_record_that_ends_torchs_loop_is_no_end_of_the_data(tmp_path: Path, pr
     [
         ({"batch_size": 64, "drop_last": True}, "has 20 records, fewer than the 64 of a batch"),
         ({"batch_size": 8.0}, r"batch_size is 8\.0; expected a whole number"),
+        ({"batch_size": "8"}, "batch_size is '8'; expected a whole number"),
+        ({"batch_size": 8, "shufle": True}, "got shufle, which is no option of its own or of a DataLoader"),
         ({"batch_size": 4, "epochs": 1.5}, r"epochs is 1\.5; expected a whole number"),
     ],
 )
@@ -485,7 +487,7 @@ def test_batches_that_cannot_be(tmp_path: Path, arguments: dict[str, Any], match
     failing(tmp_path, script, UsageError, match)
 
 
-def test_what_is_no_optimizer_or_no_scheduler(tmp_path: Path) -> None:
+def test_arguments_of_another_kind_are_refused(tmp_path: Path) -> None:
     def script(session: Session) -> None:
         model = make_mlp()
         given: Any = model
@@ -494,7 +496,12 @@ def test_what_is_no_optimizer_or_no_scheduler(tmp_path: Path) -> None:
             session.optimizer(given, model)
         with pytest.raises(UsageError, match=r"a torch.nn.Module as its second argument, not a SGD"):
             session.optimizer(given, optimizer)
+        for own in ([model], 3):
+            with pytest.raises(InvalidModel, match="expected a list of names of modules or tensors"):
+                session.optimizer(optimizer, model, own=cast("Any", own))
         session.optimizer(optimizer, model)
+        with pytest.raises(UsageError, match="got the class Numbers; expected an object of it"):
+            session.loader(Numbers, 4)
         with pytest.raises(UsageError, match=r"takes a learning-rate scheduler, .* got Sequential"):
             session.scheduler(given, interval="step")
         other = torch.optim.lr_scheduler.StepLR(sgd(make_mlp()), 1)
