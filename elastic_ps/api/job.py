@@ -486,14 +486,14 @@ def parse_spec(document: Mapping[str, Any], *, source: str) -> TrainingJobSpec:
     return _validate(TrainingJobSpec, document, source)
 
 
-def load_job(path: Path) -> TrainingJob:
+def load_job(path: Path | str) -> TrainingJob:
     """Read a job from a YAML file.
 
     Raises:
         InvalidJob: the file cannot be read, is not YAML, gives a key twice, or is not a valid TrainingJob.
     """
     try:
-        text = path.read_text()
+        text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise InvalidJob(f"cannot read the job file {path}: {reason}") from error

@@ -557,7 +557,7 @@ def _restored(spec: TableSpec, state: State) -> Table:
 
 def default_init(dim: int) -> Init:
     """Uniform, with the standard deviation 1 / sqrt(dim), so that a row has a norm of about 1."""
-    bound = float(np.sqrt(3 / dim))
+    bound = float(np.sqrt(3 / dim)) if _is_count(dim) else 1.0  # TableSpec refuses other dims
     return Uniform(-bound, bound)
 
 

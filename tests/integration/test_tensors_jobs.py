@@ -93,7 +93,7 @@ def test_what_a_script_has_pushed_last_is_carried_out(tmp_path: Path, exits: boo
 @pytest.mark.nightly
 def test_elastic_averaging_by_hand_learns_the_digits(tmp_path: Path) -> None:
     """The example; with buckets so small that the centre lies on both parameter servers."""
-    example = load_job(ROOT / "examples" / "easgd" / "job.yaml")
+    example = load_job(str(ROOT / "examples" / "easgd" / "job.yaml"))
     server = example.spec.parameter_server.model_copy(update={"bucket_bytes": 4096})
     spec = example.spec.model_copy(update={"parameter_server": server})
     with Launcher(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -219,9 +219,12 @@ def test_bags_that_cannot_be_are_refused(
         make(EmbeddingBag, **options)(*arguments)
 
 
-def test_another_mode_is_refused() -> None:
+def test_another_mode_or_dim_is_refused() -> None:
     with pytest.raises(UsageError, match="mode='median'; expected one of sum, mean, max"):
         make(EmbeddingBag, mode="median")
+    for dim in (0, "16"):
+        with pytest.raises(UsageError, match=r"dim=.*; expected a whole number above 0"):
+            Embedding("user", cast("Any", dim), optimizer=SGD(lr=0.1))
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
