@@ -46,10 +46,10 @@ class Ahead:
 
     Args:
         fetch: blocks until it has them.
-        staleness: 0, or 1: the rows are used as they are.
+        staleness: when the rows are used; 0, or 1: they are used as they are.
     """
 
-    def __init__(self, fetch: Callable[[], Found], staleness: int) -> None:
+    def __init__(self, fetch: Callable[[], Found], staleness: Callable[[], int]) -> None:
         self.staleness = staleness
         self._fetch, self._found = fetch, dict[tuple[str, int], Held]()
         self._error: BaseException | None = None
@@ -79,33 +79,41 @@ class Prefetch:
 
     Args:
         ids_of: the ids of a batch, by the names of tables.
-        mode: that of the job's consistency.
+        mode: that of the job's consistency at present.
 
     Raises:
         UsageError: the mode has no such staleness.
     """
 
-    def __init__(self, ids_of: Callable[[Any], Mapping[str, Any]], staleness: int, mode: str) -> None:
-        if staleness not in (0, 1) or (staleness and mode != "async"):
+    def __init__(
+        self, ids_of: Callable[[Any], Mapping[str, Any]], staleness: int, mode: Callable[[], str]
+    ) -> None:
+        if staleness not in (0, 1) or (staleness and mode() != "async"):
             raise UsageError(
-                f"prefetch_staleness is {staleness}, in mode {mode}; expected 0, or 1 in mode async. In mode "
-                "sync all rows are of the version that a step computes on"
+                f"prefetch_staleness is {staleness}, in mode {mode()}; expected 0, or 1 in mode async. In "
+                "mode sync all rows are of the version that a step computes on"
             )
-        self._ids_of, self._staleness = ids_of, staleness
+        self._ids_of, self._staleness, self._mode = ids_of, staleness, mode
 
-    def batches(self, given: Iterable[Any], fetch: Callable[[Any, int], object]) -> Iterator[Any]:
+    def staleness(self) -> int:
+        """That of the job's present mode."""
+        return self._staleness if self._mode() == "async" else 0
+
+    def batches(
+        self, given: Iterable[Any], fetch: Callable[[Any, Callable[[], int]], object]
+    ) -> Iterator[Any]:
         """Yield the same batches, and fetch the rows of the next one before."""
         batches, end = iter(given), object()
-        fetch({}, self._staleness)  # a loop that was left has fetched rows that may be of any version by now
+        fetch({}, self.staleness)  # what was fetched for a loop that was left may be of any version by now
         batch = next(batches, end)
         while batch is not end:
             following = next(batches, end)
-            fetch({} if following is end else self._ids_of(following), self._staleness)
+            fetch({} if following is end else self._ids_of(following), self.staleness)
             yield batch
             batch = following
 
 
-def no_rows(wanted: Mapping[str, Any], _: int) -> None:
+def no_rows(wanted: Mapping[str, Any], _: Callable[[], int]) -> None:
     """Raise UsageError if rows are wanted: there is no model with tables."""
     if wanted:
         raise UsageError(

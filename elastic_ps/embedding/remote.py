@@ -64,7 +64,7 @@ class RemoteSource:
                 part = self._empty(places)
                 self._ask(shard, ids[places], part)
             else:
-                part = self._completed(shard, ids[places], held, ahead.staleness)
+                part = self._completed(shard, ids[places], held, ahead.staleness())
             values[torch.from_numpy(places)] = part
         self.used += len(ids)
         return values
@@ -175,9 +175,9 @@ class RemoteTables(Tables):
         self._client, self._remote = client, sources
         self._next: Ahead | None = None
 
-    def prefetch(self, wanted: Mapping[str, Given], staleness: int = 0) -> dict[str, Ids]:
+    def prefetch(self, wanted: Mapping[str, Given], staleness: Callable[[], int]) -> dict[str, Ids]:
         """See `Tables`. The rows that were asked for before are for the batch in hand."""
-        ids = super().prefetch(wanted)
+        ids = super().prefetch(wanted, staleness)
         for source in self._remote.values():
             source.ahead = self._next
 

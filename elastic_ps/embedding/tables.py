@@ -39,12 +39,12 @@ class Tables(abc.ABC):
         self._taken: dict[str, Gradient] = {}
         self._first: Groups = ()
 
-    def prefetch(self, wanted: Mapping[str, Given], staleness: int = 0) -> dict[str, Ids]:  # noqa: ARG002
+    def prefetch(self, wanted: Mapping[str, Given], staleness: Callable[[], int]) -> dict[str, Ids]:  # noqa: ARG002
         """Begin to fetch the rows of the next batch. Rows in this process need no fetching.
 
         Args:
             wanted: ids by the names of tables; empty: there is no next batch.
-            staleness: see `Session.loader`.
+            staleness: see `Ahead`.
 
         Returns the ids as flat arrays.
 

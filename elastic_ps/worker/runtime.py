@@ -91,7 +91,7 @@ class Runtime(Membership):
         self._warned = False
         self.untrained = False  # the batch in hand counts nowhere, see `ElasticLoader.untrained`
         self.send_rows: Callable[[pb.Caller, int, float], None] = lambda *_: None
-        self.prefetch_rows: Callable[[Any, int], object] = no_rows
+        self.prefetch_rows: Callable[[Any, Callable[[], int]], object] = no_rows
 
     @property
     def closed(self) -> bool:

@@ -133,8 +133,7 @@ class Session:
         Raises:
             UsageError: before the first version, when `session.loader` has not been called.
         """
-        planned = self._runtime.made.samples or self.spec.consistency.global_batch_size
-        if planned:
+        if planned := self._runtime.made.samples or self.spec.consistency.global_batch_size:
             return planned
         if not self._loaders:
             raise UsageError(
@@ -418,7 +417,8 @@ class Session:
             batch_size=batch_size,
             epochs=epochs,
             records=records,
-            prefetch=prefetch and Prefetch(prefetch, prefetch_staleness, self.spec.consistency.mode),
+            prefetch=prefetch
+            and Prefetch(prefetch, prefetch_staleness, lambda: self._runtime.spec.consistency.mode),
             options=options,
         )
         self._loaders.append(loader)
