@@ -432,10 +432,9 @@ class Client:
 
     def _settle(self, call: Call[Q, A], request: Q) -> A:
         """Repeat a call until its answer is not `pending`. Blocks."""
-        while True:
-            reply = self.ask(call, request)
-            if not getattr(reply, PENDING):
-                return reply
+        while getattr(reply := self.ask(call, request), PENDING):
+            pass
+        return reply
 
     def _once(self, call: Call[Q, A], shard: int, frame: Frame, read: Callable[[A, Incoming], T]) -> list[T]:
         try:
@@ -444,8 +443,9 @@ class Client:
                 for incoming in self._call(shard, call.name, frame)
             ]
         except Refused as refusal:
-            if refusal.code is RefusalCode.NOT_READY and shard and self.member_id.incarnation:
-                self.heartbeat()  # only shard 0 knows whether this worker is still a member
+            unchecked = shard or call in (calls.LOOKUP, calls.OPTIMIZER_STATE)
+            if refusal.code is RefusalCode.NOT_READY and unchecked and self.member_id.incarnation:
+                self.heartbeat()  # only shard 0 knows whether this worker is still a member, and not by these
             raise
         if not found:
             raise ConnectionLost("the parameter server ended the call without an answer")

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
@@ -288,7 +289,7 @@ class Membership:
             joined = self._join_anew(strategy, trained=not own)
 
     def _adopt(self, joined: pb.JoinReply) -> None:
-        """Take over the mutable fields of this term of the job.
+        """Take over this incarnation, and the mutable fields of this term of the job.
 
         Raises:
             InvalidJob: a codec of the user's own cannot be imported here, or is another than the job's.
@@ -301,11 +302,12 @@ class Membership:
                 "buckets since, because another worker has measured its network. This worker has to be "
                 "started again. parameterServer.bucketBytes fixes the size"
             )
+        mine = self.client.member_id
+        self.client.member_id = replace(mine, term=joined.term, incarnation=joined.incarnation)
         if not joined.tuning:
             return
         mutable = read_mutable(joined.tuning, source="the parameter server")
-        news = mutable.news(MutableFields.of(self.spec))
-        if news:
+        if news := mutable.news(MutableFields.of(self.spec)):
             self.spec = mutable.applied_to(self.spec)
             self._codecs = Plan(self.spec.compression)
             for what, (now, _) in news.items():

@@ -317,23 +317,32 @@ def lose_the_model(job: Job) -> None:
 
 
 @pytest.mark.parametrize("within", [True, False], ids=["in a batch", "before a batch"])
-def test_the_only_worker_looks_rows_up_while_a_shard_has_lost_them(tmp_path: Path, within: bool) -> None:
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_only_worker_looks_rows_up_while_a_shard_has_lost_them(
+    tmp_path: Path, shards: int, within: bool
+) -> None:
+    def lose() -> None:
+        if shards == 1:
+            job.restart(0)
+        else:
+            lose_the_model(job)
+
     seen = list[torch.Tensor]()
 
     def script(session: Session) -> None:
         model = Model()
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         if not within:
-            lose_the_model(job)
+            lose()
             seen.append(model.rows(torch.arange(40)).detach())
         for number, (ids, targets) in enumerate(session.loader(Skewed(), batch_size=BATCH)):
             if within and not number:
-                lose_the_model(job)
+                lose()
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(model(ids), targets).backward()
             optimizer.step()
 
-    with running_job(tmp_path, parameterServer={"replicas": 2}) as job:
+    with running_job(tmp_path, parameterServer={"replicas": shards}) as job:
         job.run(script, workers=1)
         assert job.status().progress.records_applied == RECORDS
     assert all(bool(row.any()) for rows in seen for row in rows), "the first values"

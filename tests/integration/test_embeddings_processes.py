@@ -188,6 +188,33 @@ def test_the_rows_are_the_same_bit_for_bit_when_a_shard_is_lost(tmp_path: Path) 
         assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_only_workers_processes_look_rows_up_while_a_shard_has_lost_them(
+    tmp_path: Path, shards: int
+) -> None:
+    together = threading.Barrier(2)
+
+    def script(session: Session, rank: int) -> None:
+        model = growing()
+        optimizer = session.optimizer(sgd(model), model)
+        for number, (ids, targets) in enumerate(session.loader(Clicks(), batch_size=8)):
+            if number == 0:
+                together.wait(60)
+                if rank == 0:
+                    job.restart(shards - 1)
+                together.wait(60)
+            optimizer.zero_grad()
+            mse(model, ids, targets).backward()
+            optimizer.step()
+
+    fields: dict[str, Any] = {"worker": {"processes": 2}, "parameterServer": {"replicas": shards}}
+    with running_job(tmp_path, **fields) as job:
+        job.start_processes(0, script)
+        job.join()
+        assert_each_record_once(job.commits(), records=RECORDS, epochs=1)
+        assert job.status().progress.records_applied == RECORDS
+
+
 def test_processes_with_other_tables_are_an_error(tmp_path: Path) -> None:
     def script(session: Session, rank: int) -> None:
         trainer(lambda: growing(("click", "tap")[rank]), batch_size=4)(session, rank)
