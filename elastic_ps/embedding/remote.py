@@ -174,6 +174,8 @@ class RemoteTables(Tables):
         super().__init__(dict(sources))
         self._client, self._remote = client, sources
         self._next: Ahead | None = None
+        self._sent = (0, 0)  # the incarnation and step whose rows were sent last
+        self._lost: list[tuple[int, int]] = []  # those that do not count, which the shards may forget
 
     def prefetch(self, wanted: Mapping[str, Given], staleness: Callable[[], int]) -> dict[str, Ids]:
         """See `Tables`. The rows that were asked for before are for the batch in hand."""
@@ -207,12 +209,13 @@ class RemoteTables(Tables):
 
     def send_rows(self, tables: Mapping[str, Sent], caller: pb.Caller, step: int, weight: float) -> None:
         """See `send`."""
-        shards = self._client.shards
+        shards, self._sent = self._client.shards, (caller.incarnation, step)
+        lost = [number for incarnation, number in self._lost if incarnation == caller.incarnation]
         # Each shard hears of each table that has a gradient, because all count its steps.
         there = {name: each for name, each in tables.items() if len(each.gradient.ids)}
         places = {name: shard_of(each.gradient.ids, shards) for name, each in there.items()}
         for shard in range(shards):
-            request = pb.PushRowsRequest(caller=caller, step=step, weight=weight)
+            request = pb.PushRowsRequest(caller=caller, step=step, weight=weight, lost=lost)
             body: list[bytes] = []
             for name, ((ids, values, counts), used, used_ahead) in there.items():
                 own = np.flatnonzero(places[name] == shard)
@@ -220,6 +223,7 @@ class RemoteTables(Tables):
                 request.tables.add(table=self._remote[name].text, rows=len(own), **said)
                 body += gradient_to_bytes(Gradient(ids[own], values[torch.from_numpy(own)], counts[own]))
             self._client.ask(calls.PUSH_ROWS, request, shard=shard, body=memoryview(b"".join(body)))
+        self._lost.clear()
 
     def sent(self) -> None:
         """The rows of the step were sent."""
@@ -228,7 +232,9 @@ class RemoteTables(Tables):
             if len(self._taken[name].ids):
                 source.used = source.used_ahead = 0
 
-    def applied(self, version: int, groups: Groups) -> None:
+    def ended(self, made: bool, version: int, groups: Groups) -> None:
         """See `Tables`."""
         del version, groups
         self._taken = {}
+        if not made:
+            self._lost.append(self._sent)

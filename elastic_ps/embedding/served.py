@@ -2,8 +2,9 @@
 
 A worker sends the rows of a step once, before it ends the step. They wait here until shard 0 decides which
 steps make the next version. So a round that starts again needs nothing sent again, and a row counts as often
-as its step, which is once. When a step of a worker is in a version, its earlier steps, also those of earlier
-incarnations, are in that version, in one before, or lost.
+as its step, which is once. A worker names its steps that came too late, whose rows are freed. When a step of
+a worker is in a version, its earlier steps, also those of earlier incarnations, are in that version, in one
+before, or lost.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import threading
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -130,6 +131,12 @@ class ShardTables:
         """True if there is a table. Does not block."""
         return bool(self._tables)
 
+    @property
+    def waiting_steps(self) -> int:
+        """How many steps have rows here, and are in no version yet."""
+        with self._lock:
+            return len(self._steps)
+
     def counts(self) -> tuple[TableStatus, ...]:
         """The counts of each table since the term began."""
         with self._lock:
@@ -167,8 +174,10 @@ class ShardTables:
                 ids = ids[places]
             return table.version, places, table.lookup(ids)
 
-    def push(self, worker: int, step: Step, specs: Collection[TableSpec]) -> bool:
+    def push(self, worker: int, step: Step, specs: Collection[TableSpec], lost: Iterable[int] = ()) -> bool:
         """Keep the rows of a step. Returns False if it, or a later one, has come before.
+
+        `lost`: steps of the same incarnation that will be in no version. Their rows are freed.
 
         Raises:
             Refused: MODEL_MISMATCH; NOT_FINITE.
@@ -180,6 +189,8 @@ class ShardTables:
         with self._lock:
             for spec in specs:
                 self._table(spec)
+            for number in lost:
+                self._steps.pop((worker, step.incarnation, number), None)
             there = (worker, *step[:2])
             if there in self._steps or there[1:] <= self._newest.get(worker, _NONE):
                 return False
@@ -347,7 +358,7 @@ class TableCalls:
         used = {name: (each.used, each.used_ahead) for name, each in zip(read, request.tables, strict=True)}
         step = Step(request.caller.incarnation, request.step, request.weight, gradients, used)
         specs = [mean.spec for mean in read.values()]
-        return pb.Done(duplicate=not self._tables().push(request.caller.worker, step, specs))
+        return pb.Done(duplicate=not self._tables().push(request.caller.worker, step, specs, request.lost))
 
 
 def read_gradients(tables: Sequence[pb.PushRowsRequest.Rows], incoming: Incoming) -> dict[str, Mean]:

@@ -91,8 +91,8 @@ class Tables(abc.ABC):
         """Before the step is ended: it has this number and weight in the mean. See `RemoteTables`."""
 
     @abc.abstractmethod
-    def applied(self, version: int, groups: Groups) -> None:
-        """The step counts. `version` is the newest one, in which it is, or will be."""
+    def ended(self, made: bool, version: int, groups: Groups) -> None:
+        """The step has ended. If it was made, `version` is the newest one, in which it is, or will be."""
 
 
 class LocalTables(Tables):
@@ -127,9 +127,10 @@ class LocalTables(Tables):
         del caller, step
         self._weight = weight
 
-    def applied(self, version: int, groups: Groups) -> None:
+    def ended(self, made: bool, version: int, groups: Groups) -> None:
         """Make the tables' steps, if there is a new version."""
-        self._steps.append((self._taken, self._weight))
+        if made:
+            self._steps.append((self._taken, self._weight))
         self._taken = {}
         if version == self._version:
             return

@@ -1104,7 +1104,7 @@ class LookupReply(_message.Message):
     def __init__(self, life: _Optional[int] = ..., version: _Optional[int] = ..., places: _Optional[int] = ...) -> None: ...
 
 class PushRowsRequest(_message.Message):
-    __slots__ = ("caller", "step", "weight", "tables")
+    __slots__ = ("caller", "step", "weight", "tables", "lost")
     class Rows(_message.Message):
         __slots__ = ("table", "rows", "used", "used_ahead")
         TABLE_FIELD_NUMBER: _ClassVar[int]
@@ -1120,8 +1120,10 @@ class PushRowsRequest(_message.Message):
     STEP_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
     caller: Caller
     step: int
     weight: float
     tables: _containers.RepeatedCompositeFieldContainer[PushRowsRequest.Rows]
-    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., weight: _Optional[float] = ..., tables: _Optional[_Iterable[_Union[PushRowsRequest.Rows, _Mapping]]] = ...) -> None: ...
+    lost: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, caller: _Optional[_Union[Caller, _Mapping]] = ..., step: _Optional[int] = ..., weight: _Optional[float] = ..., tables: _Optional[_Iterable[_Union[PushRowsRequest.Rows, _Mapping]]] = ..., lost: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -242,8 +242,8 @@ class ElasticOptimizer(_Wrapping):
         finally:
             if not made:  # threads may still send what it has computed
                 self._gradients.own()
-        if made and self._tables is not None:
-            self._tables.applied(self._runtime.version, self.param_groups)
+        if self._tables is not None:
+            self._tables.ended(made, self._runtime.version, self.param_groups)
         for each in parts_of(self._wrapped):  # for a scheduler that was made before `session.optimizer`
             vars(each)["_opt_called"] = True
         return loss

@@ -309,6 +309,29 @@ def test_each_record_is_in_its_row_once_in_each_mode(
         assert bool(((rows["values"] > 0) & (rows["values"] <= 2 / 3)).all())
 
 
+def test_the_rows_of_steps_that_came_too_late_are_freed(tmp_path: Path) -> None:
+    kept = list[int]()
+
+    def slow(until: int) -> None:
+        eventually(lambda: job.version >= until, "the others make three versions")
+
+    def script(session: Session) -> None:
+        model = Counting()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for ids in session.loader(Itself(), batch_size=1, epochs=4):
+            optimizer.zero_grad()
+            model(ids).mean().backward()
+            if session.worker == 2:
+                slow(min(session.version + 3, 20))
+            optimizer.step()
+            kept.extend(server.node.shard.tables.waiting_steps for server in job.servers)
+
+    with a_job(tmp_path, worker={"replicas": 3}, consistency={"backupWorkers": 1}) as job:
+        job.run(script, workers=3)
+        assert {member.worker: member.late for member in job.status().members}[2] > 2
+    assert max(kept) <= 6, "one that is made, and one that is lost, of each worker"
+
+
 def lose_the_model(job: Job) -> None:
     """Shard 1 loses it before it is on disk: the worker has to bring it again."""
     before = job.coordinator.job.term

@@ -119,6 +119,18 @@ def test_the_steps_of_a_table_are_the_same_on_each_shard() -> None:
     assert steps == 3
 
 
+def test_the_rows_of_a_lost_step_are_not_kept() -> None:
+    tables = ShardTables(0, 1)
+    for number in range(3):
+        push(tables, 0, number, gradient([1]))
+    push(tables, 1, 0, gradient([1]))
+    tables.push(0, Step(1, 3, 1, {"a": gradient([1])}), [SPEC], lost=[0, 2, 9])
+    assert tables.waiting_steps == 3
+    with pytest.raises(Refused):
+        tables.require(1, order({(0, 1, 2)}, 1))
+    tables.require(1, order({(0, 1, 1), (0, 1, 3), (1, 1, 0)}, 3))
+
+
 def test_the_rows_of_a_step_are_not_kept_when_it_was_made() -> None:
     tables, rows = ShardTables(0, 1), gradient([1])
     kept = weakref.ref(rows.values)
