@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from elastic_ps.core.partition import Rule, TensorSpec, uncompiled
+from elastic_ps.core.partition import DESCRIPTIONS, Rule, TensorSpec, uncompiled
 from elastic_ps.errors import UserError
 
 CONFIGURATION = "peft_config"
@@ -41,8 +41,8 @@ def configuration(base: Iterable[TensorSpec]) -> dict[str, Any] | None:
 
 
 def tensors(base: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """The base without the entry."""
-    return [spec for spec in base if spec.dtype != "json"]
+    """The base without descriptions."""
+    return [spec for spec in base if spec.dtype not in DESCRIPTIONS]
 
 
 def adapters(

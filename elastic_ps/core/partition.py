@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import json
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -92,6 +93,10 @@ def within(given: Sequence[str], names: Sequence[str], what: str) -> set[str]:
     return found
 
 
+DESCRIPTIONS = ("json", "table")
+"""In place of a dtype: the content is a JSON object that describes adapters, or a table that grows."""
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One parameter or buffer of the model.
@@ -107,7 +112,7 @@ class TensorSpec:
         sparse: it is a table: its gradients are sparse (`nn.Embedding(..., sparse=True)`), so that it has
             buckets of its own, and only the rows that a step has touched are sent.
         content: where `rule` is EXTERNAL, what has to be the same for all workers: a digest of the values.
-            The dtype may then be any of torch. Or it is no tensor: see `adapters.peft`.
+            The dtype may then be any of torch. Or it is a description, of a dtype in `DESCRIPTIONS`.
     """
 
     name: str
@@ -130,7 +135,7 @@ class TensorSpec:
         return math.prod(self.shape[1:])
 
     def __str__(self) -> str:
-        return f"{self.name} {self.dtype}{list(self.shape)}"
+        return self.name if self.dtype in DESCRIPTIONS else f"{self.name} {self.dtype}{list(self.shape)}"
 
 
 @dataclass(frozen=True)
@@ -325,6 +330,16 @@ _HINT = (
 )
 
 
+def _apart(ours: str, theirs: str) -> tuple[str, str]:
+    """What differs between two JSON objects, each as JSON; both texts if one is something else."""
+    try:
+        mine, other = json.loads(ours), json.loads(theirs)
+        keys = [key for key in {**mine, **other} if mine.get(key) != other.get(key)]
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return ours, theirs
+    return json.dumps({key: mine.get(key) for key in keys}), json.dumps({key: other.get(key) for key in keys})
+
+
 def difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> str:
     """What differs between a worker's tensors (`ours`) and the parameter server's; "" if nothing."""
     mine, other, hint = {t.name: t for t in ours}, {t.name: t for t in theirs}, ""
@@ -336,8 +351,11 @@ def difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> str:
         if mine[name] != other[name]:
             a, b = mine[name], other[name]
             if a.rule is b.rule is Rule.EXTERNAL and str(a) == str(b):
-                lines.append(f"{name}: this worker has {a.content}, the other workers have {b.content}")
-                hint = _HINT
+                here, there = (
+                    _apart(a.content, b.content) if a.dtype in DESCRIPTIONS else (a.content, b.content)
+                )
+                lines.append(f"{name}: this worker has {here}, the other workers have {there}")
+                hint = hint if a.dtype == "table" else _HINT
                 continue
             same = str(a) == str(b)
             here, there = (

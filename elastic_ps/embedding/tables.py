@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from elastic_ps.api.job import TrainingJobSpec
+from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.embedding.init import Ids
 from elastic_ps.embedding.module import (
     Embedding,
@@ -21,6 +22,7 @@ from elastic_ps.embedding.module import (
     as_ids,
     mean_of,
 )
+from elastic_ps.embedding.stored import spec_to_text
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.transport import messages_pb2 as pb
 
@@ -171,6 +173,15 @@ def require_trainable(spec: TrainingJobSpec, layers: Sequence[Embedding]) -> Non
             f"the model has tables that grow, which are not trained with {', '.join(wrong)}. Leave that out, "
             "or use torch.nn.Embedding with a size (docs/guides/embeddings.md)"
         )
+
+
+def described_tables(model: torch.nn.Module) -> list[TensorSpec]:
+    """The descriptions of a model's tables that grow, which are the same in all workers, by name."""
+    texts = {layer.spec.name: spec_to_text(layer.spec) for layer in layers_of(model)}
+    return [
+        TensorSpec(f"the table {name!r}", (), "table", Rule.EXTERNAL, content=text)
+        for name, text in sorted(texts.items())
+    ]
 
 
 def layers_of(model: torch.nn.Module) -> list[Embedding]:

@@ -22,6 +22,7 @@ from elastic_ps.core.settings import (
     check_one_limit,
     plain_group,
 )
+from elastic_ps.embedding.tables import described_tables
 from elastic_ps.errors import InvalidModel
 from elastic_ps.worker.checks import Registered, check_wrapper, overlaps
 
@@ -136,15 +137,14 @@ class ModelDescription:
             if name not in outside:
                 self._add_changing(name, buffer, said.get(name, "averaged"))
         check_tables(self.specs, self.optimizer, optimizer.param_groups)
-        pairs = zip(self.specs, self.tensors, strict=True)
-        if not any(
-            spec.rule is Rule.GRADIENT and tensor.requires_grad and tensor.numel() for spec, tensor in pairs
-        ):
+        stepped = (t for s, t in zip(self.specs, self.tensors, strict=True) if s.rule is Rule.GRADIENT)
+        if not any(tensor.requires_grad and tensor.numel() for tensor in stepped):
             raise InvalidModel(
                 f"{type(model).__name__} has no trainable parameter: no parameter of the optimizer has "
                 "requires_grad=True and at least one element"
             )
         self.every = self.specs + ([] if frozen is None else frozen.specs() + peft.described(model))
+        self.every += described_tables(model)
 
     @cached_property
     def tables(self) -> list[TensorSpec]:

@@ -19,11 +19,12 @@ from elastic_ps.drill import history
 from elastic_ps.drill.recorded import read
 from elastic_ps.embedding import SGD, LazyAdam, constant, uniform
 from elastic_ps.embedding.table import State
+from elastic_ps.errors import ModelMismatch
 from elastic_ps.evaluation import checkpoints as scripts
 from elastic_ps.evaluation.remote import JobSource
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, running_job
-from tests.testing.polling import eventually
+from tests.testing.polling import LIMIT, eventually
 from tests.testing.tiers import per_change
 
 DIM, RECORDS, BATCH, EPOCHS = 3, 60, 3, 4
@@ -307,6 +308,42 @@ def test_each_record_is_in_its_row_once_in_each_mode(
         torch.testing.assert_close(rows["values"], torch.full((RECORDS, 1), 2 / size, dtype=torch.float64))
     else:
         assert bool(((rows["values"] > 0) & (rows["values"] <= 2 / 3)).all())
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (None, "the table 'rows': only in the model on the parameter server"),
+        ({"admit_after": 2}, r"the table 'rows': this worker has \{\"admit_after\": 2\}, the other workers"),
+    ],
+    ids=["no table", "another table"],
+)
+def test_a_worker_with_other_tables_cannot_join(
+    tmp_path: Path, options: dict[str, Any] | None, match: str
+) -> None:
+    """Its steps would have no rows, and no version could be made of them."""
+
+    brought, refused = threading.Event(), threading.Event()
+
+    def first(session: Session) -> None:
+        model = Counting()
+        session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        brought.set()
+        assert refused.wait(LIMIT)
+
+    def second(session: Session) -> None:
+        model = Counting(**(options or {}))
+        if options is None:
+            del model.rows
+        assert brought.wait(LIMIT)
+        with pytest.raises(ModelMismatch, match=match):
+            session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        refused.set()
+
+    with a_job(tmp_path) as job:
+        for worker, script in enumerate((first, second)):
+            job.start(worker, script)
+        job.join()
 
 
 def test_the_rows_of_steps_that_came_too_late_are_freed(tmp_path: Path) -> None:
