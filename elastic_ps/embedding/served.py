@@ -317,10 +317,12 @@ class ShardTables:
 
         Raises:
             CheckpointCorrupt: the checkpoint's rows are not those of tables.
+            InvalidModel: see `Table.shrink`.
         """
         for spec, part in parts_in(reader.rows(), lambda ids: shard_of(ids, self._shards) == self._shard):
             with self._lock:
                 self._table(spec).merge(part)
+                self._table(spec).shrink()
 
 
 class TableCalls:

@@ -22,7 +22,7 @@ from elastic_ps.embedding.columns import NEVER, Column, Rows
 from elastic_ps.embedding.copies import RowsAt
 from elastic_ps.embedding.init import Ids, Init, Uniform, key_of
 from elastic_ps.embedding.optimizers import RowOptimizer, Touched, check_optimizer
-from elastic_ps.errors import ModelMismatch, UsageError
+from elastic_ps.errors import InvalidModel, ModelMismatch, UsageError
 
 WhenFull: TypeAlias = Literal["refuse", "expire"]
 State: TypeAlias = dict[str, Any]
@@ -525,6 +525,27 @@ class Table:
             self._ages.learn(part["times"])
         for _, rows in self._both():
             rows.forget_removed(self.version)
+
+    def shrink(self) -> None:
+        """Drop what is above the budget: checkpoints of several parameter servers were merged.
+
+        Raises:
+            InvalidModel: there are too many rows, and `when_full` is "refuse".
+        """
+        if self.spec.table_bytes is None:
+            return
+        most, waiting = self.spec.rows_in_budget, self._waiting
+        if (excess := len(self._rows) - most) > 0:
+            if self.spec.when_full == "refuse":
+                raise InvalidModel(
+                    f"the checkpoint has {len(self._rows)} rows or more of the table {self.spec.name!r} for "
+                    f"one parameter server, but table_bytes={self.spec.table_bytes} is enough for {most}. "
+                    "Resume with as many parameterServer.replicas as before"
+                )
+            self._drop(_least_recent(self._rows, self.version + 1, excess))
+        free = self.spec.table_bytes - len(self._rows) * self.spec.row_bytes
+        if (excess := len(waiting) - (self.spec.most_waiting or free // OVERHEAD)) > 0:
+            waiting.remove(_least_recent(waiting, self.version + 1, excess))
 
     def _both(self) -> tuple[tuple[str, Rows], tuple[str, Rows]]:
         """The rows and the ids that wait, with the prefixes of their columns' names."""
