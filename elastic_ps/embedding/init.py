@@ -15,8 +15,9 @@ import functools
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, fields
+from numbers import Real
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -46,8 +47,13 @@ def hashed(strings: Sequence[str]) -> Ids:
     """The ids of strings: the first 8 bytes of BLAKE2b of their UTF-8, as a little-endian signed integer.
 
     Of a million different strings, two have the same id with a probability of 3e-8; of a billion, of 3 %.
+
+    Raises UsageError if UTF-8 cannot encode a string.
     """
-    digests = (hashlib.blake2b(each.encode(), digest_size=8).digest() for each in strings)
+    try:
+        digests = [hashlib.blake2b(each.encode(), digest_size=8).digest() for each in strings]
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the string {error.object!r} has no id, because UTF-8 cannot encode it") from None
     return np.frombuffer(b"".join(digests), dtype="<i8").astype(np.int64)
 
 
@@ -72,6 +78,16 @@ def _parts(key: int, ids: Ids, count: int, bits: int) -> Values:
     return drawn.view(f"<u{bits // 8}")[:, :count].astype(np.float64)
 
 
+def require_numbers(made: Any) -> None:
+    """Make numbers of Python of the fields of type float, which travel as JSON. Raises UsageError."""
+    for name in (each.name for each in fields(made) if each.type == "float"):
+        value = getattr(made, name)
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise UsageError(f"{type(made).__name__}({name}={value!r}): expected a number")
+        if not isinstance(value, int | float):
+            object.__setattr__(made, name, float(value))
+
+
 @dataclass(frozen=True)
 class Uniform:
     """Values between `low` and `high`, all equally likely. Raises UsageError if `low` is above `high`."""
@@ -80,6 +96,7 @@ class Uniform:
     high: float
 
     def __post_init__(self) -> None:
+        require_numbers(self)
         if not -math.inf < self.low <= self.high < math.inf:
             raise UsageError(
                 f"uniform(low, high) takes two finite numbers in order; given: ({self.low}, {self.high})"
@@ -102,6 +119,7 @@ class Normal:
     std: float = 1.0
 
     def __post_init__(self) -> None:
+        require_numbers(self)
         if not (math.isfinite(self.mean) and 0 <= self.std < math.inf):
             raise UsageError(
                 f"normal(mean, std) takes a mean and a std >= 0; given: ({self.mean}, {self.std})"
@@ -120,6 +138,7 @@ class Constant:
     value: float = 0.0
 
     def __post_init__(self) -> None:
+        require_numbers(self)
         if not math.isfinite(self.value):
             raise UsageError(f"constant(value) takes a finite number; given: {self.value}")
 

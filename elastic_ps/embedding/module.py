@@ -156,10 +156,11 @@ class _Rows(NamedTuple):
 
 
 class _Layer(torch.nn.Module):
-    def __init__(self, spec: TableSpec, padding_idx: int | None) -> None:
+    def __init__(self, spec: TableSpec, padding_idx: int | str | None) -> None:
         super().__init__()
         self.spec = spec
-        self.padding_idx = padding_idx
+        given = [] if padding_idx is None else [padding_idx]
+        self.padding_idx = next(map(int, as_ids(given, spec.name, torch.device("cpu"))[0]), None)
         self.source: Source = LocalSource(spec)
         self._trained = True
         # Where rows go that strings ask for; `Module.to` moves it.
@@ -287,7 +288,7 @@ class Embedding(_Layer):
             values, and its gradients are dropped.
         expire_after: a row is dropped after this many versions without its id. None: never. Or a time, such
             as "7d", "12h", "30m" or "90s"; a pause between two versions counts for 1/32 of it at most.
-        padding_idx: an id whose row is 0 and is never trained.
+        padding_idx: an id, or a string, whose row is 0 and is never trained.
         table_bytes, when_full: see `TableSpec`.
         seed: another one gives other first values.
         dtype: torch.float32 or torch.float64.
@@ -305,7 +306,7 @@ class Embedding(_Layer):
         init: Init | None = None,
         admit_after: int = 1,
         expire_after: int | str | None = None,
-        padding_idx: int | None = None,
+        padding_idx: int | str | None = None,
         table_bytes: int | None = None,
         when_full: WhenFull = "refuse",
         seed: int = 0,
@@ -403,10 +404,11 @@ class EmbeddingBag(Embedding):
                 f"the ids have shape {tuple(shape)}, with{'out' * (offsets is None)} offsets"
             )
         if weights is not None:
-            if self.mode != "sum" or weights.shape != shape:
+            found = tuple(weights.shape) if isinstance(weights, torch.Tensor) else type(weights).__name__
+            if self.mode != "sum" or found != tuple(shape):
                 raise UsageError(
-                    f"per_sample_weights needs mode='sum' and the shape of the ids, {tuple(shape)}; given: "
-                    f"mode={self.mode!r}, {tuple(weights.shape)}"
+                    f"per_sample_weights needs mode='sum' and a tensor of the shape of the ids, "
+                    f"{tuple(shape)}; given: mode={self.mode!r}, {found}"
                 )
             weights = weights.reshape(-1).to(rows.values)
         values = rows.values
@@ -429,7 +431,7 @@ class EmbeddingBag(Embedding):
         given = offsets.to(torch.int64)
         last = ids if not self.include_last_offset or not len(given) else int(given[-1])
         right = (
-            (len(given) or not ids)
+            (len(given) or not (ids or self.include_last_offset))
             and (not len(given) or int(given[0]) == 0)
             and bool((given.diff() >= 0).all())
             and (not len(given) or int(given[-1]) <= ids)
@@ -454,8 +456,8 @@ def as_ids(given: Given, table: str, device: torch.device) -> tuple[Ids, torch.S
         UsageError: these are no ids.
     """
     if isinstance(given, torch.Tensor):
-        if given.dtype not in _WHOLE:
-            raise _no_ids(table, f"a tensor of {given.dtype}")
+        if given.dtype not in _WHOLE or given.layout is not torch.strided:
+            raise _no_ids(table, f"a tensor of {given.dtype}, {given.layout}")
         flat = given.detach().reshape(-1).to("cpu", torch.int64)
         return flat.numpy(), given.shape, given.device
     try:

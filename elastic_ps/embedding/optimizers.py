@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from elastic_ps.embedding.init import require_numbers
 from elastic_ps.errors import UsageError
 
 _LAZY = (
@@ -77,6 +79,7 @@ class RowOptimizer:
     slots: ClassVar[tuple[Slot, ...]] = ()
 
     def __post_init__(self) -> None:
+        require_numbers(self)
         self._require("lr", 0 <= self.lr < math.inf, "a number >= 0")
         name = type(self).__name__
         for option, advice in (("weight_decay", _L2), ("momentum", _MOMENTUM)):
@@ -185,7 +188,10 @@ class LazyAdam(RowOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two in [0, 1)")
+        two = isinstance(self.betas, tuple) and len(self.betas) == 2
+        right = two and all(isinstance(beta, Real) and 0 <= beta < 1 for beta in self.betas)
+        self._require("betas", right, "two in [0, 1)")
+        object.__setattr__(self, "betas", tuple(map(float, self.betas)))
         self._require("eps", 0 <= self.eps < math.inf, "a number >= 0")
 
     def step(self, rows: Touched) -> None:
@@ -241,9 +247,12 @@ class FTRL(RowOptimizer):
         torch.where(strength > 0, shrunk / strength, rows.values, out=rows.values)
 
 
+KINDS: Sequence[type[RowOptimizer]] = (SGD, Adagrad, RowwiseAdagrad, LazyAdam, FTRL)
+
+
 def check_optimizer(given: object) -> RowOptimizer:
-    """Return the optimizer of a table. Raises UsageError if it is not one of rows."""
-    if isinstance(given, RowOptimizer):
+    """Return the optimizer of a table. Raises UsageError if parameter servers have no such one."""
+    if isinstance(given, RowOptimizer) and type(given) in KINDS:
         return given
     kind = given.__name__ if isinstance(given, type) else type(given).__name__
     raise UsageError(

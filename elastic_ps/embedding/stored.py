@@ -19,7 +19,7 @@ from elastic_ps.codec import as_bytes
 from elastic_ps.codec.state import Stored
 from elastic_ps.embedding.ages import Ages
 from elastic_ps.embedding.init import Constant, Ids, Init, Normal, Uniform
-from elastic_ps.embedding.optimizers import FTRL, SGD, Adagrad, LazyAdam, RowOptimizer, RowwiseAdagrad
+from elastic_ps.embedding.optimizers import KINDS, RowOptimizer
 from elastic_ps.embedding.table import State, Table, TableSpec
 from elastic_ps.errors import CheckpointCorrupt, Malformed, UserError
 
@@ -31,9 +31,7 @@ Wanted: TypeAlias = Callable[[Ids], npt.NDArray[np.bool_]]
 _NOT_WHOLE = "the checkpoint has no whole table: {!r}"
 _KNOWN = ("ids", "counts", "seen")
 _INITS: Mapping[str, type[Init]] = {each.__name__: each for each in (Uniform, Normal, Constant)}
-_OPTIMIZERS: Mapping[str, type[RowOptimizer]] = {
-    each.__name__: each for each in (SGD, Adagrad, RowwiseAdagrad, LazyAdam, FTRL)
-}
+_OPTIMIZERS: Mapping[str, type[RowOptimizer]] = {each.__name__: each for each in KINDS}
 
 
 def _all(ids: Ids) -> npt.NDArray[np.bool_]:

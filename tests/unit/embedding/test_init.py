@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import statistics
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,6 +80,9 @@ def test_strings_have_the_id_that_the_guide_states(strings: list[str]) -> None:
 
 
 def test_what_is_no_distribution_is_refused() -> None:
+    text: Any = "x"
+    with pytest.raises(UsageError, match=r"Constant\(value='x'\): expected a number"):
+        constant(text)
     for make in (lambda: uniform(1.0, 0.0), lambda: normal(0.0, -1.0), lambda: constant(float("nan"))):
         with pytest.raises(UsageError, match="takes"):
             make()

@@ -210,6 +210,10 @@ def test_what_are_no_ids_is_refused(given_: Any) -> None:
             (torch.tensor([1]), torch.tensor([0]), torch.tensor([1.0, 1.0])),
             r"the shape of the ids, \(1,\)",
         ),
+        ({"mode": "sum"}, (torch.tensor([1]), torch.tensor([0]), [1.0]), "given: mode='sum', list"),
+        ({"include_last_offset": True}, (torch.tensor([]).long(), torch.tensor([]).long()), "end with 0"),
+        ({}, (torch.tensor([[1]]).to_sparse(),), "whole numbers .* torch.sparse_coo"),
+        ({}, ([["\ud800"]],), "UTF-8 cannot encode it"),
     ],
 )
 def test_bags_that_cannot_be_are_refused(
@@ -217,6 +221,16 @@ def test_bags_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match=said):
         make(EmbeddingBag, **options)(*arguments)
+
+
+def test_a_string_is_padding_and_what_is_no_id_is_not() -> None:
+    layer = make(padding_idx="<pad>")
+    layer(["a", "<pad>"]).sum().backward()
+    assert not layer(["<pad>"]).any()
+    assert layer.source.pending.take().ids.tolist() == hashed(["a"]).tolist()
+    for padding in (1.5, 2**63):
+        with pytest.raises(UsageError, match="the ids of the table 'a' are whole numbers"):
+            make(padding_idx=padding)
 
 
 def test_another_mode_or_dim_is_refused() -> None:

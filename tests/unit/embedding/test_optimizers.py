@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -97,6 +98,10 @@ def test_ftrl_keeps_the_first_values_without_a_gradient() -> None:
         torch.testing.assert_close(rows.values, first)
 
 
+class Own(SGD):
+    """Parameter servers do not have it."""
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -110,9 +115,12 @@ def test_ftrl_keeps_the_first_values_without_a_gradient() -> None:
         (lambda: Adagrad(lr=1, eps=-1), r"eps=-1"),
         (lambda: RowwiseAdagrad(lr=1, eps=math.inf), r"eps=inf"),
         (lambda: LazyAdam(lr=1, betas=(0.9, 1.0)), r"betas=\(0.9, 1.0\)"),
+        (lambda: LazyAdam(lr=1, betas=cast("Any", 0.9)), r"betas=0.9"),
+        (lambda: SGD(lr=cast("Any", "x")), r"SGD\(lr='x'\): expected a number"),
         (lambda: FTRL(lr=0), r"FTRL divides by it"),
         (lambda: FTRL(lr=1, l1=-1), r"l1=-1"),
         (lambda: check_optimizer(torch.optim.Adam), r"optimizer=Adam: the rows .*RowwiseAdagrad"),
+        (lambda: check_optimizer(Own(lr=1.0)), r"optimizer=Own: the rows .*RowwiseAdagrad"),
     ],
 )
 def test_what_is_out_of_range_or_not_lazy_is_refused(make: Callable[[], object], said: str) -> None:

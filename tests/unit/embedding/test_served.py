@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
 import torch
 
+from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec.state import Stored
 from elastic_ps.core.settings import Settings
 from elastic_ps.embedding import SGD, Adagrad, Table, TableSpec, normal, uniform
@@ -18,7 +20,8 @@ from elastic_ps.embedding.module import Gradient
 from elastic_ps.embedding.placing import shard_of
 from elastic_ps.embedding.served import Contributor, ShardTables, Step
 from elastic_ps.embedding.stored import part_of, parts_in, spec_from_text, spec_to_text
-from elastic_ps.errors import CheckpointCorrupt, Malformed, RefusalCode, Refused
+from elastic_ps.embedding.table import WhenFull
+from elastic_ps.errors import CheckpointCorrupt, InvalidModel, Malformed, RefusalCode, Refused
 from elastic_ps.server.orders import Application
 
 DIM = 2
@@ -227,8 +230,38 @@ def test_all_rows_are_in_the_columns_of_two_shards_once() -> None:
         part_of({**parts[1], "spec": parts[1]["spec"][1:]})
 
 
+@pytest.mark.parametrize("when_full", ["refuse", "expire"])
+def test_full_tables_of_several_shards_are_no_more_than_full_on_one(when_full: WhenFull) -> None:
+    spec = replace(SPEC, admit_after=1, table_bytes=10 * SPEC.row_bytes, when_full=when_full)
+    parts: list[dict[str, torch.Tensor]] = []
+    for shard in range(3):
+        tables = ShardTables(shard, 3)
+        ids = np.arange(60)[shard_of(np.arange(60), 3) == shard]
+        for number, id_ in enumerate(ids.tolist()):
+            tables.push(0, Step(1, number, 1, {"a": gradient([id_])}), [spec])
+            tables.apply(id_ + 1, order({(0, 1, number)}, 1))
+        assert tables.counts()[0].rows == 10
+        parts += parts_of(tables.snapshot(60).read())
+
+    class Merged(NamedTuple):
+        rows: Callable[[], list[dict[str, torch.Tensor]]]
+
+    merged, reader = ShardTables(0, 1), cast("Reader", Merged(lambda: parts))
+    if when_full == "refuse":
+        with pytest.raises(InvalidModel, match=r"'a' for one parameter server, but .* is enough for 10"):
+            merged.load(reader)
+    else:
+        merged.load(reader)
+        assert merged.counts()[0].rows == 10
+        assert bool(
+            (merged.lookup(spec, np.arange(50)) == ShardTables(0, 1).lookup(spec, np.arange(50))).all()
+        )
+
+
 def test_a_description_survives_the_way() -> None:
-    assert spec_from_text(spec_to_text(SPEC)) == SPEC
+    third: Any = np.float32(1 / 3)  # which JSON does not have
+    for spec in (SPEC, replace(SPEC, init=uniform(0, third), optimizer=SGD(lr=third))):
+        assert spec_from_text(spec_to_text(spec)) == spec
     for text in (
         "{}",
         "[",
