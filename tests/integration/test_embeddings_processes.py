@@ -19,6 +19,7 @@ from elastic_ps.errors import ModelMismatch
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job
 from tests.testing.oracle import assert_each_record_once, mse, replay
+from tests.testing.tiers import per_change
 
 IDS, DIM, RECORDS = 30, 4, 64
 
@@ -225,3 +226,57 @@ def test_processes_with_other_tables_are_an_error(tmp_path: Path) -> None:
             ModelMismatch, match="process 1 of this worker does not have the tables of process 0"
         ):
             job.join()
+
+
+@pytest.mark.parametrize("processes", per_change([1, 2], keep=[1]))
+def test_rows_survive_lost_workers_and_servers_a_rescale_and_a_resume(tmp_path: Path, processes: int) -> None:
+    """Afterwards they are those of one process on the records of the versions that stayed."""
+    checkpoints, stayed = tmp_path / "checkpoints", dict[int, dict[str, Any]]()
+    happened = [threading.Lock() for _ in range(3)]
+
+    def once(event: int, session: Session, version: int) -> bool:
+        return session.version >= version and happened[event].acquire(blocking=False)
+
+    def script(session: Session, rank: int) -> None:
+        model = growing()
+        optimizer = session.optimizer(sgd(model), model)
+        for ids, targets in session.loader(Clicks(), batch_size=4, epochs=4):
+            optimizer.zero_grad()
+            mse(model, ids, targets).backward()
+            if rank == 0 and session.worker == 1 and once(0, session, 3):
+                job.declare_gone(1)
+            if rank == 0 and session.worker == 0 and once(1, session, 6):
+                job.start_processes(2, script)
+            if rank == 0 and session.worker == 2 and once(2, session, 12):
+                job.restart(1)
+            optimizer.step()
+            if resume == "no" and session.version >= 20:
+                raise SystemExit
+
+    for shards, resume in ((2, "no"), (3, "require")):
+        with running_job(
+            tmp_path / str(shards),
+            checkpoints=checkpoints,
+            resume=resume,  # type: ignore[arg-type]
+            worker={"processes": processes},
+            parameterServer={"replicas": shards, "checkpoint": {"everyVersions": 3}},
+            data={"shardRecords": 6},
+        ) as job:
+            for worker in range(2):
+                job.start_processes(worker, script)
+            job.join()
+            for commit in job.commits():
+                stayed = {version: each for version, each in stayed.items() if version < commit["version"]}
+                stayed[commit["version"]] = commit
+    assert all(event.locked() for event in happened)
+    assert_each_record_once(stayed.values(), records=RECORDS, epochs=4)
+    model, first = growing(), growing()
+    assert elastic_ps.load_checkpoint(checkpoints, model) == max(stayed)
+    table = torch.nn.Embedding(IDS, DIM, dtype=torch.float64)
+    table.weight.data = first.rows(torch.arange(IDS)).detach().clone()
+    dense = Model(table)
+    replay([*stayed.values()], Clicks(), dense, sgd, job.spec)
+    rows = rows_of(model)
+    assert rows["counts"].sum() == 4 * 2 * RECORDS
+    torch.testing.assert_close(rows["values"], table.weight.detach()[rows["ids"]], rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(model.head.weight, dense.head.weight, rtol=1e-11, atol=1e-11)
