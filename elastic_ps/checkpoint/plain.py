@@ -73,7 +73,7 @@ def load_checkpoint(
         states = _optimizer_states(reader, model, optimizers, left)
         for module in model.modules():
             if (load := getattr(module, "load_rows", None)) is not None:
-                load(reader.rows())
+                load(reader.rows(), [each.content for each in reader.manifest.base if each.dtype == "table"])
         names = {uncompiled(name): name for name in model.state_dict()}
         model.load_state_dict({names[name]: value for name, value in values.items()}, strict=False)
         for each, state in zip(optimizers, states, strict=True):

@@ -20,7 +20,7 @@ from torch._compile import _disable_dynamo
 from elastic_ps.codec import name_of
 from elastic_ps.embedding.init import Ids, Init, hashed
 from elastic_ps.embedding.optimizers import RowOptimizer
-from elastic_ps.embedding.stored import part_of, part_spec
+from elastic_ps.embedding.stored import part_of, part_spec, spec_from_text
 from elastic_ps.embedding.table import State, Table, TableSpec, WhenFull, default_init
 from elastic_ps.errors import ModelMismatch, UsageError
 
@@ -241,26 +241,24 @@ class _Layer(torch.nn.Module):
                 "a checkpoint of the job instead, with elastic_ps.load_checkpoint(directory, model)"
             )
 
-    def load_rows(self, parts: Iterable[Mapping[str, torch.Tensor]]) -> None:
+    def load_rows(self, parts: Iterable[Mapping[str, torch.Tensor]], described: Iterable[str]) -> None:
         """Replace the table's rows by those of a checkpoint, as `Reader.rows` gives them.
+
+        `described`: the descriptions of all tables that the job has, also of those without rows.
 
         Raises:
             ModelMismatch: the checkpoint has no such table.
             CheckpointCorrupt: see `parts_in`.
         """
-        new, known = Table(self.spec), set[str]()
-        for columns in parts:
-            spec = part_spec(columns)
-            known.add(spec.name)
-            if spec.name == self.spec.name:
-                self.spec.require_same(spec, here="this layer", there="the checkpoint")
-                new.merge(part_of(columns)[1])
-        if self.spec.name not in known:
+        known = {spec.name: spec for spec in map(spec_from_text, described)}
+        if (spec := known.get(self.spec.name)) is None:
             said = ", ".join(map(repr, sorted(known))) or "none"
-            raise ModelMismatch(
-                f"the checkpoint has no table {self.spec.name!r}; it has {said}. Before the first step of a "
-                "job it has none"
-            )
+            raise ModelMismatch(f"the checkpoint has no table {self.spec.name!r}; it has {said}")
+        self.spec.require_same(spec, here="this layer", there="the checkpoint")
+        new = Table(self.spec)
+        for columns in parts:
+            if part_spec(columns).name == spec.name:
+                new.merge(part_of(columns)[1])
         self.table.replace(new)
 
     def extra_repr(self) -> str:

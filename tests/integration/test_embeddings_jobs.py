@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -308,6 +309,22 @@ def test_each_record_is_in_its_row_once_in_each_mode(
         torch.testing.assert_close(rows["values"], torch.full((RECORDS, 1), 2 / size, dtype=torch.float64))
     else:
         assert bool(((rows["values"] > 0) & (rows["values"] <= 2 / 3)).all())
+
+
+def test_a_checkpoint_before_the_first_step_has_no_rows(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        model = Counting()
+        session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        eventually(lambda: Store(tmp_path / "checkpoints").versions(), "version 0 is on disk")
+
+    with a_job(tmp_path) as job:
+        job.run(script, workers=1)
+    model, other = Counting(), Counting(admit_after=2)
+    model.rows.table.update(np.arange(3), torch.ones(3, 1, dtype=torch.float64), np.ones(3, dtype=int), 1)
+    assert elastic_ps.load_checkpoint(tmp_path / "checkpoints", model) == 0
+    assert len(model.rows.table) == 0
+    with pytest.raises(ModelMismatch, match="admit_after=2 in this layer and 1 in the checkpoint"):
+        elastic_ps.load_checkpoint(tmp_path / "checkpoints", other)
 
 
 @pytest.mark.parametrize(
