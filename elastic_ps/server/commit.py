@@ -307,10 +307,9 @@ class CommitCoordinator:
             if not (rolling_back or contributions or job.behind):
                 return False
             job.note_order(OrderEvent.SEND)
-            decided = time.monotonic()  # before the look at the fence
-            advance = self._commit(contributions, decided) if contributions else self._current()
+            advance = self._commit(contributions) if contributions else self._current()
         try:
-            done = self._roll_back() if rolling_back else self._tell(advance, contributions, decided, model)
+            done = self._roll_back() if rolling_back else self._tell(advance, contributions, model)
             if done:
                 self._pauses.reset()
             return done
@@ -323,9 +322,7 @@ class CommitCoordinator:
         """Pause after an order that failed, so that not every call of a worker repeats it."""
         self._not_before = time.monotonic() + self._pauses.next()
 
-    def _tell(
-        self, advance: Advance, contributions: Sequence[Contribution], decided: float, model: Model
-    ) -> bool:
+    def _tell(self, advance: Advance, contributions: Sequence[Contribution], model: Model) -> bool:
         """Send an order to the shards and book the result. Returns False if it has to be sent again.
 
         Args:
@@ -349,7 +346,7 @@ class CommitCoordinator:
             return False
         with job.lock:
             if contributions:
-                job.state.book(contributions, job.clock(), decided=decided)
+                job.state.book(contributions, job.clock(), decided=self._decided[2])
                 if job.state.expected != advance.expected:
                     job.note_order(OrderEvent.CHANGE)
             booked = job.state.last_round
@@ -364,14 +361,14 @@ class CommitCoordinator:
         state = self.job.state
         return Advance(state.version, state.rounds.attempt, state.expected, term=state.term)
 
-    def _commit(self, contributions: Sequence[Contribution], decided: float) -> Advance:
+    def _commit(self, contributions: Sequence[Contribution]) -> Advance:
         """The order to apply a round. The lock is held."""
         job = self.job
         state, rounds = job.state, job.state.rounds
         state.decide_settings(contributions)
         version = rounds.version + 1
         if self._decided[:2] != (state.term, version):  # else the same order is made again
-            self._decided = state.term, version, decided
+            self._decided = state.term, version, time.monotonic()  # before the look at the fence
         application = Application(
             attempt=rounds.attempt,
             contributors=[(c.worker, c.incarnation, c.step) for c in contributions],
@@ -390,7 +387,7 @@ class CommitCoordinator:
         order = Advance(version, 0, state.following, application, checkpoint=number, term=state.term)
         if not self._standbys:
             return order
-        return replace(order, state=json.dumps(foreseen(state, contributions, decided=decided)))
+        return replace(order, state=json.dumps(foreseen(state, contributions, decided=self._decided[2])))
 
     def _failed(self, advance: Advance, problem: Exception, model: Model) -> None:
         """Handle a shard that was not reached, or refused. In the first case the ticker repeats the order.
