@@ -87,6 +87,17 @@ class Rows(NamedTuple):
         body[self.values.nbytes :] = as_bytes(numbers)
         return Packed((), "", [memoryview(body)], ROWS)
 
+    def to_bytes(self, rows: int) -> bytearray:
+        """The body of `packed`."""
+        (body,) = self.packed(rows).body
+        return bytearray(body)
+
+    @classmethod
+    def of_bytes(cls, body: bytearray, matrix: torch.Tensor) -> Rows:
+        """The inverse of `to_bytes`, for rows of this matrix. Raises ValueError."""
+        width = matrix.shape[1:].numel()
+        return cls.unpacked(memoryview(body), rows=len(matrix), width=width, dtype=matrix.dtype)
+
     @classmethod
     def unpacked(cls, body: memoryview, *, rows: int, width: int, dtype: torch.dtype) -> Rows:
         """The inverse of `packed`, for a matrix of this shape and dtype. The values are a view of `body`.

@@ -128,8 +128,7 @@ class Follower:
         # An order may be repeated while it is carried out. The sums must not change while they are sent.
         with self._turn:
             with self._changed:
-                copy = self._copy
-                if copy is None:
+                if (copy := self._copy) is None:
                     return
                 staged, copy.staged = copy.staged, order
                 if staged is not None and (staged.version, staged.apply) == (order.version, order.apply):

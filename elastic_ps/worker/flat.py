@@ -310,8 +310,7 @@ class Flat:
             thorough: look at all tensors, because the values are about to be replaced.
         """
         self.check_memory()
-        changed = self._writes.changed(thorough=thorough)
-        if changed is None:
+        if (changed := self._writes.changed(thorough=thorough)) is None:
             return
         names = [self.layout.tensors[index].name for index in changed]
         which = (", ".join(names[:3]) + (", ..." if len(names) > 3 else "")) or "a parameter"

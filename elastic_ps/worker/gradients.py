@@ -121,8 +121,7 @@ class Gradients:
 
     def _present_ones(self) -> Iterator[tuple[int, torch.Tensor]]:
         for index in self._trainable:
-            gradient = self._flat.tensors[index].grad
-            if gradient is not None:
+            if (gradient := self._flat.tensors[index].grad) is not None:
                 yield index, gradient
 
     @contextmanager

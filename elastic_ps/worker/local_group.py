@@ -26,7 +26,6 @@ from elastic_ps.codec.rows import Rows, RowSum
 from elastic_ps.core.metrics import Metrics, reduce_all
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Rule
 from elastic_ps.core.weights import shares_of
-from elastic_ps.errors import InvalidModel
 from elastic_ps.transport import messages_pb2 as pb
 from elastic_ps.transport.memory import Allocate
 from elastic_ps.worker.dialogue import Step
@@ -186,8 +185,7 @@ class GroupFollower(Strategy):
         assert self.under_way is not None, "begin was called"
         rows, sent = self._flat.rows_of(bucket), None
         if rows is not None:
-            (body,) = rows.packed(bucket.elements // self._flat.layout.width(bucket)).body
-            sent = bytearray(body)
+            sent = rows.to_bytes(bucket.elements // self._flat.layout.width(bucket))
         told = _Told(list(present), self.under_way.weight, sent)
         try:
             self._world.links[0].gradients.send((self.under_way.number, bucket.index, told))
@@ -399,11 +397,13 @@ class _Mine(NamedTuple):
         present: which parameters have a gradient.
         loss: the loss, or the mean; None if it is no number.
         weight: what the script said that it weighs, or the sum; None: nothing.
+        rows: the sparse gradients, by the numbers of the parameters; see `Rows.to_bytes`.
     """
 
     present: Sequence[bool]
     loss: float | None
     weight: float | None
+    rows: dict[int, bytearray]
 
 
 class _Gradients:
@@ -458,7 +458,6 @@ class MeanGradients:
         specs = flat.layout.tensors
         trained = [i for i, spec in enumerate(specs) if spec.rule is Rule.GRADIENT and spec.elements]
         self._parameters = [flat.tensors[index] for index in trained]
-        self._names = [specs[index].name for index in trained]
         dtypes = [specs[index].dtype for index in trained]
         sizes = list(_sizes(self._parameters, dtypes).values())
         self._parts = [
@@ -495,17 +494,21 @@ class MeanGradients:
 
         Raises:
             UsageError: the step has no batch; or the processes are at different places of the script.
-            InvalidModel: a gradient is sparse.
         """
         weight, weights = self._shares()
-        mine = _Mine([parameter.grad is not None for parameter in self._parameters], loss, weight)
-        self._require_dense()
+        grads = [parameter.grad for parameter in self._parameters]
+        rows = {i: Rows.of(g).to_bytes(len(g)) for i, g in enumerate(grads) if g is not None and g.is_sparse}
+        mine = _Mine([gradient is not None for gradient in grads], loss, weight, rows)
         if not self._world.leads:
             self._put()
         mean = self._world.gather(_STEP, mine, lambda every: self._add_up(every, weights))
-        for parameter, there, view in zip(self._parameters, mean.present, self._parts[0].views, strict=True):
+        every = zip(self._parameters, mean.present, self._parts[0].views, strict=True)
+        for index, (parameter, there, view) in enumerate(every):
             if not there:
                 parameter.grad = None
+            elif index in mean.rows:
+                found = Rows.of_bytes(mean.rows[index], parameter).gradient(len(parameter))
+                parameter.grad = found.to(parameter.device)
             elif parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter).copy_(view)
             else:
@@ -519,28 +522,33 @@ class MeanGradients:
         for parameter, view in zip(self._parameters, views, strict=True):
             if parameter.grad is None:
                 view.zero_()
-            else:
+            elif not parameter.grad.is_sparse:
                 view.copy_(parameter.grad)
 
     def _add_up(self, every: Sequence[_Mine], records: Sequence[float]) -> _Mine:
         """In process 0, when all are here: so nobody reads the last step's mean any more, which lies here."""
         self._put()
-        own, *others = self._parts
         weight, weights = shares_of([mine.weight for mine in every], records)
-        for name, total in own.flat.items():
-            shares = [(part.flat[name], share) for part, share in zip(others, weights[1:], strict=True)]
-            REDUCTIONS[Rule.GRADIENT].join(total, weights[0], shares)
+        tables = {index for mine in every for index in mine.rows}
+        rows = {index: self._mean_rows(index, every, weights) for index in tables}
+        dense = [index for index in range(len(self._parameters)) if index not in rows]
+        flats = ([part.flat[name] for part in self._parts] for name in self._parts[0].flat)
+        views = ([part.views[index] for part in self._parts] for index in dense)
+        for total, *others in views if rows else flats:
+            REDUCTIONS[Rule.GRADIENT].join(total, weights[0], [*zip(others, weights[1:], strict=True)])
         counted = [mine.present for mine, share in zip(every, weights, strict=True) if share]
         present = [any(each) for each in zip(*counted, strict=True)]
-        return _Mine(present, _mean_of(every, weights), weight)
+        return _Mine(present, _mean_of(every, weights), weight, rows)
 
-    def _require_dense(self) -> None:
-        for parameter, name in zip(self._parameters, self._names, strict=True):
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise InvalidModel(
-                    f"the gradient of {name} is sparse, and worker.processes above 1 adds up dense gradients "
-                    "only. Use nn.Embedding(..., sparse=False), or processes: 1"
-                )
+    def _mean_rows(self, index: int, every: Sequence[_Mine], weights: Sequence[float]) -> bytearray:
+        weight = self._parameters[index]
+        total = RowSum(weight.shape[1:].numel(), weight.dtype)
+        for part, mine, share in zip(self._parts, every, weights, strict=True):
+            if share and (body := mine.rows.get(index)) is not None:
+                total.add(Rows.of_bytes(body, weight), share)
+            elif share:
+                total.add(Rows.of(part.views[index]) if mine.present[index] else None, share)
+        return total.mean().to_bytes(len(weight))
 
 
 def _sizes(parameters: Sequence[torch.Tensor], dtypes: Sequence[str]) -> dict[str, int]:

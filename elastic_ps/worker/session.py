@@ -239,8 +239,7 @@ class Session:
                 "docs/cookbook.md. To train anew in a notebook without a job, call connect() first"
             )
         check_model(model)
-        tables = self._tables_of(model)
-        if tables is not None:
+        if (tables := self._tables_of(model)) is not None:
             self._runtime.prefetch_rows = tables.prefetch
         if isinstance(optimizer, Mapping):
             optimizer = together(optimizer, model)

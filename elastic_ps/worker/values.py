@@ -80,8 +80,7 @@ class Drafts:
 
     def take(self, bucket: Bucket, values: torch.Tensor) -> None:
         """Copy a draft that stands to `values`, for which it was received. Once for each draft."""
-        changes = self._changes.pop(bucket.index, None)
-        if changes is not None:
+        if (changes := self._changes.pop(bucket.index, None)) is not None:
             changes.make(values)
         else:
             values.copy_(self._memory[bucket.index])

@@ -173,6 +173,44 @@ def test_processes_of_a_worker_add_up_their_rows(
             torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize(("make", "whole"), [(two_adams, False), (adagrad, True)])
+def test_processes_make_local_steps_with_the_rows_of_all(
+    tmp_path: Path, make: Optimizers, whole: bool
+) -> None:
+    """`whole`: one has a gradient of all rows."""
+    data, models = Numbers(32), list[Recommender]()
+
+    def script(session: Session, rank: int) -> None:
+        model = Recommender()
+        models.append(model)
+        optimizer = session.optimizer(make(model), model)
+        for x, y in session.loader(data, 5):
+            optimizer.zero_grad()
+            loss = mse(model, x.double(), y.double())
+            if whole and rank == 1:
+                loss = loss + 0.0 * model.user.weight.sum()
+            loss.backward()
+            optimizer.step()
+
+    fields: dict[str, Any] = {
+        "consistency": {"mode": "local", "steps": 3, "outer": "average"},
+        "worker": {"processes": 2},
+        "data": {"shuffle": False},
+    }
+    with running_job(tmp_path, **fields) as job:
+        job.start_processes(0, script)
+        job.join()
+    exact = Recommender()
+    optimizer = alone(make)(exact)
+    for x, y in torch.utils.data.DataLoader(data, 5):
+        optimizer.zero_grad()
+        mse(exact, x.double(), y.double()).backward()
+        optimizer.step()
+    for model in models:
+        for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
 def test_a_process_that_sends_many_rows_waits_for_no_other_one(tmp_path: Path) -> None:
     """Process 0 skips the step before it has said what it has: the rows are more than a socket holds."""
 
