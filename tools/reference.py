@@ -124,6 +124,7 @@ _INTERNAL = {
     "ElasticLoader": "close, expect_groups, is_chief",
     "ElasticOptimizer": "assign, check_scheduler, step_of, zero_grad_of",
     "ScriptState": "repeat",
+    "Session": "asked_to_leave, came_late, drain, finish, generation, open, started",
     "Sparse": "at_once, places, values, within, without",
     "Table": "changed_since, changes, extent, header, merge, removed_since, replace, rows_now",
     "Tensors": "close, finish",

@@ -1,4 +1,4 @@
-"""What a training script uses: this worker's place in the job, its optimizer, its records.
+"""The session of a training script: this worker's place in the job, its optimizer, its records.
 
 Only the thread that made a session may use it.
 """
@@ -45,7 +45,7 @@ class Session:
     """A worker's part in a job. `elastic_ps.connect` makes it.
 
     Attributes:
-        at_finish: called where the script has come to its end without an error.
+        worker: this worker's index, counted from 0.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class Session:
         self._tensors: Tensors | None = None
         self._optimizer: ElasticOptimizer | None = None
         self._loaders: list[ElasticLoader] = []
-        self.at_finish: list[Callable[[], object]] = []
+        self.at_finish: list[Callable[[], object]] = []  # called where the script has ended without an error
 
     @property
     def version(self) -> int:
-        """The version of this worker's model: how often the job has taken a step or assigned values."""
+        """The version of this worker's model. Each step of the job and each `assign` makes the next one."""
         return self._runtime.version
 
     @property
@@ -191,12 +191,11 @@ class Session:
         into its model.
 
         Args:
-            optimizer: a new one, of one of the classes of torch.optim in `core.settings.ALLOWED` and
-                `WHOLE_TENSORS`, or of one that the job names in parameterServer.optimizers. In mode `local`
-                any torch optimizer: it runs on this worker, which keeps its state. Or several, by names, each
-                with parameters of its own. The result is then a mapping of them, as in
-                `optimizers["critic"].step()`, and its own `step` steps all of them. Each batch is for one
-                step, which sends the gradients.
+            optimizer: a new one, of a class of torch.optim that docs/guides/scripts.md lists, or of one that
+                the job names in parameterServer.optimizers. In mode `local` any torch optimizer: it runs on
+                this worker, which keeps its state. Or several, by names, each with parameters of its own. The
+                result is then a mapping of them, as in `optimizers["critic"].step()`, and its own `step`
+                steps all of them. Each batch is for one step, which sends the gradients.
             model: on the device where it is to be trained.
             overlap: whether gradients may be sent while backward runs (`parameterServer.overlap`). With
                 False they are sent in `step`, for scripts that change gradients in between (GradScaler; to
@@ -425,7 +424,7 @@ class Session:
 
     @property
     def state(self) -> ScriptState:
-        """A mapping that belongs to the job: names and small plain values, such as a best score.
+        """The job's mapping of names to small plain values, such as a best score.
 
         All workers read the same values; each use asks the parameter server. The chief writes it
         (see `is_chief`): `session.state["best"] = 0.9`, or several at once with `session.state.update(...)`.
