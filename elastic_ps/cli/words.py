@@ -134,7 +134,8 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
         return
     progress = server.progress
     if outcome.verdict.phase == "Failed":
-        yield "cause", outcome.verdict.message.partition("\n")[0]
+        first_line = outcome.verdict.message.partition("\n")[0]
+        yield "cause", first_line.partition(". The last output of ")[0]
     if progress.stopped:
         yield "stopped early", progress.stopped
     for name, value in sorted(progress.metrics.items()):

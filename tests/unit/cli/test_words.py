@@ -315,12 +315,17 @@ def test_a_job_that_only_uses_tensors_has_no_progress_to_tell() -> None:
 
 
 def summary_of(
-    progress: Progress, *, ready: bool = True, phase: str = "Succeeded", checkpoints: str = "/kept/run-3"
+    progress: Progress,
+    *,
+    ready: bool = True,
+    phase: str = "Succeeded",
+    checkpoints: str = "/kept/run-3",
+    message: str = "",
 ) -> dict[str, str]:
     server = ServerStatus(job="j", shard=0, shards=1, term=1, ready=ready, progress=progress)
     record = SimpleNamespace(last=server, loss_curve=list, samples_per_second=None)
     status = SimpleNamespace(checkpoints=checkpoints)
-    verdict = SimpleNamespace(message="", phase=phase, reason="")
+    verdict = SimpleNamespace(message=message, phase=phase, reason="")
     outcome = SimpleNamespace(record=record, verdict=verdict, status=status, unreached=())
     return dict(words.summary(cast(Any, outcome)))
 
@@ -329,6 +334,17 @@ def test_the_value_of_the_best_version_is_not_taken_for_a_version() -> None:
     found = EvaluationStatus(version=39, metrics={"prec@1": 34.3}, best_version=30, best=40.0, evaluated=4)
     said = summary_of(Progress(version=39, evaluation=found))
     assert said["best"] == "version 30 with 40; it is kept"
+
+
+def test_the_cause_of_a_failure_is_said_without_the_output() -> None:
+    message = (
+        "ValueError: no (worker 0 exited with 1). Processes have failed once, more than backoffLimit 0 "
+        "allows. The last output of worker 0:\nTraceback (most recent call last):\nValueError: no"
+    )
+    assert summary_of(Progress(), phase="Failed", message=message)["cause"] == (
+        "ValueError: no (worker 0 exited with 1). Processes have failed once, more than backoffLimit 0 allows"
+    )
+    assert summary_of(Progress(), phase="Failed", message="one\ntwo")["cause"] == "one"
 
 
 def test_the_summary_names_the_directory_that_has_the_model() -> None:
