@@ -1,9 +1,8 @@
 """A drill of a TrainingJob on a Kubernetes cluster, through `kubectl`.
 
 The job's processes write their histories to a volume claim that all of its pods mount. At the end a small pod
-packs them, and they are checked here like those of a local job. Their times are of one clock only on a
-cluster of one node. So on a larger one a drill may report a false violation ("stale term", "stale
-incarnation").
+packs them, and they are checked here like those of a local job. The clocks of several nodes differ. So a
+drill on such a cluster may report a false violation ("stale term", "stale incarnation").
 """
 
 from __future__ import annotations
