@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from elastic_ps.api.mutable import (
 from elastic_ps.api.rules import SET, fields, part_of
 from elastic_ps.api.status import TuningStatus
 from elastic_ps.cli.control import directory_of, status_of
-from elastic_ps.errors import UserError
+from elastic_ps.errors import InvalidJob, UserError
 from elastic_ps.local.state import JobDirectory, generation_of
 
 LIMIT = timedelta(seconds=60)
@@ -135,7 +136,24 @@ def with_fields(job: TrainingJob, assignments: Sequence[str]) -> TrainingJob:
         _within(top, parents)[name] = value
         if value is None:
             del _within(top, parents)[name]
-    return parse_job(document, source=shlex.join(["--set", *assignments]))
+    try:
+        return parse_job(document, source="--set")
+    except InvalidJob as error:
+        lines = [line.removeprefix("--set: ") for line in str(error).splitlines()]
+        raise InvalidJob("\n".join(f"{_named(line, assignments)}: {line}" for line in lines)) from None
+
+
+def _named(line: str, assignments: Sequence[str]) -> str:
+    """The assignments that a line of an error is about, as they are given on the command line."""
+    found = re.search(r"\b(?:spec|metadata)[\w.]*", line)
+    location = f"{found.group()}." if found else ""
+    about = []
+    for text in assignments:
+        path, _ = _split(text)
+        place = f"{path}." if path.startswith("metadata.") else f"spec.{path}."
+        if place.startswith(location) or location.startswith(place):
+            about.append(text)
+    return shlex.join(part for text in about or assignments for part in ("--set", text))
 
 
 def changed(job: TrainingJob, assigned: Mapping[str, Any]) -> TrainingJob:

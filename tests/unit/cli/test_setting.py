@@ -73,3 +73,26 @@ def test_what_may_not_be_is_refused_as_in_a_file(
     with pytest.raises(error) as refused:
         with_fields(job(), [assignment])
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "starts"),
+    [
+        (
+            ("image=5", "spec.worker.replicas=two", "consistency.maxStaleness=8"),
+            ("--set image=5: spec.image: ", "--set spec.worker.replicas=two: spec.worker.replicas: "),
+        ),
+        (("image=a", "worker.replica=2"), ("--set worker.replica=2: unknown field 'spec.worker.replica'",)),
+        (("metadata.name=A_B", "image=a"), ("--set metadata.name=A_B: metadata.name: ",)),
+        (
+            ("image=a", "worker.replicas=9", "worker.maxReplicas=3"),
+            ("--set worker.replicas=9 --set worker.maxReplicas=3: spec.worker: replicas 9 is above",),
+        ),
+    ],
+)
+def test_of_several_fields_the_wrong_one_is_named(given: tuple[str, ...], starts: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidJob) as refused:
+        with_fields(job(), given)
+    lines = str(refused.value).splitlines()
+    assert len(lines) == len(starts)
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), lines
