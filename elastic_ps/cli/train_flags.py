@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from elastic_ps.contrib.zoo.catalog import DATA_SETS, NETWORKS
+from elastic_ps.contrib.zoo.catalog import DATA_SETS, TRAINED
 
 DESCRIPTION = """\
 Train a network of the zoo on one of its data sets, without a job file. The flags have the
@@ -35,7 +35,7 @@ ARGUMENTS = (
 def add_train(parser: argparse.ArgumentParser) -> None:
     """Add the options of the training and of the workers."""
     what = parser.add_argument_group("what to train")
-    names = ", ".join(network.name for network in NETWORKS if network.kind != "table")
+    names = ", ".join(network.name for network in TRAINED)
     what.add_argument("--network", metavar="N", help=f"one of {names} (default: LeNet)")
     sets = ", ".join(dataset.name for dataset in DATA_SETS)
     what.add_argument("--dataset", metavar="D", help=f"one of {sets} (default: MNIST)")

@@ -173,17 +173,20 @@ DATA_SETS: Sequence[DataSet] = (
     ),
 )
 
+TRAINED: Sequence[Network] = [each for each in NETWORKS if any(each.kind == data.kind for data in DATA_SETS)]
+"""The networks that are trained on one of these data sets."""
+
 _Named = TypeVar("_Named", Network, DataSet)
 
 
 def find_network(name: str) -> Network:
     """The network of this name. Raises UserError, which lists the names and says which is the nearest."""
-    return _find(name, NETWORKS, "network")
+    return _find(name, NETWORKS, TRAINED, "network")
 
 
 def find_dataset(name: str) -> DataSet:
     """The data set of this name. Raises UserError, which lists the names and says which is the nearest."""
-    return _find(name, DATA_SETS, "data set")
+    return _find(name, DATA_SETS, DATA_SETS, "data set")
 
 
 def check_fit(network: Network, dataset: DataSet) -> None:
@@ -199,13 +202,13 @@ def check_fit(network: Network, dataset: DataSet) -> None:
     )
 
 
-def _find(name: str, known: Sequence[_Named], what: str) -> _Named:
+def _find(name: str, known: Sequence[_Named], listed: Sequence[_Named], what: str) -> _Named:
     by_key = {_key(each.name): each for each in known}
     if found := by_key.get(_key(name)):
         return found
     near = difflib.get_close_matches(_key(name), by_key, n=1, cutoff=0.5)
     hint = f"did you mean {by_key[near[0]].name}? There" if near else "there"
-    names = ", ".join(each.name for each in known)
+    names = ", ".join(each.name for each in listed)
     raise UserError(f"there is no {what} {name!r}; {hint} are: {names}")
 
 

@@ -186,3 +186,8 @@ def test_flags_that_cannot_be_used_are_named(case: str) -> None:
 def test_a_name_that_no_job_may_have_is_refused() -> None:
     with pytest.raises(InvalidJob, match=r"metadata\.name"):
         job_of(Flags(arguments={}, name="My Job"))
+
+
+def test_a_name_that_is_not_known_is_told_those_that_have_data() -> None:
+    with pytest.raises(UserError, match=r"there are: LeNet, .*, GPT$"):
+        job_of(Flags(arguments={"network": "Foo"}))
