@@ -167,7 +167,7 @@ def member_changes(
             version = member.joined_version if member.left_version is None else member.left_version
             kind = "left" if member.joins_again else member.state
             why = f": {member.reason}" if member.reason else ""
-            records = f"after {member.steps} steps, {member.records} records"
+            records = f"after {member.steps:,} steps, {member.records:,} records"
             yield kind, version, f"worker {member.worker} {GONE[kind]} at version {version} {records}{why}"
 
 

@@ -66,9 +66,10 @@ def test_workers_that_came_and_went_are_told_once() -> None:
 
 def test_a_worker_that_has_to_join_again_after_its_parameter_server_is_not_told_to_be_lost() -> None:
     again = member(0, state="lost", left=7, reason=JOINS_AGAIN)
+    again = again.model_copy(update={"steps": 1796, "records": 28740})
     [(kind, _, text)] = member_changes([member(0)], [again])
     assert kind == "left"
-    assert text == f"worker 0 left at version 7 after 0 steps, 0 records: {JOINS_AGAIN}"
+    assert text == f"worker 0 left at version 7 after 1,796 steps, 28,740 records: {JOINS_AGAIN}"
     assert "lost" not in member_line(again)
 
 
