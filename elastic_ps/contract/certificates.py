@@ -84,7 +84,9 @@ def issue(
     """
     serves = identity.role in SERVING
     if names and not serves:
-        raise UsageError(f"{identity} is no server, so its certificate takes no names; given: {list(names)}")
+        raise UsageError(
+            f"{identity} is not a server, so its certificate takes no names; given: {list(names)}"
+        )
     try:
         ca = x509.load_pem_x509_certificate(authority.certificate)
         ca_key = serialization.load_pem_private_key(authority.key, None)

@@ -86,7 +86,7 @@ def within(given: Sequence[str], names: Sequence[str], what: str) -> set[str]:
         inside = {name for name in names if name == prefix or name.startswith(f"{prefix}.")}
         if not inside:
             raise InvalidModel(
-                f"{what} names {prefix!r}, which is no module, parameter or persistent buffer of the model; "
+                f"{what} names {prefix!r}, but the model has no such module, parameter or persistent buffer; "
                 f"it has {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
             )
         found |= inside

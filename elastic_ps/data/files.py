@@ -263,7 +263,7 @@ def _matching(url: str, options: Any) -> list[str]:
     try:
         filesystem, path = _fsspec().core.url_to_fs(url, **options)
     except ValueError as error:
-        raise UsageError(f"{url[:300]} is no URL of files: {error}. {_EXPECTED}") from error
+        raise UsageError(f"{url[:300]} is not a URL of files: {error}. {_EXPECTED}") from error
     if "*" not in url and filesystem.exists(path):
         return [url]
     return [filesystem.unstrip_protocol(each) for each in sorted(filesystem.glob(path))]

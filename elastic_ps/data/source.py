@@ -118,7 +118,7 @@ def read_source(
             "leave in_order out"
         )
     for name in options.keys() - signature(DataLoader).parameters.keys():
-        raise UsageError(f"session.loader got {name}, which is no option of its own or of a DataLoader")
+        raise UsageError(f"session.loader got the option {name}, which neither it nor a DataLoader has")
     if batch_size is None or not is_count(batch_size):
         raise UsageError(f"batch_size is {batch_size!r}; expected a whole number of records from 1 to {MOST}")
     drop_last = bool(options.pop("drop_last", False))
@@ -187,7 +187,7 @@ def _records_of(dataset: Any, records: int | None) -> int:
     """How many records a map-style data set has."""
     name = type(dataset).__name__
     if instead := _instead_of(dataset):
-        raise UsageError(f"session.loader got a {name}, which is no data set: {instead}")
+        raise UsageError(f"session.loader got a {name}, which is not a data set: {instead}")
     if isinstance(dataset, type):
         raise UsageError(f"session.loader got the class {dataset.__name__}; expected an object of it")
     if not hasattr(dataset, "__len__"):

@@ -339,7 +339,7 @@ class TableCalls:
     def _lookup(self, request: pb.LookupRequest, incoming: Incoming) -> Iterator[Frame]:
         spec, tables = spec_from_text(request.table), self._tables()
         if incoming.size % 8:
-            raise Malformed(f"{incoming.size} bytes are no ids")
+            raise Malformed(f"{incoming.size} bytes do not make whole ids")
         ids = ids_from_bytes(read_body(incoming))
         if request.held > len(ids):
             raise Malformed(f"{request.held} ids are held; expected {len(ids)} at most")

@@ -58,4 +58,4 @@ def columns_from_bytes(body: memoryview) -> dict[str, torch.Tensor]:
     try:
         return safetensors.torch.load(bytes(body))
     except SafetensorError as error:
-        raise Malformed(f"{len(body)} bytes are no columns of a table: {error}") from error
+        raise Malformed(f"{len(body)} bytes do not hold columns of a table: {error}") from error

@@ -81,8 +81,8 @@ class ClippedSteps:
         clips = max_norm != float("inf")
         if norm_type != 2 or optimizer is None or (self._limit is None and clips):
             raise UsageError(
-                f"{call} limits the norm of the gradient of all workers, which the parameter server does for "
-                f"the 2-norm if it knows so at the start: {how}(max_grad_norm={max_norm})"
+                f"{call}: the parameter server clips the gradient of all workers. Tell it the limit at the "
+                f"start, with {how}(max_grad_norm={max_norm}); only the 2-norm works"
             )
         each = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         norms = [torch.linalg.vector_norm(p.grad.detach()) for p in each if p.grad is not None]

@@ -59,8 +59,8 @@ def check_transport(job: TrainingJob, transport: Scheme | None, *, ranks: bool) 
         return
     if not ranks:
         raise UserError(
-            "--transport mpi: there are no ranks to relay anything. Start the job with mpirun and two ranks "
-            "at least, as in `mpirun -n 2 elastic-ps run ...`, or choose another transport"
+            "--transport mpi: there are no ranks to relay anything. Start the job with mpirun and at "
+            "least two ranks, as in `mpirun -n 2 elastic-ps run ...`, or choose another transport"
         )
     if job.spec.all_reduce:
         raise UserError(

@@ -55,7 +55,7 @@ def load(
         raise InvalidJob(f"the entrypoint {entrypoint} cannot be imported:\n{text}") from error
     function = getattr(module, name, None)
     if function is None:
-        where = getattr(module, "__file__", None) or f"{module_name}, which is no file,"
+        where = getattr(module, "__file__", None) or f"{module_name}, which comes from no file,"
         raise InvalidJob(f"the entrypoint {entrypoint} does not exist: {where} has no {name!r}")
     if not callable(function):
         raise InvalidJob(

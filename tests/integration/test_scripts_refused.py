@@ -474,7 +474,7 @@ def test_a_record_that_ends_torchs_loop_is_no_end_of_the_data(tmp_path: Path, pr
         ({"batch_size": 64, "drop_last": True}, "has 20 records, fewer than the 64 of a batch"),
         ({"batch_size": 8.0}, r"batch_size is 8\.0; expected a whole number"),
         ({"batch_size": "8"}, "batch_size is '8'; expected a whole number"),
-        ({"batch_size": 8, "shufle": True}, "got shufle, which is no option of its own or of a DataLoader"),
+        ({"batch_size": 8, "shufle": True}, "got the option shufle, which neither it nor a DataLoader has"),
         ({"batch_size": 4, "epochs": 1.5}, r"epochs is 1\.5; expected a whole number"),
     ],
 )

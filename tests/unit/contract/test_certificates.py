@@ -77,7 +77,7 @@ def test_only_servers_have_names_and_may_serve() -> None:
         found.append((san.get_values_for_type(x509.DNSName), addresses, serves))
     here = [ipaddress.ip_address("10.0.0.7"), ipaddress.ip_address("::1")]
     assert found == [([server_name(JOB), names[0]], here, True), ([], [], False)]
-    with pytest.raises(UsageError, match="is no server"):
+    with pytest.raises(UsageError, match="is not a server"):
         issue(AUTHORITY, Identity(JOB, "worker"), now=NOW, lifetime=HOUR, names=names)
 
 

@@ -53,7 +53,7 @@ def test_a_query_of_a_url_is_no_pattern(tmp_path: Path) -> None:
         ("{folder}", r"is a folder\. Add a pattern, such as .*/\*"),
         ("pipe:cat a.tar", r"there is no file pipe:cat.*Commands \(pipe:\.\.\.\) are not run"),
         ("nothing://a/b.tar", r"there is no file nothing://.*Expected"),
-        ("nothing://a/*.tar", r"is no URL of files.*Expected"),
+        ("nothing://a/*.tar", r"is not a URL of files.*Expected"),
     ],
 )
 def test_what_is_no_file_is_refused(tmp_path: Path, make: Any, url: str, match: str) -> None:

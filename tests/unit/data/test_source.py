@@ -52,7 +52,7 @@ def test_an_empty_data_set_says_what_was_expected() -> None:
     ],
 )
 def test_what_has_a_length_but_no_records_is_refused(given: Any, instead: str) -> None:
-    with pytest.raises(UsageError, match=f"session.loader got a .*, which is no data set: .*{instead}"):
+    with pytest.raises(UsageError, match=f"session.loader got a .*, which is not a data set: .*{instead}"):
         read(given, batch_size=2)
 
 

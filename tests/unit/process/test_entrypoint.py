@@ -135,7 +135,8 @@ def test_what_cannot_be_called_is_refused(name: str, arguments: dict[str, Any], 
 
 def test_a_folder_and_a_builtin_module_are_named_where_a_function_is_missing() -> None:
     for name in ("docs", "sys"):
-        with pytest.raises(InvalidJob, match=f"{name}:main does not exist: {name}, which is no file, has no"):
+        said = f"{name}:main does not exist: {name}, which comes from no file, has no"
+        with pytest.raises(InvalidJob, match=said):
             load(f"{name}:main", {})
 
 
