@@ -179,8 +179,8 @@ def _become(order: Mapping[str, Any]) -> None:
 def _run(program: Callable[[], int], shared: Collection[str]) -> NoReturn:
     """Run as a fork and end as Python does, but without freeing what the fork server shares with it.
 
-    To free that, Python writes to nearly all of this memory, and each fork then has a copy of it. What the
-    script has imported is freed: its files are written, and its finalizers run.
+    To free that, Python writes to nearly all of this memory, and each fork then has a copy of it. The modules
+    that the script has imported are freed: their files are written, and their finalizers run.
 
     Args:
         shared: the names of the modules that the fork server has imported.

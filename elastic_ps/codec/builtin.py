@@ -28,7 +28,7 @@ class Bf16(Codec):
 
 
 _SMALLEST = -126
-"""Of the exponents of float32. What it has below that, float16 has after a division by this power of two."""
+"""The smallest exponent of float32. float16 has smaller values after a division by this power of two."""
 
 
 class Fp16(Codec):

@@ -266,7 +266,7 @@ class CodecSelection:
             self._auto.begin(self._auto.choice.now)
 
     def backward_ended(self) -> None:
-        """What was encoded and pushed of the step so far was hidden behind backward."""
+        """Count the time of encoding and pushing so far in the step as hidden behind backward."""
         with self._lock:
             now = time.monotonic() - self._since if self._busy else 0.0
             self._traffic.hid(self._seconds + now)

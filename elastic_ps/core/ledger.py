@@ -115,7 +115,7 @@ class Ledger:
         return [taken]
 
     def _take_of_run(self, holder: int, limit: int, batch: int, sources: Sequence[_Take]) -> Range | None:
-        """Of the run that `holder` has begun, or of another one, or of what is kept for someone else.
+        """Take records of the run that `holder` has begun, of another run, or of one kept for someone else.
 
         No single record is left of a run, unless a batch is as small.
         """

@@ -40,8 +40,8 @@ def permutation(records: int, epoch: int, *, shuffle: bool, seed: int) -> Sequen
 class Shuffled(Sequence[int]):
     """A permutation of `range(records)` that looks random. It takes little memory. Thread-safe.
 
-    A slice is computed at once and is a list; element by element takes far longer. What is computed for a
-    short slice is kept for the next one.
+    A slice is computed at once and is a list; element by element takes far longer. The numbers of a short
+    slice are kept for the next one.
 
     Args:
         records: how many there are; `MOST_RECORDS` at most.

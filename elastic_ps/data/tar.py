@@ -1,7 +1,7 @@
 """Records in tar files, in webdataset's form: consecutive members of one name are one record.
 
-`0017.jpg` and `0017.cls` are the record `{"__key__": "0017", "jpg": b"...", "cls": b"..."}`. What follows the
-first dot of a file's name is the name of a field.
+`0017.jpg` and `0017.cls` are the record `{"__key__": "0017", "jpg": b"...", "cls": b"..."}`. The part of a
+file's name after the first dot is the name of a field.
 """
 
 from __future__ import annotations

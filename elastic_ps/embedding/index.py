@@ -111,7 +111,7 @@ class Index:
 
 
 def _hashes(ids: Ids) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Of each id, the first place and the distance to the next one, of 2**32.
+    """The first place of each id, and the distance to its next one, of 2**32.
 
     The distance is odd, so that each place is reached, and more than a quarter, so that each step leads away.
     """

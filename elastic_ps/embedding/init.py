@@ -64,7 +64,7 @@ def key_of(seed: int, table: str) -> int:
 
 
 def words(key: int, ids: Ids, count: int) -> Words:
-    """So many random words for each id, of shape (ids, count)."""
+    """`count` random words for each id, of shape (ids, count)."""
     with np.errstate(over="ignore"):
         seeds = mixed(ids.view(np.uint64) + np.uint64(key)) ^ np.uint64(key)
         steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GAMMA)
@@ -72,7 +72,7 @@ def words(key: int, ids: Ids, count: int) -> Words:
 
 
 def _parts(key: int, ids: Ids, count: int, bits: int) -> Values:
-    """So many random integers of `bits` bits for each id."""
+    """`count` random integers of `bits` bits for each id."""
     per_word = 64 // bits
     drawn = words(key, ids, -(-count // per_word)).astype("<u8", copy=False)
     return drawn.view(f"<u{bits // 8}")[:, :count].astype(np.float64)

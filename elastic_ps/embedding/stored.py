@@ -1,6 +1,6 @@
 """Tables in checkpoints: each column of a table is a tensor in a shard's file.
 
-A file has the rows of one shard. Whoever reads a checkpoint takes from all files the rows that it wants, so
+A file has the rows of one shard. A reader of a checkpoint takes the rows that it wants from all files, so
 another number of shards may read it.
 """
 

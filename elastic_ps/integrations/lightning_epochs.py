@@ -43,7 +43,7 @@ class Epochs(OpenEpochs):
 
     @property
     def next_number(self) -> int:
-        """Of the epoch that comes next, if `ends` was false."""
+        """The number of the epoch that comes next, if `ends` was false."""
         return self.number if self._upcoming is None else self._upcoming
 
     def leave_epoch(self) -> None:

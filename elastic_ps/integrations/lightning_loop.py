@@ -308,8 +308,8 @@ class TrainsInJob(OneDevice):
     def saves(self: Any) -> bool:
         """Whether this worker writes files, and reports: the chief. May block.
 
-        Within the last epoch, and where the processes of a worker may not agree to ask, it is the chief of
-        before, or worker 0.
+        Within the last epoch, and where the processes of a worker may not agree to ask, it is the
+        previous chief, or worker 0.
         """
         epochs, session = self.epochs, self.session
         known = epochs is None or not epochs.begun

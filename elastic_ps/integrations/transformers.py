@@ -212,7 +212,7 @@ class ElasticMixin:
             self.accelerator.skip_step()
 
     def _get_learning_rate(self: Any) -> Any:
-        """Of the step under way: the session sets the next one within `optimizer.step()`."""
+        """The rate of the step under way. The session sets the next one within `optimizer.step()`."""
         return super()._get_learning_rate() if self._rate is None else self._rate  # type: ignore[misc]
 
     def _maybe_log_save_evaluate(self: Any, *args: Any, **kwargs: Any) -> None:

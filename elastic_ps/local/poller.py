@@ -93,7 +93,7 @@ class Poller:
 
 
 def _waiting(before: ServerStatus | None, now: ServerStatus) -> ServerStatus:
-    """Of a shard 0 that cannot serve yet: how far training is, it does not know."""
+    """The status of a shard 0 that cannot serve yet. It does not know how far training is."""
     return now if before is None else before.model_copy(update={"problem": now.problem})
 
 

@@ -168,7 +168,7 @@ class Child:
 
 
 def free_ports(count: int, among: range = PORTS, *, held: contextlib.ExitStack | None = None) -> list[int]:
-    """That many different ports on which nobody listens on this host, by TCP or by Unix socket.
+    """`count` different ports on which nobody listens on this host, by TCP or by Unix socket.
 
     Args:
         held: until this is closed, no other launcher of this host gets them, although nobody listens yet.
@@ -199,7 +199,7 @@ def free_ports(count: int, among: range = PORTS, *, held: contextlib.ExitStack |
 
 
 def free_addresses(count: int, among: range = PORTS) -> list[str]:
-    """That many different `host:port` of loopback on which nobody listens. Raises CannotListen."""
+    """`count` different `host:port` of loopback on which nobody listens. Raises CannotListen."""
     return [f"127.0.0.1:{port}" for port in free_ports(count, among)]
 
 

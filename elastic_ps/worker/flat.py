@@ -2,7 +2,7 @@
 
 All parameters of one dtype are laid one after the other into one flat tensor, in the order of the buckets,
 so that a bucket is a slice of it. On the CPU the model's parameters become views of that memory, and a
-pulled bucket is received straight into the model. What is on another device, or in another order in memory
+pulled bucket is received straight into the model. A tensor on another device, or in another order in memory
 (`channels_last`), stays where it is; pulled values are copied to it (`codec.devices`).
 """
 
@@ -201,8 +201,8 @@ class Flat:
     def lend(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient that was `put` last, in the memory that it is pushed from.
 
-        The parameter may have it in place of its own, whose memory is free by that. What the script does to
-        it between two steps does no harm, since the next gradient is `put` over it.
+        The parameter may have it in place of its own, whose memory is then free. The script may change it
+        between two steps, since the next gradient is `put` over it.
 
         Returns None if that would not be the same for the script, or saves too little memory.
         """

@@ -391,7 +391,7 @@ class _Reducer:
 
 
 class _Mine(NamedTuple):
-    """Of a process, or of all together.
+    """The part of a step that one process has, or all have together.
 
     Attributes:
         present: which parameters have a gradient.

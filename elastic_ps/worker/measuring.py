@@ -43,12 +43,12 @@ class Traffic:
             self._counts.decode_seconds += seconds
 
     def busy(self, seconds: float) -> None:
-        """Gradients were being encoded or sent for so long."""
+        """Add the time for which gradients were being encoded or sent."""
         with self._lock:
             self._counts.push_seconds += seconds
 
     def hid(self, seconds: float) -> None:
-        """So much of that time went by while backward ran."""
+        """Add the part of that time during which backward ran."""
         with self._lock:
             self._counts.hidden_seconds += seconds
 

@@ -111,7 +111,7 @@ class Membership:
 
     @property
     def strategy(self) -> Strategy:
-        """Of the model, from `enter` on."""
+        """The strategy for the model, from `enter` on."""
         assert self._strategy is not None, "the model has been given to session.optimizer"
         return self._strategy
 
@@ -414,7 +414,7 @@ class Membership:
         self.forget(lost=True)
 
     def forget(self, *, lost: bool = False) -> None:
-        """What the script has in hand goes to others. `lost`: the script has not asked for that."""
+        """Leave what the script has in hand to others. `lost`: the script has not asked for that."""
         self.batches.forget(lost=lost)
         if self.local is not None:
             self.local.void()

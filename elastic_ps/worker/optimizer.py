@@ -147,7 +147,7 @@ class ElasticOptimizer(_Wrapping):
     def _step_supports_amp_scaling(self) -> bool:
         """Read by `torch.amp.GradScaler.step`, which takes false for an optimizer that knows of no scale.
 
-        What it does to gradients leaves no trace in their version counters.
+        GradScaler changes gradients without a trace in their version counters.
 
         Raises:
             UsageError: gradients have been sent, with its scale in them, or the model has tables that grow.

@@ -124,7 +124,7 @@ class Runtime(Membership):
     # --- coming and going
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave the job and free everything. What this worker holds goes to others. Idempotent.
+        """Leave the job and free everything. Other workers get this worker's records. Idempotent.
 
         Args:
             failed: the script has failed, so there is no warning of a step that it has not made.

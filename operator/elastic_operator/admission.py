@@ -1,7 +1,7 @@
 """The rules of `permissions` as a ValidatingAdmissionPolicy, which refuses a job before it is stored.
 
 The rules are in CEL. The chart's template is generated here, so that its lists are those of `permissions`.
-What is permitted in which namespace comes from the chart's values when the chart is rendered.
+The chart's values say what is permitted in which namespace.
 """
 
 from __future__ import annotations
