@@ -134,7 +134,7 @@ def _within(name: str, frozen: Mapping[str, Any]) -> bool:
 
 
 def _counted(tensor: torch.Tensor) -> tuple[int, bool]:
-    """What changes when a tensor is changed in place, or is to be trained."""
+    """Values that change when a tensor is changed in place, or is to be trained."""
     return -1 if tensor.is_inference() else tensor._version, tensor.requires_grad
 
 

@@ -35,7 +35,7 @@ def described(model: torch.nn.Module) -> list[TensorSpec]:
 
 
 def configuration(base: Iterable[TensorSpec]) -> dict[str, Any] | None:
-    """What `described` has said; None if the model has no adapters of PEFT."""
+    """The configuration that `described` gave; None if the model has no adapters of PEFT."""
     found = [spec.content for spec in base if (spec.name, spec.dtype) == (CONFIGURATION, "json")]
     return json.loads(found[0]) if found else None
 
@@ -117,7 +117,7 @@ def _plain(module: torch.nn.Module, config: Any) -> dict[str, Any]:
 
 
 def _listed(value: object) -> Any:
-    """What JSON does not have: sets in a fixed order, and enumerations."""
+    """The form of types that JSON lacks: sets in a fixed order, and enumerations."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     return str(getattr(value, "value", value))

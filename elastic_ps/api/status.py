@@ -1,4 +1,4 @@
-"""What jobs report: the parameter server's answer to `GET /status`, and a TrainingJob's status."""
+"""The reports of jobs: the parameter server's answer to `GET /status`, and a TrainingJob's status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What workers send and receive, as a status reports it."""
+"""The traffic of workers, as a status reports it."""
 
 from __future__ import annotations
 

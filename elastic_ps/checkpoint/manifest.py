@@ -79,7 +79,7 @@ class Manifest:
 
     @property
     def base(self) -> tuple[TensorSpec, ...]:
-        """What it has not, because each worker has it."""
+        """The tensors that it lacks, because each worker has them."""
         return self._divided[1]
 
     @cached_property

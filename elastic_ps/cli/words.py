@@ -90,7 +90,7 @@ NOTHING_TRAINED = "no worker has joined: the script calls neither session.optimi
 
 
 def waits_for(status: LocalStatus) -> str:
-    """What a job waits for before it trains, or at its end; empty if it trains."""
+    """Say what a job waits for before it trains, or at its end; empty if it trains."""
     server = status.server
     if server is None or not (server.ready or server.members):
         starting = [name_of(each.role, each.index) for each in status.processes if each.state == "starting"]

@@ -34,7 +34,7 @@ class Event(Protocol):
 
 
 class Streams(Protocol):
-    """What devices of one type can do. Thread-safe."""
+    """The operations of devices of one type. Thread-safe."""
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None] | None:
         """Page-lock contiguous host memory for devices; returns what ends that.

@@ -25,7 +25,7 @@ class Loans:
     def lend(self, number: int, memory: torch.Tensor) -> torch.Tensor:
         """A tensor with the memory of one on the CPU, which is contiguous and not empty.
 
-        It has a storage of its own and is no view, so it may be saved, or detached in place, like any other.
+        It owns its storage and is not a view, so it may be saved, or detached in place, like any other.
         """
         view = as_bytes(memory)
         self._lent[number] = weakref.ref(view)  # the storage holds it

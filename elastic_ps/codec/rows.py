@@ -183,7 +183,7 @@ class RowSum:
 
 
 class History:
-    """Which rows the last versions of a table have changed. Not thread-safe.
+    """Remembers which rows the last versions of a table have changed. Not thread-safe.
 
     Args:
         rows: how many rows the table has.
@@ -214,7 +214,7 @@ class History:
 
 
 class Arrivals:
-    """Which rows of tables have arrived, for a model with memory of its own.
+    """Remembers which rows of tables have arrived, for a model with memory of its own.
 
     Several threads may call `note`. None may while another one calls `take`.
     """

@@ -126,7 +126,7 @@ def together(optimizers: Mapping[str, torch.optim.Optimizer], model: torch.nn.Mo
     """These optimizers as one.
 
     Raises:
-        InvalidModel: they have no names, one is no optimizer, or a parameter is in two of them.
+        InvalidModel: they have no names, one is not an optimizer, or a parameter is in two of them.
     """
     if not optimizers:
         raise InvalidModel(f"session.optimizer got no optimizer; expected one or several, {_EXAMPLE}")

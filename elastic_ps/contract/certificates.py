@@ -79,8 +79,8 @@ def issue(
             they are for tools that check the name that they have connected to.
 
     Raises:
-        UsageError: the authority is invalid or has expired, or `names` are given for a process that is no
-            server.
+        UsageError: the authority is invalid or has expired, or `names` are given for a process that is not
+            a server.
     """
     serves = identity.role in SERVING
     if names and not serves:
@@ -121,7 +121,7 @@ def trusts_itself(certificate: bytes) -> bool:
     """Whether the first certificate of a PEM text is a root, its own issuer.
 
     Raises:
-        UsageError: it is no certificate.
+        UsageError: it is not a certificate.
     """
     try:
         parsed = x509.load_pem_x509_certificate(certificate)
@@ -134,7 +134,7 @@ def identity_of(certificate: bytes) -> Identity | None:
     """The identity in the first certificate of a PEM text; None if it holds none.
 
     Raises:
-        ValueError: it is no certificate.
+        ValueError: it is not a certificate.
     """
     return from_names(uris_of(certificate))
 
@@ -143,7 +143,7 @@ def uris_of(certificate: bytes) -> list[str]:
     """The subject alternative names of type URI, and of no other, in the first certificate of a PEM text.
 
     Raises:
-        ValueError: it is no certificate.
+        ValueError: it is not a certificate.
     """
     parsed = x509.load_pem_x509_certificate(certificate)
     try:
@@ -157,7 +157,7 @@ def validity_of(certificate: bytes) -> tuple[datetime, datetime]:
     """From when to when the first certificate of a PEM text is valid.
 
     Raises:
-        ValueError: it is no certificate.
+        ValueError: it is not a certificate.
     """
     parsed = x509.load_pem_x509_certificate(certificate)
     return parsed.not_valid_before_utc, parsed.not_valid_after_utc

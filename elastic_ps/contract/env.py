@@ -245,7 +245,7 @@ def in_torchrun() -> bool:
 def inherited() -> dict[str, str]:
     """The environment of this process without the contract's variables, to start a process with another one.
 
-    The variables of MPI are also left out, since a process that a rank starts is no rank.
+    The variables of MPI are also left out, since a process that a rank starts is not a rank.
     """
     left_out = (PREFIX, *_OF_MPI) if is_rank() else (PREFIX,)
     return {key: value for key, value in os.environ.items() if not key.startswith(left_out)}

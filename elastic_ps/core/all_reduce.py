@@ -95,7 +95,7 @@ class AllReduceRounds(SyncRounds):
     def part(self, worker: int) -> bool:
         """Note that `worker`, which has the version, stops. Returns whether it is the last holder.
 
-        It is no holder any more, so of several that stop at once only the last one gets True.
+        It is no longer a holder, so of several that stop at once only the last one gets True.
         """
         self.holders.discard(worker)
         return not self.holders

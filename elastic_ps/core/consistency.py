@@ -100,7 +100,7 @@ class Entry(enum.Enum):
 
 
 class After(enum.Enum):
-    """What a worker does after a step, in mode `accumulate`."""
+    """The next action of a worker after a step, in mode `accumulate`."""
 
     PULL = "pull"
     """The step is in the model: it pulls the next version."""
@@ -124,7 +124,7 @@ class Phase(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What changes the phase of a round."""
+    """An event that changes the phase of a round."""
 
     SHUT = "shut"
     REOPEN = "reopen"
@@ -379,7 +379,7 @@ class SyncRounds:
         return dict.fromkeys(self.done, 0)
 
     def after(self, worker: int, *, attempt: int, step: int, anyway: bool) -> After | None:
-        """What `worker`, which has pushed its step, does next in mode `accumulate`.
+        """Decide what `worker`, which has pushed its step, does next in mode `accumulate`.
 
         Args:
             attempt: the attempt that the step was pushed for.

@@ -19,7 +19,7 @@ WINDOWS = 50
 """The number of windows of a job."""
 
 LONG = 0.1
-"""The part of the job after which a bad loss is no chance."""
+"""The part of the job after which a bad loss is not chance."""
 
 LATE = 0.5
 """The part of the job in which a loss may not have fallen yet, for example during a warm-up."""
@@ -152,7 +152,7 @@ class Trend:
 
 
 def advice(finding: Finding, consistency: Consistency, compression: Compression) -> str:
-    """What to change in a job of this kind."""
+    """Advice on what to change in a job of this kind."""
     ways = ["lower the learning rate", *_of_mode(consistency), *_of_codecs(compression)]
     text = f"Try one of these: {'; '.join(ways)}"
     if finding.reason == "LossNotFinite":

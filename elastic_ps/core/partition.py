@@ -341,7 +341,7 @@ def _apart(ours: str, theirs: str) -> tuple[str, str]:
 
 
 def difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> str:
-    """What differs between a worker's tensors (`ours`) and the parameter server's; "" if nothing."""
+    """Say how a worker's tensors (`ours`) differ from the parameter server's; "" if they do not."""
     mine, other, hint = {t.name: t for t in ours}, {t.name: t for t in theirs}, ""
     lines = [f"{t}: only in this worker's model" for name, t in mine.items() if name not in other]
     lines += [

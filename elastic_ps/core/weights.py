@@ -1,4 +1,4 @@
-"""What a step weighs in the mean that makes a version.
+"""The weight of a step in the mean that makes a version.
 
 By default a step weighs as many as it has records. If the loss is a mean over tokens, the step has to weigh
 as many as it has tokens. The mean of the gradients g with the weights w is sum(w * g) / sum(w), which is then
@@ -23,7 +23,7 @@ def is_weight(weight: float) -> bool:
 def shares_of(
     weights: Sequence[float | None], records: Sequence[float]
 ) -> tuple[float | None, Sequence[float]]:
-    """What a worker's processes weigh together, and the share of each in the worker's gradient.
+    """The weight of a worker's processes together, and the share of each in the worker's gradient.
 
     Args:
         weights: what the script said in each process; None: nothing. Some may be 0.

@@ -1,1 +1,1 @@
-"""Which records there are, in which order, where they are read from, and what becomes of their batches."""
+"""The records: which there are, their order, where they are read from, and what becomes of batches."""

@@ -123,7 +123,7 @@ class Batches:
 
     @property
     def weight(self) -> float | None:
-        """What the script said that the next step weighs; None: nothing.
+        """The weight that the script has given the next step; None if it has given none.
 
         Raises UsageError if it said something for several of the step's batches, but not for all.
         """
@@ -272,7 +272,7 @@ class Batches:
         batch.values |= {name: [(value, weight)] for name, value in metrics.items()}
 
     def metrics(self) -> dict[str, float]:
-        """What was reported, one value for each name. Waits for the device that computes it."""
+        """The reported values, one for each name. Waits for the device that computes it."""
         given: dict[str, list[tuple[float, float]]] = {}
         for name, (value, weight) in self._values([*self._computed, *self._open]):
             given.setdefault(name, []).append((float(value), weight))

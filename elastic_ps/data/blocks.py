@@ -70,7 +70,7 @@ class BlockDataset(Dataset[Any]):
         return self._sizes
 
     def block_digests(self) -> list[str]:
-        """What identifies the files, so that a worker with other ones is refused."""
+        """Digests that identify the files, so that a worker with other ones is refused."""
         return list(self._digests)
 
     def keep_blocks(self, most: int) -> None:

@@ -40,7 +40,7 @@ _EXPECTED = (
     "s3://bucket/{000..099}.tar. Commands (pipe:...) are not run"
 )
 _VERSIONS = ("ETag", "etag", "mtime", "LastModified", "last_modified")
-"""What filesystems call the version of a file."""
+"""Names that filesystems have for the version of a file."""
 
 
 class File:
@@ -82,7 +82,7 @@ class File:
 
     @property
     def version(self) -> str:
-        """What changes when the file does, as far as its filesystem says so."""
+        """A text that changes when the file does, as far as its filesystem says so."""
         info = self._place[2]
         return str(next((info[name] for name in _VERSIONS if info.get(name)), ""))
 
@@ -171,7 +171,7 @@ def files_of(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], op
     Patterns are fsspec's (`*`, `a?.tar`, `[ab].tar`), `{000..012}` for numbers and `{train,test}` for names.
 
     Raises:
-        UsageError: there is none for one of them, or what is given is no file.
+        UsageError: there is none for one of them, or what is given is not a file.
     """
     given = [os.fspath(urls)] if isinstance(urls, str | os.PathLike) else [os.fspath(url) for url in urls]
     found: list[str] = []
@@ -220,7 +220,7 @@ def index_of(file: File, kind: str, build: Callable[[], Index], keep: str | os.P
 
 
 def digest_of(index: Index, size: int) -> str:
-    """What identifies the content of a file, by its index."""
+    """A digest that identifies the content of a file, by its index."""
     sums = [zlib.crc32(np.ascontiguousarray(index[name]).tobytes()) for name in sorted(index)]
     return f"{size}/{sums}"
 

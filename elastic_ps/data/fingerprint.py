@@ -1,4 +1,4 @@
-"""What identifies the records of a data set, so that workers notice if theirs differ.
+"""Identifies the records of a data set, so that workers notice if theirs differ.
 
 The job counts records by their positions. If each worker draws its records at random, as by `random_split`,
 some would be trained several times and others never, and nothing else would look wrong.
@@ -50,7 +50,7 @@ _WEIGHTS = (2654435761, 2246822519)  # multipliers that scatter positions over 3
 
 
 def fingerprint(dataset: Any, records: int, order: str = "") -> str:
-    """What identifies its `records`, for `core.fingerprint.differing`; "" if nothing does.
+    """A text that identifies its `records`, for `core.fingerprint.differing`; "" if nothing does.
 
     Args:
         order: which blocks of them stay together; see `data.order.Order.to_text`.
@@ -68,7 +68,7 @@ def fingerprint(dataset: Any, records: int, order: str = "") -> str:
 
 
 class _Looked:
-    """What has been found so far."""
+    """The findings so far."""
 
     def __init__(self) -> None:
         self.marks: dict[str, Mark] = {}
@@ -135,7 +135,7 @@ def _of_hugging_face(last: Any) -> dict[str, list[Any]]:
 
 
 def _shard(value: Any) -> Any:
-    """What tells a shard from others: a file's name, or which rows of a table it has."""
+    """A value that tells a shard from others: a file's name, or which rows of a table it has."""
     if isinstance(value, str):
         return _REVISION.sub("/", value)
     indices = getattr(value, "_indices", None)

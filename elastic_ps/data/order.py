@@ -1,4 +1,4 @@
-"""Which record stands at which position of an epoch, if blocks of consecutive records stay together.
+"""The order of the records of an epoch, if blocks of consecutive records stay together.
 
 A random order of single records makes every batch read from everywhere. On object storage, and in files that
 are read in parts, that costs a request for each record. Here the blocks of the data set are permuted, and the
@@ -90,7 +90,7 @@ class Order:
 
     @classmethod
     def from_text(cls, text: str, *, records: int, seed: int) -> Order:
-        """Raises ValueError: it is no order of so many records."""
+        """Raises ValueError: it is not an order of `records` records."""
         try:
             blocks, buffer, shuffle = json.loads(text)
             numbers = [buffer, *([blocks] if isinstance(blocks, int) else blocks)]

@@ -1,4 +1,4 @@
-"""Which record stands at which position of an epoch: a permutation by formula, not by a list.
+"""The order of the records of an epoch: a permutation by formula, not by a list.
 
 A list of the order takes memory for every record of the data set, in every worker, and time before the
 first batch. A cipher over the numbers 0 to `n - 1` is a permutation of them, too, and any part of it is

@@ -1,4 +1,4 @@
-"""What a script gives to `session.loader`: a data set, a stream or a DataLoader, with its options."""
+"""The source of `session.loader`: a data set, a stream or a DataLoader, with its options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _EMPTY = (
 )
 
 _LOOP = ("__iter__", "_get_iterator")
-"""What a DataLoader does when a loop over it begins. A job does not call it."""
+"""Methods of a DataLoader for the beginning of a loop over it. A job does not call them."""
 
 MOST = 2**32 - 1
 """Epochs of a loop, and records of a batch, at most: what a call for records can say."""
@@ -86,7 +86,7 @@ def read_source(
     late: bool,
     options: Mapping[str, Any],
 ) -> Source:
-    """What the arguments of `session.loader` mean; see there.
+    """Read the arguments of `session.loader`; see there.
 
     Args:
         data: whether the order is random, if `given` does not say, and the seed.

@@ -19,7 +19,7 @@ class Part(enum.Enum):
 
 
 class PartEvent(enum.Enum):
-    """What changes a worker's part."""
+    """An event that changes a worker's part."""
 
     ASK = "ask for records"
     FINISH = "learn of the end"
@@ -56,7 +56,7 @@ class Loop(enum.Enum):
 
 
 class LoopEvent(enum.Enum):
-    """What changes where a script is."""
+    """An event that changes where a script is."""
 
     BEGIN = "begin"
     END = "end"
@@ -105,7 +105,7 @@ class Hand(enum.Enum):
 
 
 class HandEvent(enum.Enum):
-    """What becomes of a batch."""
+    """An event that a batch in hand meets."""
 
     HAND_OUT = "hand out a batch"
     HAND_OUT_LOST = "hand out a batch that others get"

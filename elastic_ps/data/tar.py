@@ -47,7 +47,7 @@ class TarDataset(BlockDataset):
         options: for fsspec's filesystem.
 
     Raises:
-        UsageError: a file is no tar, is compressed, is cut off or has a record with two fields of one name.
+        UsageError: a file is not a tar, is compressed or cut off, or a record has two fields of one name.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ def _bounds(index: Index, first: int, last: int) -> tuple[int, int]:
 
 
 def _indexed(file: File) -> Index:
-    """Where each member's content is, the sum of how it begins, and whether a record begins with it."""
+    """Find where each member's content is, the sum of how it begins, and whether a record begins with it."""
     refuse_compressed(file)
     names: list[str] = []
     numbers: list[tuple[int, int, int, bool]] = []

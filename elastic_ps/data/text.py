@@ -80,7 +80,7 @@ class TextDataset(BlockDataset):
 
 
 def _indexed(file: File, block_bytes: int) -> Index:
-    """Where lines start, which lines blocks begin with, and the sums of the blocks' bytes."""
+    """Find where lines start, which lines blocks begin with, and the sums of the blocks' bytes."""
     refuse_compressed(file)
     ends = [np.zeros(1, dtype=np.int64)]
     for at in range(0, file.size, _CHUNK):

@@ -1,4 +1,4 @@
-"""What is evaluated: checkpoints, one after the other, and where they come from."""
+"""The checkpoints that are evaluated, one after the other, and where they come from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a strategy of Lightning Fabric does in a job.
+"""The strategy for Lightning Fabric, whichever of its two packages a script imports.
 
 `elastic_ps.integrations.fabric` and `.lightning_fabric` combine this with the classes of their package.
 """

@@ -1,4 +1,4 @@
-"""What scripts of other libraries do to gradients, of which the parameter server has those of all workers."""
+"""Replaces what other libraries do to gradients: only the parameter server has those of all workers."""
 
 from __future__ import annotations
 

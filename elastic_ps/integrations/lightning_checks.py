@@ -1,4 +1,4 @@
-"""What a Trainer of Lightning may be set up for that cannot work in a job. Each has a sentence."""
+"""Refuses settings of a Trainer of Lightning that cannot work in a job. Each has a sentence."""
 
 from __future__ import annotations
 

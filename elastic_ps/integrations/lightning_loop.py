@@ -1,4 +1,4 @@
-"""What a strategy for Lightning's `Trainer` does, whichever of its two packages the Trainer is of.
+"""The strategy for Lightning's `Trainer`, whichever of its two packages the Trainer is of.
 
 `elastic_ps.integrations.lightning` and `.pytorch_lightning` combine this with the classes of their package.
 The Trainer's loop stays. The job says which records it gets and when an epoch ends, makes its steps, and ends
@@ -342,7 +342,7 @@ class TrainsInJob(OneDevice):
 
 
 class Loop:
-    """What happens in Lightning's loop at points that it has no hooks of strategies for."""
+    """Acts at points of Lightning's loop for which strategies have no hooks."""
 
     def __init__(self, strategy: Any, trainer: Any) -> None:
         self._strategy, self._trainer = strategy, trainer

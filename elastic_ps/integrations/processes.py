@@ -71,7 +71,7 @@ class OneDevice:
 
     @property
     def parallel_devices(self) -> Sequence[torch.device]:
-        """What Lightning has found for `devices=...`."""
+        """The devices that Lightning has found for `devices=...`."""
         return self._devices
 
     @parallel_devices.setter
@@ -83,7 +83,7 @@ class OneDevice:
 
 
 def too_many_devices(devices: Sequence[torch.device], nodes: int) -> str:
-    """What to say if a `Trainer` or a `Fabric` is to use other devices than this process's; "" if not."""
+    """Say why a `Trainer` or a `Fabric` may not use these devices; "" if it may."""
     several = devices[0].type == "cpu" or env.LOCAL_RANK not in os.environ
     if nodes == 1 and not (len(devices) > 1 and several):
         return ""

@@ -363,7 +363,7 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
         state.num_train_epochs = math.ceil(args.num_train_epochs)
 
     def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
-        """Where the arguments give a share of all steps, it is one of this worker's."""
+        """Take a share of all steps, as the arguments may give, for one of this worker's steps."""
         for name in ("logging_steps", "eval_steps", "save_steps"):
             share = getattr(args, name)
             if share and share < 1:

@@ -1,4 +1,4 @@
-"""Whether a job fits in the memory and on the disk of this host, as far as its model tells.
+"""Checks whether a job fits in the memory and on the disk of this host, as far as its model tells.
 
 `shortages` follows the tables of docs/guides/resources.md.
 """
@@ -60,7 +60,7 @@ def disk_for(checkpoints: Path) -> float:
 
 
 def needed(spec: TrainingJobSpec, values: int, state: int, *, workers: int) -> Room:
-    """What a job needs with `workers` on this host, besides what its scripts compute.
+    """The room that a job needs with `workers` on this host, besides what its scripts compute.
 
     Args:
         values: the bytes of the model's parameters and buffers.
@@ -81,7 +81,7 @@ def needed(spec: TrainingJobSpec, values: int, state: int, *, workers: int) -> R
 
 
 def shortages(need: Room, free: Room) -> Iterator[str]:
-    """What a job lacks, in words: the figures, and what to change."""
+    """Say what a job lacks: the figures, and what to change."""
     if need.memory > free.memory:
         yield (
             f"the job needs some {_size(need.memory)} of memory on this host, and what its scripts compute; "

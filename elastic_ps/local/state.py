@@ -330,7 +330,7 @@ def being_written(directory: Path) -> tuple[int, int] | None:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process was started, in clock ticks since boot; None if it is gone or unreadable."""
+    """The start of a process, in clock ticks since boot; None if it is gone or unreadable."""
     try:
         said = lifecycle.stat(pid)
     except OSError:
@@ -339,7 +339,7 @@ def start_time(pid: int) -> int | None:
 
 
 def _last_written(run: Path) -> float:
-    """When a checkpoint was last written or a run began there, in seconds since 1970."""
+    """The time of the last checkpoint, or of the beginning of a run there, in seconds since 1970."""
     times = [0.0]
     for path in (run, *run.glob("version-*")):
         with contextlib.suppress(OSError):

@@ -47,7 +47,7 @@ def retry(
     """Call `action` until it raises none of `on` that `passes`. Blocks.
 
     Args:
-        patience: for how long it retries after the first failure. A slow call is no failure.
+        patience: for how long it retries after the first failure. A slow call is not a failure.
         over: whether a retry has no use.
         pause: the time between two attempts.
 

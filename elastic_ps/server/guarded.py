@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Look(Enum):
-    """What `Guarded.poll` does next, if it has no answer."""
+    """The next action of `Guarded.poll`, if it has no answer."""
 
     AGAIN = auto()
     """Call `decide` again at once."""
@@ -168,7 +168,7 @@ class Guarded:
 
     @contextmanager
     def member(self, caller: pb.Caller) -> Iterator[tuple[JobState, Member]]:
-        """`settled`, for the member that calls. Raises Refused, too, if the caller is no member."""
+        """`settled`, for the member that calls. Raises Refused, too, if the caller is not a member."""
         with self.lock:
             yield self._settle(), self.check(caller)
 

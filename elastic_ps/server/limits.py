@@ -1,4 +1,4 @@
-"""How long a parameter server waits, and how much it keeps."""
+"""The limits of a parameter server: how long it waits, and how much it keeps."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class Drafts:
 
 @dataclass(frozen=True, kw_only=True)
 class Pull:
-    """What a worker asks for.
+    """The request of a worker for values.
 
     Attributes:
         buckets: their numbers. A caller that wants none still waits for the version.

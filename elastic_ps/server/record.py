@@ -96,7 +96,7 @@ class JobRecord(BaseModel):
 
     @classmethod
     def read(cls, saved: dict[str, Any]) -> Self:
-        """Raises ValidationError if `saved` is no record."""
+        """Raises ValidationError if `saved` is not a record."""
         return cls.model_validate_json(json.dumps(saved))
 
     def continued(

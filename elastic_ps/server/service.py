@@ -50,7 +50,7 @@ class Callers:
         self.model_header: int | None = None
 
     def check(self, sender: Sender, request: Any, incoming: Incoming) -> None:
-        """Raises Refused, see `Sender`; before there is a model, for a caller that is no member, too."""
+        """Raises Refused, see `Sender`; before there is a model, for a caller that is not a member, too."""
         caller = request if sender is Sender.JOB else request.caller
         if sender is not Sender.JOB:
             require_permitted(refuse_to_speak_for(incoming.peer, caller.worker))
@@ -67,7 +67,7 @@ class Callers:
             self.require_member(caller)
 
     def require_member(self, caller: pb.Caller) -> None:
-        """Raise Refused if shard 0 knows that the caller is no member.
+        """Raise Refused if shard 0 knows that the caller is not a member.
 
         Check messages that are too early, too. If the checkpoints are lost, terms begin with 1 again, so an
         earlier worker may name the present term, and much later versions.

@@ -247,7 +247,7 @@ class JobState:
         return entry
 
     def after_step(self, member: Member, *, attempt: int, step: int, now: float) -> After | None:
-        """What a worker does after it has pushed a step in mode `accumulate`; None: it waits.
+        """Decide what a worker does after it has pushed a step in mode `accumulate`; None: it waits.
 
         Args:
             attempt: the attempt for which the step was pushed.

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 from elastic_ps.core.partition import ITEM_SIZE, SMALLEST_BUCKET_BYTES, Rule, TensorSpec, partition
 
 PushRule: TypeAlias = Literal["add", "copy", "zero"]
-"""What a push does: it adds to the tensor, replaces it, or sets it to zero."""
+"""The kind of a push: it adds to the tensor, replaces it, or sets it to zero."""
 
 PUSH_RULES: tuple[PushRule, ...] = get_args(PushRule)
 

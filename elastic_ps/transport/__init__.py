@@ -1,1 +1,1 @@
-"""How bytes travel between workers and parameter servers; `base` has the interface."""
+"""Carries bytes between workers and parameter servers; `base` has the interface."""

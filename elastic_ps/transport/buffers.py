@@ -38,7 +38,7 @@ class Buffers:
     ) -> Iterator[torch.Tensor]:
         """Receive values, flat; in place if they lie in shared memory. Blocks.
 
-        The sender of shared memory changes it only when it is no member any more, or the round has started
+        The sender of shared memory changes it only when it is not a member any more, or the round has started
         again. Then the sum that the values go into is never used.
 
         Args:

@@ -79,7 +79,7 @@ class Call(Generic[Q, A]):
         return self.request.__name__.removesuffix("Request")
 
     def parse(self, header: bytes) -> Q:
-        """Read a request. Raises Malformed if `header` is no such request."""
+        """Read a request. Raises Malformed if `header` is not such a request."""
         try:
             return self.request.FromString(header)
         except DecodeError as error:

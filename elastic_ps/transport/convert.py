@@ -233,4 +233,4 @@ OWN: Mapping[Any, _Converter] = {
         lambda time: round(time.total_seconds() * 1e6), lambda count: timedelta(microseconds=count)
     ),
 }
-"""How types that are no messages of their own are sent, or that need a check. Times are in microseconds."""
+"""Conversions of types without a message of their own, or that need a check. Times are in microseconds."""

@@ -52,7 +52,7 @@ class Loaded:
         until: the end of the certificate.
         ca, certificate, key: PEM.
         client: the context for sockets that connect.
-        server: the context for sockets that accept; None if the process is no server.
+        server: the context for sockets that accept; None if the process is not a server.
     """
 
     identity: Identity

@@ -345,7 +345,7 @@ class Line:
 
         Raises:
             ConnectionLost, DeadlineExceeded.
-            Malformed: it is no head.
+            Malformed: it is not a head.
         """
         if self._cut:  # in the middle of a frame, so the beginning of the next one is unknown
             raise self._lost()

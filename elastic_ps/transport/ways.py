@@ -289,7 +289,7 @@ class _Fastest(Connection):
 class _Watched(Iterator[Incoming]):
     """The answers to a call, which report the loss of the server.
 
-    It is no generator, which would close the answers when dropped, even in a forked child that may not.
+    It is not a generator, which would close the answers when dropped, even in a forked child that may not.
     """
 
     def __init__(self, answers: Iterator[Incoming], lost: Callable[[], None]) -> None:

@@ -52,7 +52,7 @@ _SHARED = "Assign a copy, as clone() makes it"
 
 
 class Registered:
-    """Where a model has the job's tensors. Belongs to the training thread.
+    """Knows where a model has the job's tensors. Belongs to the training thread.
 
     Args:
         own: names of modules and tensors that the job leaves alone, without what `torch.compile` adds.
@@ -141,7 +141,7 @@ class Registered:
 
 
 def _kind(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What a tensor has in common with the one whose place it takes."""
+    """The properties that a tensor shares with the one whose place it takes."""
     return isinstance(tensor, torch.nn.Parameter), tensor.shape, tensor.dtype, tensor.device, tensor.layout
 
 
@@ -449,7 +449,7 @@ def check_loop(model: torch.nn.Module) -> None:
 
 
 def left_over(error: BaseException) -> str:
-    """What to do about an error of torch's that occurs only in a job; "" about other errors."""
+    """Advice on an error of torch's that occurs only in a job; "" for other errors."""
     text = str(error)
     wants = "environment variable" in text and "expected, but not set" in text
     if wants or "Default process group has not been initialized" in text:

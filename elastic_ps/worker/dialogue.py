@@ -1,4 +1,4 @@
-"""What a worker's calls have in common: the caller, the step, and the limits."""
+"""The common parts of a worker's calls: the caller, the step, and the limits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MemberId:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What a step's pushes have in common.
+    """The common parts of a step's pushes.
 
     Attributes:
         member_id: who makes it.
@@ -55,7 +55,7 @@ class Step:
         return self.weight or float(self.samples)
 
     def pushed(self, bucket: int, attempt: int) -> dict[str, Any]:
-        """What a history says when a bucket is pushed."""
+        """The entry of a history when a bucket is pushed."""
         return {
             "step": self.number,
             "bucket": bucket,
@@ -67,7 +67,7 @@ class Step:
         }
 
     def applied(self, ending: pb.FinishRequest) -> dict[str, Any]:
-        """What a history says when the step is in the model."""
+        """The entry of a history when the step is in the model."""
         return {
             "step": self.number,
             "version": self.version + 1,

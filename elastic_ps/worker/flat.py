@@ -158,7 +158,7 @@ class Flat:
         return memory[key][start : start + elements].view(self.layout.tensors[index].shape)
 
     def contribution(self, index: int) -> torch.Tensor:
-        """Where a tensor's gradient (or buffer) is put to be pushed, in its shape.
+        """The place where a tensor's gradient (or buffer) is put to be pushed, in its shape.
 
         Blocks until what was `put` there has arrived.
         """
@@ -418,7 +418,7 @@ class Flat:
 
 
 Key = tuple[str, Rule, bool]
-"""What the tensors in one flat memory have in common: dtype, rule, and whether they are tables."""
+"""The common properties of the tensors in one flat memory: dtype, rule, and whether they are tables."""
 
 
 def _key(layout: Layout, bucket: Bucket) -> Key:

@@ -139,7 +139,7 @@ class LocalSteps:
         return True
 
     def _parts(self) -> tuple[float | None, list[float]]:
-        """What the script said that this process's part of the step weighs, and all processes' shares.
+        """The weight that the script gave this process's part of the step, and all processes' shares.
 
         The shares are those of the records. Raises UsageError if the step belongs to no batch.
         """

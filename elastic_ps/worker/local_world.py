@@ -62,7 +62,7 @@ class _Arrival(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """What process 0 tells the others; `problem` is an exception's type and arguments."""
+    """The message of process 0 to the others; `problem` is an exception's type and arguments."""
 
     value: Any
     proposals: dict[str, str]
@@ -106,7 +106,7 @@ class LocalWorld:
         self._proposals.setdefault(name, value)
 
     def agreed(self, name: str) -> str:
-        """What some process has proposed, as of the last question; "" if none has."""
+        """The proposal of some process, as of the last question; "" if none has made one."""
         return (self._proposals if self.alone else self._agreed).get(name, "")
 
     def proposed(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a worker measures: its traffic, and the phases of its script."""
+"""The measurements of a worker: its traffic, and the phases of its script."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic_ps.transport import messages_pb2 as pb
 
 
 class Traffic:
-    """What one incarnation of a worker sends and receives, over all shards. Thread-safe.
+    """The traffic of one incarnation of a worker, over all shards. Thread-safe.
 
     Attributes:
         overlap: the name of the worker's `core.overlap.Overlap`; "" if gradients are not sent to shards.

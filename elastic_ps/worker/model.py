@@ -28,7 +28,7 @@ from elastic_ps.worker.checks import Registered, check_wrapper, overlaps
 
 
 class ModelDescription:
-    """What a model and its optimizer are, for the first call to the parameter server.
+    """A description of a model and its optimizer, for the first call to the parameter server.
 
     Attributes:
         specs: the job's tensors, in order of registration: parameters, then persistent buffers.

@@ -23,7 +23,7 @@ from elastic_ps.worker.membership import Membership
 
 
 class DataSet(NamedTuple):
-    """What a process trains: so many records, in batches; `data` identifies them (`core.fingerprint`).
+    """The records that a process trains, in batches; `data` identifies them (`core.fingerprint`).
 
     `order` says which blocks of them stay together; see `data.order.Order.to_text`.
     """
@@ -266,11 +266,11 @@ class Records:
 
 
 _STOP = "stop"
-"""What a process proposes that ends the training; see `LocalWorld`."""
+"""The proposal of a process that ends the training; see `LocalWorld`."""
 
 
 class Stopping:
-    """Whether the training is ended before all records are in the model. Belongs to the training thread.
+    """Tells whether training ended before all records are in the model. Belongs to the training thread.
 
     Attributes:
         reason: why, as far as this worker knows; "" if it is not.

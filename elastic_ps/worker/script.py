@@ -17,7 +17,7 @@ from elastic_ps.errors import InvalidJob, RefusalCode, Refused, TransportError, 
 from elastic_ps.process import entrypoint, lifecycle, siblings
 
 _STATUSES = {RefusalCode.HUNG: exits.HUNG, RefusalCode.MODEL_LOST: exits.LOST}
-"""What a worker ends with that was refused for such a reason."""
+"""The exit status of a worker that was refused for such a reason."""
 
 
 def status_of(error: Exception) -> int:

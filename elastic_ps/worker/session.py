@@ -569,7 +569,7 @@ class Session:
         """Leave the job and free all resources. This worker's records go to other workers. Idempotent.
 
         It happens by itself when the process ends. In a notebook, call it before `elastic_ps.connect()` to
-        train anew. `failed`: the script has failed, so a step that it has not finished is no mistake.
+        train anew. `failed`: the script has failed, so a step that it has not finished is not a mistake.
         """
         if os.getpid() == self._owner:
             if self._tensors is not None:

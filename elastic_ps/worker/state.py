@@ -1,4 +1,4 @@
-"""What scripts keep with the job: see `Session.state`."""
+"""Values that scripts keep with the job: see `Session.state`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a worker's steps become versions of the model: what each way to train can do.
+"""The ways in which a worker's steps become versions of the model.
 
 The runtime makes these calls alone. `push_pull` pushes gradients to the parameter server, and pulls values.
 `local_group` does that for a worker of several processes, which add up their gradients. With `all_reduce`
@@ -30,7 +30,7 @@ W = TypeVar("W")
 
 @dataclass
 class VersionInfo:
-    """What came with the last version.
+    """The information that came with the last version.
 
     Attributes:
         settings: those in force, as JSON.

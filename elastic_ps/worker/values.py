@@ -63,7 +63,7 @@ class Drafts:
             self._numbers.pop(bucket, None)
 
     def memory(self, bucket: Bucket) -> torch.Tensor:
-        """Where a draft of the bucket is received: flat, of its dtype."""
+        """The memory that a draft of the bucket is received in: flat, of its dtype."""
         if bucket.index not in self._memory:
             self._memory[bucket.index] = torch.empty(bucket.elements, dtype=dtype_of(bucket.dtype))
         return self._memory[bucket.index]

@@ -24,7 +24,7 @@ EXIT_TEST = 86
 """Exit status of an operator that `fail_after_writes` ended."""
 
 NAMESPACE_TERMINATING = "NamespaceTerminating"
-"""The reason of a 403 that is no lack of permission: the namespace is being deleted."""
+"""The reason of a 403 while the namespace is being deleted. The operator does not lack a permission."""
 
 _METHODS = {
     "get": "GET",

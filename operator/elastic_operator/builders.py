@@ -55,7 +55,7 @@ SERVERS: tuple[Role, ...] = ("ps", "standby")
 
 
 _PROGRAMS = {"worker": "elastic_ps.worker", "evaluator": "elastic_ps.evaluation"}
-"""The modules of the processes that are no parameter servers."""
+"""The modules of the processes that are not parameter servers."""
 
 
 def claim_name(job: str, spec: TrainingJobSpec) -> str | None:

@@ -28,7 +28,7 @@ def read_server_status(document: dict[str, Any]) -> ServerStatus:
     """The answer of a parameter server, without fields of a newer version.
 
     Raises:
-        ValidationError: it is no status.
+        ValidationError: it is not a status.
     """
     known, _ = _without_unknown(ServerStatus, document)
     return ServerStatus.model_validate(known)

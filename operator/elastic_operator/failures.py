@@ -38,7 +38,7 @@ def describe(pod: Pod) -> Problem:
 
 
 def consequence(pod: Pod, policy: PodFailurePolicy | None) -> Consequence:
-    """What follows from the end of a worker that failed or was disrupted."""
+    """The consequence of the end of a worker that failed or was disrupted."""
     rule = _rule(pod, policy)
     if rule is not None:
         return rule.action

@@ -82,7 +82,7 @@ def _connect(files: str) -> tuple[Api, str]:
         files: the kubeconfig, or several with a colon between them.
 
     Raises:
-        UsageError: they name no cluster, or are no kubeconfig.
+        UsageError: they name no cluster, or are not a kubeconfig.
     """
     try:
         _, context = _contexts(files)

@@ -42,7 +42,7 @@ def pause(pod: Pod, now: datetime, options: Options) -> timedelta:
 
 
 def _left(delay: timedelta, pod: Pod, ended: datetime, now: datetime) -> timedelta:
-    """What is left of a delay after a pod's end. If its node's clock is ahead, after its creation."""
+    """The rest of a delay after a pod's end. If its node's clock is ahead, after its creation."""
     if ended > now:
         ended = pod.created or now - delay
     return max(ZERO, delay - (now - ended))

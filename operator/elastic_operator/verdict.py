@@ -1,4 +1,4 @@
-"""Whether a job is over, and how well one that is not over is doing. Pure."""
+"""Decides whether a job is over, and how well one that is not over is doing. Pure."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ def _running_for(status: TrainingJobStatus, now: datetime) -> timedelta:
 def _unprotected(observed: Observed, *, settled: bool) -> Iterator[Problem]:
     """The problems of shards whose loss would now take the job back to the last checkpoint.
 
-    Before the job is `settled`, a standby that does not follow yet is no problem.
+    Before the job is `settled`, a standby that does not follow yet is not a problem.
     """
     known = {pod.index: pod.problem for pod in observed.of("standby") if pod.deleting is None and pod.problem}
     yield from known.values()

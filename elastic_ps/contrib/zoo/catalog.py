@@ -20,7 +20,7 @@ CIFAR_PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 """The addresses of the files."""
 
 Kind: TypeAlias = Literal["image", "text", "table"]
-"""What a record is: an image with a class; a piece of text; a row of a table with categories."""
+"""The kind of a record: an image with a class; a piece of text; a row of a table with categories."""
 
 
 @dataclass(frozen=True, kw_only=True)
