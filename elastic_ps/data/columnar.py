@@ -37,6 +37,9 @@ class TableDataset(BlockDataset):
     _expected = ""
     """The kind of file, for messages."""
 
+    _sums_up = False
+    """Whether counting reads the parts, so that each can have a sum."""
+
     _dotted = False
     """Whether `a.b` is a part of the column `a`."""
 
@@ -55,8 +58,9 @@ class TableDataset(BlockDataset):
         self._sources: dict[int, Any] = {}
         kind = type(self).__name__
         self._files, self._tails = files, list[int]()
+        read = f"/{self._columns}" if self._sums_up else ""
         indexes = [
-            index_of(file, f"{kind}/2/{self._where}", partial(self._indexed, number), index)
+            index_of(file, f"{kind}/3/{self._where}{read}", partial(self._indexed, number), index)
             for number, file in enumerate(files)
         ]
         for file, found in zip(files, indexes, strict=True):
@@ -64,6 +68,7 @@ class TableDataset(BlockDataset):
         self._tails = [int(found["tail"]) for found in indexes]
         rows = [found["rows"] for found in indexes]
         self._blocks = [(number, part) for number, each in enumerate(rows) for part in range(len(each))]
+        self._sums = [int(crc) for found in indexes for crc in found["sums"]]
         digests = [digest_of(each, file.size) for each, file in zip(indexes, files, strict=True)]
         super().__init__(files, [int(count) for each in rows for count in each], digests, transform)
 
@@ -87,7 +92,8 @@ class TableDataset(BlockDataset):
                 f"{', '.join(names)[:300]}"
             ) from error
         return {
-            "rows": np.array(counts, dtype=np.int64),
+            "rows": np.array([rows for rows, _ in counts], dtype=np.int64),
+            "sums": np.array([crc for _, crc in counts], dtype=np.uint32),
             "tail": np.array(_tail(file)),
             "names": np.array(names, dtype=np.str_),
         }
@@ -104,11 +110,15 @@ class TableDataset(BlockDataset):
     def _source(self, number: int) -> Any:
         """The reader of a file."""
         if number not in self._sources:
-            file = self._files[number]
-            if self._tails and _tail(file) != self._tails[number]:
-                raise changed(file.url)
-            self._sources[number] = self._opened_file(RangeFile(file))
+            self._require_unchanged(number)
+            self._sources[number] = self._opened_file(RangeFile(self._files[number]))
         return self._sources[number]
+
+    def _require_unchanged(self, number: int) -> None:
+        file = self._files[number]
+        if self._tails and _tail(file) != self._tails[number]:
+            raise changed(file.url)
+        file.require_unchanged()
 
     def _opened_file(self, file: Any) -> Any:
         raise NotImplementedError
@@ -121,18 +131,21 @@ class TableDataset(BlockDataset):
         """The names of a file's columns."""
         raise NotImplementedError
 
-    def _count(self, number: int, part: int) -> int:
-        """How many rows of a part are records."""
+    def _count(self, number: int, part: int) -> tuple[int, int]:
+        """How many rows of a part are records, and the sum that `_table` has."""
         raise NotImplementedError
 
-    def _table(self, number: int, part: int) -> Any:
-        """The records of a part."""
+    def _table(self, number: int, part: int) -> tuple[Any, int]:
+        """The records of a part, and the sum of all that was read for them; 0 unless `_sums_up`."""
         raise NotImplementedError
 
     def _read(self, block: int) -> Any:
         number, part = self._blocks[block]
-        table = self._table(number, part)
-        if table.num_rows != self._sizes[block]:
+        try:
+            table, crc = self._table(number, part)
+        finally:  # a reader may say something else of a file that has changed, or nothing
+            self._require_unchanged(number)
+        if (table.num_rows, crc) != (self._sizes[block], self._sums[block]):
             raise changed(self._files[number].url)
         return table
 
@@ -163,19 +176,20 @@ class ParquetDataset(TableDataset):
     def _part(self, number: int, part: int) -> Any:
         return self._source(number).subset(row_group_ids=[part])
 
-    def _count(self, number: int, part: int) -> int:
+    def _count(self, number: int, part: int) -> tuple[int, int]:
         found = self._part(number, part)
         if self._where is None:
-            return int(found.row_groups[0].num_rows)
-        return int(found.count_rows(filter=self._where))
+            return int(found.row_groups[0].num_rows), 0
+        return int(found.count_rows(filter=self._where)), 0
 
-    def _table(self, number: int, part: int) -> Any:
-        return self._part(number, part).to_table(columns=self._columns, filter=self._where)
+    def _table(self, number: int, part: int) -> tuple[Any, int]:
+        return self._part(number, part).to_table(columns=self._columns, filter=self._where), 0
 
 
 class ArrowDataset(TableDataset):
     """The rows of Arrow (IPC) files; each record batch is a block. For the arguments see `TableDataset`."""
 
+    _sums_up = True
     _expected = "an Arrow file with an index (pyarrow.ipc.new_file writes one, and not new_stream)"
 
     def _opened_file(self, file: Any) -> Any:
@@ -196,15 +210,17 @@ class ArrowDataset(TableDataset):
 
         return list(pyarrow.ipc.open_file(RangeFile(self._files[number])).schema.names)
 
-    def _count(self, number: int, part: int) -> int:
-        return int(self._table(number, part).num_rows)
+    def _count(self, number: int, part: int) -> tuple[int, int]:
+        table, crc = self._table(number, part)
+        return int(table.num_rows), crc
 
-    def _table(self, number: int, part: int) -> Any:
+    def _table(self, number: int, part: int) -> tuple[Any, int]:
         import pyarrow
 
-        table = pyarrow.Table.from_batches([self._source(number).get_batch(part)])
+        batch = self._source(number).get_batch(part)
+        table = pyarrow.Table.from_batches([batch])
         table = table if self._where is None else table.filter(self._where)
-        return table if self._columns is None else table.select(self._columns)
+        return table if self._columns is None else table.select(self._columns), _sum(batch)
 
 
 def _expression(where: Any) -> Any:
@@ -218,6 +234,15 @@ def _expression(where: Any) -> Any:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:300]
+
+
+def _sum(batch: Any) -> int:
+    """Of the columns of a record batch, decompressed."""
+    dictionaries = [column.dictionary for column in batch.columns if hasattr(column, "dictionary")]
+    crc = 0
+    for buffer in (each for column in (*batch.columns, *dictionaries) for each in column.buffers()):
+        crc = crc if buffer is None else zlib.crc32(buffer, crc)
+    return crc
 
 
 def _tail(file: File) -> int:

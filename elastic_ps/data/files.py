@@ -58,6 +58,7 @@ class File:
         self.url, self._options = url, dict(options)
         self.bytes_read = 0
         self._opened: tuple[Any, str, dict[str, Any]] | None = None
+        self._stamp: str | None = None  # as it was when it was found; copies in other processes have it, too
         self._process = os.getpid()
 
     @property
@@ -91,6 +92,18 @@ class File:
         """Whether it is on this host, or in memory."""
         return type(self._place[0]).__name__ in ("LocalFileSystem", "MemoryFileSystem")
 
+    def _stamp_now(self) -> str:
+        """What a write to a file of this host changes. It is asked anew; "" for other files."""
+        if type(self._place[0]).__name__ != "LocalFileSystem":
+            return ""
+        self._opened = None
+        return f"{self.size}/{self.version}"
+
+    def require_unchanged(self) -> None:
+        """Raise UsageError if a file of this host was written since `require`."""
+        if self._stamp not in (None, self._stamp_now()):
+            raise changed(self.url)
+
     def require(self) -> None:
         """Raise UsageError if there is no such file."""
         try:
@@ -101,6 +114,7 @@ class File:
             ) from error
         if kind == "directory":
             raise UsageError(f"{self.url} is a folder. Add a pattern, such as {self.url.rstrip('/')}/*")
+        self._stamp = self._stamp_now()
 
     def read(self, start: int, stop: int) -> bytes:
         """Some bytes. Raises UsageError: the file is shorter, or its server does not know ranges."""

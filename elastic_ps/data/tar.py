@@ -32,8 +32,8 @@ from elastic_ps.errors import UsageError
 _HEADER = 512
 """The bytes before a member's content."""
 
-_SUMMED = 4096
-"""How many bytes of a member's content are summed up: all of a small one, such as a label."""
+_SUMMED = 1 << 20
+"""How many bytes of a member's content are summed up, so that the index of a tar of videos is made soon."""
 
 
 class TarDataset(BlockDataset):
@@ -62,7 +62,7 @@ class TarDataset(BlockDataset):
         files = files_of(urls, options or {})
         sizes: list[int] = []
         self._blocks: list[tuple[int, int, int]] = []  # the file, and the first and last member but one
-        self._indexes = [index_of(file, "tar/3", partial(_indexed, file), index) for file in files]
+        self._indexes = [index_of(file, "tar/4", partial(_indexed, file), index) for file in files]
         for number, found in enumerate(self._indexes):
             firsts = np.append(np.flatnonzero(found["begins"]), len(found["begins"]))
             ends = (found["starts"] + found["sizes"])[firsts[1:] - 1]
@@ -87,6 +87,8 @@ class TarDataset(BlockDataset):
             at = start - begin
             if zlib.crc32(content[at - _HEADER : at + min(size, _SUMMED)]) != crc:
                 raise changed(file.url)
+        if index["sizes"][first:last].max() > _SUMMED:
+            file.require_unchanged()
         return content
 
     def _records(self, opened: bytes, block: int, places: Sequence[int], /) -> list[Any]:

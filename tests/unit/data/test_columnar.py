@@ -78,7 +78,8 @@ def test_only_the_columns_and_parts_that_are_wanted_are_read(tmp_path: Path, kin
     data = make(tmp_path / f"*.{kind}", columns=["id"], index=tmp_path / "index")
     assert data.__getitems__([0, 11]) == [{"id": 0}, {"id": 11}]
     narrow = data.bytes_read
-    whole = make(tmp_path / f"*.{kind}", index=tmp_path / "index")
+    for _ in range(2):
+        whole = make(tmp_path / f"*.{kind}", index=tmp_path / "index")
     whole[0]
     assert 10 * WIDE * 2 < whole.bytes_read < 25 * WIDE * 2
     if kind == "parquet":
@@ -93,6 +94,48 @@ def test_a_file_that_changes_is_refused(tmp_path: Path, kind: str, make: Any) ->
     (tmp_path / f"0.{kind}").write_bytes((tmp_path / f"1.{kind}").read_bytes())
     with pytest.raises(UsageError, match="has changed since its index was made"):
         data[0]
+
+
+@KINDS
+def test_a_file_that_changes_after_its_first_row_is_refused(tmp_path: Path, kind: str, make: Any) -> None:
+    """Its layout stays, and so does its tail: the value of row 11 is none of the statistics there."""
+    write(tmp_path, kind)
+    path = tmp_path / f"0.{kind}"
+    data = make(path, index=tmp_path / "index")
+    row = data[0]
+    content = path.read_bytes()
+    at = content.index(bytes([11, 0]) * WIDE)
+    changed = bytes([13, 0]) * WIDE
+    path.write_bytes(content[:at] + changed + content[at + len(changed) :])
+    with pytest.raises(UsageError, match="has changed since its index was made"):
+        data[11]
+    assert data[0] == row, "the block in memory is that of before"
+    assert make(path, index=tmp_path / "anew")[11]["wide"] == changed
+
+
+@pytest.mark.parametrize("compression", [None, "lz4"])
+@pytest.mark.parametrize("columns", [None, ["id", "kind"]])
+def test_other_values_in_an_arrow_file_of_another_host_are_refused(
+    tmp_path: Path, columns: Any, compression: Any
+) -> None:
+    """No time of writing is known of it: each record batch has a sum."""
+
+    def written(last: int) -> str:
+        kinds = pyarrow.array(["a", "b", "a", "b"]).dictionary_encode()
+        table = pyarrow.table({"id": [7, 1, 2, last], "kind": kinds, "other": [1, 2, 3, 4]})
+        options = pyarrow.ipc.IpcWriteOptions(compression=compression)
+        with pyarrow.ipc.new_file(tmp_path / "a", table.schema, options=options) as writer:
+            writer.write_table(table, max_chunksize=2)
+        url = f"memory://{tmp_path.name}/a"
+        fsspec.filesystem("memory").pipe_file(url, (tmp_path / "a").read_bytes())
+        return url
+
+    before = ArrowDataset(written(3), columns=columns, index=tmp_path / "index")
+    assert before[0]["id"] == 7
+    after = ArrowDataset(written(4), columns=columns, index=tmp_path / "anew")
+    with pytest.raises(UsageError, match="has changed since its index was made"):
+        before[3]
+    assert after.block_digests() != before.block_digests(), "a worker that comes later is refused"
 
 
 def test_a_stream_of_arrow_is_refused(tmp_path: Path) -> None:
