@@ -133,8 +133,9 @@ class File:
         return found
 
     def beside(self, suffix: str) -> File:
-        """The file with this suffix in addition."""
-        return File(self.url + suffix, self._options)
+        """The file with this suffix in addition, which goes before the query of a URL."""
+        path, mark, query = self.url.partition("?") if _is_of_http(self.url) else (self.url, "", "")
+        return File(path + suffix + mark + query, self._options)
 
     def exists(self) -> bool:
         """Whether there is such a file."""
@@ -272,7 +273,7 @@ def _expanded(url: str) -> list[str]:
 
 def _matching(url: str, options: Any) -> list[str]:
     """The files of a pattern; the URL itself if it is a query, or the name of a file."""
-    if "*" not in url and "://" in url and url.rpartition("::")[2].startswith("http"):
+    if "*" not in url and _is_of_http(url):
         return [url]
     try:
         filesystem, path = _fsspec().core.url_to_fs(url, **options)
@@ -281,6 +282,10 @@ def _matching(url: str, options: Any) -> list[str]:
     if "*" not in url and filesystem.exists(path):
         return [url]
     return [filesystem.unstrip_protocol(each) for each in sorted(filesystem.glob(path))]
+
+
+def _is_of_http(url: str) -> bool:
+    return "://" in url and url.rpartition("::")[2].startswith("http")
 
 
 def _cache(keep: str | os.PathLike[str] | None) -> Path:

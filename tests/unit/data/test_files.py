@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastic_ps.data.columnar import ArrowDataset, ParquetDataset
-from elastic_ps.data.files import files_of
+from elastic_ps.data.files import BESIDE, files_of
 from elastic_ps.data.tar import TarDataset
 from elastic_ps.data.text import TextDataset
 from elastic_ps.errors import UsageError
@@ -41,6 +41,19 @@ def test_a_query_of_a_url_is_no_pattern(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n")
     with serving(tmp_path) as address:
         assert TextDataset(f"{address}/a.txt?token=[x]")[0] == "one"
+
+
+@pytest.mark.parametrize("query", ["", "?download=true"])
+def test_an_index_beside_a_file_of_a_server_is_found(tmp_path: Path, query: str) -> None:
+    """A server does not look at the query, so a suffix there would give the file itself."""
+    (tmp_path / "a.txt").write_text("one\ntwo\n" * 1000)
+    with serving(tmp_path) as address:
+        url = f"{address}/a.txt{query}"
+        [file] = files_of(url, {})
+        assert not file.beside(".index").exists()
+        TextDataset(tmp_path / "a.txt", index=BESIDE)
+        data = TextDataset(url, index=tmp_path / "index")
+        assert (len(data), data.bytes_read) == (2000, 0)
 
 
 @pytest.mark.parametrize("make", [TextDataset, TarDataset, ParquetDataset, ArrowDataset])
