@@ -67,10 +67,11 @@ def adapters(
         }
         if not any(f".{name}." in f"{key}." for key in own):
             continue  # it is frozen
-        if config.get("peft_type") in _PROMPTS:
+        if config.get("peft_type") not in _WHOLE:
             raise UserError(
-                f"the adapter {name!r} is of the type {config['peft_type']}, whose tensors are prompts. Load "
-                "the checkpoint with elastic_ps.load_checkpoint, and call model.save_pretrained(OUT)"
+                f"the adapter {name!r} is of the type {config.get('peft_type')}, and only PEFT itself writes "
+                "its file, in which more than the trained tensors is, or under other names. Load the "
+                "checkpoint with elastic_ps.load_checkpoint, and call model.save_pretrained(OUT)"
             )
         renamed = {_renamed(key.removeprefix(said["prefix"]), name): value for key, value in own.items()}
         found["" if name == "default" else name] = (renamed, json.dumps(config, indent=2, sort_keys=True))
@@ -91,7 +92,14 @@ def write(out: Path, found: Mapping[str, tuple[dict[str, torch.Tensor], str]]) -
         partial.replace(out / folder / CONFIG)
 
 
-_PROMPTS = {"PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT"}
+# fmt: off
+_WHOLE = frozenset({
+    "ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA", "IA3", "LILY",
+    "LN_TUNING", "LOHA", "LOKR", "LORA", "MISS", "OFT", "OSF", "PEANUT", "POLY", "PSOFT", "ROAD",
+    "TRAINABLE_TOKENS", "WAVEFT",
+})
+# fmt: on
+"""The types whose file has the trained tensors and no others. PEFT may bring more types, of any form."""
 
 
 def _renamed(key: str, adapter: str) -> str:

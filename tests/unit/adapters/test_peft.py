@@ -62,6 +62,36 @@ def test_peft_loads_what_was_exported(tmp_path: Path, fields: dict[str, Any]) ->
     assert not torch.equal(model(x), base(x))
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("VeraConfig", {"r": 2, "target_modules": ["read"]}),
+        ("VBLoRAConfig", {"r": 2, "vector_length": 2, "num_vectors": 8, "target_modules": ["read"]}),
+        ("IA3Config", {"target_modules": ["read"], "feedforward_modules": []}),
+    ],
+)
+def test_peft_loads_what_was_exported_or_it_is_refused(
+    tmp_path: Path, kind: str, fields: dict[str, Any]
+) -> None:
+    base, kept, out = Net(), tmp_path / "kept", tmp_path / "out"
+    model = peft.get_peft_model(copy.deepcopy(base), getattr(peft, kind)(**fields))
+    with running_job(tmp_path, checkpoints=kept) as job:
+        job.start(0, lambda session: fit(session, model))
+        job.join()
+    if kind == "IA3Config":
+        export(kept, out)
+    else:
+        with pytest.raises(UserError, match=r"only PEFT itself writes .*call model\.save_pretrained"):
+            export(kept, out)
+        assert not out.exists()
+        trained = peft.get_peft_model(copy.deepcopy(base), getattr(peft, kind)(**fields))
+        load_checkpoint(kept, trained)
+        trained.save_pretrained(out)
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), out)
+    x = torch.randn(5, 6)
+    torch.testing.assert_close(loaded.eval()(x), model.eval()(x))
+
+
 def test_a_directory_is_for_adapters(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
 
