@@ -15,7 +15,7 @@ from torch.utils.data import RandomSampler
 
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.epochs import EpochLoader
-from elastic_ps.integrations.gradients import ClippedSteps
+from elastic_ps.integrations.gradients import ClippedSteps, of_second_step
 from elastic_ps.integrations.processes import OneDevice, as_only_process, leads, too_many_devices
 from elastic_ps.standalone import connect
 from elastic_ps.worker.optimizer import ElasticOptimizer
@@ -149,6 +149,7 @@ class FabricInJob(OneDevice):
             max_grad_norm=self._max_grad_norm,
             base=self._base,
         )
+        self.elastic.second_step = of_second_step("fabric.strategy")
         return [self.elastic] if len(optimizers) == 1 else [self.elastic[name] for name in names]
 
     def process_dataloader(self, dataloader: Any) -> Any:

@@ -18,6 +18,19 @@ def are_there(optimizer: ElasticOptimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
+def of_second_step(strategy: str) -> str:
+    """What is said of a second step with one batch, by another optimizer; see `ElasticOptimizer`.
+
+    Args:
+        strategy: how a script writes it.
+    """
+    return (
+        "a second step is made with the same batch, but each batch of the training DataLoader is for a step "
+        f"of one optimizer. Choose the optimizer by {strategy}.session.version, which is the same on all "
+        "workers, or in mode local by the number of the batch. See Two networks in turn in docs/cookbook.md"
+    )
+
+
 class ClippedSteps:
     """The parameter server clips those steps for which a script asks, and no others.
 

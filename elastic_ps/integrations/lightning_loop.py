@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from elastic_ps.contract import env
 from elastic_ps.core.settings import MAX_GRAD_NORM
 from elastic_ps.errors import UsageError
-from elastic_ps.integrations.gradients import ClippedSteps, are_there
+from elastic_ps.integrations.gradients import ClippedSteps, are_there, of_second_step
 from elastic_ps.integrations.lightning_checks import RESUME, check, check_optimizers
 from elastic_ps.integrations.lightning_epochs import Epochs
 from elastic_ps.integrations.processes import OneDevice, as_only_process, leads
@@ -203,6 +203,7 @@ class TrainsInJob(OneDevice):
             max_grad_norm=limit,
             base=self._base,
         )
+        self.elastic.second_step = of_second_step("self.trainer.strategy")
         self.optimizers = [self.elastic] if len(given) == 1 else [self.elastic[name] for name in names]
         for optimizer, own in zip(self.optimizers, given, strict=True):
             optimizer.optimizer = own  # LearningRateMonitor takes its name from there

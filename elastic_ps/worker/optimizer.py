@@ -25,12 +25,6 @@ from elastic_ps.worker.strategy import Strategy
 
 logger = logging.getLogger(__name__)
 
-_ONE_STEP = (
-    "a second step is made with the same batch, but each batch of session.loader(...) is for one: "
-    "{first}.step() or {second}.step(). Choose by {choose}. Or let all optimizers step at once, with the "
-    "step() of what session.optimizer(...) returned. See Two networks in turn in docs/cookbook.md"
-)
-
 _OTHER_GROUPS = (
     "the parameter groups are others than session.optimizer(...) was given, because param_groups or the "
     "params of a group were changed, or add_param_group() or load_state_dict() of the torch optimizer was "
@@ -106,6 +100,12 @@ class ElasticOptimizer(_Wrapping):
 
     If the session was given several optimizers, this stands for all, and `optimizers["critic"]` is one.
     """
+
+    second_step = (  # what is said of it; an integration says it in the words of its library
+        "a second step is made with the same batch, but each batch of session.loader(...) is for one: "
+        "{first}.step() or {second}.step(). Choose by {choose}. Or let all optimizers step at once, with the "
+        "step() of what session.optimizer(...) returned. See Two networks in turn in docs/cookbook.md"
+    )
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class ElasticOptimizer(_Wrapping):
             choose = "session.version, which is the same on all workers"
             if self._local is not None:  # the version changes only when values are exchanged
                 choose = "the number of the batch, as enumerate counts it"
-            raise UsageError(_ONE_STEP.format(first=first, second=second, choose=choose))
+            raise UsageError(self.second_step.format(first=first, second=second, choose=choose))
 
     def _make_step(
         self, closure: Callable[[], Any] | None = None, part: torch.optim.Optimizer | None = None

@@ -321,3 +321,20 @@ def test_what_cannot_work_is_refused_with_a_sentence(tmp_path: Path, case: str) 
     said, refused = REFUSED[case]
     with running_job(tmp_path) as job, pytest.raises(UsageError, match=said):
         job.run(refused, workers=1)
+
+
+def test_a_second_step_with_a_batch_is_refused_in_the_words_of_fabric(tmp_path: Path) -> None:
+    def train(session: Session) -> None:
+        fabric, layers = elastic(session), torch.nn.ModuleList([torch.nn.Linear(6, 1), torch.nn.Linear(6, 1)])
+        given = [torch.optim.SGD(layer.parameters(), 0.1) for layer in layers]
+        model, *optimizers = fabric.setup(layers, *given)
+        loader = fabric.setup_dataloaders(DataLoader(Numbers(8), BATCH))
+        for x, y in loader:
+            for layer, optimizer in zip(layers, optimizers, strict=True):
+                fabric.backward(torch.nn.functional.mse_loss(layer(x), y))
+                optimizer.step()
+                model.zero_grad()
+
+    said = r"^a second step is made.*Choose the optimizer by fabric\.strategy\.session\.version"
+    with running_job(tmp_path) as job, pytest.raises(UsageError, match=said):
+        job.run(train, workers=1)
