@@ -96,3 +96,21 @@ def check_optimizers(given: list[Any], module: Any) -> None:
             f"{type(module).__name__}.configure_optimizers returns None, so Lightning trains without an "
             "optimizer, but a job has one, whose steps the parameter server makes. Return a torch optimizer"
         )
+
+
+def refuse_steps(scheduler: Any) -> None:
+    """Let the `step` of a scheduler that a module with manual optimization has raise UsageError.
+
+    Each worker would make steps of its own, and which ones one process would make only the module knows.
+    """
+    kind = type(scheduler)
+
+    def step(*_: object, **__: object) -> None:
+        raise UsageError(
+            f"the module steps the {kind.__name__} that configure_optimizers returned, but each worker would "
+            "count its own steps. Keep the scheduler in the module, as self.schedule, instead of returning "
+            "it; in on_train_start call self.trainer.strategy.session.scheduler(self.schedule, "
+            "interval='epoch'), or with another interval; and remove step()"
+        )
+
+    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})  # no attribute: its state has those

@@ -23,13 +23,14 @@ from typing import Any, Literal
 import torch
 from fsspec.core import url_to_fs
 from lightning_utilities.core.rank_zero import rank_zero_only
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from elastic_ps.contract import env
 from elastic_ps.core.settings import MAX_GRAD_NORM
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.gradients import ClippedSteps, are_there, of_second_step
-from elastic_ps.integrations.lightning_checks import RESUME, check, check_optimizers
+from elastic_ps.integrations.lightning_checks import RESUME, check, check_optimizers, refuse_steps
 from elastic_ps.integrations.lightning_epochs import Epochs
 from elastic_ps.integrations.processes import OneDevice, as_only_process, leads
 from elastic_ps.standalone import connect
@@ -211,9 +212,13 @@ class TrainsInJob(OneDevice):
         self._loop = Loop(self, trainer)
         for optimizer in self.optimizers:
             optimizer.register_step_post_hook(self._loop.stepped)
-        if module.automatic_optimization:
-            for config in self.lr_scheduler_configs:
+        for config in self.lr_scheduler_configs:
+            if module.automatic_optimization:
                 self._schedule(config)
+            elif isinstance(config.scheduler, ReduceLROnPlateau):
+                self.session.scheduler(config.scheduler)
+            else:
+                refuse_steps(config.scheduler)
         trainer.callbacks.insert(0, self.callback_kind(self._loop))
 
     @property

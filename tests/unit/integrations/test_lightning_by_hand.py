@@ -1,4 +1,4 @@
-"""Modules with manual optimization."""
+"""Modules with manual optimization: their schedules, and their steps with one batch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,100 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.lightning import ElasticStrategy
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job
+from tests.testing.oracle import assert_each_record_once
 from tests.unit.integrations.test_lightning import (
+    EPOCHS,
+    IN_ORDER,
+    RECORDS,
     Net,
     _workers_may_be_threads,  # noqa: F401
+    assert_same_model,
     fit,
+    in_job,
     pytestmark,  # noqa: F401
 )
+
+
+class ByHand(Net):
+    """`steps`: whether it steps its schedule. It is kept, or returned to Lightning."""
+
+    returns, steps = True, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer.step()
+        if self.returns and self.steps and not isinstance(self.lr_schedulers(), ReduceLROnPlateau):
+            self.lr_schedulers().step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.schedule = self.make(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": self.schedule} if self.returns else optimizer
+
+    def make(self, optimizer: torch.optim.Optimizer) -> Any:
+        return LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+class Kept(ByHand):
+    returns = False
+
+    def on_train_start(self) -> None:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ElasticStrategy):
+            strategy.session.scheduler(self.schedule, interval="epoch")
+
+    def on_train_epoch_end(self) -> None:
+        if not isinstance(self.trainer.strategy, ElasticStrategy):
+            self.schedule.step()
+
+
+class Unstepped(ByHand):
+    steps = False
+
+
+class OnPlateau(ByHand):
+    def make(self, optimizer: torch.optim.Optimizer) -> Any:
+        return ReduceLROnPlateau(optimizer, mode="max", patience=0)
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self.schedule.step(self.trainer.callback_metrics["val/loss"])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_steps_that_a_worker_would_count_are_refused(tmp_path: Path, workers: int) -> None:
+    said = r"interval='epoch'\), or with another interval; and remove step\(\)"
+    with running_job(tmp_path, worker={"replicas": workers}) as job:
+        with pytest.raises(UsageError, match=f"the module steps the LambdaLR .*{said}"):
+            in_job(job, ByHand, workers=workers)
+        assert job.status().progress.version <= 1
+
+
+@pytest.mark.parametrize("kind", [Kept, Unstepped, OnPlateau])
+def test_other_schedules_are_as_alone(tmp_path: Path, kind: type[ByHand]) -> None:
+    alone = fit("auto", kind())
+    with running_job(tmp_path, data=IN_ORDER) as job:
+        ours = in_job(job, kind)[0]
+        assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
+        stored = job.coordinator.job.state.settings.schedulers
+    assert ours.rates == alone.rates
+    assert len(set(ours.rates)) == {Kept: EPOCHS, Unstepped: 1, OnPlateau: 2}[kind]
+    assert len(stored) == (0 if kind is Unstepped else 1), "a worker that joins gets its state"
+    assert_same_model(ours, alone)
 
 
 class Gan(Net):
