@@ -433,6 +433,7 @@ class Loop:
 
     def end_batch(self) -> None:
         """After a batch: the job may have trained the records of as many steps as are wanted."""
+        self._correct_bar()
         session, most = self._strategy.session, self._max_steps
         if most <= 0 or session.stopped:
             return
@@ -460,6 +461,7 @@ class Loop:
         trainer, epoch_loop = self._trainer, self._trainer.fit_loop.epoch_loop
         self._number(self.epochs.number)
         epoch_loop.batch_progress.is_last_batch = True
+        self._correct_bar(ended=True)
         complete = epoch_loop.batch_progress.current.ready == len(self.epochs)
         if trainer.val_check_batch != math.inf or not epoch_loop._should_check_val_epoch():  # noqa: SLF001
             return
@@ -473,6 +475,21 @@ class Loop:
         epoch_loop._batches_that_stepped += 1  # noqa: SLF001
         trainer.training = True
         connector._first_loop_iter = first  # noqa: SLF001
+
+    def _correct_bar(self, *, ended: bool = False) -> None:
+        """Tell the progress bar how many batches this worker has of the epoch, which nobody knows before."""
+        trainer = self._trainer
+        batches, callback = (
+            trainer.fit_loop.epoch_loop.batch_progress.current.ready,
+            trainer.progress_bar_callback,
+        )
+        if not batches or not getattr(callback, "is_enabled", False):
+            return
+        bar = getattr(callback, "train_progress_bar", None)
+        if bar is not None and (ended or batches > (bar.total or 0)):
+            bar.total = batches
+            if ended:
+                callback.on_train_batch_end(trainer, trainer.lightning_module, None, None, batches - 1)
 
     def _validate(self) -> Any:
         """In place of `run` of Lightning's loop for validation: the job's report has the values, too."""
