@@ -30,6 +30,7 @@ from elastic_ps.contract import env
 from elastic_ps.core.settings import MAX_GRAD_NORM
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.gradients import ClippedSteps, are_there, of_second_step
+from elastic_ps.integrations.lightning_callbacks import SAVING, STOPPING, CallbackStates
 from elastic_ps.integrations.lightning_checks import RESUME, check, check_optimizers, refuse_steps
 from elastic_ps.integrations.lightning_epochs import Epochs
 from elastic_ps.integrations.processes import OneDevice, as_only_process, leads
@@ -125,7 +126,7 @@ class TrainsInJob(OneDevice):
         self._clipped = ClippedSteps(None if self._local else max_grad_norm)
         self._layer_sync = None  # Lightning puts that of sync_batchnorm here
         self._trained = False
-        self._is_chief: bool | None = None  # as it was when this worker asked last
+        self.was_chief: bool | None = None  # when this worker asked last
         super().__init__(**options)
         self._launcher = self  # so that Lightning calls `launch`
         rank_zero_only.rank = 0 if self.is_global_zero else max(1, self.session.worker)
@@ -322,9 +323,9 @@ class TrainsInJob(OneDevice):
         if known or (
             epochs.within and (epochs.is_last or session.stopped or session.spec.worker.processes > 1)
         ):
-            return bool(self.is_global_zero if self._is_chief is None else self._is_chief)
-        self._is_chief = session.is_chief
-        return bool(self._is_chief)
+            return bool(self.is_global_zero if self.was_chief is None else self.was_chief)
+        self.was_chief = session.is_chief
+        return bool(self.was_chief)
 
     def optimizer_state(self: Any, optimizer: Any) -> dict[str, Any]:
         """As Lightning's, fetched from the parameter server, where it is saved. Blocks."""
@@ -355,6 +356,7 @@ class Loop:
         self.epochs: Epochs = strategy.epochs
         self._stepped_at = 0  # the number of batches at the last step
         self._max_steps = trainer.max_steps
+        self._states = CallbackStates(trainer, strategy.session)
         self._run_validation: Callable[[], Any]
         # Of an epoch, after which to validate; None: a number of batches is given.
         interval = trainer.val_check_interval
@@ -406,11 +408,13 @@ class Loop:
             ours = trainer._signal_connector._original_handlers.get(signal.SIGTERM)  # noqa: SLF001
             if callable(ours):
                 signal.signal(signal.SIGTERM, ours)
+        self._states.load(STOPPING, SAVING)
         if self.epochs.ends():
             self._finish()
 
     def start_epoch(self) -> None:
         """Lightning begins an epoch. Raises StopIteration, which ends its loop, if there is none."""
+        self._keep_states()  # callbacks end an epoch after the loop
         if self.epochs.ends():
             raise StopIteration
         self._number(self.epochs.next_number)
@@ -493,10 +497,26 @@ class Loop:
 
     def _validate(self) -> Any:
         """In place of `run` of Lightning's loop for validation: the job's report has the values, too."""
+        self._await_chief()
         outputs = self._run_validation()
         if self._strategy.saves():
             self._strategy.session.report(**_reported(outputs))
+        self._keep_states()
         return outputs
+
+    def _await_chief(self) -> None:
+        """A worker that becomes the chief goes on with the files of the one before. May block.
+
+        It has counted the validations itself.
+        """
+        strategy = self._strategy
+        before = strategy.was_chief
+        if self._states.kept and strategy.saves() and strategy.was_chief and not before:
+            self._states.load(SAVING)
+
+    def _keep_states(self) -> None:
+        if self._states.kept and self.epochs.begun and self._strategy.saves() and self._strategy.was_chief:
+            self._states.keep()
 
     def end_epoch_of_trainer(self) -> None:
         """Lightning ends an epoch: is that the last one? May block."""
@@ -505,6 +525,7 @@ class Loop:
         stopped = self._strategy.session.stopped
         if (self.epochs.is_last or stopped) and self.epochs.ends():
             self._finish()
+        self._await_chief()
 
     def _leave_epoch(self) -> None:
         """The module has asked for the end of the epoch, with -1 from `on_train_batch_start`."""
