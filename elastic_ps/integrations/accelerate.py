@@ -120,7 +120,8 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self._clipped = ClippedSteps(None if self._local else max_grad_norm)
         self._elastic: ElasticOptimizer | None = None
         self._training: EpochLoader | None = None
-        self._accumulates = self._shuffled = False
+        self._accumulates = self._in_accumulate = self._shuffled = False
+        self._counted = 0  # the most records that were in the model when the script has counted a step
         self._computed = set[int]()  # the numbers of the batches of the next step
         self._made: list[tuple[torch.Tensor, Callable[[], torch.Tensor | None], int]] = []
 
@@ -238,6 +239,23 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def _stepped(self, *_: object) -> None:
         self._clipped.end()
         self._computed.clear()
+        if self._in_accumulate:
+            self._count_step()
+
+    def _count_step(self) -> None:
+        """Let the script count a step, by `sync_gradients`, unless it was lost or is one that is made again.
+
+        Else a script that ends with a number of steps would end before the last records. Only of mode sync is
+        it known whether the model has got further.
+        """
+        session, consistency = self.session, self.session.spec.consistency
+        samples = session.samples if session.version else 0
+        if consistency.mode != "sync" or consistency.global_batch_size or samples > self._counted:
+            self._counted = samples
+            return
+        self.sync_gradients = False  # until the script comes to `accumulate` again
+        assert self._elastic is not None
+        self._elastic.zero_grad()  # the script's own call now does nothing
 
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, **options: Any
@@ -322,12 +340,12 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
         """As accelerate's. At the end of an epoch a step is made with what is left."""
-        self._accumulates = True
+        self._accumulates = self._in_accumulate = True
         try:
             with super().accumulate(*models):
                 yield
         finally:
-            self._accumulates = False
+            self._accumulates = self._in_accumulate = False
 
     @contextmanager
     def no_sync(self, model: Any = None) -> Iterator[None]:  # noqa: ARG002

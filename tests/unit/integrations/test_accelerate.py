@@ -243,6 +243,29 @@ def test_a_break_ends_the_training_where_the_script_ends_after_it(tmp_path: Path
         assert len(job.commits()) == steps
 
 
+@pytest.mark.parametrize(("steps", "at"), [(1, 0), (1, 5), (2, 5)])
+def test_a_script_does_not_count_a_step_that_is_lost(tmp_path: Path, steps: int, at: int) -> None:
+    """It ends at as many steps as its epochs have."""
+    alone, lost = by_itself(steps=steps), list[int]()
+
+    class Losing(ElasticAccelerator):
+        def backward(self, loss: torch.Tensor, **options: Any) -> None:
+            super().backward(loss, **options)
+            if self.sync_gradients and self.session.version == at and not lost:
+                lost.append(self.session.generation)
+                job.declare_gone(0)
+
+    with running_job(tmp_path, data=IN_ORDER) as job:
+        options: dict[str, Any] = {"epochs": EPOCHS, "gradient_accumulation_steps": steps, "cpu": True}
+        ours = in_job(job, lambda session: script(Losing(session=session, **options)))[0]
+        assert lost
+        assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
+        assert len(job.commits()) == EPOCHS * math.ceil(13 / steps)
+    assert len(ours.losses) == len(alone.losses) + steps
+    for a, b in zip(ours.model.parameters(), alone.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
 def test_a_batch_that_is_not_trained_reports_nothing(tmp_path: Path) -> None:
     """As a chief that is replaced after the training gets it, for the last lines of its script."""
     runs = list[int]()
