@@ -31,6 +31,7 @@ class ByHand(Net):
     """`steps`: whether it steps its schedule. It is kept, or returned to Lightning."""
 
     returns, steps = True, True
+    by_hand: Any
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,8 +49,8 @@ class ByHand(Net):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        self.schedule = self.make(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": self.schedule} if self.returns else optimizer
+        self.by_hand = self.make(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": self.by_hand} if self.returns else optimizer
 
     def make(self, optimizer: torch.optim.Optimizer) -> Any:
         return LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -61,11 +62,11 @@ class Kept(ByHand):
     def on_train_start(self) -> None:
         strategy = self.trainer.strategy
         if isinstance(strategy, ElasticStrategy):
-            strategy.session.scheduler(self.schedule, interval="epoch")
+            strategy.session.scheduler(self.by_hand, interval="epoch")
 
     def on_train_epoch_end(self) -> None:
         if not isinstance(self.trainer.strategy, ElasticStrategy):
-            self.schedule.step()
+            self.by_hand.step()
 
 
 class Unstepped(ByHand):
@@ -78,7 +79,7 @@ class OnPlateau(ByHand):
 
     def on_validation_end(self) -> None:
         super().on_validation_end()
-        self.schedule.step(self.trainer.callback_metrics["val/loss"])
+        self.by_hand.step(self.trainer.callback_metrics["val/loss"])
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -87,7 +88,7 @@ def test_steps_that_a_worker_would_count_are_refused(tmp_path: Path, workers: in
     with running_job(tmp_path, worker={"replicas": workers}) as job:
         with pytest.raises(UsageError, match=f"the module steps the LambdaLR .*{said}"):
             in_job(job, ByHand, workers=workers)
-        assert job.status().progress.version <= 1
+        assert job.status().progress.version <= workers
 
 
 @pytest.mark.parametrize("kind", [Kept, Unstepped, OnPlateau])
@@ -110,13 +111,14 @@ class Gan(Net):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         for optimizer in self.optimizers():
             self.toggle_optimizer(optimizer)
             optimizer.zero_grad()
             self.manual_backward(self.loss(batch))
             optimizer.step()
             self.untoggle_optimizer(optimizer)
+        return self.loss(batch)
 
     def configure_optimizers(self) -> Any:
         first, *rest = self.mlp

@@ -36,7 +36,7 @@ def test_the_bar_ends_with_the_epoch(
 
     def script(session: Session) -> None:
         module = Leaving() if leaves and session.worker == 1 else Net()
-        options = {"enable_progress_bar": True, "callbacks": [TQDMProgressBar(rate)]}
+        options: dict[str, Any] = {"enable_progress_bar": True, "callbacks": [TQDMProgressBar(rate)]}
         trained[session.worker] = fit(ElasticStrategy(session=session), module, **options)
 
     with running_job(tmp_path, worker={"replicas": 2}) as job:
