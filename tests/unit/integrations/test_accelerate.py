@@ -266,6 +266,33 @@ def test_a_script_does_not_count_a_step_that_is_lost(tmp_path: Path, steps: int,
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
 
 
+def test_a_job_that_is_continued_trains_as_one_that_was_not_interrupted(tmp_path: Path) -> None:
+    """Its first part ends within an epoch. In the second, the loop over an earlier epoch has one batch."""
+    alone = by_itself()
+    kept: dict[str, Any] = {"checkpoints": tmp_path / "checkpoints", "data": IN_ORDER}
+
+    class Draining(ElasticAccelerator):
+        def backward(self, loss: torch.Tensor, **options: Any) -> None:
+            super().backward(loss, **options)
+            if self.session.version == 19:
+                self.session.drain()
+
+    def interrupted(session: Session) -> Trained:
+        return script(Draining(epochs=EPOCHS, session=session, cpu=True))
+
+    with running_job(tmp_path / "1", **kept) as job:
+        assert not in_job(job, interrupted), "its script ends there"
+        before = job.commits()
+    with running_job(tmp_path / "2", resume="require", **kept) as job:
+        ours = in_job(job, lambda session: script(elastic(session), max_steps=1000))[0]
+        assert_each_record_once(before + job.commits(), records=RECORDS, epochs=EPOCHS)
+    assert len(before) == 20
+    left = EPOCHS * 13 - len(before)
+    assert ours.losses[-left:] == pytest.approx(alone.losses[-left:], rel=1e-11)
+    assert ours.rates[-left:] == alone.rates[-left:]
+    assert ours.evaluations[-1] == pytest.approx(alone.evaluations[-1], rel=1e-11)
+
+
 def test_a_batch_that_is_not_trained_reports_nothing(tmp_path: Path) -> None:
     """As a chief that is replaced after the training gets it, for the last lines of its script."""
     runs = list[int]()
