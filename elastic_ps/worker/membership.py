@@ -129,8 +129,8 @@ class Membership:
 
     @property
     def in_force(self) -> Settings:
-        """The settings as of the last pull."""
-        return Settings.from_json(self.strategy.info.settings)
+        """The settings as of the last pull; before it, those that this worker has brought."""
+        return Settings.from_json(said) if (said := self.strategy.info.settings) else self._settings
 
     def weights(self) -> list[float]:
         """For each process of this worker, its share of the records that the next step is computed on."""

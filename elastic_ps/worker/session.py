@@ -113,7 +113,7 @@ class Session:
     @property
     def samples(self) -> int:
         """How many records of the job were trained or skipped until the current version."""
-        return self._runtime.in_force.position.samples
+        return self._runtime.in_force.position.samples if self._runtime.entered else 0
 
     @property
     def world_size(self) -> int:

@@ -295,6 +295,25 @@ def test_a_job_that_goes_on_knows_what_its_version_was_made_of(tmp_path: Path) -
     assert (5, 1) in told
 
 
+def test_no_record_is_trained_before_the_first_version(tmp_path: Path) -> None:
+    """Also in the worker that brings the model, and so has pulled none."""
+    found = list[int]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        found.append(session.samples)
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(Numbers(8), 4):
+            found.append(session.samples)
+            mse(model, x, y).backward()
+            optimizer.step()
+        found.append(session.samples)
+
+    with running_job(tmp_path) as job:
+        job.run(script, workers=1)
+    assert found == [0, 0, 4, 8]
+
+
 def test_the_size_of_a_version_is_not_known_before_there_is_a_loader(tmp_path: Path) -> None:
     def script(session: Session) -> None:
         model = make_mlp()
