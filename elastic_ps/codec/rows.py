@@ -19,6 +19,7 @@ import torch
 
 from elastic_ps.codec.base import Packed
 from elastic_ps.codec.memory import as_bytes, as_tensor
+from elastic_ps.errors import InvalidModel
 
 ROWS = "rows"
 """The name of this encoding, beside those of codecs."""
@@ -46,6 +47,11 @@ class Rows(NamedTuple):
         """
         if not gradient.is_sparse:
             return cls(torch.arange(len(gradient), device="cpu"), gradient.view(len(gradient), -1))
+        if gradient.sparse_dim() != 1:
+            raise InvalidModel(
+                f"a gradient is sparse in {gradient.sparse_dim()} dimensions, but only rows can be: leave "
+                "out sparse_grad=True"
+            )
         found = gradient.detach().coalesce().cpu()
         numbers, width = found.indices()[0], gradient.shape[1:].numel()
         values = torch.empty(len(numbers), width, dtype=found.dtype, device="cpu")

@@ -79,7 +79,7 @@ def within(given: Sequence[str], names: Sequence[str], what: str) -> set[str]:
     """
     if isinstance(given, str):
         raise InvalidModel(f"{what} is the string {given!r}; expected a list of names, as in [{given!r}]")
-    if not (isinstance(given, Iterable) and all(isinstance(name, str) for name in given)):
+    if not (isinstance(given, Collection) and all(isinstance(name, str) for name in given)):
         raise InvalidModel(f"{what} is {given!r}; expected a list of names of modules or tensors")
     found: set[str] = set()
     for prefix in map(uncompiled, given):

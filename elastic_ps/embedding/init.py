@@ -79,13 +79,11 @@ def _parts(key: int, ids: Ids, count: int, bits: int) -> Values:
 
 
 def require_numbers(made: Any) -> None:
-    """Make numbers of Python of the fields of type float, which travel as JSON. Raises UsageError."""
+    """Raise UsageError if a field of type float of a dataclass is no number."""
     for name in (each.name for each in fields(made) if each.type == "float"):
         value = getattr(made, name)
         if not isinstance(value, Real) or isinstance(value, bool):
             raise UsageError(f"{type(made).__name__}({name}={value!r}): expected a number")
-        if not isinstance(value, int | float):
-            object.__setattr__(made, name, float(value))
 
 
 @dataclass(frozen=True)

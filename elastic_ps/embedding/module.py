@@ -159,6 +159,8 @@ class _Layer(torch.nn.Module):
     def __init__(self, spec: TableSpec, padding_idx: int | str | None) -> None:
         super().__init__()
         self.spec = spec
+        if padding_idx is not None and np.ndim(padding_idx):
+            raise UsageError(f"padding_idx={padding_idx!r} of the table {spec.name!r}: expected one id")
         given = [] if padding_idx is None else [padding_idx]
         self.padding_idx = next(map(int, as_ids(given, spec.name, torch.device("cpu"))[0]), None)
         self.source: Source = LocalSource(spec)

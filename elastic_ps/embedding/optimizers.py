@@ -188,7 +188,7 @@ class LazyAdam(RowOptimizer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        two = isinstance(self.betas, tuple) and len(self.betas) == 2
+        two = isinstance(self.betas, tuple | list) and len(self.betas) == 2
         right = two and all(isinstance(beta, Real) and 0 <= beta < 1 for beta in self.betas)
         self._require("betas", right, "two in [0, 1)")
         object.__setattr__(self, "betas", tuple(map(float, self.betas)))

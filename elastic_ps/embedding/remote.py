@@ -236,5 +236,5 @@ class RemoteTables(Tables):
         """See `Tables`."""
         del version, groups
         self._taken = {}
-        if not made:
+        if not made and any(self._sent):  # else another process sends them
             self._lost.append(self._sent)

@@ -322,7 +322,9 @@ class ShardTables:
         for spec, part in parts_in(reader.rows(), lambda ids: shard_of(ids, self._shards) == self._shard):
             with self._lock:
                 self._table(spec).merge(part)
-                self._table(spec).shrink()
+        with self._lock:
+            for table in self._tables.values():
+                table.shrink()
 
 
 class TableCalls:

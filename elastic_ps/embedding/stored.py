@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -153,7 +153,8 @@ def spec_from_text(text: str) -> TableSpec:
 
 
 def _named(part: Any) -> dict[str, Any]:
-    return {"kind": type(part).__name__, **asdict(part)}
+    numbers = {each.name: float(getattr(part, each.name)) for each in fields(part) if each.type == "float"}
+    return {"kind": type(part).__name__, **asdict(part), **numbers}
 
 
 def _made(kinds: Mapping[str, type[Any]], data: dict[str, Any]) -> Any:

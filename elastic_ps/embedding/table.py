@@ -527,7 +527,7 @@ class Table:
             rows.forget_removed(self.version)
 
     def shrink(self) -> None:
-        """Drop what is above the budget: checkpoints of several parameter servers were merged.
+        """Drop the rows above the budget: checkpoints of several parameter servers were merged.
 
         Raises:
             InvalidModel: there are too many rows, and `when_full` is "refuse".
@@ -543,8 +543,7 @@ class Table:
                     "Resume with as many parameterServer.replicas as before"
                 )
             self._drop(_least_recent(self._rows, self.version + 1, excess))
-        free = self.spec.table_bytes - len(self._rows) * self.spec.row_bytes
-        if (excess := len(waiting) - (self.spec.most_waiting or free // OVERHEAD)) > 0:
+        if self.spec.most_waiting and (excess := len(waiting) - self.spec.most_waiting) > 0:
             waiting.remove(_least_recent(waiting, self.version + 1, excess))
 
     def _both(self) -> tuple[tuple[str, Rows], tuple[str, Rows]]:

@@ -18,7 +18,6 @@ from elastic_ps.embedding.remote import OnRefusal, RemoteTables, Sent
 from elastic_ps.embedding.table import TableSpec
 from elastic_ps.embedding.tables import layers_of, require_trainable
 from elastic_ps.embedding.wire import gradient_from_bytes, gradient_to_bytes
-from elastic_ps.errors import ModelMismatch
 from elastic_ps.tensors.client import Client
 from elastic_ps.transport import messages_pb2 as pb
 
@@ -80,7 +79,6 @@ class GroupTables(RemoteTables):
         """See `RemoteTables`. Blocks until all processes are here, and process 0 has sent the sum.
 
         Raises:
-            ModelMismatch: the processes do not have the same tables.
             Refused, ConnectionLost: a parameter server did not take the rows.
         """
         own, shares = self._parts()
@@ -99,13 +97,6 @@ class GroupTables(RemoteTables):
 
     def _sum(self, parts: Sequence[Mapping[str, _Rows]], shares: Sequence[float]) -> dict[str, Sent]:
         """The gradients of all processes, by their shares, in the order of the processes."""
-        known = {source.text for source in self._remote.values()}
-        for rank, tables in enumerate(parts):
-            if other := tables.keys() ^ known:
-                raise ModelMismatch(
-                    f"process {rank} of this worker does not have the tables of process 0: {min(other)}. "
-                    "Every process must build the same model"
-                )
         found = {}
         for name, source in self._remote.items():
             there = [(part[source.text], share) for part, share in zip(parts, shares, strict=True)]

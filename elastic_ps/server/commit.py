@@ -103,7 +103,8 @@ class CommitCoordinator:
         self.tables: list[TableStatus] = []
         self._prepared: tuple[Advance, Model] | None = None  # the last order that all standbys can carry out
         self._ordered = 0  # the version that the shards were ordered to make last, when all had voted for it
-        self._decided = 0, 0, 0.0  # the term and version that were decided last, and when
+        self._decided = 0, 0, 0.0  # the term and version that were decided last, and when they were at first
+        self._looked = 0.0  # when the order under way was decided, before the look at the fence
         self._norm = 0.0  # the norm of its mean gradient, if that is clipped
         self._over = False  # no more orders are sent
         self._pauses, self._not_before = Pauses(RETRY.total_seconds(), LONGEST), 0.0  # after a failed order
@@ -346,7 +347,7 @@ class CommitCoordinator:
             return False
         with job.lock:
             if contributions:
-                job.state.book(contributions, job.clock(), decided=self._decided[2])
+                job.state.book(contributions, job.clock(), decided=self._looked)
                 if job.state.expected != advance.expected:
                     job.note_order(OrderEvent.CHANGE)
             booked = job.state.last_round
@@ -367,8 +368,9 @@ class CommitCoordinator:
         state, rounds = job.state, job.state.rounds
         state.decide_settings(contributions)
         version = rounds.version + 1
+        self._looked = time.monotonic()
         if self._decided[:2] != (state.term, version):  # else the same order is made again
-            self._decided = state.term, version, time.monotonic()  # before the look at the fence
+            self._decided = state.term, version, self._looked
         application = Application(
             attempt=rounds.attempt,
             contributors=[(c.worker, c.incarnation, c.step) for c in contributions],
@@ -387,7 +389,7 @@ class CommitCoordinator:
         order = Advance(version, 0, state.following, application, checkpoint=number, term=state.term)
         if not self._standbys:
             return order
-        return replace(order, state=json.dumps(foreseen(state, contributions, decided=self._decided[2])))
+        return replace(order, state=json.dumps(foreseen(state, contributions, decided=self._looked)))
 
     def _failed(self, advance: Advance, problem: Exception, model: Model) -> None:
         """Handle a shard that was not reached, or refused. In the first case the ticker repeats the order.
@@ -447,7 +449,7 @@ class CommitCoordinator:
 
         Raises:
             Fenced: a shard obeys a newer term.
-            InvalidJob: see `scales.check` and `Plan`.
+            InvalidJob, InvalidModel: see `scales.check`, `Plan` and `Table.shrink`.
         """
         job = self.job
         settings = Settings.from_json(found.state["settings"])
@@ -461,6 +463,8 @@ class CommitCoordinator:
         except Refused as refusal:
             if refusal.code is RefusalCode.STALE_TERM:
                 raise Fenced(str(refusal)) from refusal
+            if refusal.code is RefusalCode.INVALID:
+                raise InvalidModel(str(refusal)) from refusal
             raise
         state = JobRecord.read(found.state).continued(
             term=term,

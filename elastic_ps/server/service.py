@@ -140,8 +140,7 @@ class Service:
         return self._frames(call, partial(handler, request, incoming))
 
     def _frames(self, call: Call[Any, Any], handler: Callable[[], Answer[Any]]) -> Iterator[Frame]:
-        said = handler()
-        if said is None:
+        if (said := handler()) is None:
             said = call.reply() if call.reply is pb.Done else call.reply(pending=True)
         if isinstance(said, Message):
             yield Frame(said.SerializeToString(), last=True)

@@ -8,7 +8,7 @@ from elastic_ps import codec
 from elastic_ps.codec.base import Payload
 from elastic_ps.codec.state import Part
 from elastic_ps.core.sequence import PushKey
-from elastic_ps.errors import CheckpointError, InvalidJob, RefusalCode, Refused
+from elastic_ps.errors import CheckpointError, RefusalCode, Refused, UserError
 from elastic_ps.server.node import Node
 from elastic_ps.server.orders import Advance, Configuration, OrderId
 from elastic_ps.server.pulls import Pull, Pulled, RestartedAs
@@ -161,7 +161,7 @@ class ShardService:
     def _configure(self, request: pb.ConfigureRequest, _: Incoming) -> None:
         try:
             self._node.configure(from_message(Configuration, request), from_message(OrderId, request))
-        except InvalidJob as error:
+        except UserError as error:
             raise Refused(RefusalCode.INVALID, str(error)) from error
         except CheckpointError as error:  # shard 0 has verified the checkpoint, so the problem may pass
             raise Refused(RefusalCode.NOT_READY, str(error)) from error

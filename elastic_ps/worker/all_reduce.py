@@ -405,8 +405,7 @@ class _Reducer:
         """
         self.begun += 1
         own, reduction = self._flat.contribution_of(bucket), REDUCTIONS[bucket.rule]
-        total = self._totals.get(bucket.index)
-        if total is None:
+        if (total := self._totals.get(bucket.index)) is None:
             total = self._totals[bucket.index] = torch.empty_like(own, dtype=reduction.dtype(own.dtype))
         total.copy_(own)
         if bucket.rule is Rule.GRADIENT:

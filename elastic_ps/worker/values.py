@@ -164,8 +164,7 @@ class Values:
         if codec is None:
             incoming.read_into(self._flat.value_bytes(bucket) if into is None else as_bytes(into))
         else:
-            body = incoming.view()
-            if body is None:
+            if (body := incoming.view()) is None:
                 incoming.read_into(body := self._encoded[bucket.shard].bytes(incoming.size))
             started = time.monotonic_ns()
             if delta:
@@ -222,8 +221,7 @@ class Values:
             return None
         with self._decoding(bucket):
             (encoded,) = unpack([run_from_message(reply.encoded)], body)
-            sent = few(codec, encoded, bucket.elements)
-            if sent is None:
+            if (sent := few(codec, encoded, bucket.elements)) is None:
                 decoded = self._decoded[bucket.shard].tensor(bucket.elements, torch.float32)
                 codec.decode(encoded, decoded)
         if sent is None:

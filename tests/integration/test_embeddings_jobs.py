@@ -19,8 +19,9 @@ from elastic_ps.checkpoint.store import Store
 from elastic_ps.drill import history
 from elastic_ps.drill.recorded import read
 from elastic_ps.embedding import SGD, LazyAdam, constant, uniform
+from elastic_ps.embedding.placing import shard_of
 from elastic_ps.embedding.table import State
-from elastic_ps.errors import ModelMismatch
+from elastic_ps.errors import InvalidModel, ModelMismatch
 from elastic_ps.evaluation import checkpoints as scripts
 from elastic_ps.evaluation.remote import JobSource
 from elastic_ps.worker.session import Session
@@ -309,6 +310,28 @@ def test_each_record_is_in_its_row_once_in_each_mode(
         torch.testing.assert_close(rows["values"], torch.full((RECORDS, 1), 2 / size, dtype=torch.float64))
     else:
         assert bool(((rows["values"] > 0) & (rows["values"] <= 2 / 3)).all())
+
+
+def test_a_full_table_that_does_not_fit_on_fewer_servers_is_refused(tmp_path: Path) -> None:
+    """Also by another server than shard 0, which has no row here."""
+    ids = [each for each in range(400) if shard_of(np.array([each]), 2)[0] == 1][:36]
+
+    def script(session: Session) -> None:
+        model = Counting(table_bytes=12 * 32)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for (id_,) in session.loader(torch.utils.data.TensorDataset(torch.tensor(ids)), 3):
+            optimizer.zero_grad()
+            model(id_).mean().backward()
+            optimizer.step()
+
+    with a_job(tmp_path, worker={"replicas": 1}, server={"replicas": 3}) as job:
+        job.run(script, workers=1)
+        assert job.status().tables[0].rows > 12
+    with (
+        pytest.raises(InvalidModel, match=r"the table 'rows' for one .* Resume with as many"),
+        a_job(tmp_path, worker={"replicas": 1}, resume="require"),
+    ):
+        pass
 
 
 def test_a_checkpoint_before_the_first_step_has_no_rows(tmp_path: Path) -> None:

@@ -496,7 +496,7 @@ def test_arguments_of_another_kind_are_refused(tmp_path: Path) -> None:
             session.optimizer(given, model)
         with pytest.raises(UsageError, match=r"a torch.nn.Module as its second argument, not a SGD"):
             session.optimizer(given, optimizer)
-        for own in ([model], 3):
+        for own in ([model], 3, iter(["0.weight"])):
             with pytest.raises(InvalidModel, match="expected a list of names of modules or tensors"):
                 session.optimizer(optimizer, model, own=cast("Any", own))
         session.optimizer(optimizer, model)

@@ -228,6 +228,8 @@ def test_a_string_is_padding_and_what_is_no_id_is_not() -> None:
     layer(["a", "<pad>"]).sum().backward()
     assert not layer(["<pad>"]).any()
     assert layer.source.pending.take().ids.tolist() == hashed(["a"]).tolist()
+    with pytest.raises(UsageError, match="expected one id"):
+        make(padding_idx=(1, 2))
     for padding in (1.5, 2**63):
         with pytest.raises(UsageError, match="the ids of the table 'a' are whole numbers"):
             make(padding_idx=padding)

@@ -98,6 +98,10 @@ def test_ftrl_keeps_the_first_values_without_a_gradient() -> None:
         torch.testing.assert_close(rows.values, first)
 
 
+def test_betas_may_be_a_list() -> None:
+    assert LazyAdam(lr=1.0, betas=cast("Any", [0.9, 0.99])).betas == (0.9, 0.99)
+
+
 class Own(SGD):
     """Parameter servers do not have it."""
 
