@@ -12,108 +12,29 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.integrations.transformers import ElasticMixin, prepare_trainer
 from elastic_ps.worker.session import Session
-from tests.testing.harness import Job, Numbers, make_mlp, running_job
+from tests.testing.harness import Job, running_job
 from tests.testing.oracle import assert_each_record_once, ranges_of
 from tests.testing.tiers import per_change
-
-EPOCHS, RECORDS, BATCH = 3, 50, 4
-IN_ORDER = {"shuffle": False}
-
-
-class Records(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __init__(self, records: int) -> None:
-        self._data = Numbers(records)
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        x, y = self._data[index]
-        return {"x": x.double(), "labels": y.double()}
-
-
-class Ragged(Records):
-    """Half of the batches have two labels for each record, and the others have one."""
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        x, y = super().__getitem__(index).values()
-        return {"x": x, "labels": torch.cat([y, y if index % 8 < 4 else -100 + 0 * y])}
-
-
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = make_mlp().double()
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        found = self.mlp(x)
-        return {"loss": torch.nn.functional.mse_loss(found, labels), "logits": found}
-
-
-class TokenNet(Net):
-    """Its loss is the mean over the labels that count."""
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor, **given: Any) -> dict[str, torch.Tensor]:
-        counted = labels != -100
-        errors = (self.mlp(x) - labels)[counted].square().sum()
-        return {"loss": errors / given.get("num_items_in_batch", counted.sum())}
-
-
-def arguments(directory: Path, **options: Any) -> TrainingArguments:
-    usual = {
-        "num_train_epochs": EPOCHS,
-        "per_device_train_batch_size": BATCH,
-        "learning_rate": 0.01,
-        "warmup_steps": 3,
-        "max_grad_norm": 0.1,
-        "train_sampling_strategy": "sequential",
-        "logging_steps": 1,
-        "eval_strategy": "epoch",
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "disable_tqdm": True,
-    }
-    return TrainingArguments(output_dir=str(directory), **(usual | options))
-
-
-def make(
-    directory: Path,
-    *,
-    records: int = RECORDS,
-    ragged: bool = False,
-    kind: Any = Trainer,
-    given: Any = None,
-    **options: Any,
-) -> Any:
-    return kind(
-        TokenNet() if ragged else Net(),
-        arguments(directory, **options),
-        train_dataset=(Ragged if ragged else Records)(records),
-        eval_dataset=Records(20),
-        **(given or {}),
-    )
-
-
-def by_itself(directory: Path, **options: Any) -> Any:
-    trainer = make(directory, **options)
-    trainer.train()
-    return trainer
-
-
-def logged(trainer: Any, name: str) -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history if name in entry]
-
-
-def assert_same_model(ours: Any, theirs: Any) -> None:
-    for a, b in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+from tests.testing.trainers import (
+    BATCH,
+    EPOCHS,
+    IN_ORDER,
+    RECORDS,
+    Net,
+    Records,
+    TokenNet,
+    Unlabelled,
+    arguments,
+    assert_same_model,
+    by_itself,
+    logged,
+    make,
+)
 
 
 @pytest.mark.parametrize(
@@ -409,18 +330,10 @@ def test_adafactor_of_transformers_makes_the_steps(tmp_path: Path, fields: dict[
         assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
 
 
-class PartlyLabelled(Records):
-    """The second batch has no label that counts."""
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        x, y = super().__getitem__(index).values()
-        return {"x": x, "labels": 0 * y - 100 if BATCH <= index < 2 * BATCH else y}
-
-
 def test_a_batch_without_labels_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def script(session: Session) -> None:
         given = arguments(tmp_path, eval_strategy="no")
-        trainer = Trainer(TokenNet(), given, train_dataset=PartlyLabelled(RECORDS))
+        trainer = Trainer(TokenNet(), given, train_dataset=Unlabelled(RECORDS, {1}))
         prepare_trainer(trainer, session=session).train()
         assert not any(p.isnan().any() for p in trainer.model.parameters())
 
@@ -442,18 +355,6 @@ def test_the_trainer_logs_the_epochs_and_steps_of_one_process(tmp_path: Path) ->
     with running_job(tmp_path / "job", data=IN_ORDER) as job:
         job.run(script, workers=1)
     assert logged == [str(EPOCHS), str(-(-RECORDS // BATCH))]
-
-
-class Unlabelled(Records):
-    """These batches have no label that counts."""
-
-    def __init__(self, records: int, batches: set[int]) -> None:
-        super().__init__(records)
-        self._batches = batches
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        x, y = super().__getitem__(index).values()
-        return {"x": x, "labels": torch.full_like(y, -100) if index // BATCH in self._batches else y}
 
 
 @pytest.mark.parametrize(
