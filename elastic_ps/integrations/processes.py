@@ -38,6 +38,11 @@ def is_one_of_several() -> bool:
     return os.environ.get(env.LOCAL_WORLD_SIZE, "1") != "1"
 
 
+def own_gpu() -> torch.device:
+    """The GPU of this process, in a worker of several."""
+    return torch.device("cuda", int(os.environ[env.LOCAL_RANK]) % torch.cuda.device_count())
+
+
 @contextmanager
 def as_only_process(library: str) -> Iterator[None]:
     """While this is open, nothing says that there are other processes; the present GPU is this process's.
@@ -55,7 +60,7 @@ def as_only_process(library: str) -> Iterator[None]:
             "SCRIPT --workers N`"
         )
     if torch.cuda.is_available() and env.LOCAL_RANK in started:
-        torch.cuda.set_device(int(started[env.LOCAL_RANK]) % torch.cuda.device_count())
+        torch.cuda.set_device(own_gpu())
     for name in started:
         del os.environ[name]
     try:
@@ -78,8 +83,7 @@ class OneDevice:
     def parallel_devices(self: Any, devices: Sequence[torch.device]) -> None:
         self._devices, self._root_device = devices, devices[0]
         if env.LOCAL_RANK in os.environ and devices[0].type == "cuda":
-            own = int(os.environ[env.LOCAL_RANK]) % torch.cuda.device_count()
-            self._root_device = torch.device("cuda", own)
+            self._root_device = own_gpu()
 
 
 def too_many_devices(devices: Sequence[torch.device], nodes: int) -> str:

@@ -22,7 +22,7 @@ from elastic_ps.contract import env
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.accelerate import ElasticAccelerator
 from elastic_ps.integrations.epochs import OpenEpochs
-from elastic_ps.integrations.processes import as_only_process, is_one_of_several
+from elastic_ps.integrations.processes import as_only_process, is_one_of_several, own_gpu
 from elastic_ps.standalone import connect
 from elastic_ps.worker.session import Session
 
@@ -31,12 +31,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=Trainer)
 
 if env.in_job() and is_one_of_several():
-    # It looks for ranks in the environment, and would begin a process group.
+    # It looks for ranks in the environment, and would begin a process group. Without ranks it takes all GPUs.
     _of_one = TrainingArguments.__post_init__
 
     def _hiding_ranks(arguments: TrainingArguments) -> None:
         with as_only_process("transformers"):
             _of_one(arguments)
+        if arguments.device.type == "cuda":
+            own = own_gpu()
+            torch.cuda.set_device(own)
+            vars(arguments).update(_setup_devices=own, _n_gpu=1)
+            arguments.distributed_state.device = own
 
     TrainingArguments.__post_init__ = _hiding_ranks
 
