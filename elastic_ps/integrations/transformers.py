@@ -389,6 +389,10 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
     def on_epoch_end(self, args: Any, state: Any, control: Any, **__: Any) -> None:
         session, training = self._trainer.session, self._trainer.accelerator.training
         state.epoch = training.number + 1.0
+        if training.within:  # a callback has left the epoch; others may train what is left of it
+            self._trainer.accelerator.skip_step()
+            if training.is_last and not session.stopped:
+                session.stop("a callback of the Trainer has left the last epoch")
         if not training.of_loop:  # the Trainer would end
             control.should_training_stop = False
         if training.finished or ((training.is_last or session.stopped) and training.ends()):
