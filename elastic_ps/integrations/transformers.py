@@ -121,7 +121,7 @@ class ElasticMixin:
         _check(self)
         self.session = session
         self.group = 0
-        self._skips = self._has_warned = False
+        self._skips = self._counts = self._has_warned = False
         self._rate: Any = None
         self._items: Any = None
         self.accelerator.__class__ = _OfTrainer
@@ -189,6 +189,9 @@ class ElasticMixin:
         """As the Trainer's: the batches of one optimizer step. There are fewer at the end of an epoch."""
         samples, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         self.group, self._items = len(samples), items
+        if items is not None:
+            self._counts = self.session.processes.gather("the labels of a step", bool(items), any)
+            items = items if items else 1  # so that the gradient of a slice without labels is 0, not NaN
         self._rate = super()._get_learning_rate()  # type: ignore[misc]
         self.control.should_epoch_stop |= not samples
         return samples, items
@@ -199,7 +202,7 @@ class ElasticMixin:
         If a step has no token that counts, it is not made, and its records are skipped.
         """
         if self._items is not None:
-            if not (self._items or is_one_of_several() or self.accelerator.scaler):
+            if not (self._counts or self.accelerator.scaler):
                 if not self._has_warned:
                     logger.warning(_NO_LABEL)
                 self._skips = self._has_warned = True
@@ -207,7 +210,8 @@ class ElasticMixin:
                 return torch.zeros((), device=self.args.device)
             self.session.weigh(self._items / self.group)
         loss: torch.Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        self.session.report(loss=loss * self.group)  # the Trainer divides it by their number
+        if self._items is None or self._items:
+            self.session.report(loss=loss * self.group)  # the Trainer divides it by their number
         return loss
 
     def end_step(self: Any) -> None:

@@ -80,7 +80,7 @@ class Session:
             host: this host's address, as other workers reach it.
             limits: how long it waits.
         """
-        self._world = world = world or LocalWorld()
+        self.processes = world = world or LocalWorld()
         self.spec = spec
         self.worker = worker
         client = Client(
@@ -166,8 +166,8 @@ class Session:
         """
         for loader in self._loaders:
             if (chief := loader.is_chief()) is not None:
-                return chief and self._world.leads
-        return self._runtime.records.chief and self._world.leads
+                return chief and self.processes.leads
+        return self._runtime.records.chief and self.processes.leads
 
     def optimizer(
         self,
@@ -248,7 +248,7 @@ class Session:
                 "session.optimizer(optimizer, model) takes a torch optimizer, or several by their names, and "
                 f"then the model; the first is a {type(optimizer).__name__}"
             )
-        if check_gradients and not self._world.alone:
+        if check_gradients and not self.processes.alone:
             raise UsageError(
                 "check_gradients compares gradients with what is sent, and with worker.processes their sum "
                 "is sent. Use it with processes: 1"
@@ -304,7 +304,7 @@ class Session:
     def _tables_of(self, model: torch.nn.Module) -> Tables | None:
         """The tables of the model that grow. Raises InvalidModel: the job cannot train them."""
         own = self._runtime
-        return tables_in_job(model, self.spec, self._client, own.rows_refused, self._world, own.parts)
+        return tables_in_job(model, self.spec, self._client, own.rows_refused, self.processes, own.parts)
 
     def _require_whole_gradient(self) -> None:
         """Raise UsageError where the gradient that is to be clipped is not known as a whole."""
@@ -366,7 +366,7 @@ class Session:
         Raises:
             UsageError: this worker has several processes.
         """
-        if not self._world.alone:
+        if not self.processes.alone:
             raise UsageError(
                 "session.server is for workers with one process. Set worker.processes: 1, and more replicas"
             )
@@ -496,7 +496,7 @@ class Session:
             worker=self.worker,
             version=self.version,
             local=self._runtime.local_steps,
-            process=self._world.rank,
+            process=self.processes.rank,
         )
 
     def report(self, **metrics: Any) -> None:
@@ -526,9 +526,8 @@ class Session:
 
         With several processes in a worker, each passes the weight of its own part of the batch. That may be
         0, as of a part without tokens, if another process has some: the gradient has to be finite, but does
-        not count. Divide its loss by `max(1, tokens)`. In mode
-        `local`, the weight of an exchange is the sum over its steps. In modes `async` and `bounded`, the
-        weight counts only among the steps that become one version.
+        not count. Divide its loss by `max(1, tokens)`. In mode `local`, the weight of an exchange is the sum
+        over its steps. In modes `async` and `bounded`, it counts only among the steps of one version.
 
         Args:
             weight: a positive number of at most 2**64, or 0 in some of a worker's processes, or a tensor with
