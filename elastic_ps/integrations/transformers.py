@@ -30,20 +30,30 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Trainer)
 
-if env.in_job() and is_one_of_several():
-    # It looks for ranks in the environment, and would begin a process group. Without ranks it takes all GPUs.
-    _of_one = TrainingArguments.__post_init__
+_alone = TrainingArguments.__post_init__
 
-    def _hiding_ranks(arguments: TrainingArguments) -> None:
-        with as_only_process("transformers"):
-            _of_one(arguments)
-        if arguments.device.type == "cuda":
-            own = own_gpu()
-            torch.cuda.set_device(own)
-            vars(arguments).update(_setup_devices=own, _n_gpu=1)
-            arguments.distributed_state.device = own
 
-    TrainingArguments.__post_init__ = _hiding_ranks
+def _hiding_ranks(arguments: TrainingArguments) -> None:
+    """It would begin a process group if it found ranks in the environment, and without ranks use all GPUs."""
+    if not env.in_job():
+        try:
+            _alone(arguments)
+        except ValueError:
+            with as_only_process(
+                "transformers"
+            ):  # which says so if another launcher has started this process
+                raise
+        return
+    with as_only_process("transformers"):
+        _alone(arguments)
+    if is_one_of_several() and arguments.device.type == "cuda":
+        own = own_gpu()
+        torch.cuda.set_device(own)
+        vars(arguments).update(_setup_devices=own, _n_gpu=1)
+        arguments.distributed_state.device = own
+
+
+TrainingArguments.__post_init__ = _hiding_ranks
 
 _RESUME = (
     "trainer.train(resume_from_checkpoint=...) is not for a job, which continues from its own checkpoints: "
@@ -81,10 +91,12 @@ def prepare_trainer(
     Raises:
         UsageError: what the trainer is set up for cannot work in a job; the message says what to do.
     """
+    with as_only_process("transformers"):
+        session = session or connect()
     if not isinstance(trainer, ElasticMixin):
         kind = type(trainer)
         trainer.__class__ = type(f"Elastic{kind.__name__}", (ElasticMixin, kind), {})
-    trainer.join_job(session or connect(), records=records, overlap=overlap, base=base)
+    trainer.join_job(session, records=records, overlap=overlap, base=base)
     return trainer
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
+import os
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
-from elastic_ps.integrations import transformers
+from elastic_ps.errors import UsageError
 from elastic_ps.integrations.transformers import prepare_trainer
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job
-from tests.testing.trainers import BATCH, IN_ORDER, Records, TokenNet, arguments, assert_same_model
+from tests.testing.trainers import BATCH, IN_ORDER, Records, TokenNet, arguments, assert_same_model, make
 
 
 def test_each_process_of_a_worker_has_a_gpu_of_its_own(
@@ -28,11 +29,6 @@ def test_each_process_of_a_worker_has_a_gpu_of_its_own(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", present.append)
-    monkeypatch.setattr(TrainingArguments, "__post_init__", TrainingArguments.__post_init__)
-    spec = importlib.util.spec_from_file_location("imported_in_a_job", transformers.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
     made = arguments(tmp_path, use_cpu=False)
     own = torch.device("cuda", 1)
     assert made.device == made.distributed_state.device == present[-1] == own
@@ -71,3 +67,10 @@ def test_a_slice_without_labels_does_not_count(tmp_path: Path) -> None:
     alone.train()
     for trainer in trainers.values():
         assert_same_model(trainer, alone)
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "WORLD_SIZE"])
+def test_ranks_of_another_launcher_are_refused(tmp_path: Path, name: str) -> None:
+    restored = mock.patch.dict(os.environ, {name: "2"})  # accelerate sets other variables, too
+    with restored, pytest.raises(UsageError, match="elastic-ps run SCRIPT --workers N"):
+        prepare_trainer(make(tmp_path))
