@@ -61,7 +61,10 @@ _RESUME = (
     "DIR`"
 )
 
-
+_AGAIN = "trainer.train() is called a second time, but a job trains one model once. Start another job"
+_NO_SAMPLE = (
+    "There seems not to be a single sample"  # transformers warns so where others have trained an epoch
+)
 _NO_LABEL = (
     "no step is made with records of which no token has a label: all are -100. If they are many, look at the "
     "collator: a template that the text does not have, or a limit of the length, masks all"
@@ -164,11 +167,18 @@ class ElasticMixin:
         """As the Trainer's. Blocks until all records of the job are in the model.
 
         Raises:
-            UsageError: `resume_from_checkpoint` is given: a job resumes otherwise.
+            UsageError: `resume_from_checkpoint` is given: a job resumes otherwise. Or it is called again.
         """
         if resume_from_checkpoint:
             raise UsageError(_RESUME)
-        return super().train(None, *args, **kwargs)  # type: ignore[misc]
+        if self.accelerator.has_begun:
+            raise UsageError(_AGAIN)
+        log = logging.getLogger(Trainer.__module__)
+        log.addFilter(needed := lambda record: _NO_SAMPLE not in record.getMessage())
+        try:
+            return super().train(None, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            log.removeFilter(needed)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> None:
         """Raises UsageError: a job trains one model."""
@@ -283,6 +293,11 @@ class _OfTrainer(ElasticAccelerator):
             loader, self.session, epochs=self._epochs, place=lambda batch: batch, ended=lambda: None
         )
         return self.training
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the optimizer belongs to the job."""
+        return self._elastic is not None
 
     @property
     def batches_of_step(self) -> int:
@@ -404,7 +419,8 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **__: Any) -> None:
         session, training = self._trainer.session, self._trainer.accelerator.training
-        state.epoch = training.number + 1.0
+        if not (training.within or session.stopped):
+            state.epoch = training.number + 1.0
         if training.within:  # a callback has left the epoch; others may train what is left of it
             self._trainer.accelerator.skip_step()
             if training.is_last and not session.stopped:

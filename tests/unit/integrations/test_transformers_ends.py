@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import TrainerCallback
 
+from elastic_ps.errors import UsageError
 from elastic_ps.integrations.transformers import prepare_trainer
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job
-from tests.testing.trainers import BATCH, EPOCHS, IN_ORDER, RECORDS, make
+from tests.testing.trainers import BATCH, EPOCHS, IN_ORDER, RECORDS, by_itself, make
 
 
 @pytest.mark.parametrize("steps", [1, 2], ids=["after a step", "within a step"])
@@ -30,10 +33,54 @@ def test_a_callback_that_leaves_the_last_epoch_ends_the_training(tmp_path: Path,
     def script(session: Session) -> None:
         trainer = make(tmp_path / "out", given={"callbacks": [Leaving()]}, **options)
         prepare_trainer(trainer, session=session).train()
-        assert trainer.state.epoch == EPOCHS
+        assert 0 < trainer.state.epoch < EPOCHS
         trainer.save_model()
 
     with running_job(tmp_path / "job", data=IN_ORDER) as job:
         job.run(script, workers=1)
         assert job.status().progress.stopped == "a callback of the Trainer has left the last epoch"
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_the_epoch_is_that_of_the_trainer_alone_after_max_steps(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 20, "eval_strategy": "no"}
+    alone = by_itself(tmp_path / "alone", **options)
+
+    def script(session: Session) -> None:
+        trainer = prepare_trainer(make(tmp_path, **options), session=session)
+        trainer.train()
+        assert trainer.state.epoch == pytest.approx(alone.state.epoch)
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        job.run(script, workers=1)
+
+
+def test_a_trainer_trains_once(tmp_path: Path) -> None:
+    def script(session: Session) -> None:
+        trainer = prepare_trainer(make(tmp_path, eval_strategy="no", num_train_epochs=1), session=session)
+        trainer.train()
+        with pytest.raises(UsageError, match="a job trains one model once"):
+            trainer.train()
+
+    with running_job(tmp_path / "job") as job:
+        job.run(script, workers=1)
+
+
+def test_a_worker_that_comes_late_is_not_warned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    trained, trainers = threading.Event(), list[Any]()
+
+    def script(session: Session) -> None:
+        trainer = prepare_trainer(make(tmp_path, eval_strategy="no"), session=session)
+        if session.worker:
+            trained.wait()
+        trainer.train()
+        trainers.append(trainer)
+        trained.set()
+
+    with running_job(tmp_path / "job") as job:
+        job.run(script, workers=2)
+    assert trainers[1].state.global_step == 0
+    assert not [each for each in caplog.messages if "sample" in each]
