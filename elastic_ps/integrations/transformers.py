@@ -133,7 +133,7 @@ class ElasticMixin:
         base: Literal["external"] | None = None,
     ) -> None:
         """Belong to this session; see `prepare_trainer`, which raises the same."""
-        _check(self)
+        _check(self, session)
         self.session = session
         self.group = 0
         self._skips = self._counts = self._has_warned = False
@@ -433,12 +433,14 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
             control.should_save |= args.save_strategy == "steps" and state.global_step < state.max_steps
 
 
-def _check(trainer: Any) -> None:
-    """Raises UsageError: what the trainer is set up for cannot work in a job."""
+def _check(trainer: Any, session: Session) -> None:
+    """Raises UsageError: what the trainer is set up for cannot work in this job."""
     args, kind = trainer.args, type(trainer).__name__.removeprefix("Elastic")
     sampling = getattr(args, "train_sampling_strategy", "random")
     by_length = getattr(args, "group_by_length", False) or sampling not in ("random", "sequential")
     whole = float(args.num_train_epochs).is_integer() or args.max_steps > 0
+    steps_here = session.spec.consistency.mode == "local"
+    with_standby = session.spec.parameter_server.durability == "standby" and not steps_here
     problems: list[tuple[bool, str]] = [
         (
             args.world_size > 1 or args.parallel_mode.value in ("distributed", "tpu"),
@@ -481,6 +483,12 @@ def _check(trainer: Any) -> None:
             "push_to_hub uploads what worker 0 has, but another worker may have saved the model. Leave it "
             "out. After the training, call trainer.model.push_to_hub(...) where "
             "trainer.accelerator.is_main_process is true",
+        ),
+        (
+            with_standby and args.max_grad_norm > 0,
+            f"max_grad_norm is {args.max_grad_norm}, and 1.0 if it is not given, but a standby makes steps "
+            "without it. Give TrainingArguments(max_grad_norm=0), or set parameterServer.durability: "
+            "checkpoint",
         ),
         (
             str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) == "greedy",

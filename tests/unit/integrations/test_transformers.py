@@ -453,6 +453,13 @@ def test_what_cannot_work_is_refused_before_training(tmp_path: Path, case: str) 
         prepare_trainer(make(tmp_path, **options))
 
 
+def test_the_limit_of_gradients_that_is_usual_is_refused_with_a_standby(tmp_path: Path) -> None:
+    with running_job(tmp_path / "job", parameterServer={"durability": "standby"}) as job:
+        prepare_trainer(make(tmp_path, max_grad_norm=0), session=job.session(0))
+        with pytest.raises(UsageError, match=r"TrainingArguments\(max_grad_norm=0\)"):
+            prepare_trainer(make(tmp_path), session=job.session(1))
+
+
 def test_an_upload_by_worker_0_is_refused(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     trainer.args.push_to_hub = True  # given to the constructor, it asks the hub at once
