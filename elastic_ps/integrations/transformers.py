@@ -111,6 +111,8 @@ class ElasticMixin:
     process group.
     """
 
+    _uploads = False  # it is the chief, and uploads at the moment
+
     def __init__(
         self,
         *args: Any,
@@ -156,8 +158,8 @@ class ElasticMixin:
     # Where the work is.
 
     def is_world_process_zero(self: Any) -> bool:
-        """Whether this is worker 0, which logs and shows progress."""
-        return bool(self.accelerator.is_local_main_process)
+        """Whether this is worker 0, which logs and shows progress; in `push_to_hub` the chief."""
+        return self._uploads or bool(self.accelerator.is_local_main_process)
 
     def is_local_process_zero(self: Any) -> bool:
         """As `is_world_process_zero`."""
@@ -260,6 +262,14 @@ class ElasticMixin:
         """As the Trainer's on the chief, for which it may block; in the middle of an epoch on worker 0."""
         if self.accelerator.is_main_process:
             super().save_model(*args, **kwargs)  # type: ignore[misc]
+
+    def push_to_hub(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `save_model`; None on other workers."""
+        self._uploads = self.accelerator.is_main_process
+        try:
+            return super().push_to_hub(*args, **kwargs) if self._uploads else None  # type: ignore[misc]
+        finally:
+            self._uploads = False
 
 
 class _OfTrainer(ElasticAccelerator):
@@ -481,8 +491,7 @@ def _check(trainer: Any, session: Session) -> None:
         (
             args.push_to_hub,
             "push_to_hub uploads what worker 0 has, but another worker may have saved the model. Leave it "
-            "out. After the training, call trainer.model.push_to_hub(...) where "
-            "trainer.accelerator.is_main_process is true",
+            "out, and call trainer.push_to_hub() after the training",
         ),
         (
             with_standby and args.max_grad_norm > 0,

@@ -463,7 +463,7 @@ def test_the_limit_of_gradients_that_is_usual_is_refused_with_a_standby(tmp_path
 def test_an_upload_by_worker_0_is_refused(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     trainer.args.push_to_hub = True  # given to the constructor, it asks the hub at once
-    with pytest.raises(UsageError, match=r"call trainer\.model\.push_to_hub"):
+    with pytest.raises(UsageError, match=r"call trainer\.push_to_hub\(\) after"):
         prepare_trainer(trainer)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.transformers import prepare_trainer
@@ -84,3 +84,24 @@ def test_a_worker_that_comes_late_is_not_warned(
         job.run(script, workers=2)
     assert trainers[1].state.global_step == 0
     assert not [each for each in caplog.messages if "sample" in each]
+
+
+def test_the_chief_uploads(tmp_path: Path) -> None:
+    chiefs, uploads = list[int](), list[tuple[int, bool]]()
+
+    class Uploading(Trainer):  # type: ignore[misc]
+        def push_to_hub(self, *_: Any, **__: Any) -> None:
+            uploads.append((self.session.worker, self.is_world_process_zero()))
+
+    def script(session: Session) -> None:
+        trainer = make(tmp_path, kind=Uploading, eval_strategy="no", num_train_epochs=1)
+        prepare_trainer(trainer, session=session).train()
+        trainer.push_to_hub()
+        if session.is_chief:
+            chiefs.append(session.worker)
+
+    with running_job(tmp_path / "job") as job:
+        for worker in (1, 2):
+            job.start(worker, script)
+        job.join()
+    assert uploads == [(chief, True) for chief in chiefs]
