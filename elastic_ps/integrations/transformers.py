@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from accelerate import Accelerator
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainingArguments
 
 from elastic_ps.contract import env
 from elastic_ps.errors import UsageError
@@ -153,7 +153,8 @@ class ElasticMixin:
         self.accelerator.check()
         self.accelerator.take_over(self.args)
         self.state.is_world_process_zero = self.state.is_local_process_zero = self.is_world_process_zero()
-        self.add_callback(_Flow(self))
+        after = isinstance(next(iter(self.callback_handler.callbacks), None), DefaultFlowCallback)
+        self.callback_handler.callbacks.insert(int(after), _Flow(self))  # before those of the script
 
     # Where the work is.
 

@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.transformers import prepare_trainer
 from elastic_ps.worker.session import Session
-from tests.testing.harness import running_job
+from tests.testing.harness import Job, running_job
 from tests.testing.trainers import BATCH, EPOCHS, IN_ORDER, RECORDS, by_itself, make
 
 
@@ -105,3 +105,29 @@ def test_the_chief_uploads(tmp_path: Path) -> None:
             job.start(worker, script)
         job.join()
     assert uploads == [(chief, True) for chief in chiefs]
+
+
+def test_a_callback_ends_the_training_of_a_worker_that_has_repeated_steps(tmp_path: Path) -> None:
+    """One process makes 7 steps. This worker joins again in its third one, and has 7 before the last one."""
+    job_of, trainers = list[Job](), list[Any]()
+
+    class Losing(TrainerCallback):  # type: ignore[misc]
+        def on_substep_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step == 2 and job_of:
+                job_of.pop().declare_gone(0)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= state.global_step == state.max_steps
+
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2, "num_train_epochs": 1, "eval_strategy": "no"}
+
+    def script(session: Session) -> None:
+        trainers.append(make(tmp_path, given={"callbacks": [Losing()]}, **options))
+        prepare_trainer(trainers[0], session=session).train()
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        job_of.append(job)
+        job.run(script, workers=1)
+        assert not job_of
+        assert job.status().progress.stopped == "a callback of the Trainer has ended the training"
+    assert trainers[0].state.global_step == trainers[0].state.max_steps
