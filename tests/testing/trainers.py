@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from accelerate import state
 from transformers import Trainer, TrainingArguments
 
 from tests.testing.harness import Numbers, make_mlp
@@ -63,6 +65,13 @@ class TokenNet(Net):
         counted = labels != -100
         errors = (self.mlp(x) - labels)[counted].square().sum()
         return {"loss": errors / given.get("num_items_in_batch", counted.sum())}
+
+
+def have_workers_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the state of each thread apart, as accelerate does it itself where threads are its processes."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for kind in (state.PartialState, state.AcceleratorState, state.GradientState):
+        monkeypatch.setattr(kind, "_shared_state", state.ThreadLocalSharedDict())
 
 
 def arguments(directory: Path, **options: Any) -> TrainingArguments:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 
 import pytest
-from accelerate import state
 from lightning_utilities.core.rank_zero import rank_zero_only
+
+from tests.testing.trainers import have_workers_as_threads
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message=".*deprecated - use", category=DeprecationWarning)
@@ -15,8 +16,6 @@ with warnings.catch_warnings():
 
 @pytest.fixture(autouse=True)
 def _state_of_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As accelerate does it itself where threads are its processes. Lightning keeps a rank, too."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for kind in (state.PartialState, state.AcceleratorState, state.GradientState):
-        monkeypatch.setattr(kind, "_shared_state", state.ThreadLocalSharedDict())
+    """Lightning keeps a rank, too."""
+    have_workers_as_threads(monkeypatch)
     monkeypatch.setattr(rank_zero_only, "rank", 0)

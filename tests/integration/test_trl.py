@@ -22,12 +22,21 @@ from elastic_ps.integrations.transformers import prepare_trainer
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job
 from tests.testing.oracle import assert_each_record_once
+from tests.testing.tiers import per_change
+from tests.testing.trainers import have_workers_as_threads
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 tokenizers = pytest.importorskip("tokenizers")
 
 EPOCHS, RECORDS, BATCH = 2, 30, 4
+
+
+@pytest.fixture(autouse=True)
+def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    have_workers_as_threads(monkeypatch)
+
+
 WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(40))]
 LORA = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
 
@@ -118,13 +127,13 @@ TRAINERS: dict[str, Callable[[Path], Any]] = {
     "dpo of adapters": lambda directory: dpo(directory, LORA),
     "reward": reward,
 }
+KEPT = ["sft accumulates", "sft packs", "dpo computes first", "dpo of adapters", "reward"]
 
 
 @pytest.mark.filterwarnings("ignore")  # of TRL's own
-@pytest.mark.parametrize("make", TRAINERS.values(), ids=list(TRAINERS))
-def test_the_model_and_the_curve_are_those_of_the_trainer_alone(
-    tmp_path: Path, make: Callable[[Path], Any]
-) -> None:
+@pytest.mark.parametrize("name", per_change(TRAINERS, keep=KEPT))
+def test_the_model_and_the_curve_are_those_of_the_trainer_alone(tmp_path: Path, name: str) -> None:
+    make = TRAINERS[name]
     alone = make(tmp_path / "alone")
     alone.train()
     trainers = list[Any]()
@@ -146,7 +155,7 @@ def test_the_model_and_the_curve_are_those_of_the_trainer_alone(
 
 
 @pytest.mark.filterwarnings("ignore")  # of TRL's own
-@pytest.mark.parametrize("make", [sft, dpo, reward])
+@pytest.mark.parametrize("make", per_change([sft, dpo, reward], keep=[sft, dpo]))
 def test_two_workers_share_the_batches_of_the_trainer_alone(tmp_path: Path, make: Callable[..., Any]) -> None:
     batch, options = 6, {"warmup_steps": 0, "max_grad_norm": 0.0}  # the last batch is as large as the others
     alone = make(tmp_path / "alone", per_device_train_batch_size=batch, **options)
