@@ -12,13 +12,14 @@ from typing import Any
 import peft
 import pytest
 import torch
+from torch.optim import AdamW
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.integrations.transformers import ElasticMixin, prepare_trainer
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, running_job
-from tests.testing.oracle import assert_each_record_once, ranges_of
+from tests.testing.oracle import assert_each_record_once, ranges_of, replay
 from tests.testing.tiers import per_change
 from tests.testing.trainers import (
     BATCH,
@@ -94,6 +95,74 @@ def test_two_workers_share_the_batches_of_the_trainer_alone(tmp_path: Path) -> N
     assert saved == [1, 2, 3], "the chief saves"
     assert trainers[0].state.is_world_process_zero
     assert not trainers[1].state.is_world_process_zero
+
+
+class Pairs(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """The same records as the oracle takes them."""
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        record = Records(RECORDS)[index]
+        return record["x"], record["labels"]
+
+
+def test_the_steps_of_two_workers_are_those_of_one_process_with_their_records(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"lr_scheduler_type": "constant", "max_grad_norm": 0, "eval_strategy": "no"}
+    trainers = list[Any]()
+
+    def script(session: Session) -> None:
+        trainers.append(prepare_trainer(make(tmp_path, **options), session=session))
+        trainers[-1].train()
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        job.run(script, workers=2)
+        commits = job.commits()
+    assert_each_record_once(commits, records=RECORDS, epochs=EPOCHS)
+    alone = Net()
+    replay(
+        commits,
+        Pairs(),
+        alone.mlp,
+        lambda model: AdamW(model.parameters(), 0.01, weight_decay=0),
+        job.spec,
+    )
+    for trainer in trainers:
+        for ours, theirs in zip(trainer.model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+class Single(Net):
+    """In single precision, so that autocast has something to cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = super().forward(x.float(), labels.float())
+        self.computed = found["logits"].dtype
+        return found
+
+
+def test_autocast_to_bf16_is_that_of_the_trainer_alone(tmp_path: Path) -> None:
+    def half(directory: Path) -> Any:
+        options: dict[str, Any] = {"bf16": True, "eval_strategy": "no"}
+        return make(directory, kind=lambda _, *a, **k: Trainer(Single(), *a, **k), **options)
+
+    alone, trainers = half(tmp_path / "alone"), list[Any]()
+    alone.train()
+
+    def script(session: Session) -> None:
+        trainers.append(prepare_trainer(half(tmp_path / "job"), session=session))
+        trainers[0].train()
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        job.run(script, workers=1)
+    assert trainers[0].model.computed == torch.bfloat16
+    for ours, theirs in zip(trainers[0].model.parameters(), alone.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
 
 
 def test_workers_weigh_a_mean_over_tokens_by_their_number(tmp_path: Path) -> None:

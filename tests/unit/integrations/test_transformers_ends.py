@@ -14,7 +14,17 @@ from elastic_ps.errors import UsageError
 from elastic_ps.integrations.transformers import prepare_trainer
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, running_job
-from tests.testing.trainers import BATCH, EPOCHS, IN_ORDER, RECORDS, by_itself, make
+from tests.testing.oracle import assert_each_record_once
+from tests.testing.trainers import (
+    BATCH,
+    EPOCHS,
+    IN_ORDER,
+    RECORDS,
+    assert_same_model,
+    by_itself,
+    logged,
+    make,
+)
 
 
 @pytest.mark.parametrize("steps", [1, 2], ids=["after a step", "within a step"])
@@ -131,3 +141,28 @@ def test_a_callback_ends_the_training_of_a_worker_that_has_repeated_steps(tmp_pa
         assert not job_of
         assert job.status().progress.stopped == "a callback of the Trainer has ended the training"
     assert trainers[0].state.global_step == trainers[0].state.max_steps
+
+
+def test_a_resumed_job_goes_on_where_it_was(tmp_path: Path) -> None:
+    """A worker is asked to leave in the second epoch. The schedule falls from the first step to the last."""
+    options: dict[str, Any] = {"eval_strategy": "no", "lr_scheduler_type": "cosine"}
+    alone, trainers, checkpoints = by_itself(tmp_path / "alone", **options), list[Any](), tmp_path / "kept"
+
+    class Leaving(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if len(trainers) == 1 and state.global_step == 20:
+                trainers[0].session.drain()
+
+    def script(session: Session) -> None:
+        trainers.append(make(tmp_path, given={"callbacks": [Leaving()]}, **options))
+        prepare_trainer(trainers[-1], session=session).train()
+
+    commits = list[Any]()
+    for resume in ("no", "require"):
+        with running_job(tmp_path / resume, data=IN_ORDER, checkpoints=checkpoints, resume=resume) as job:
+            job.run(script, workers=1)
+            commits += job.commits()
+    assert_each_record_once(commits, records=RECORDS, epochs=EPOCHS)
+    assert_same_model(trainers[1], alone)
+    for name in ("learning_rate", "loss"):
+        assert logged(trainers[1], name) == pytest.approx(logged(alone, name)[20:]), name
