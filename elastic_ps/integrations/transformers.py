@@ -39,9 +39,7 @@ def _hiding_ranks(arguments: TrainingArguments) -> None:
         try:
             _alone(arguments)
         except ValueError:
-            with as_only_process(
-                "transformers"
-            ):  # which says so if another launcher has started this process
+            with as_only_process("transformers"):  # raises if there are ranks of another launcher
                 raise
         return
     with as_only_process("transformers"):
@@ -62,9 +60,7 @@ _RESUME = (
 )
 
 _AGAIN = "trainer.train() is called a second time, but a job trains one model once. Start another job"
-_NO_SAMPLE = (
-    "There seems not to be a single sample"  # transformers warns so where others have trained an epoch
-)
+_NO_SAMPLE = "There seems not to be a single sample"  # a warning where others have trained an epoch
 _NO_LABEL = (
     "no step is made with records of which no token has a label: all are -100. If they are many, look at the "
     "collator: a template that the text does not have, or a limit of the length, masks all"
