@@ -48,6 +48,7 @@ def trained(jobs: Jobs, name: str, **fields: Any) -> dict[str, Any]:
         ("peft", {"output": "/tmp/model"}),
         ("accelerate", {}),
         ("lightning", {"output": "/tmp/model"}),
+        ("fabric", {"output": "/tmp/model"}),
         ("shards", {"folder": "/tmp/shards"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -109,6 +109,7 @@ def test_digits_in_tar_files_are_learnt(tmp_path: Path) -> None:
     [
         ("accelerate", 8 * 1437),
         ("lightning", 8 * 1437),
+        ("fabric", 8 * 1437),
         ("transformers", 4 * 2000),
         ("peft", 3 * 2000),
     ],
