@@ -19,7 +19,7 @@ from elastic_ps.codec.memory import Body, Scratch, as_bytes, as_tensor, dtype_of
 from elastic_ps.codec.optimizers import VALUE, StateEntry, kept_state, restored, wide
 from elastic_ps.codec.several import Kind, Several, kinds_of, parts_of
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule
-from elastic_ps.core.settings import CONSTRAINTS, plain_group
+from elastic_ps.core.settings import CONSTRAINTS, NOT_SENT, plain_group
 from elastic_ps.errors import InvalidModel, RefusalCode, Refused, StorageUnavailable
 
 ALIGNMENT = 64
@@ -246,7 +246,7 @@ class ImportedState(OptimizerState):
             optimizer.load_state_dict(joined)
             for part in parts_of(optimizer):
                 for group in part.param_groups:
-                    if missing := part.defaults.keys() - group.keys():
+                    if missing := part.defaults.keys() - group.keys() - NOT_SENT:
                         raise ValueError(f"it has no {min(missing)}")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InvalidModel(_not_of(optimizer, error)) from error

@@ -120,7 +120,7 @@ def read_source(
     for name in options.keys() - signature(DataLoader).parameters.keys():
         raise UsageError(f"session.loader got the option {name}, which neither it nor a DataLoader has")
     if batch_size is None or not is_count(batch_size):
-        raise UsageError(f"batch_size is {batch_size!r}; expected a whole number of records from 1 to {MOST}")
+        raise UsageError(f"batch_size is {batch_size!r}; expected a whole number from 1 to {MOST}")
     drop_last = bool(options.pop("drop_last", False))
     if not isinstance(dataset, IterableDataset):
         count = _records_of(dataset, records)
