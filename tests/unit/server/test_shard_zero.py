@@ -23,7 +23,7 @@ from elastic_ps.core.consistency import Contribution
 from elastic_ps.core.partition import Rule, TensorSpec
 from elastic_ps.core.settings import Settings
 from elastic_ps.core.stages import CourseEvent
-from elastic_ps.errors import ConnectionLost, Fenced, RefusalCode, Refused
+from elastic_ps.errors import ConnectionLost, Fenced, InvalidModel, RefusalCode, Refused
 from elastic_ps.process.retrying import RETRY
 from elastic_ps.server import record
 from elastic_ps.server.checkpointer import Checkpointer
@@ -103,9 +103,10 @@ def clock() -> Clock:
     ("refusal", "expected"),
     [
         (Refused(RefusalCode.STALE_TERM, "this is an order of term 2; term 3 gives the orders now"), Fenced),
-        (Refused(RefusalCode.INVALID, "this cannot be, but in term 3"), Refused),
+        (Refused(RefusalCode.INVALID, "this cannot be trained in term 3"), InvalidModel),
+        (Refused(RefusalCode.STALE_CALL, "this cannot be, but in term 3"), Refused),
     ],
-    ids=["replaced", "refused"],
+    ids=["replaced", "not to be trained", "refused"],
 )
 def test_a_parameter_server_whose_shard_refuses_the_checkpoint_does_not_start(
     refusal: Refused, expected: type[Exception]
