@@ -28,6 +28,7 @@ from tests.e2e.cluster import (
     shell,
 )
 from tests.e2e.cluster.errors import ClusterError
+from tests.testing.addresses import PORTS
 from tests.testing.polling import eventually
 
 
@@ -253,6 +254,9 @@ def test_a_saved_layout_is_found_again_and_secrets_are_private(tmp_path: Path) -
     assert layout.Layout.load(tmp_path) == plan
     assert (tmp_path / "cluster.json").stat().st_mode & 0o077 == 0
     assert len(set(plan.ports.values())) == len(layout.PORTS)
+    taken = {*plan.ports.values()}
+    assert taken <= {*layout.FREE}
+    assert not {*layout.FREE} & {near for port in PORTS for near in (port, port + 1)}, "those of other tests"
     assert layout.Layout.load(tmp_path / "nowhere") is None
 
 

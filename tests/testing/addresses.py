@@ -8,8 +8,8 @@ import socket
 from elastic_ps.errors import CannotListen
 from elastic_ps.local.processes import free_addresses
 
-PORTS = range(20_000, 30_000, 2)
-"""Launchers take theirs from others, and so do outgoing connections. The odd ones are left for data ports."""
+PORTS = range(20_000, 29_000, 2)
+"""Launchers, outgoing connections and the test cluster have others. The odd ones are for data ports."""
 
 _locks: list[socket.socket] = []
 

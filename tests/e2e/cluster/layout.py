@@ -43,6 +43,9 @@ PORTS = (
     "metrics-server",
 )  # fmt: skip
 
+FREE = range(29_000, 30_000)
+"""The ports for them are chosen from these. Tests listen on others while a component is stopped."""
+
 
 def default_state_dir() -> Path:
     """`ELASTIC_PS_CLUSTER_DIR`, or a fixed place: a machine carries one cluster, because iptables' chains and
@@ -132,7 +135,7 @@ def free_ports() -> dict[str, int]:
     They lie below the kernel's range for outgoing connections, so that none of those takes the port of a
     component that is stopped for a while.
     """
-    candidates = random.sample(range(20000, 30000), 1000)
+    candidates = random.sample(FREE, len(FREE))
     with contextlib.ExitStack() as stack:
         ports: dict[str, int] = {}
         for port in candidates:
