@@ -22,7 +22,7 @@ from elastic_ps.checkpoint.tensors import Reader
 from elastic_ps.codec import naming
 from elastic_ps.codec.optimizers import MASTER, PULLED, restored
 from elastic_ps.codec.several import SEPARATOR, name_of_all
-from elastic_ps.core.partition import Rule, uncompiled, within
+from elastic_ps.core.partition import TABLE, Rule, uncompiled, within
 from elastic_ps.core.settings import Settings
 from elastic_ps.errors import CheckpointCorrupt, ModelMismatch, UserError
 
@@ -71,9 +71,10 @@ def load_checkpoint(
         _require_same(model, values, left, outside)
         optimizers = _listed(optimizer)
         states = _optimizer_states(reader, model, optimizers, left)
+        tables = [spec.content for spec in reader.manifest.base if spec.dtype == TABLE]
         for module in model.modules():
             if (load := getattr(module, "load_rows", None)) is not None:
-                load(reader.rows(), [each.content for each in reader.manifest.base if each.dtype == "table"])
+                load(reader.rows(), tables)
         names = {uncompiled(name): name for name in model.state_dict()}
         model.load_state_dict({names[name]: value for name, value in values.items()}, strict=False)
         for each, state in zip(optimizers, states, strict=True):

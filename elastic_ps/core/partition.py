@@ -93,7 +93,8 @@ def within(given: Sequence[str], names: Sequence[str], what: str) -> set[str]:
     return found
 
 
-DESCRIPTIONS = ("json", "table")
+TABLE = "table"
+DESCRIPTIONS = ("json", TABLE)
 """In place of a dtype: the content is a JSON object that describes adapters, or a table that grows."""
 
 
@@ -331,7 +332,7 @@ _HINT = (
 
 
 def _apart(ours: str, theirs: str) -> tuple[str, str]:
-    """What differs between two JSON objects, each as JSON; both texts if one is something else."""
+    """The parts in which two JSON objects differ, as JSON; both texts if one is something else."""
     try:
         mine, other = json.loads(ours), json.loads(theirs)
         keys = [key for key in {**mine, **other} if mine.get(key) != other.get(key)]
@@ -355,7 +356,7 @@ def difference(ours: Sequence[TensorSpec], theirs: Sequence[TensorSpec]) -> str:
                     _apart(a.content, b.content) if a.dtype in DESCRIPTIONS else (a.content, b.content)
                 )
                 lines.append(f"{name}: this worker has {here}, the other workers have {there}")
-                hint = hint if a.dtype == "table" else _HINT
+                hint = hint if a.dtype == TABLE else _HINT
                 continue
             same = str(a) == str(b)
             here, there = (

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.core.partition import Rule, TensorSpec
+from elastic_ps.core.partition import TABLE, Rule, TensorSpec
 from elastic_ps.embedding.init import Ids
 from elastic_ps.embedding.module import (
     Embedding,
@@ -179,7 +179,7 @@ def described_tables(model: torch.nn.Module) -> list[TensorSpec]:
     """The descriptions of a model's tables that grow, which are the same in all workers, by name."""
     texts = {layer.spec.name: spec_to_text(layer.spec) for layer in layers_of(model)}
     return [
-        TensorSpec(f"the table {name!r}", (), "table", Rule.EXTERNAL, content=text)
+        TensorSpec(f"the table {name!r}", (), TABLE, Rule.EXTERNAL, content=text)
         for name, text in sorted(texts.items())
     ]
 

@@ -243,13 +243,13 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             self._count_step()
 
     def _count_step(self) -> None:
-        """Let the script count a step, by `sync_gradients`, unless it was lost or is one that is made again.
+        """Let the script count a step, by `sync_gradients`, unless it was lost, or repeats a lost one.
 
         Else a script that ends with a number of steps would end before the last records. Only of mode sync is
         it known whether the model has got further.
         """
         session, consistency = self.session, self.session.spec.consistency
-        samples = session.samples if session.version else 0
+        samples = session.samples
         if consistency.mode != "sync" or consistency.global_batch_size or samples > self._counted:
             self._counted = samples
             return
