@@ -237,7 +237,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _sum(batch: Any) -> int:
-    """Of the columns of a record batch, decompressed."""
+    """The sum of the columns of a record batch, decompressed."""
     dictionaries = [column.dictionary for column in batch.columns if hasattr(column, "dictionary")]
     crc = 0
     for buffer in (each for column in (*batch.columns, *dictionaries) for each in column.buffers()):

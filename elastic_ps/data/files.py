@@ -93,7 +93,7 @@ class File:
         return type(self._place[0]).__name__ in ("LocalFileSystem", "MemoryFileSystem")
 
     def _stamp_now(self) -> str:
-        """What a write to a file of this host changes. It is asked anew; "" for other files."""
+        """A text that a write to a file of this host changes. It is read anew; "" for other files."""
         if type(self._place[0]).__name__ != "LocalFileSystem":
             return ""
         self._opened = None

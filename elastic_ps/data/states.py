@@ -105,7 +105,7 @@ class Hand(enum.Enum):
 
 
 class HandEvent(enum.Enum):
-    """An event that a batch in hand meets."""
+    """An event that decides what becomes of a batch."""
 
     HAND_OUT = "hand out a batch"
     HAND_OUT_LOST = "hand out a batch that others get"

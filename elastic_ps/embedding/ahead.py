@@ -96,7 +96,7 @@ class Prefetch:
         self._ids_of, self._staleness, self._mode = ids_of, staleness, mode
 
     def staleness(self) -> int:
-        """That of the job's present mode."""
+        """The staleness that the job's present mode allows."""
         return self._staleness if self._mode() == "async" else 0
 
     def batches(

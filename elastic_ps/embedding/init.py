@@ -79,7 +79,7 @@ def _parts(key: int, ids: Ids, count: int, bits: int) -> Values:
 
 
 def require_numbers(made: Any) -> None:
-    """Raise UsageError if a field of type float of a dataclass is no number."""
+    """Raise UsageError if a field of type float of a dataclass is not a number."""
     for name in (each.name for each in fields(made) if each.type == "float"):
         value = getattr(made, name)
         if not isinstance(value, Real) or isinstance(value, bool):

@@ -563,7 +563,7 @@ class Table:
 
 
 def _least_recent(rows: Rows, version: int, count: int) -> Ids:
-    """The ids of the `count` rows seen least recently, before `version`; all of them if there are fewer."""
+    """The numbers of the `count` rows seen least recently, before `version`; all if there are fewer."""
     old = rows.seen_before(version)
     order = np.lexsort((rows.ids.array[old], rows.seen.array[old]))
     return np.sort(old[order[:count]])

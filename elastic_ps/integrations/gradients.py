@@ -19,7 +19,7 @@ def are_there(optimizer: ElasticOptimizer) -> bool:
 
 
 def of_second_step(strategy: str) -> str:
-    """What is said of a second step with one batch, by another optimizer; see `ElasticOptimizer`.
+    """The message about a second step with one batch, by another optimizer; see `ElasticOptimizer`.
 
     Args:
         strategy: how a script writes it.

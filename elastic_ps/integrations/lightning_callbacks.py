@@ -24,7 +24,7 @@ _PLAIN = (bool, int, float, str, dict, type(None))
 
 
 class CallbackStates:
-    """Those of a Trainer's callbacks. A Trainer without such callbacks reads and writes nothing.
+    """The states of a Trainer's callbacks. A Trainer without such callbacks reads and writes nothing.
 
     Attributes:
         kept: the callbacks.
@@ -83,7 +83,7 @@ def _number(value: Any) -> Any:
 
 
 def _restored(value: Any) -> Any:
-    """What `_number` was given: every float was a tensor."""
+    """The value that `_number` was given. Every float was a tensor."""
     if isinstance(value, float):
         single = torch.tensor(value, dtype=torch.float32)
         return single if single.item() == value else torch.tensor(value, dtype=torch.float64)

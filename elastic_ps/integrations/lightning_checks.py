@@ -99,7 +99,7 @@ def check_optimizers(given: list[Any], module: Any) -> None:
 
 
 def refuse_steps(scheduler: Any) -> None:
-    """Let the `step` of a scheduler that a module with manual optimization has raise UsageError.
+    """Make `scheduler.step()` raise UsageError, in a module with manual optimization.
 
     Each worker would make steps of its own, and which ones one process would make only the module knows.
     """

@@ -505,9 +505,9 @@ class Loop:
         return outputs
 
     def _await_chief(self) -> None:
-        """A worker that becomes the chief goes on with the files of the one before. May block.
+        """Go on with the previous chief's files, if this worker has become the chief. May block.
 
-        It has counted the validations itself.
+        The worker has counted the validations itself.
         """
         strategy = self._strategy
         before = strategy.was_chief

@@ -34,7 +34,7 @@ _alone = TrainingArguments.__post_init__
 
 
 def _hiding_ranks(arguments: TrainingArguments) -> None:
-    """It would begin a process group if it found ranks in the environment, and without ranks use all GPUs."""
+    """Hide ranks, for which it would begin a process group. Without them it would use all GPUs."""
     if not env.in_job():
         try:
             _alone(arguments)
@@ -155,7 +155,7 @@ class ElasticMixin:
     # Where the work is.
 
     def is_world_process_zero(self: Any) -> bool:
-        """Whether this is worker 0, which logs and shows progress; in `push_to_hub` the chief."""
+        """Return whether this worker logs and shows progress: worker 0, or the chief in `push_to_hub`."""
         return self._uploads or bool(self.accelerator.is_local_main_process)
 
     def is_local_process_zero(self: Any) -> bool:

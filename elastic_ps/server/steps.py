@@ -327,7 +327,7 @@ class StepCalls:
         return new
 
     def is_applied(self, request: pb.PushRequest) -> bool:
-        """Whether the model has the step of this push. Raises Refused: the caller is not a member."""
+        """Return whether the model has this push's step. Raises Refused if the caller is not a member."""
         with self.job.member(request.caller) as (_, member):
             return request.step <= member.last_step
 

@@ -418,7 +418,7 @@ def check_wrapper(optimizer: object) -> None:
 
 
 def check_model(model: object) -> None:
-    """Raise InvalidModel if it is wrapped, UsageError if it is none or another library's loop trains it."""
+    """Raise InvalidModel if it is wrapped, UsageError if it is no module or another loop trains it."""
     kind = type(model).__name__
     sharded = kind == "FullyShardedDataParallel" and library_of(model) == "torch"
     if sharded or isinstance(model, DistributedDataParallel):
