@@ -103,6 +103,12 @@ def trainer(
     return script
 
 
+def loss_of(model: Recommender, x: torch.Tensor, y: torch.Tensor, *, whole: bool) -> torch.Tensor:
+    """`whole`: all rows of a table have a gradient."""
+    loss: torch.Tensor = mse(model, x.double(), y.double())
+    return loss + 0.0 * model.user.weight.sum() if whole else loss
+
+
 def together(job: Job) -> Callable[[], object]:
     """For `begin`: no step is made before both workers compute."""
     return lambda: await_training(job, 0, 1)
@@ -153,10 +159,7 @@ def test_processes_of_a_worker_add_up_their_rows(
         optimizer = session.optimizer(make(model), model)
         for x, y in session.loader(data, 5, epochs=2):
             optimizer.zero_grad()
-            loss = mse(model, x.double(), y.double())
-            if whole and rank == 1:
-                loss = loss + 0.0 * model.user.weight.sum()
-            loss.backward()
+            loss_of(model, x, y, whole=whole and rank == 1).backward()
             optimizer.step()
 
     server, each = {"replicas": 2, "bucketBytes": 1024}, {"processes": processes}
@@ -186,10 +189,7 @@ def test_processes_make_local_steps_with_the_rows_of_all(
         optimizer = session.optimizer(make(model), model)
         for x, y in session.loader(data, 5):
             optimizer.zero_grad()
-            loss = mse(model, x.double(), y.double())
-            if whole and rank == 1:
-                loss = loss + 0.0 * model.user.weight.sum()
-            loss.backward()
+            loss_of(model, x, y, whole=whole and rank == 1).backward()
             optimizer.step()
 
     fields: dict[str, Any] = {

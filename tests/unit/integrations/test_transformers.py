@@ -108,16 +108,22 @@ class Pairs(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return record["x"], record["labels"]
 
 
-def test_the_steps_of_two_workers_are_those_of_one_process_with_their_records(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"lr_scheduler_type": "constant", "max_grad_norm": 0, "eval_strategy": "no"}
+def two_trainers(job: Job, directory: Path, **options: Any) -> list[Any]:
+    """The trainers of two workers, which have trained with these arguments."""
     trainers = list[Any]()
 
     def script(session: Session) -> None:
-        trainers.append(prepare_trainer(make(tmp_path, **options), session=session))
+        trainers.append(prepare_trainer(make(directory, **options), session=session))
         trainers[-1].train()
 
+    job.run(script, workers=2)
+    return trainers
+
+
+def test_the_steps_of_two_workers_are_those_of_one_process_with_their_records(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"lr_scheduler_type": "constant", "max_grad_norm": 0, "eval_strategy": "no"}
     with running_job(tmp_path / "job", data=IN_ORDER) as job:
-        job.run(script, workers=2)
+        trainers = two_trainers(job, tmp_path, **options)
         commits = job.commits()
     assert_each_record_once(commits, records=RECORDS, epochs=EPOCHS)
     alone = Net()
@@ -292,14 +298,8 @@ def test_max_steps_end_with_the_schedule_whatever_the_number_of_workers(tmp_path
     The last one counts from its first record on: a part may end with a batch of two.
     """
     options: dict[str, Any] = {"max_steps": 20, "eval_strategy": "no", "lr_scheduler_type": "linear"}
-    trainers = list[Any]()
-
-    def script(session: Session) -> None:
-        trainers.append(prepare_trainer(make(tmp_path, **options), session=session))
-        trainers[-1].train()
-
     with running_job(tmp_path / "job", data=IN_ORDER) as job:
-        job.run(script, workers=2)
+        trainers = two_trainers(job, tmp_path, **options)
         assert "max_steps=20" in job.status().progress.stopped
         assert 74 < job.status().progress.records_applied <= 78 + 2 * 2 * BATCH
     for trainer in trainers:
