@@ -109,7 +109,7 @@ def test_a_file_that_changes_after_its_first_row_is_refused(tmp_path: Path, kind
     path.write_bytes(content[:at] + changed + content[at + len(changed) :])
     with pytest.raises(UsageError, match="has changed since its index was made"):
         data[11]
-    assert data[0] == row, "the block in memory is that of before"
+    assert data[0] == row, "the block that was read stays in memory"
     assert make(path, index=tmp_path / "anew")[11]["wide"] == changed
 
 

@@ -19,3 +19,12 @@ def _state_of_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning keeps a rank, too."""
     have_workers_as_threads(monkeypatch)
     monkeypatch.setattr(rank_zero_only, "rank", 0)
+
+
+@pytest.fixture
+def workers_may_be_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning changes `DataLoader` itself while it asks for one, which is not for several threads."""
+    for loop in ("fit_loop", "evaluation_loop"):
+        monkeypatch.setattr(
+            f"lightning.pytorch.loops.{loop}._request_dataloader", lambda source: source.dataloader()
+        )

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import pytorch_lightning
 import torch
@@ -21,107 +19,30 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations import pytorch_lightning as other
 from elastic_ps.integrations.lightning import ElasticStrategy
 from elastic_ps.worker.session import Session
-from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.harness import Numbers, running_job
+from tests.testing.lightning import (
+    BATCH,
+    EPOCHS,
+    IN_ORDER,
+    MARKS,
+    RECORDS,
+    Net,
+    assert_same_model,
+    fit,
+    in_job,
+    trainer_of,
+)
 from tests.testing.oracle import assert_each_record_once
 from tests.testing.tiers import per_change
 
-EPOCHS, RECORDS, BATCH = 3, 50, 4
-IN_ORDER = {"shuffle": False}
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),  # on machines with more cores
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),  # Lightning, of torch
-]
-
-
-@pytest.fixture(autouse=True)
-def _workers_may_be_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning changes `DataLoader` itself while it asks for one, which is not for several threads."""
-    for loop in ("fit_loop", "evaluation_loop"):
-        monkeypatch.setattr(
-            f"lightning.pytorch.loops.{loop}._request_dataloader", lambda source: source.dataloader()
-        )
-
-
-class Net(pl.LightningModule):  # type: ignore[misc]
-    """`interval` and `frequency` are of its schedule."""
-
-    def __init__(self, interval: str = "step", frequency: int = 1) -> None:
-        super().__init__()
-        self.mlp = make_mlp().double()
-        self.losses, self.rates, self.evaluations = list[float](), list[float](), list[float]()
-        self.schedule = {"interval": interval, "frequency": frequency}
-
-    def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        x, y = batch
-        return torch.nn.functional.mse_loss(self.mlp(x.double()), y.double())
-
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        loss = self.loss(batch)
-        self.losses.append(loss.item())
-        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-        self.log("train_loss", loss)
-        return loss
-
-    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
-        self.log("val/loss", self.loss(batch))
-
-    def on_validation_end(self) -> None:
-        self.evaluations.append(self.trainer.callback_metrics["val/loss"].item())
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        total = self.trainer.estimated_stepping_batches
-        schedule = LambdaLR(optimizer, lambda step: 1 - step / total)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, **self.schedule}}
-
-
-def trainer_of(strategy: Any, *, package: Any = pl, **options: Any) -> Any:
-    usual = {
-        "max_epochs": EPOCHS,
-        "accelerator": "cpu",
-        "num_sanity_val_steps": 0,
-        "enable_checkpointing": any(
-            isinstance(each, ModelCheckpoint) for each in options.get("callbacks", [])
-        ),
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "logger": False,
-        "log_every_n_steps": 1,
-    }
-    return package.Trainer(strategy=strategy, **(usual | options))
-
-
-def fit(strategy: Any, module: Any, *, records: int = RECORDS, batch: int = BATCH, **options: Any) -> Any:
-    trainer = trainer_of(strategy, **options)
-    trainer.fit(module, DataLoader(Numbers(records), batch), DataLoader(Numbers(20), 7))
-    return module
-
-
-def in_job(
-    job: Any, make: Callable[[], Any] = Net, *, workers: int = 1, options: Any = None, **of_strategy: Any
-) -> dict[int, Any]:
-    trained = dict[int, Any]()
-
-    def script(session: Session) -> None:
-        strategy = ElasticStrategy(session=session, **of_strategy)
-        trained[session.worker] = fit(strategy, make(), **(options or {}))
-
-    job.run(script, workers=workers)
-    return trained
-
-
-def assert_same_model(ours: Any, theirs: Any) -> None:
-    """Up to round-off."""
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+pytestmark = MARKS
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,10 @@ from elastic_ps.errors import UsageError
 from elastic_ps.integrations.lightning import ElasticStrategy
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job
+from tests.testing.lightning import EPOCHS, IN_ORDER, MARKS, RECORDS, Net, assert_same_model, fit, in_job
 from tests.testing.oracle import assert_each_record_once
-from tests.unit.integrations.test_lightning import (
-    EPOCHS,
-    IN_ORDER,
-    RECORDS,
-    Net,
-    _workers_may_be_threads,  # noqa: F401
-    assert_same_model,
-    fit,
-    in_job,
-    pytestmark,  # noqa: F401
-)
+
+pytestmark = MARKS
 
 
 class ByHand(Net):

@@ -12,13 +12,9 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from elastic_ps.integrations.lightning import ElasticStrategy
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, running_job
-from tests.unit.integrations.test_lightning import (
-    IN_ORDER,
-    Net,
-    _workers_may_be_threads,  # noqa: F401
-    fit,
-    pytestmark,  # noqa: F401
-)
+from tests.testing.lightning import IN_ORDER, MARKS, Net, fit
+
+pytestmark = MARKS
 
 LAST = 2
 """The epoch before which a worker ends."""

@@ -12,19 +12,11 @@ from lightning.pytorch.callbacks import EarlyStopping
 from elastic_ps.integrations.lightning import ElasticStrategy
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.lightning import EPOCHS, IN_ORDER, MARKS, RECORDS, Net, assert_same_model, fit, in_job
 from tests.testing.oracle import assert_each_record_once, replay
 from tests.testing.polling import LIMIT
-from tests.unit.integrations.test_lightning import (
-    EPOCHS,
-    IN_ORDER,
-    RECORDS,
-    Net,
-    _workers_may_be_threads,  # noqa: F401
-    assert_same_model,
-    fit,
-    in_job,
-    pytestmark,  # noqa: F401
-)
+
+pytestmark = MARKS
 
 UNTIL = 20
 """The version at which a job ends that is continued, in the middle of an epoch."""

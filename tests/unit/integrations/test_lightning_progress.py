@@ -12,12 +12,9 @@ from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from elastic_ps.integrations.lightning import ElasticStrategy
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job
-from tests.unit.integrations.test_lightning import (
-    Net,
-    _workers_may_be_threads,  # noqa: F401
-    fit,
-    pytestmark,  # noqa: F401
-)
+from tests.testing.lightning import MARKS, Net, fit
+
+pytestmark = MARKS
 
 
 class Leaving(Net):
