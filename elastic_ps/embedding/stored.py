@@ -26,6 +26,9 @@ from elastic_ps.errors import CheckpointCorrupt, Malformed, UserError
 LONGEST_SPEC = 4096
 """The longest description of a table, in characters."""
 
+DENSE_BYTES = 64 * 2**20
+"""The largest table that an export has as one dense tensor, too, in bytes."""
+
 Wanted: TypeAlias = Callable[[Ids], npt.NDArray[np.bool_]]
 
 _NOT_WHOLE = "the checkpoint has no whole table: {!r}"
@@ -71,13 +74,15 @@ def parts_in(
 
 
 def exported(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The rows of all tables in a checkpoint, for plain torch: `NAME.ids` and `NAME.values`.
+    """The rows of all tables in a checkpoint, for plain torch: `NAME.ids`, `NAME.values`, `NAME.weight`.
 
     Args:
         parts: what `Reader.rows` gives.
 
     Returns:
-        The ids in ascending order, of shape (rows,), and the values of shape (rows, dim).
+        The ids in ascending order, of shape (rows,), and the values of shape (rows, dim). If no id is
+        negative, and it has at most DENSE_BYTES, also the weight of a `torch.nn.Embedding`, of shape
+        (last id + 1, dim), in which ids without a row have their first values.
 
     Raises:
         CheckpointCorrupt: see `parts_in`.
@@ -85,11 +90,15 @@ def exported(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Ten
     tables: dict[str, Table] = {}
     for spec, part in parts_in(parts):
         tables.setdefault(spec.name, Table(spec)).merge(part)
-    return {
-        f"{name}.{column}": table.state()[column]
-        for name, table in sorted(tables.items())
-        for column in ("ids", "values")
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    for name, table in sorted(tables.items()):
+        ids, values = (table.state()[column] for column in ("ids", "values"))
+        tensors |= {f"{name}.ids": ids, f"{name}.values": values}
+        size = int(ids[-1]) + 1 if len(ids) else 0
+        row = table.spec.dim * values.element_size()
+        if size and ids[0] >= 0 and size * row <= DENSE_BYTES:
+            tensors[f"{name}.weight"] = table.lookup(np.arange(size))
+    return tensors
 
 
 def part_of(columns: Mapping[str, torch.Tensor], wanted: Wanted = _all) -> tuple[TableSpec, State]:

@@ -198,8 +198,9 @@ def test_an_evaluator_and_an_export_read_the_rows(tmp_path: Path) -> None:
     for out in (tmp_path / "model.safetensors", tmp_path / "model.pt"):
         assert export_program.main([str(checkpoints), str(out)]) == 0
         found = torch.load(out) if out.suffix == ".pt" else safetensors.torch.load_file(out)
-        assert found.keys() == {"head.weight", "head.bias", "rows.ids", "rows.values"}
+        assert found.keys() == {"head.weight", "head.bias", "rows.ids", "rows.values", "rows.weight"}
         assert torch.equal(found["rows.values"], seen[last][found["rows.ids"]])
+        assert torch.equal(found["rows.weight"], seen[last][: found["rows.ids"][-1] + 1])
 
 
 class Itself(torch.utils.data.Dataset[torch.Tensor]):

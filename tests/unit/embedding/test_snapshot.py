@@ -10,13 +10,14 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from elastic_ps.codec.state import Stored
 from elastic_ps.embedding import Adagrad, Table, TableSpec, uniform
 from elastic_ps.embedding.columns import NEVER
 from elastic_ps.embedding.snapshot import TablesAt
-from elastic_ps.embedding.stored import parts_in
+from elastic_ps.embedding.stored import columns_to_part, exported, parts_in
 from tests.testing.polling import eventually
 
 SPEC = TableSpec(
@@ -130,6 +131,25 @@ def test_the_rows_of_another_shard_are_not_read() -> None:
     names, state = read(own=False)
     assert names.isdisjoint({"values", "counts", "sum", "waiting_counts"})
     assert len(state["ids"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("ids", "dense"), [([1, 5], 6), ([1, 6], None), ([-1, 0, 1], None), ([0, 2**63 - 1], None), ([], None)]
+)
+def test_a_small_table_is_exported_as_the_weight_of_a_layer_too(
+    monkeypatch: pytest.MonkeyPatch, ids: list[int], dense: int | None
+) -> None:
+    """In which ids without a row have their first values."""
+    monkeypatch.setattr("elastic_ps.embedding.stored.DENSE_BYTES", 6 * 3 * 4)
+    table = Table(replace(SPEC, admit_after=1))
+    table.update(np.array(ids, dtype=np.int64), torch.ones(len(ids), 3), np.ones(len(ids), dtype=np.int64), 0)
+    found = exported([columns_to_part(table.spec, table.state())])
+    assert found["a.ids"].tolist() == ids
+    weight = found.get("a.weight")
+    assert (None if weight is None else len(weight)) == dense
+    if weight is not None:
+        assert torch.equal(weight, table.lookup(np.arange(len(weight))))
+        assert torch.equal(weight[found["a.ids"]], found["a.values"])
 
 
 def test_a_step_waits_for_the_reader_when_the_copies_take_too_much() -> None:
