@@ -83,6 +83,13 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         "The median step, beside DDP with dense gradients, one process, and a table four times as large.",
         ("--rounds", "2"),
     ),
+    "tables-large": Benchmark(
+        "A table that grows",
+        "DeepFM on a table in which ten million rows are made before. DDP and one process have a million; of "
+        "one process, as many steps as there are workers are compared.",
+        ("--known", "10000000", "--batch", "2048", "--rounds", "1"),
+        "tables",
+    ),
     "transport": Benchmark(
         "Bodies between two processes", "Up and down, beside `sendall` and `recv_into` on a TCP socket."
     ),
@@ -94,7 +101,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "rows": Benchmark(
         "Rows of a table that grows",
         "Look-ups and updates with Adagrad of a million rows of 16 values, one core, batches by Zipf's law, "
-        "beside torch on the same rows, which has no hash table, and beside a dictionary of rows.",
+        "beside torch on the same rows, which has no hash table, and beside a dictionary of rows. Then the "
+        "memory of 20 million rows.",
+        ("--large", "20000000"),
     ),
     "memory": Benchmark(
         "Memory of a parameter server",

@@ -132,6 +132,9 @@ def main() -> None:
     if parsed.large:
         overhead, gigabytes = memory(parsed.large)
         print(f"{parsed.large} rows: {gigabytes:.2f} GB, {overhead:.1f} bytes a row beside values and slots")
+        figures.append(Figure("bytes of a row beside values and slots", overhead, 24, "B", "target"))
+        least = parsed.large * DIM * 4 * 2 / 1e9
+        figures.append(Figure(f"{parsed.large:,} rows", gigabytes, least, "GB", "their values and slots"))
     ours, dictionary, theirs = Ours(parsed.rows), Dictionary(parsed.rows), Torch(parsed.rows)
     generator = np.random.default_rng(0)
     for name, calls in (

@@ -9,10 +9,10 @@ a Zipf distribution. It prints the median step of
 
 and that of elastic-ps with a table four times as large. They take turns. Loading records is not measured.
 
-With `--known 10000000` elastic-ps has a table that grows instead, in which so many rows are made before, and
-a second time fetches the rows of the next batch during a step. The network is DeepFM's: a factorization
-machine beside a feed-forward network. "one process" is to be compared for each record: with N workers a step
-has N times as many.
+With `--known 10000000` elastic-ps has a table that grows instead, in which so many rows are made before, then
+one twice as large, and then the first one while the rows of the next batch are fetched during a step. The
+network is DeepFM's: a factorization machine beside a feed-forward network. With N workers a step has N times
+as many records as one of "one process", so N of the latter's steps are compared.
 """
 
 from __future__ import annotations
@@ -210,8 +210,8 @@ def main() -> None:
     for number in range(parsed.rounds):
         found["elastic-ps"].append(elastic(size, batch, workers, kind))
         found["DDP"].append(without(rows, batch, workers))
-        found["one process"].append(without(rows, batch, 1))
-        found["a larger table"].append(elastic(4 * size, batch, workers, kind))
+        found["one process"].append(without(rows, batch, 1) * workers)
+        found["a larger table"].append(elastic((2 if parsed.known else 4) * size, batch, workers, kind))
         if parsed.known:
             found["fetched ahead"].append(elastic(size, batch, workers, kind, ahead=True))
         steps = ", ".join(f"{name} {values[-1]:.1f}" for name, values in found.items())
@@ -221,7 +221,7 @@ def main() -> None:
     print(f"{workers} workers, batches of {batch}, {FIELDS} ids each, {rows:,} rows of {WIDTH} float32")
     for name, value in median.items():
         print(f"{name:16}{value:10.2f} ms    elastic-ps / this {ours / value:6.2f}")
-    what = f"{rows:,} rows, {workers} workers, batches of {batch}"
+    what = f"{size:,} rows, {workers} workers, batches of {batch}"
     write(
         parsed.json,
         [Figure(what, ours, median[name], "ms", name) for name in found if name != "elastic-ps"],
