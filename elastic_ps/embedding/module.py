@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, get_args
 
 import numpy as np
@@ -20,7 +21,7 @@ from torch._compile import _disable_dynamo
 from elastic_ps.codec import name_of
 from elastic_ps.embedding.init import Ids, Init, hashed
 from elastic_ps.embedding.optimizers import RowOptimizer
-from elastic_ps.embedding.stored import part_of, part_spec, spec_from_text
+from elastic_ps.embedding.stored import parts_in, spec_from_text
 from elastic_ps.embedding.table import State, Table, TableSpec, WhenFull, default_init
 from elastic_ps.errors import ModelMismatch, UsageError
 
@@ -31,6 +32,9 @@ _UNTRAINED = (
     "of the model that session.optimizer(...) was given, or that was not called yet. Make the layer part of "
     "that model. If its rows are to stay as they are, call layer.requires_grad_(False)"
 )
+
+_MOST = 16
+"""The most gradients that are kept apart, each with memory of its own."""
 
 Mode: TypeAlias = Literal["sum", "mean", "max"]
 Given: TypeAlias = torch.Tensor | npt.NDArray[Any] | Sequence[Any]
@@ -69,11 +73,15 @@ class Pending:
         """Keep a gradient, if its batch counts."""
         if self.counts is not None and not self.counts():
             return
-        if self.counts is None and not self._warned:
-            self._warned = True
-            logger.warning(_UNTRAINED, self.spec.name)
+        if self.counts is None:
+            if not self._warned:
+                self._warned = True
+                logger.warning(_UNTRAINED, self.spec.name)
+            return
         with self._lock:
             self._gradients.append(gradient)
+            if len(self._gradients) == _MOST:
+                self._gradients = [coalesced(self._gradients, self.spec)]
 
     def clear(self) -> None:
         """Forget all."""
@@ -158,12 +166,12 @@ class _Rows(NamedTuple):
 class _Layer(torch.nn.Module):
     def __init__(self, spec: TableSpec, padding_idx: int | str | None) -> None:
         super().__init__()
-        self.spec = spec
         if padding_idx is not None and np.ndim(padding_idx):
             raise UsageError(f"padding_idx={padding_idx!r} of the table {spec.name!r}: expected one id")
         given = [] if padding_idx is None else [padding_idx]
         self.padding_idx = next(map(int, as_ids(given, spec.name, torch.device("cpu"))[0]), None)
-        self.source: Source = LocalSource(spec)
+        self.spec = replace(spec, padding_idx=self.padding_idx)
+        self.source: Source = LocalSource(self.spec)
         self._trained = True
         # Where rows go that strings ask for; `Module.to` moves it.
         self.register_buffer("_where", torch.empty(0), persistent=False)
@@ -196,7 +204,6 @@ class _Layer(torch.nn.Module):
             place = int(np.searchsorted(unique, self.padding_idx))
             if place < len(unique) and unique[place] == self.padding_idx:
                 padding = place
-                values[place] = 0
         values = values.to(device)
         if torch.is_grad_enabled() and self._trained and len(unique):
             values.requires_grad_()
@@ -243,25 +250,41 @@ class _Layer(torch.nn.Module):
                 "a checkpoint of the job instead, with elastic_ps.load_checkpoint(directory, model)"
             )
 
-    def load_rows(self, parts: Iterable[Mapping[str, torch.Tensor]], described: Iterable[str]) -> None:
-        """Replace the table's rows by those of a checkpoint, as `Reader.rows` gives them.
+    @staticmethod
+    def loading(
+        layers: Sequence[_Layer], parts: Iterable[Mapping[str, torch.Tensor]], described: Iterable[str]
+    ) -> Callable[[], None]:
+        """Read the rows of a checkpoint, as `Reader.rows` gives them, for all layers of a model.
 
         `described`: the descriptions of all tables that the job has, also of those without rows.
 
+        Returns what replaces the tables' rows. Nothing is changed before.
+
         Raises:
-            ModelMismatch: the checkpoint has no such table.
+            ModelMismatch: the checkpoint has other tables.
+            UsageError: the rows of a layer are not in this process.
             CheckpointCorrupt: see `parts_in`.
         """
         known = {spec.name: spec for spec in map(spec_from_text, described)}
-        if (spec := known.get(self.spec.name)) is None:
-            said = ", ".join(map(repr, sorted(known))) or "none"
-            raise ModelMismatch(f"the checkpoint has no table {self.spec.name!r}; it has {said}")
-        self.spec.require_same(spec, here="this layer", there="the checkpoint")
-        new = Table(self.spec)
-        for columns in parts:
-            if part_spec(columns).name == spec.name:
-                new.merge(part_of(columns)[1])
-        self.table.replace(new)
+        present, new = {layer.spec.name: layer.table for layer in layers}, dict[str, Table]()
+        if absent := sorted(known.keys() - present.keys()):
+            raise ModelMismatch(f"the table {absent[0]!r} of the checkpoint is not in the model")
+        for layer in layers:
+            if (spec := known.get(layer.spec.name)) is None:
+                said = ", ".join(map(repr, sorted(known))) or "none"
+                raise ModelMismatch(f"the checkpoint has no table {layer.spec.name!r}; it has {said}")
+            layer.spec.require_same(spec, here="this layer", there="the checkpoint")
+            new[spec.name] = Table(spec)
+        for spec, part in parts_in(parts):
+            new[spec.name].merge(part)
+
+        def load() -> None:
+            first: dict[str, Source] = {}
+            for layer in layers:  # those of one table share it
+                layer.source = first.setdefault(layer.spec.name, layer.source)
+                layer.table.replace(new[layer.spec.name])
+
+        return load
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"

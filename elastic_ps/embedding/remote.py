@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -138,8 +138,14 @@ class RemoteSource:
         return self._client.ask_all(calls.LOOKUP, request, read, shard=shard, body=body)[-1]
 
     def __deepcopy__(self, memo: object) -> RemoteSource:
-        """A copy of a model in a job, such as its average, looks up the same rows."""
-        return self
+        """A copy of a model in a job, such as its average, looks up the same rows, and trains none."""
+        return RemoteSource(self.spec, self._client, self._refused)
+
+    def __reduce__(self) -> Any:
+        raise UsageError(
+            f"the model cannot be saved whole, because the rows of its table {self.spec.name!r} are on the "
+            "parameter servers. Use the job's checkpoints: elastic_ps.load_checkpoint(directory, model)"
+        )
 
 
 class Sent(NamedTuple):

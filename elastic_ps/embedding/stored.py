@@ -103,18 +103,10 @@ def exported(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Ten
 
 def part_of(columns: Mapping[str, torch.Tensor], wanted: Wanted = _all) -> tuple[TableSpec, State]:
     """One of `parts_in`."""
-    spec = part_spec(columns)
     try:
+        spec = spec_from_text(bytes(as_bytes(columns["spec"])).decode())
         return spec, _chosen(spec, columns, wanted)
-    except (KeyError, ValueError, RuntimeError, IndexError) as error:
-        raise CheckpointCorrupt(_NOT_WHOLE.format(error)) from error
-
-
-def part_spec(columns: Mapping[str, torch.Tensor]) -> TableSpec:
-    """The description of the table that some columns are of. Raises CheckpointCorrupt."""
-    try:
-        return spec_from_text(bytes(as_bytes(columns["spec"])).decode())
-    except (Malformed, KeyError, ValueError, RuntimeError) as error:
+    except (Malformed, KeyError, ValueError, RuntimeError, IndexError) as error:
         raise CheckpointCorrupt(_NOT_WHOLE.format(error)) from error
 
 

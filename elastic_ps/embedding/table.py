@@ -20,7 +20,7 @@ from elastic_ps.core.names import LONGEST_NAME, is_name
 from elastic_ps.embedding.ages import Ages, lasting
 from elastic_ps.embedding.columns import NEVER, Column, Rows
 from elastic_ps.embedding.copies import RowsAt
-from elastic_ps.embedding.init import Ids, Init, Uniform, key_of
+from elastic_ps.embedding.init import Constant, Ids, Init, Normal, Uniform, key_of
 from elastic_ps.embedding.optimizers import RowOptimizer, Touched, check_optimizer
 from elastic_ps.errors import InvalidModel, ModelMismatch, UsageError
 
@@ -47,6 +47,7 @@ class TableSpec:
         optimizer: that of its rows.
         seed: another seed gives other first values.
         dtype: "float32" or "float64".
+        padding_idx: an id whose row is 0 and is never trained.
         admit_after: how often an id has to occur in training before it gets a row.
         expire_after: after how many versions without its id a row is dropped; None: never. Or the time, such
             as "7d", "12h", "30m" or "90s"; see `embedding.ages`.
@@ -66,6 +67,7 @@ class TableSpec:
     optimizer: RowOptimizer
     seed: int = 0
     dtype: str = "float32"
+    padding_idx: int | None = None
     admit_after: int = 1
     expire_after: int | str | None = None
     table_bytes: int | None = None
@@ -74,12 +76,14 @@ class TableSpec:
     def __post_init__(self) -> None:
         self._require("name", is_name(self.name), f"1 to {LONGEST_NAME} printable characters")
         self._require("dim", _is_count(self.dim), "a whole number above 0")
-        self._require(
-            "init", hasattr(self.init, "first_values"), "uniform(...), normal(...) or constant(...)"
-        )
+        known = isinstance(self.init, Uniform | Normal | Constant)
+        self._require("init", known, "uniform(...), normal(...) or constant(...)")
         check_optimizer(self.optimizer)
         self._require("seed", isinstance(self.seed, int), "a whole number")
         self._require("dtype", self.dtype in ("float32", "float64"), "torch.float32 or torch.float64")
+        padding = self.padding_idx
+        is_id = padding is None or (isinstance(padding, int) and -(2**63) <= padding < 2**63)
+        self._require("padding_idx", is_id, "an id of int64, or None")
         self._require("admit_after", _is_count(self.admit_after), "a whole number above 0")
         expires = self.expire_after is None or self.expire_time is not None or _is_count(self.expire_after)
         self._require("expire_after", expires, 'a number of versions above 0, a time such as "7d", or None')
@@ -300,6 +304,8 @@ class Table:
 
     def _first_values(self, ids: Ids) -> torch.Tensor:
         drawn = self.spec.init.first_values(self._key, ids, self.spec.dim)
+        if self.spec.padding_idx is not None:
+            drawn[ids == self.spec.padding_idx] = 0
         return torch.from_numpy(drawn.astype(self.spec.dtype, copy=False))
 
     def _admit(self, ids: Ids, counts: Ids, version: int) -> Ids:

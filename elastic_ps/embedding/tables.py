@@ -53,6 +53,10 @@ class Tables(abc.ABC):
         Raises:
             UsageError: the model has no such table, or these are no ids.
         """
+        if not isinstance(wanted, Mapping):
+            raise UsageError(
+                f"prefetch has returned {type(wanted).__name__}; expected a mapping from tables to ids"
+            )
         if unknown := [name for name in wanted if name not in self._sources]:
             raise UsageError(
                 f"prefetch names the table {unknown[0]!r}, but the tables of the model are "

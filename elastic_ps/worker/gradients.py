@@ -87,6 +87,7 @@ class Gradients:
         """The next gradient is the first of a step."""
         self._taken.clear()
         self._ran.clear()
+        self._latest: int | None = None  # the last parameter that a backward() has reached
         self._waiting = {b.index: len(b.pieces) for b in self._flat.layout.pushed}
 
     def void(self) -> None:
@@ -98,8 +99,7 @@ class Gradients:
 
     def finite(self) -> bool:
         """Whether there is no infinity or NaN among them. Waits for the device."""
-        gradients = (gradient for _, gradient in self._present_ones())
-        values = (gradient._values() if gradient.is_sparse else gradient for gradient in gradients)  # noqa: SLF001
+        values = (each._values() if each.is_sparse else each for _, each in self._present_ones())  # noqa: SLF001
         return all(bool(torch.isfinite(each).all()) for each in values)
 
     @property
@@ -141,9 +141,8 @@ class Gradients:
         parameter = self._flat.tensors[index]
         if not parameter.requires_grad:  # if it is unfrozen later, `take_rest` takes its gradient
             return
-        hook = parameter.register_post_accumulate_grad_hook(computed)
         # A parameter and its hook hold each other, where Python's garbage collector does not see it.
-        self._runtime.at_close.append(hook.remove)
+        self._runtime.at_close.append(parameter.register_post_accumulate_grad_hook(computed).remove)
         if self._runtime.slices.processes > 1:
             self._runtime.at_close.append(parameter.register_hook(partial(self._counted, index)).remove)
 
@@ -172,19 +171,23 @@ class Gradients:
             return False
         with self._lock:
             self._hooked = True
-            if batches.fresh and batches.computed and self._first(index):
-                batches.skip_computed()
+            if first := self._first(index):
+                if batches.fresh and batches.computed:
+                    batches.skip_computed()
                 self.drop_rows()
             # Another backward() than for the last gradient; one may reach rows several times.
-            if batches.fresh or (index in self._ran and index != _ROWS):
+            if first or batches.fresh or (index in self._ran and index != _ROWS):
                 self._ran.clear()
                 batches.compute()
             self._ran.add(index)
+            self._latest = self._latest if index == _ROWS else index
         return True
 
     def _first(self, index: int) -> bool:
         """Whether the gradients that the last backward() made of parameters were set to None since."""
-        if any(other != index for other, _ in self._present_ones()):
+        last = self._latest
+        some = last is None or (last != index and self._flat.tensors[last].grad is not None)
+        if some or any(other != index for other, _ in self._present_ones()):
             return False
         if self._ran - {index, _ROWS}:
             return True
@@ -231,8 +234,7 @@ class Gradients:
                     self._runtime.ready(bucket, self._present(bucket))
 
     def _present(self, bucket: Bucket) -> Sequence[bool]:
-        pieces = bucket.pieces if bucket.rule is Rule.GRADIENT else ()
-        return [piece.tensor in self._taken for piece in pieces]
+        return [piece.tensor in self._taken for piece in bucket.pieces if bucket.rule is Rule.GRADIENT]
 
     def _is_changed(self, index: int, parameter: torch.Tensor) -> bool:
         """Whether the gradient is not what it was when it was taken.

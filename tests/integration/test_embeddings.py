@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 import threading
 from collections import defaultdict
@@ -166,6 +168,25 @@ def drops_by_hand(model: Model, optimizer: Any, number: int, batch: Sequence[tor
         parameter.grad = None
 
 
+def begins_again(model: Model, optimizer: Any, number: int, batch: Sequence[torch.Tensor]) -> None:
+    """As SAM does, with the gradients of the model and not of the optimizer."""
+    del number
+    (5 * loss_of(model, batch)).backward()
+    model.zero_grad()
+    loss_of(model, batch).backward()
+    optimizer.step()
+    model.zero_grad()
+
+
+def trains_a_copy(model: Model, optimizer: Any, number: int, batch: Sequence[torch.Tensor]) -> None:
+    """Its gradients are not those of the model."""
+    del number
+    loss_of(model, batch).backward()
+    (5 * loss_of(copy.deepcopy(model), batch)).backward()
+    optimizer.step()
+    model.zero_grad()
+
+
 def adds_up(model: Model, optimizer: Any, number: int, batch: Sequence[torch.Tensor]) -> None:
     with optimizer.no_sync() if hasattr(optimizer, "no_sync") and number % 2 == 0 else nullcontext():
         loss_of(model, batch).backward()
@@ -178,7 +199,15 @@ def adds_up(model: Model, optimizer: Any, number: int, batch: Sequence[torch.Ten
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize(
     ("step", "steps"),
-    [(sometimes_rows_alone, 8), (graph, 8), (drops, 7), (drops_by_hand, 7), (adds_up, 4)],
+    [
+        (sometimes_rows_alone, 8),
+        (graph, 8),
+        (drops, 7),
+        (drops_by_hand, 7),
+        (begins_again, 8),
+        (trains_a_copy, 8),
+        (adds_up, 4),
+    ],
 )
 def test_a_script_does_with_gradients_of_rows_what_torch_allows(
     session: Session, step: Step, steps: int, biased: bool
@@ -214,6 +243,38 @@ def test_rows_that_no_step_trains_are_warned_of(session: Session, caplog: pytest
     (model.one(torch.tensor([1])).sum() + forgotten(torch.tensor([1])).sum()).backward()
     (warning,) = (each for each in caplog.messages if "no step trains them" in each)
     assert "rows of the table 'else'" in warning
+
+
+def test_a_copy_of_a_model_in_a_job_trains_no_rows_and_none_is_saved_whole(tmp_path: Path) -> None:
+    model, batches = growing(), []
+    with running_job(tmp_path) as job:
+        session = job.session(0)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=False)
+        for number, batch in enumerate(session.loader(Clicks(), batch_size=BATCH)):
+            trains_a_copy(model, optimizer, number, batch)
+            batches.append(batch)
+        found = model.eval().one(torch.arange(IDS))
+        assert torch.equal(copy.deepcopy(model).one(torch.arange(IDS)), found)
+        with pytest.raises(UsageError, match=r"cannot be saved whole, because .* 'click' .*load_checkpoint"):
+            torch.save(model, io.BytesIO())
+        session.close()
+    table = torch.nn.Embedding(IDS, DIM, dtype=torch.float64)
+    table.weight.data = growing().one(torch.arange(IDS)).detach().clone()
+    dense = Model(table, table)
+    rows = {"params": [table.weight], "lr": 0.5}
+    expected = torch.optim.SGD([{"params": dense.head.parameters(), "lr": 0.1}, rows])
+    for number, batch in enumerate(batches):
+        trains_a_copy(dense, expected, number, batch)
+    torch.testing.assert_close(found, table.weight, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("wanted", [None, torch.tensor([1]), [1, 2]])
+def test_a_prefetch_that_gives_no_tables_is_refused(session: Session, wanted: Any) -> None:
+    model = growing()
+    session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    loader = session.loader(Clicks(), batch_size=BATCH, prefetch=lambda _: wanted)
+    with pytest.raises(UsageError, match=rf"has returned {type(wanted).__name__}; expected a mapping"):
+        next(iter(loader))
 
 
 def test_a_gradient_of_a_table_that_is_not_finite_is_an_error(session: Session) -> None:

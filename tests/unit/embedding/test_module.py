@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import gc
 import io
 from collections.abc import Callable
 from typing import Any, cast
@@ -13,7 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_ps.embedding import SGD, Adagrad, hashed, uniform
-from elastic_ps.embedding.module import Embedding, EmbeddingBag, LocalSource, Mode
+from elastic_ps.embedding.module import Embedding, EmbeddingBag, Gradient, LocalSource, Mode
+from elastic_ps.embedding.stored import columns_to_part, spec_to_text
+from elastic_ps.embedding.table import Table
+from elastic_ps.embedding.tables import LocalTables
 from elastic_ps.errors import ModelMismatch, UsageError
 
 DIM = 3
@@ -21,7 +27,10 @@ EDGES = [-(2**63), -1, 0, 2**63 - 1]
 
 
 def make(kind: type[Embedding] = Embedding, **options: Any) -> Any:
-    return kind("a", DIM, optimizer=SGD(lr=0.1), init=uniform(-1, 1), dtype=torch.float64, **options)
+    """A layer whose gradients are kept for a step."""
+    layer = kind("a", DIM, optimizer=SGD(lr=0.1), init=uniform(-1, 1), dtype=torch.float64, **options)
+    layer.source.pending.counts = lambda: True
+    return layer
 
 
 def dense(layer: Embedding, ids: torch.Tensor) -> torch.nn.Parameter:
@@ -271,6 +280,29 @@ def test_ids_count_once_for_several_backwards_of_a_forward() -> None:
     assert taken.counts.tolist() == [1, 2]
 
 
+def test_gradients_that_no_step_trains_are_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    layer = make()
+    copied = copy.deepcopy(layer)
+    for each in (copied, layer, copied):
+        each(torch.tensor([1, 2])).sum().backward()
+    assert not len(copied.source.pending.take().ids)
+    assert layer.source.pending.take().ids.tolist() == [1, 2]
+    (warning,) = caplog.messages
+    assert "no step trains them" in warning
+
+
+def test_many_gradients_of_a_step_take_the_memory_of_a_few() -> None:
+    layer, weight = make(), torch.zeros(5, DIM, dtype=torch.float64)
+    for number in range(100):
+        ids = torch.tensor([number % 5, 0])
+        (layer(ids) * number).sum().backward()
+        weight.index_add_(0, ids, torch.full((2, DIM), float(number), dtype=torch.float64))
+    assert sum(isinstance(each, Gradient) for each in gc.get_objects()) <= 16
+    ids, values, counts = layer.source.pending.take()
+    assert torch.equal(values, weight)
+    assert (ids.tolist(), counts.tolist()) == ([0, 1, 2, 3, 4], [120, 20, 20, 20, 20])
+
+
 def test_a_layer_that_requires_no_gradient_is_not_trained() -> None:
     layer = make().requires_grad_(False)
     assert not layer(torch.tensor([1])).requires_grad
@@ -282,6 +314,32 @@ def test_a_state_dict_of_a_job_has_no_rows_to_load() -> None:
     state = {**layer.state_dict(), "_extra_state": {}}
     with pytest.raises(ModelMismatch, match="saved in a job, so it has no rows of the table 'a'"):
         layer.load_state_dict(state)
+
+
+def test_a_checkpoint_of_other_tables_changes_none() -> None:
+    rows = Table(make().spec)
+    rows.update(np.array([1, 2]), torch.ones(2, DIM, dtype=torch.float64), np.array([1, 1]), 1)
+    parts = [columns_to_part(rows.spec, rows.state())]
+    same, other = spec_to_text(rows.spec), spec_to_text(dataclasses.replace(rows.spec, name="b"))
+    wider = dataclasses.replace(rows.spec, name="b", dim=DIM + 1)
+    for layers, described, message in (
+        ([make(), Embedding("b", DIM, optimizer=SGD(lr=0.1))], [same], "has no table 'b'; it has 'a'"),
+        ([make(), make()], [same, other], "table 'b' of the checkpoint is not in the model"),
+        ([make(), Embedding("b", DIM, optimizer=SGD(lr=0.1))], [same, spec_to_text(wider)], "dim="),
+    ):
+        with pytest.raises(ModelMismatch, match=message):
+            Embedding.loading(layers, parts, described)
+        assert not any(len(layer.table) for layer in layers)
+
+
+def test_layers_of_one_table_load_it_together() -> None:
+    rows = Table(make().spec)
+    rows.update(np.array([1, 2]), torch.ones(2, DIM, dtype=torch.float64), np.array([1, 1]), 1)
+    layers = [make(), make()]
+    Embedding.loading(layers, [columns_to_part(rows.spec, rows.state())], [spec_to_text(rows.spec)])()
+    assert layers[0].table is layers[1].table
+    assert torch.equal(layers[1](torch.arange(4)), rows.lookup(np.arange(4)))
+    LocalTables(torch.nn.ModuleList(layers))  # and they may be trained
 
 
 def test_rows_are_in_the_state_dict_of_the_model() -> None:

@@ -141,9 +141,11 @@ def test_a_small_table_is_exported_as_the_weight_of_a_layer_too(
 ) -> None:
     """In which ids without a row have their first values."""
     monkeypatch.setattr("elastic_ps.embedding.stored.DENSE_BYTES", 6 * 3 * 4)
-    table = Table(replace(SPEC, admit_after=1))
+    table = Table(replace(SPEC, admit_after=1, padding_idx=3))
     table.update(np.array(ids, dtype=np.int64), torch.ones(len(ids), 3), np.ones(len(ids), dtype=np.int64), 0)
     found = exported([columns_to_part(table.spec, table.state())])
+    if "a.weight" in found:
+        assert not found["a.weight"][3].any(), "the padding"
     assert found["a.ids"].tolist() == ids
     weight = found.get("a.weight")
     assert (None if weight is None else len(weight)) == dense
