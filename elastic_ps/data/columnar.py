@@ -53,6 +53,8 @@ class TableDataset(BlockDataset):
         index: str | os.PathLike[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
+        if columns is not None and not columns:
+            raise UsageError("columns is empty; expected names of columns to read, or None for all")
         files = files_of(urls, options or {})
         self._columns, self._where = None if columns is None else list(columns), _expression(where)
         self._sources: dict[int, Any] = {}

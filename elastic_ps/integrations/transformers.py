@@ -501,6 +501,11 @@ def _check(trainer: Any, session: Session) -> None:
             "lr_scheduler_type is greedy, which steps by the loss of one process. Use another schedule",
         ),
         (
+            getattr(args, "sync_ref_model", False),
+            "sync_ref_model changes the reference model by each worker's own count of steps, so the workers "
+            "would have different ones. Leave it out",
+        ),
+        (
             _own_loader(trainer),
             f"{kind} makes the batches that it trains itself (get_train_dataloader), so the job would not "
             "know which records are in them. Trainers that leave it to transformers work, as SFTTrainer, "

@@ -153,6 +153,8 @@ def test_a_column_that_there_is_not_is_refused_at_once(tmp_path: Path, kind: str
     for _ in range(2):
         with pytest.raises(UsageError, match=r"there is no column 'nmae' in .*; there are id, name, wide"):
             make(tmp_path / f"*.{kind}", columns=["id", "nmae"], index=tmp_path / "index")
+        with pytest.raises(UsageError, match="columns is empty; expected names"):
+            make(tmp_path / f"*.{kind}", columns=[], index=tmp_path / "index")
         make(tmp_path / f"*.{kind}", columns=["id"], index=tmp_path / "index")
 
 

@@ -12,10 +12,12 @@ import pytest
 import pytorch_lightning
 import torch
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
+    ModelPruning,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
@@ -461,6 +463,10 @@ class Stepping(Net):
         scheduler.step()
 
 
+class InheritsSteps(Stepping):
+    pass
+
+
 class WithoutOptimizer(Net):
     def configure_optimizers(self) -> Any:
         return None
@@ -484,6 +490,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "own clipping": (r"Set Trainer\(gradient_clip_val=0.5", {"kind": Clipping}),
     "clipping by hand": (r"Set ElasticStrategy\(max_grad_norm=0.01", {"kind": Limited}),
     "own steps of a scheduler": ("the job steps schedulers", {"kind": Stepping}),
+    "inherited steps of a scheduler": ("the job steps schedulers", {"kind": InheritsSteps}),
+    "finetuning": ("BaseFinetuning", {"callbacks": [BackboneFinetuning()]}),
+    "pruning": ("ModelPruning", {"callbacks": [ModelPruning("l1_unstructured", amount=0.2)]}),
     "no optimizer": ("configure_optimizers returns None", {"kind": WithoutOptimizer}),
     "two loaders": ("training takes one torch", {"loaders": 2}),
     "ckpt_path": ("--resume DIR", {"ckpt_path": "last.ckpt"}),

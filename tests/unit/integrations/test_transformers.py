@@ -536,6 +536,13 @@ def test_an_upload_by_worker_0_is_refused(tmp_path: Path) -> None:
         prepare_trainer(trainer)
 
 
+def test_a_reference_model_that_each_worker_changes_is_refused(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    trainer.args.sync_ref_model = True  # an argument of TRL's DPOConfig
+    with pytest.raises(UsageError, match=r"sync_ref_model .* workers would have different ones"):
+        prepare_trainer(trainer)
+
+
 def test_a_class_of_ones_own_resumes_through_the_job(tmp_path: Path) -> None:
     class Own(ElasticMixin, Trainer):  # type: ignore[misc]
         pass
