@@ -189,6 +189,7 @@ def test_a_network_with_tables_that_grow_takes_any_category(network: str) -> Non
     rows = torch.tensor([[one, other] for one in (-largest - 1, largest) for other in (0, -5)])
     labels = torch.tensor([0, 1, 1, 0])  # neither field alone says anything
     optimizer, tables = torch.optim.Adam(model.parameters(), lr=0.05), LocalTables(model)
+    tables.begin(optimizer.param_groups, lambda: True)
     for step in range(100):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(rows), labels).backward()

@@ -297,7 +297,7 @@ def test_many_gradients_of_a_step_take_the_memory_of_a_few() -> None:
         ids = torch.tensor([number % 5, 0])
         (layer(ids) * number).sum().backward()
         weight.index_add_(0, ids, torch.full((2, DIM), float(number), dtype=torch.float64))
-    assert sum(isinstance(each, Gradient) for each in gc.get_objects()) <= 16
+    assert sum(type(each) is Gradient for each in gc.get_objects()) <= 16
     ids, values, counts = layer.source.pending.take()
     assert torch.equal(values, weight)
     assert (ids.tolist(), counts.tolist()) == ([0, 1, 2, 3, 4], [120, 20, 20, 20, 20])

@@ -135,7 +135,7 @@ def pair(limits: ServerLimits) -> Iterator[Pair]:
 
 def held() -> int:
     """Bytes of all tensors in this process."""
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
     storages = [each.untyped_storage() for each in tensors if each.layout is torch.strided]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
