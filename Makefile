@@ -29,7 +29,7 @@ run: $(VENV)/ready  ## Train on real data: 2 workers, then 4, then 2 again
 	$(BIN)/elastic-ps run examples/digits/job.yaml $(SCALE) --report runs/digits
 
 # Half of the time tests wait, those on the cluster most of all. Each part is printed when it is over.
-test:  ## The tests that judge a change
+test:  ## The tests for a change
 	$(MAKE) --jobs=3 --keep-going --output-sync=target test-unit test-integration test-cluster
 
 test-all:  ## Every test, with the versions swapped: unit tests the newest, integration tests the lowest

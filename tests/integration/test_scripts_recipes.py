@@ -213,10 +213,10 @@ class Bar:
     """Stands for tqdm's, which the tests do not install."""
 
     def __init__(self, *, total: int, unit: str, disable: bool) -> None:
-        self.total, self.done, self.hidden = total, 0, disable
+        self.total, self.n, self.hidden = total, 0, disable
 
     def update(self, more: int) -> None:
-        self.done += more
+        self.n += more
 
 
 def test_a_progress_bar_counts_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_a_progress_bar_counts_the_records(tmp_path: Path, monkeypatch: pytest.M
 
     with running_job(tmp_path) as job:
         job.run(script, workers=1)
-    assert [(bar.done, bar.total, bar.hidden) for bar in bars] == [(240, 240, False)]
+    assert [(bar.n, bar.total, bar.hidden) for bar in bars] == [(240, 240, False)]
 
 
 class Writer:
