@@ -69,9 +69,9 @@ def adapters(
             continue  # it is frozen
         if config.get("peft_type") not in _WHOLE:
             raise UserError(
-                f"the adapter {name!r} is of the type {config.get('peft_type')}, and only PEFT itself writes "
-                "its file, in which more than the trained tensors is, or under other names. Load the "
-                "checkpoint with elastic_ps.load_checkpoint, and call model.save_pretrained(OUT)"
+                f"the adapter {name!r} is of the type {config.get('peft_type')}, and only PEFT can "
+                "write its file, which holds other tensors or names than those trained. Load the checkpoint "
+                "with elastic_ps.load_checkpoint, and call model.save_pretrained(OUT)"
             )
         renamed = {_renamed(key.removeprefix(said["prefix"]), name): value for key, value in own.items()}
         found["" if name == "default" else name] = (renamed, json.dumps(config, indent=2, sort_keys=True))

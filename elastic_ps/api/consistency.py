@@ -148,7 +148,7 @@ _GRACE = Rule(
 _PASSES = Rule(
     cel="!has(self.outer) || self.outer != 'easgd' || !has(self.outerLearningRate) || "
     "self.outerLearningRate <= 1.0",
-    message="consistency.outerLearningRate is at most 1 with outer easgd",
+    message="consistency.outerLearningRate must be at most 1 with outer easgd",
     holds=lambda c: not c.outer_rule.elastic or c.outer_rule.learning_rate <= 1,
     says=lambda c: (
         f"outerLearningRate {c.outer_learning_rate:g} would move a worker and the job past each other; with "

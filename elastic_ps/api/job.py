@@ -56,7 +56,7 @@ SMALLEST_BUCKET = 1024
 
 _BUCKETS = rules.Rule(
     cel=f"self.bucketBytes == 0 || self.bucketBytes >= {SMALLEST_BUCKET}",
-    message=f"parameterServer.bucketBytes is 0, or at least {SMALLEST_BUCKET}",
+    message=f"parameterServer.bucketBytes must be 0 or at least {SMALLEST_BUCKET}",
     holds=lambda server: not 0 < server.bucket_bytes < SMALLEST_BUCKET,
     says=lambda server: (
         f"bucketBytes is {server.bucket_bytes}; expected at least {SMALLEST_BUCKET}, or 0, with which the "
@@ -285,8 +285,8 @@ class Data(CamelModel):
 _FIXED_SHARES = rules.Rule(
     cel="!oldSelf.consistency.deterministic || has(oldSelf.consistency.globalBatchSize) || "
     "self.worker.replicas == oldSelf.worker.replicas",
-    message="worker.replicas cannot change with consistency.deterministic: each worker has a fixed share of "
-    "the records",
+    message="worker.replicas cannot change with consistency.deterministic unless globalBatchSize is set: "
+    "each worker has a fixed share of the records",
 )
 _EVALUATOR = rules.Rule(
     cel="has(self.evaluator) == has(oldSelf.evaluator)",

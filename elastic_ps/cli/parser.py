@@ -40,8 +40,8 @@ examples:
   elastic-ps stop digits                     write a checkpoint and stop
   elastic-ps drill job.yaml --seed 7         inject faults, and check that nothing is lost
 
-A version is the number of optimizer steps that the model has taken. Values that a script assigns count
-as one step.
+A version is the model after one more optimizer step. Values that a script assigns count as one
+step.
 
 exit codes:
   0    done; for run: the job succeeded
@@ -193,7 +193,8 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="give any field of the job another value, named as in the YAML file below spec; may be repeated",
+        help="give any field of the job another value, named as in the YAML file: below spec, or "
+        "metadata.NAME; may be repeated",
     )
     _add_running(run)
 
@@ -225,7 +226,7 @@ def _add_running(run: argparse.ArgumentParser) -> None:
         type=_output,
         default="worker-0",
         metavar="WHICH",
-        help="show what worker-0 (the default), worker-N, ps-N, evaluator-0, or all of them print; or none",
+        help="whose output to show: worker-N, ps-N, evaluator-0, all or none (default: worker-0)",
     )
     run.add_argument(
         "--detach",
@@ -299,7 +300,7 @@ def _add_logs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     logs = commands.add_parser(
         "logs",
         help="show what a job's processes print",
-        description="Show what all processes of a job's last run have printed, or one of them.",
+        description="Show the output of a job's last run, of one process or all.",
         formatter_class=_Help,
     )
     logs.add_argument("job", metavar="JOB", help="the job's name or its YAML file")

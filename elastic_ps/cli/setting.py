@@ -115,7 +115,7 @@ def _split(text: str) -> tuple[str, Any]:
     try:
         return path, manifest.read(value) if value else None
     except yaml.YAMLError:
-        raise UserError(f"{path}: {value!r} is not a value") from None
+        raise UserError(f"{path}: {value!r} is not valid YAML") from None
 
 
 def with_fields(job: TrainingJob, assignments: Sequence[str]) -> TrainingJob:

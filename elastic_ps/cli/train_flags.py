@@ -8,9 +8,10 @@ from pathlib import Path
 from elastic_ps.contrib.zoo.catalog import DATA_SETS, TRAINED
 
 DESCRIPTION = """\
-Train a network of the zoo on one of its data sets, without a job file. The flags have the
-names of ps_pytorch's flags, and mostly their defaults. The job's parameter server and workers are processes
-on this machine, as with `elastic-ps run`; under mpirun, each rank but the first runs a worker.
+Train a network of the zoo on one of its data sets, without a job file. The flags have the names of
+ps_pytorch's flags, and mostly their defaults. The job's parameter server and workers are
+processes on this machine, as with `elastic-ps run`; under mpirun, each rank but the first runs a
+worker.
 
 --dry-run prints the job file that the flags stand for, so that you can edit it and run it with
 `elastic-ps run`. --apply creates the job on the Kubernetes cluster of the current kubeconfig.

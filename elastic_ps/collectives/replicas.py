@@ -121,8 +121,8 @@ class _Gradients:
             missing = self._missing[self._of[id(parameter)]]
             if id(parameter) not in missing:
                 raise UsageError(
-                    "backward() ran twice within synchronized_backward, whose gradients are on their way "
-                    "after the first; run all but the last one before, outside"
+                    "backward() ran twice within synchronized_backward, which sends gradients in the first; "
+                    "run earlier ones before it"
                 )
             missing.remove(id(parameter))
             while len(self._sent) < len(self._buckets) and not self._missing[len(self._sent)]:

@@ -38,7 +38,7 @@ def shares_of(
         return None, records
     if len(said) < len(there):
         raise UsageError(
-            "session.weigh was called in some of this worker's processes only. Call it in each process that "
+            "session.weigh was called in only some of this worker's processes. Call it in each process that "
             "has records of the batch, with the weight of the process's own part: 0 if that has no tokens"
         )
     total = sum(said)

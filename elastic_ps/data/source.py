@@ -189,7 +189,7 @@ def _records_of(dataset: Any, records: int | None) -> int:
     if instead := _instead_of(dataset):
         raise UsageError(f"session.loader got a {name}, which is not a data set: {instead}")
     if isinstance(dataset, type):
-        raise UsageError(f"session.loader got the class {dataset.__name__}; expected an object of it")
+        raise UsageError(f"session.loader got the class {dataset.__name__}; expected an instance")
     if not hasattr(dataset, "__len__"):
         raise InvalidModel(
             f"{name} has no length and no index, so its records cannot be handed out exactly once; use a "

@@ -312,7 +312,7 @@ class ElasticLoader:
             raise UsageError(
                 "the loop over the loader has ended, but no optimizer.step() was called for the last "
                 "batches. When you accumulate gradients, call optimizer.step() for them after the loop; to "
-                "make no step with them, call optimizer.skip()"
+                "skip them, call optimizer.skip()"
             )
         runtime.exchange_steps()
         return self._take(wait=True)

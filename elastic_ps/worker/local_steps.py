@@ -159,7 +159,7 @@ class LocalSteps:
         records = runtime.batches.last_kept
         if any(self._trained) and self._weighed != (weight is not None):
             raise UsageError(
-                "session.weigh was called for some of the steps that are exchanged together only. Call it "
+                "session.weigh was called for only some of the steps exchanged together. Call it "
                 "before the backward() of each step, or of none"
             )
         self._weighed = weight is not None

@@ -257,9 +257,9 @@ class Cluster:
             return None
         if there["metadata"].get("deletionTimestamp"):
             return Problem(
-                "NameTaken", f"{name} of {resource} belongs to an earlier job, and is still being deleted"
+                "NameTaken", f"{resource}/{name} belongs to an earlier job, and is still being deleted"
             )
-        text = f"{name} of {resource} exists already and does not belong to this job"
+        text = f"{resource}/{name} exists already and does not belong to this job"
         if resource == "persistentvolumeclaims":
             text += f"; to continue from it, set parameterServer.checkpoint.resumeFrom: {{claim: {name}}}"
             text += ". To train from the start, delete it"

@@ -500,7 +500,7 @@ def test_arguments_of_another_kind_are_refused(tmp_path: Path) -> None:
             with pytest.raises(InvalidModel, match="expected a list of names of modules or tensors"):
                 session.optimizer(optimizer, model, own=cast("Any", own))
         session.optimizer(optimizer, model)
-        with pytest.raises(UsageError, match="got the class Numbers; expected an object of it"):
+        with pytest.raises(UsageError, match="got the class Numbers; expected an instance"):
             session.loader(Numbers, 4)
         with pytest.raises(UsageError, match=r"takes a learning-rate scheduler, .* got Sequential"):
             session.scheduler(given, interval="step")

@@ -201,7 +201,7 @@ def test_the_steps_of_an_exchange_are_all_weighed_or_none(tmp_path: Path) -> Non
             optimizer.step()
 
     fields = {"consistency": {"mode": "local", "steps": 4, "outer": "average"}}
-    failing(tmp_path, script, UsageError, "for some of the steps that are exchanged together only", **fields)
+    failing(tmp_path, script, UsageError, "for only some of the steps exchanged together", **fields)
 
 
 def test_all_batches_of_a_step_are_weighed_or_one_for_all(tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_all_processes_of_a_worker_say_it(tmp_path: Path) -> None:
 
     with running_job(tmp_path, worker={"processes": 2}) as job:
         job.start_processes(0, script)
-        with pytest.raises(UsageError, match="in some of this worker's processes only"):
+        with pytest.raises(UsageError, match="in only some of this worker's processes"):
             job.join()
 
 

@@ -119,10 +119,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
         {"consistency": LOCAL | {"outer": "delayed", "outerNesterov": False}},
     ),
     (
-        "consistency.outerLearningRate is at most 1 with outer easgd",
+        "consistency.outerLearningRate must be at most 1 with outer easgd",
         {"consistency": LOCAL | {"outer": "easgd", "outerLearningRate": 1.5}},
     ),
-    ("parameterServer.bucketBytes is 0, or at least 1024", {"parameterServer": {"bucketBytes": 512}}),
+    ("parameterServer.bucketBytes must be 0 or at least 1024", {"parameterServer": {"bucketBytes": 512}}),
     ("a job with several shards or with standbys needs checkpoint", {"parameterServer": {"replicas": 2}}),
     (
         "a job with several shards or with standbys needs checkpoint",

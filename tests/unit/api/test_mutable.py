@@ -140,7 +140,7 @@ def test_a_change_of_mode_drops_what_belonged_to_the_mode_before() -> None:
         ("consistency.mode=bounded", "maxStaleness"),
         ("consistency.gradients=3", "has no meaning with mode sync"),
         ("consistency.maxStalenes=3", "did you mean 'maxStaleness'?"),
-        ("consistency.mode=[", "is not a value"),
+        ("consistency.mode=[", "is not valid YAML"),
         ("parameterServer.checkpoint.interval=soon", "is not a duration"),
         ("consistency.deterministic=true", "deterministic stays as it is"),
     ],

@@ -64,7 +64,7 @@ def test_a_script_needs_no_file_for_its_fields(tmp_path: Path) -> None:
         ("worker.replicas=two", InvalidJob, "--set worker.replicas=two: spec.worker.replicas"),
         ("worker.replicas", UserError, "not of the form FIELD=VALUE"),
         ("entrypoint.name=x", UserError, "entrypoint is 'a:b', which has no fields"),
-        ("arguments.lr={", UserError, "'{' is not a value"),
+        ("arguments.lr={", UserError, "'{' is not valid YAML"),
     ],
 )
 def test_what_may_not_be_is_refused_as_in_a_file(

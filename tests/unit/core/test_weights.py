@@ -26,7 +26,7 @@ def test_a_share_is_what_was_said_of_all_that_was_said(
 
 
 def test_a_process_that_says_nothing_is_not_one_that_says_0() -> None:
-    with pytest.raises(UsageError, match=r"in some of this worker's processes only.*: 0 if"):
+    with pytest.raises(UsageError, match=r"in only some of this worker's processes.*: 0 if"):
         shares_of([2.0, None], [0.5, 0.5])
     with pytest.raises(UsageError, match="got 0 in each process"):
         shares_of([0.0, 0.0, None], [0.5, 0.5, 0.0])

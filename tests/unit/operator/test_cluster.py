@@ -201,8 +201,8 @@ def test_objects_of_a_job_of_the_same_name_are_neither_counted_nor_taken(
     operator.turns()
     degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
     assert (degraded.status, degraded.reason) == ("True", "NameTaken")
-    assert "digits-servers of services exists already and does not belong to this job" in degraded.message
-    assert "digits-ps-0 of pods belongs to an earlier job, and is still being deleted" in degraded.message
+    assert "services/digits-servers exists already and does not belong to this job" in degraded.message
+    assert "pods/digits-ps-0 belongs to an earlier job, and is still being deleted" in degraded.message
 
 
 def test_the_last_valid_spec_stands_on_the_service_and_is_written_when_it_changes(
