@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_ps.checkpoint.plain import export
+from elastic_ps.contract.words import amount
 from elastic_ps.embedding.stored import exported
 from elastic_ps.errors import ElasticPSError, UserError
 from elastic_ps.evaluation import results as evaluations
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, UserError) else 1
     for each in warned:
         print(f"warning: {each.message}", file=sys.stderr)
-    print(f"{parsed.out}: version {version}, {tensors} tensors")
+    print(f"{parsed.out}: version {version}, {amount(tensors, 'tensor')}")
     return 0
 
 

@@ -16,6 +16,7 @@ from typing import get_args
 from elastic_ps.api.job import load_job
 from elastic_ps.cli.tail import Tail
 from elastic_ps.contract.env import Role
+from elastic_ps.contract.words import amount
 from elastic_ps.errors import ElasticPSError, UserError
 from elastic_ps.local import script
 from elastic_ps.local.state import JobDirectory, LocalStatus, how_to_continue, known_jobs, start_time
@@ -50,7 +51,7 @@ def scale(parsed: argparse.Namespace) -> int:
         raise UserError(f"job {directory.job!r} is not running; start it with `elastic-ps run`")
     before = directory.scale(parsed.workers)
     if before == parsed.workers:
-        print(f"{directory.job} has {before} workers already")
+        print(f"{directory.job} has {amount(before, 'worker')} already")
     else:
         print(f"{directory.job}: from {before} to {parsed.workers} workers")
     return 0

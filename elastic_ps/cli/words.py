@@ -8,6 +8,7 @@ from pathlib import Path
 from elastic_ps.api.status import EvaluationStatus, MemberStatus, Progress, ServerStatus
 from elastic_ps.api.tables import TableStatus
 from elastic_ps.api.traffic import Traffic
+from elastic_ps.contract.words import amount
 from elastic_ps.local import LocalStatus, Outcome
 from elastic_ps.local.plan import WAS_FINISHED, name_of
 from elastic_ps.local.state import KEEP_RUNS, being_written, is_of_run
@@ -77,10 +78,6 @@ def on_disk(status: LocalStatus) -> str | None:
     return f"{text}, {server.durable_age_seconds:.0f} s old" if running else text
 
 
-def workers(count: int) -> str:
-    return "1 worker" if count == 1 else f"{count} workers"
-
-
 ONLY_TENSORS = "the scripts use session.server only, so how far they are is not known"
 """The text for a job without versions and records."""
 
@@ -112,14 +109,14 @@ def progress_line(status: LocalStatus) -> str:
     assert server is not None
     if server.only_tensors:
         running = sum(process.role == "worker" and process.exit is None for process in status.processes)
-        return f"{ONLY_TENSORS}  {workers(running)}"
+        return f"{ONLY_TENSORS}  {amount(running, 'worker')}"
     progress = server.progress
     parts = [f"version {progress.version}", epoch(progress), f"{progress.percent} %"]
     if (speed := pace(server)) is not None:
         parts.append(speed)
     if progress.loss is not None:
         parts.append(f"loss {progress.loss:.4f}")
-    parts.append(workers(sum(member.state == "training" for member in server.members)))
+    parts.append(amount(sum(member.state == "training" for member in server.members), "worker"))
     remaining = eta(progress)
     return "  ".join([*parts, f"{remaining} left"] if remaining else parts)
 

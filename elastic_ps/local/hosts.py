@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
+from elastic_ps.contract.words import amount
 from elastic_ps.errors import UserError
 
 Style: TypeAlias = Literal["open-mpi", "mpich"]
@@ -134,7 +135,7 @@ def write(hosts: Sequence[Host], style: Style) -> str:
     ranks = sum(host.slots for host in hosts)
     if ranks < 2:
         raise UserError(
-            f"there is room for {ranks} rank{'' if ranks == 1 else 's'}, but rank 0 has the launcher and the "
+            f"there is room for {amount(ranks, 'rank')}, but rank 0 has the launcher and the "
             "parameter servers, and each worker needs another one. Give a host more slots, or name more hosts"
         )
     lines = [f"# rank 0 is on {hosts[0].name}: mpirun -n {ranks} --hostfile FILE elastic-ps run JOB"]

@@ -17,6 +17,7 @@ from elastic_ps.api.status import FINISHED_GRACE, LEFT_EARLY, STAYED_OUT, Phase,
 from elastic_ps.contract import deaths, exits
 from elastic_ps.contract.deaths import Death, Kind, cause_of, describe_exit, kind_of
 from elastic_ps.contract.env import Role
+from elastic_ps.contract.words import amount
 
 Ending: TypeAlias = Literal["done", "left", "killed", "failed", "invalid"]
 
@@ -450,13 +451,13 @@ def _workers(desired: Desired, observed: Observed, now: float) -> Iterator[Actio
     latest, finished = observed.latest("worker"), observed.progress.finished
     if observed.was_finished and not latest:
         finished = False  # only a worker can tell whether the script trains more epochs than before
+    wanted = f"the job asks for {amount(desired.workers, 'worker')}"
     for index in range(desired.workers):
         before = latest.get(index)
         if before is None or before.ending == "left":
             if not finished:
-                reason = f"the job asks for {desired.workers} workers"
                 elsewhere = before is not None and before.asked is None  # somebody else asked
-                yield Start("worker", index, reason, before.pid if before and elsewhere else None)
+                yield Start("worker", index, wanted, before.pid if before and elsewhere else None)
         elif before.ending in ("killed", "failed") and _may_replace(observed, before, now):
             reason = f"pid {before.pid} {describe_exit(before.exit or 0)}"
             yield Start("worker", index, reason, before.pid)
@@ -464,7 +465,7 @@ def _workers(desired: Desired, observed: Observed, now: float) -> Iterator[Actio
         if process.alive and (process.stuck or process.overstays) and not process.killed:
             yield Kill(process.pid, process.stuck or process.overstays)
         elif process.alive and (process.index >= desired.workers or process.asked is not None):
-            yield from _end(process, desired.leave_grace, f"the job asks for {desired.workers} workers", now)
+            yield from _end(process, desired.leave_grace, wanted, now)
         elif process.alive and finished and _stays_out(process, observed, desired.finished_grace, now):
             reason = f"the training is finished, and {STAYED_OUT}"
             yield Terminate(process.pid, reason, warns=True)

@@ -28,6 +28,7 @@ from elastic_ps.checkpoint import files
 from elastic_ps.contract import exits
 from elastic_ps.contract.deaths import cause_of, describe_exit
 from elastic_ps.contract.env import ProcessEnvironment, Resume, Role, inherited
+from elastic_ps.contract.words import amount
 from elastic_ps.errors import ElasticPSError, InvalidJob, UserError
 from elastic_ps.local import issuer, room
 from elastic_ps.local import plan as planning
@@ -419,7 +420,7 @@ class Launcher:
                 except UserError as error:
                     self._event("warning", str(error))
                 except OSError as error:
-                    text = f"the job was not scaled to {action.at.workers} workers: {error}"
+                    text = f"the job was not scaled to {amount(action.at.workers, 'worker')}: {error}"
                     self._event("warning", f"{text}; do it with elastic-ps scale")
             case planning.Conclude():
                 self._observed = replace(self._observed, verdict=action.verdict)

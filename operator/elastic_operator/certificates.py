@@ -21,6 +21,7 @@ from elastic_operator.pods import parse_time
 from elastic_ps.api.status import CertificatesStatus, TrainingJobStatus
 from elastic_ps.contract.env import Role
 from elastic_ps.contract.identity import CA_FILE
+from elastic_ps.contract.words import amount
 
 REFUSED = "CertificatesRefused"
 """The reason of the problem that no new certificates could be issued."""
@@ -49,7 +50,7 @@ def due(
     elif renewal <= now:
         reason = f"the certificates expire at {known.expires}"
     elif known.workers < workers:
-        reason = f"only {known.workers} workers have certificates"
+        reason = f"there are certificates for only {amount(known.workers, 'worker')}"
     elif name := _without(observed, parse_time(known.issued or None), now, options):
         reason = f"{name} does not start; its Secret may be missing"
     else:

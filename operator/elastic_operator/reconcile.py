@@ -65,6 +65,7 @@ from elastic_operator.verdict import Verdict, checkpoints_gone, health, verdict
 from elastic_ps.api.fields import MOST_SECONDS
 from elastic_ps.api.status import FINISHED_GRACE, STAYED_OUT, TrainingJobStatus
 from elastic_ps.contract.env import Role
+from elastic_ps.contract.words import amount
 from elastic_ps.errors import InvalidJob
 
 _NEED: dict[Role, str] = {
@@ -238,7 +239,7 @@ def _suspended(
     rest = [*workers, *evaluators, *observed.of("ps", "standby")]
     if rest:
         said = "; ".join(
-            [f"{len(rest)} pods have not ended yet", *(r.message for r in observed.refusals[:1])]
+            [f"waiting for {amount(len(rest), 'pod')} to end", *(r.message for r in observed.refusals[:1])]
         )
         why = Problem("Stopping", said)
         status = with_condition(status, "Suspended", False, why, now=now)
@@ -391,7 +392,7 @@ def _workers(
     wanted = desired.workers(observed)
     for index in wanted:
         if index not in there and not finished:
-            reason = f"the job asks for {desired.replicas} workers"
+            reason = f"the job asks for {amount(desired.replicas, 'worker')}"
             yield _create(job, desired, status, "worker", index, reason)
     for index, pod in sorted(there.items(), reverse=True):
         if pod.deleting is not None:
@@ -403,7 +404,7 @@ def _workers(
         elif pod.active and (why := given_up(pod, desired, status, observed, now)) is not None:
             yield DeletePod.of(pod, why.message)
         elif index not in wanted:
-            yield DeletePod.of(pod, f"scaled down to {desired.replicas} workers")
+            yield DeletePod.of(pod, f"scaled down to {amount(desired.replicas, 'worker')}")
         elif pod.active and finished and pod.unbegun:
             yield DeletePod.of(pod, "the training is finished, and its container has not started")
         elif pod.active and finished and _stays_out(pod, observed, now):

@@ -26,6 +26,7 @@ from elastic_ps.api.status import (
 )
 from elastic_ps.api.tables import TableRows
 from elastic_ps.api.traffic import TrafficStatus
+from elastic_ps.contract.words import amount
 
 RECOVERING = "Recovering"
 """The reason of Degraded while the job still has less than it asks for, after the last problem is gone."""
@@ -251,6 +252,6 @@ def _evaluated(old: EvaluationStatus, new: EvaluationStatus | None) -> Iterator[
     if new.version is not None and new.evaluated > old.evaluated:
         yield Note(f"Evaluated/{new.version}", "Normal", "Evaluated", str(new))
     if new.missed > old.missed:
-        text = f"the evaluator is too slow or keeps failing: {new.missed} checkpoints were given up "
+        text = f"the evaluator is too slow or keeps failing: it gave up {amount(new.missed, 'checkpoint')} "
         text += "in total. Speed it up, or raise evaluator.backlog"
         yield Note(f"Missed/{new.missed}", "Warning", "EvaluationMissed", text)
