@@ -219,7 +219,10 @@ class Bar:
         self.n += more
 
 
-def test_a_progress_bar_counts_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("consistency", [{}, {"globalBatchSize": 24}], ids=["batches", "globalBatchSize"])
+def test_a_progress_bar_counts_the_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, consistency: dict[str, Any]
+) -> None:
     module = ModuleType("tqdm")
     vars(module)["tqdm"] = Bar
     monkeypatch.setitem(sys.modules, "tqdm", module)
@@ -233,7 +236,7 @@ def test_a_progress_bar_counts_the_records(tmp_path: Path, monkeypatch: pytest.M
         exec(recipe("A progress bar"), names)
         bars.append(names["bar"])
 
-    with running_job(tmp_path) as job:
+    with running_job(tmp_path, consistency=consistency) as job:
         job.run(script, workers=1)
     assert [(bar.n, bar.total, bar.hidden) for bar in bars] == [(240, 240, False)]
 

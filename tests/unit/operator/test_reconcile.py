@@ -404,7 +404,7 @@ def test_suspend_stops_workers_before_servers_and_goes_on() -> None:
     assert named(simulation.step()) == ["digits-worker-0", "digits-worker-1"]
     stopping = simulation.condition("Suspended")
     assert (stopping["status"], stopping["reason"]) == ("False", "Stopping")
-    assert stopping["message"].startswith("3 pods")
+    assert stopping["message"].startswith("waiting for 3 pods to end")
     assert simulation.condition("Running")["status"] == "False"
     assert simulation.condition("Degraded")["status"] == "False", "its pods are meant to be gone"
     assert named(simulation.step()) == ["digits-ps-0"]
