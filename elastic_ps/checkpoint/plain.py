@@ -71,8 +71,7 @@ def load_checkpoint(
         _require_same(model, values, left, outside)
         optimizers = _listed(optimizer)
         states = _optimizer_states(reader, model, optimizers, left)
-        load_rows = _loading_of_rows(reader, model)
-        load_rows()
+        _load_rows(reader, model)
         names = {uncompiled(name): name for name in model.state_dict()}
         model.load_state_dict({names[name]: value for name, value in values.items()}, strict=False)
         for each, state in zip(optimizers, states, strict=True):
@@ -226,17 +225,14 @@ def _require_same(
         raise ModelMismatch(f"the model does not fit the checkpoint: {'; '.join(wrong[:8])}{more}{hint}")
 
 
-def _loading_of_rows(reader: Reader, model: torch.nn.Module) -> Callable[[], None]:
-    """What loads the rows of the model's tables, which are read here. Raises ModelMismatch."""
+def _load_rows(reader: Reader, model: torch.nn.Module) -> None:
+    """Load the rows of the model's tables. Raises ModelMismatch, before any is changed."""
     tables = [spec for spec in reader.manifest.base if spec.dtype == TABLE]
-    layers: list[Any] = [module for module in model.modules() if hasattr(module, "loading")]
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "load_rows")]
     if layers:
-        described = [spec.content for spec in tables]
-        loading: Callable[[], None] = layers[0].loading(layers, reader.rows(), described)
-        return loading
-    if tables:
+        layers[0].load_rows(layers, reader.rows(), [spec.content for spec in tables])
+    elif tables:
         raise ModelMismatch(f"{tables[0].name} of the checkpoint is not in the model")
-    return lambda: None
 
 
 def _listed(optimizer: AnyOptimizer | None) -> list[torch.optim.Optimizer]:

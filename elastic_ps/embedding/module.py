@@ -251,16 +251,14 @@ class _Layer(torch.nn.Module):
             )
 
     @staticmethod
-    def loading(
+    def load_rows(
         layers: Sequence[_Layer], parts: Iterable[Mapping[str, torch.Tensor]], described: Iterable[str]
-    ) -> Callable[[], None]:
-        """Read the rows of a checkpoint, as `Reader.rows` gives them, for all layers of a model.
+    ) -> None:
+        """Replace the rows of all layers of a model by those of a checkpoint, as `Reader.rows` gives them.
 
         `described`: the descriptions of all tables that the job has, also of those without rows.
 
-        Returns what replaces the tables' rows. Nothing is changed before.
-
-        Raises:
+        Raises, before anything is changed:
             ModelMismatch: the checkpoint has other tables.
             UsageError: the rows of a layer are not in this process.
             CheckpointCorrupt: see `parts_in`.
@@ -277,14 +275,10 @@ class _Layer(torch.nn.Module):
             new[spec.name] = Table(spec)
         for spec, part in parts_in(parts):
             new[spec.name].merge(part)
-
-        def load() -> None:
-            first: dict[str, Source] = {}
-            for layer in layers:  # those of one table share it
-                layer.source = first.setdefault(layer.spec.name, layer.source)
-                layer.table.replace(new[layer.spec.name])
-
-        return load
+        first: dict[str, Source] = {}
+        for layer in layers:  # those of one table share it
+            layer.source = first.setdefault(layer.spec.name, layer.source)
+            layer.table.replace(new[layer.spec.name])
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"

@@ -92,7 +92,8 @@ def exported(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Ten
         tables.setdefault(spec.name, Table(spec)).merge(part)
     tensors: dict[str, torch.Tensor] = {}
     for name, table in sorted(tables.items()):
-        ids, values = (table.state()[column] for column in ("ids", "values"))
+        state = table.state()
+        ids, values = state["ids"], state["values"]
         tensors |= {f"{name}.ids": ids, f"{name}.values": values}
         size = int(ids[-1]) + 1 if len(ids) else 0
         row = table.spec.dim * values.element_size()

@@ -7,7 +7,7 @@ from typing import Any
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.processes import too_many_devices
 
-PACKAGES = ("lightning", "pytorch_lightning")
+_PACKAGES = ("lightning", "pytorch_lightning")
 RESUME = (
     "trainer.fit(ckpt_path=...) is not for a job, which continues from its own checkpoints: model, "
     "optimizer, schedules and the records that are left. Start it with `elastic-ps run JOB --resume DIR`. "
@@ -82,7 +82,7 @@ def check(trainer: Any) -> None:
             "batch. Let it take (batch, batch_idx)",
         ),
         (
-            type(module).lr_scheduler_step.__module__.partition(".")[0] not in PACKAGES,
+            type(module).lr_scheduler_step.__module__.partition(".")[0] not in _PACKAGES,
             f"{type(module).__name__} has a method lr_scheduler_step, but the job steps schedulers. Leave it "
             "out",
         ),

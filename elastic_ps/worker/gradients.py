@@ -186,8 +186,8 @@ class Gradients:
     def _first(self, index: int) -> bool:
         """Whether the gradients that the last backward() made of parameters were set to None since."""
         last = self._latest
-        some = last is None or (last != index and self._flat.tensors[last].grad is not None)
-        if some or any(other != index for other, _ in self._present_ones()):
+        kept = last is None or (last != index and self._flat.tensors[last].grad is not None)
+        if kept or any(other != index for other, _ in self._present_ones()):
             return False
         if self._ran - {index, _ROWS}:
             return True

@@ -316,9 +316,15 @@ def test_a_state_dict_of_a_job_has_no_rows_to_load() -> None:
         layer.load_state_dict(state)
 
 
+def trained() -> Table:
+    """A table with two rows."""
+    table = Table(make().spec)
+    table.update(np.array([1, 2]), torch.ones(2, DIM, dtype=torch.float64), np.array([1, 1]), 1)
+    return table
+
+
 def test_a_checkpoint_of_other_tables_changes_none() -> None:
-    rows = Table(make().spec)
-    rows.update(np.array([1, 2]), torch.ones(2, DIM, dtype=torch.float64), np.array([1, 1]), 1)
+    rows = trained()
     parts = [columns_to_part(rows.spec, rows.state())]
     same, other = spec_to_text(rows.spec), spec_to_text(dataclasses.replace(rows.spec, name="b"))
     wider = dataclasses.replace(rows.spec, name="b", dim=DIM + 1)
@@ -328,15 +334,14 @@ def test_a_checkpoint_of_other_tables_changes_none() -> None:
         ([make(), Embedding("b", DIM, optimizer=SGD(lr=0.1))], [same, spec_to_text(wider)], "dim="),
     ):
         with pytest.raises(ModelMismatch, match=message):
-            Embedding.loading(layers, parts, described)
+            Embedding.load_rows(layers, parts, described)
         assert not any(len(layer.table) for layer in layers)
 
 
 def test_layers_of_one_table_load_it_together() -> None:
-    rows = Table(make().spec)
-    rows.update(np.array([1, 2]), torch.ones(2, DIM, dtype=torch.float64), np.array([1, 1]), 1)
+    rows = trained()
     layers = [make(), make()]
-    Embedding.loading(layers, [columns_to_part(rows.spec, rows.state())], [spec_to_text(rows.spec)])()
+    Embedding.load_rows(layers, [columns_to_part(rows.spec, rows.state())], [spec_to_text(rows.spec)])
     assert layers[0].table is layers[1].table
     assert torch.equal(layers[1](torch.arange(4)), rows.lookup(np.arange(4)))
     LocalTables(torch.nn.ModuleList(layers))  # and they may be trained

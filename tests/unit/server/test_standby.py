@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from torch._subclasses import FakeTensor
 
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.codec.state import Part
@@ -135,7 +136,8 @@ def pair(limits: ServerLimits) -> Iterator[Pair]:
 
 def held() -> int:
     """Bytes of all tensors in this process."""
-    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    kinds = ((each, type(each)) for each in gc.get_objects())
+    tensors = [each for each, kind in kinds if issubclass(kind, torch.Tensor) and kind is not FakeTensor]
     storages = [each.untyped_storage() for each in tensors if each.layout is torch.strided]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
