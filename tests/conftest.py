@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,13 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Name a failure at once: the summary comes an hour later, or never if the run is ended."""
     if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         print(f"\nFAILED {report.nodeid}", flush=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object | None) -> None:
+    """Say how a process of pytest-xdist died: with a signal it writes nothing itself."""
+    if error is not None:
+        print(f"\n{node.gateway.id} ended with status {node.gateway._io.popen.wait(60)}", flush=True)  # noqa: SLF001
 
 
 @pytest.hookimpl(wrapper=True)
