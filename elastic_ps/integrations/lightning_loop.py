@@ -185,6 +185,13 @@ class TrainsInJob(OneDevice):
             check(self._trainer)
         super().setup_environment()  # type: ignore[misc]
 
+    def teardown(self: Any) -> None:
+        """As Lightning's, which resets all signals then, but not those of C, as `faulthandler`'s."""
+        if self.lightning_module is not None:
+            before = self._trainer._signal_connector._original_handlers  # noqa: SLF001
+            before.update(dict.fromkeys([each for each in before if not callable(before[each])]))
+        super().teardown()  # type: ignore[misc]
+
     def setup_optimizers(self: Any, trainer: Any) -> None:
         """As Lightning's. The optimizers join the job, with the model. Blocks.
 
@@ -557,12 +564,10 @@ def _lacks_checkpoint(trainer: Any, path: Any) -> bool:
     if trainer.global_step == 0:  # this process has trained nothing
         return True
     best = getattr(trainer.checkpoint_callback, "best_model_path", "")
-    return bool(best) and path in ("best", best) and not _exists(best)
-
-
-def _exists(path: str) -> bool:
-    filesystem, there = url_to_fs(path)
-    return bool(filesystem.exists(there))
+    if not best or path not in ("best", best):
+        return False
+    filesystem, there = url_to_fs(best)
+    return not filesystem.exists(there)
 
 
 def _reported(outputs: Any) -> dict[str, float]:

@@ -505,9 +505,11 @@ def test_a_script_that_fails_in_one_process_says_why(tmp_path: Path) -> None:
 
 
 TERMINATED = """
-import os, signal
+import faulthandler, os, signal
 import lightning.pytorch as pl
 from elastic_ps.integrations.lightning import ElasticStrategy
+
+faulthandler.register(signal.SIGUSR1)
 
 class Module(pl.LightningModule):
     def validation_step(self, batch, batch_idx):
@@ -515,9 +517,12 @@ class Module(pl.LightningModule):
 
 pl.Trainer(strategy=ElasticStrategy(), accelerator="cpu", logger=False).validate(Module(), [1])
 print("validated")
+os.kill(os.getpid(), signal.SIGUSR1)
 """
 
 
 def test_lightning_notes_a_sigterm_as_alone() -> None:
+    """Stacks are still printed on SIGUSR1 after that, though Lightning resets signals in the end."""
     done = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=500)
     assert (done.returncode, "validated" in done.stdout) == (0, True), done.stderr
+    assert "most recent call first" in done.stderr
