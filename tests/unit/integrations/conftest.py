@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from tests.testing.trainers import have_workers_as_threads
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message=".*deprecated - use", category=DeprecationWarning)
     import lightning.pytorch  # noqa: F401  it imports matplotlib, whose version 3.7 uses what pyparsing deprecates
+    from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
 
 @pytest.fixture(autouse=True)
@@ -19,6 +21,13 @@ def _state_of_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning keeps a rank, too."""
     have_workers_as_threads(monkeypatch)
     monkeypatch.setattr(rank_zero_only, "rank", 0)
+
+
+@pytest.fixture(autouse=True)
+def _crashes_leave_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning's Trainer resets all signals in the end, those of `faulthandler`, too."""
+    own = staticmethod(lambda: {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
+    monkeypatch.setattr(_SignalConnector, "_valid_signals", own)
 
 
 @pytest.fixture
