@@ -44,13 +44,15 @@ class Batches:
 
     Attributes:
         hand: what the script does with the last one.
-        grouped: the script loads several batches before it computes on them.
+        grouped: the script loads several batches before it computes on them. None before any backward().
+        ended: the loop has ended since the last one was loaded.
         stale: the script was handed batches that others have now. It may compute on them together with those
             that it loads next, until it makes a step.
     """
 
     def __init__(self) -> None:
-        self.hand, self.grouped, self.stale = Hand.EMPTY, False, False
+        self.hand, self.stale, self.ended = Hand.EMPTY, False, False
+        self.grouped: bool | None = None
         self._open: list[_Batch] = []  # that no backward() has run for
         self._weighed = False  # since the last batch was handed out, and the last backward()
         self._new = 0  # how many of the last of these were handed out since the last backward()
@@ -61,6 +63,11 @@ class Batches:
 
     def __bool__(self) -> bool:
         return bool(self._open or self._computed or self._kept)
+
+    @property
+    def owe_step(self) -> bool:
+        """Whether the script has still to make a step with some, also with one that counts nowhere."""
+        return bool(self) or self.stale
 
     def note(self, event: HandEvent) -> None:
         """Note what the script does with the last batch."""
@@ -158,13 +165,13 @@ class Batches:
     def add(self, ranges: Iterable[Range]) -> None:
         """A batch of these records is handed to the script."""
         self._open.append(_Batch(ranges))
-        self._weighed = False
+        self._weighed = self.ended = False
         self._new += 1
         self.note(HandEvent.HAND_OUT)
 
     def compute(self) -> None:
         """A backward() has run: its batch belongs to the next step."""
-        self.grouped |= bool(self._open) and not self._new
+        self.grouped = self.grouped or (bool(self._open) and (self.ended or not self._new))
         if self._open:
             self._computed.append(self._open.pop(-1 if self._new else 0))
         self._new, self._weighed = 0, False

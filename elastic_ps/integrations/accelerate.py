@@ -122,6 +122,8 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self._training: EpochLoader | None = None
         self._accumulates = self._in_accumulate = self._shuffled = False
         self._counted = 0  # the most records that were in the model when the script has counted a step
+        self._unscheduled = 0  # optimizer steps since the script has stepped its scheduler
+        self._made_late = False  # the last optimizer step was made after the loop with its batches
         self._computed = set[int]()  # the numbers of the batches of the next step
         self._made: list[tuple[torch.Tensor, Callable[[], torch.Tensor | None], int]] = []
 
@@ -239,6 +241,8 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def _stepped(self, *_: object) -> None:
         self._clipped.end()
         self._computed.clear()
+        self._unscheduled += 1
+        self._made_late = self._training is not None and not self._training.looping
         if self._in_accumulate:
             self._count_step()
 
@@ -316,8 +320,12 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         return int(self.gradient_accumulation_steps)
 
     def _is_stepped_by_mistake(self) -> bool:
-        """Whether the script steps a scheduler between two epochs."""
-        return self._training is not None and self._training.begun > 0 and not self._training.within
+        """Whether the script, which steps a scheduler now, does so between two epochs."""
+        unscheduled, self._unscheduled = self._unscheduled, 0
+        training = self._training
+        if training is None or training.within or not training.begun:
+            return False
+        return not self._made_late or unscheduled > 1
 
     def _steps_of_one_process(self, samples: int) -> int:
         """The optimizer steps that one process would have made with so many records."""

@@ -8,7 +8,8 @@ of it. `EpochLoader` brings the two together: what its loop 2 yields is of epoch
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from itertools import islice
 from typing import Any
 
 from elastic_ps.errors import UsageError
@@ -34,7 +35,7 @@ class EpochLoader:
         ended: called at the end of the records of an epoch, to make a step with what was accumulated.
 
     Attributes:
-        within: whether a loop is under way.
+        looping: whether a loop is under way.
         begun: how many loops have begun.
         batches: how many batches this worker was given.
         dataset: with all records.
@@ -51,7 +52,7 @@ class EpochLoader:
         place: Callable[[Any], Any],
         ended: Callable[[], object],
     ) -> None:
-        self.within, self.begun, self.batches = False, 0, 0
+        self.looping, self.begun, self.batches = False, 0, 0
         self.dataset, self.records, self.batch_size = loader.dataset, loader.records, loader.batch_size
         self._loader, self._session, self._epochs = loader, session, epochs
         self._place, self._ended = place, ended
@@ -60,6 +61,13 @@ class EpochLoader:
         self._is_of_job = False  # the last loop had an epoch of the job's
         self._running: Iterator[Any] | None = None  # what the loop under way takes from, or one that was left
         self._left_at_end = False  # the last loop was left with its last batch
+        self._untrained: Generator[Any, None, None] | None = None
+        self._owes = False  # the last loop has ended before the script made a step with its last batches
+
+    @property
+    def within(self) -> bool:
+        """Whether a loop is under way, or has ended before the script made a step with its last batches."""
+        return self.looping or (self._owes and self._loader.batches.owe_step)
 
     def __len__(self) -> int:
         """The batches of an epoch for a single worker. Several workers share them."""
@@ -82,7 +90,7 @@ class EpochLoader:
                 "DataLoader, which is prepared or set up after the one for training"
             )
         self._running, self._left_at_end = self._loop(self.begun), False
-        self.begun, self.within = self.begun + 1, True
+        self.begun, self.looping = self.begun + 1, True
         before = self.batches
         try:
             for batch in self._running:
@@ -92,17 +100,28 @@ class EpochLoader:
             if self.batches == before:
                 self._end_if_late()
                 logger.info("others have trained this epoch, so the loop has one batch that is not trained")
-                yield from map(self._place, self._loader.untrained())
+                self._untrained = self._loader.untrained()
+                yield from map(self._place, islice(self._untrained, 1))
+                if self._loader.batches.owe_step:
+                    self._owes = True
+                    return
+                self._untrained.close()
                 self._ended()
         finally:
-            self.within = False
+            self.looping = False
 
     def _loop(self, number: int) -> Iterator[Any]:
-        """The batches of this loop, of which the last one goes on until all records are in the model."""
+        """The batches of this loop, of which the last one goes on until all records are in the model.
+
+        It ends before that if the script has loaded all batches of a step, and computes on them now.
+        """
         self._is_of_job = last = number == self._epochs - 1
         while (epoch := self.upcoming()) is not None and (last or epoch <= number):
             self._upcoming, self._is_of_job = None, True
             yield from self._loader
+            if self._loader.batches.ended and self._loader.batches:
+                self._owes = True
+                return
             self._ended()
             if epoch == number and not last:
                 return
@@ -145,6 +164,16 @@ class EpochLoader:
         Args:
             ends: the script goes on to its end, so it has left the epochs to come, too.
         """
+        if self._owes:
+            self._owes = False
+            if self._untrained is not None:
+                self._untrained.close()
+            self._ended()
+            if self.begun == self._epochs and self.upcoming() is not None:
+                logger.warning(
+                    "another worker gave back records after this script's last loop over the training data. "
+                    "Others train them: a script that loads several batches before it computes on them cannot"
+                )
         running, self._running = self._running, None
         left = running is not None and next(running, _END) is not _END
         if running is not None:
@@ -174,7 +203,7 @@ class OpenEpochs(EpochLoader):
         """Begin a loop over the epoch that comes next, after `ends` was false."""
         assert self._upcoming is not None
         self.number, self._upcoming = self._upcoming, None
-        self.within, self.begun = True, self.begun + 1
+        self.looping, self.begun = True, self.begun + 1
 
     def ends(self) -> bool:
         """Return whether all epochs are over. Blocks."""

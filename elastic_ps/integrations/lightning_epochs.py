@@ -32,7 +32,7 @@ class Epochs(OpenEpochs):
                         empty = False
                         yield batch, index, 0
             finally:
-                self.within = False
+                self.looping = False
             if self._left:
                 return
             self._ended()

@@ -316,7 +316,7 @@ class TrainsInJob(OneDevice):
     def on_validation_start(self: Any) -> None:
         """Within an epoch, the other workers train on meanwhile."""
         super().on_validation_start()  # type: ignore[misc]
-        if self.epochs is not None and self.epochs.within and not self._loop.owes_step:
+        if self.epochs is not None and self.epochs.looping and not self._loop.owes_step:
             self.session.pause()
 
     def saves(self: Any) -> bool:
@@ -328,7 +328,7 @@ class TrainsInJob(OneDevice):
         epochs, session = self.epochs, self.session
         known = epochs is None or not epochs.begun
         if known or (
-            epochs.within and (epochs.is_last or session.stopped or session.spec.worker.processes > 1)
+            epochs.looping and (epochs.is_last or session.stopped or session.spec.worker.processes > 1)
         ):
             return bool(self.is_global_zero if self.was_chief is None else self.was_chief)
         self.was_chief = session.is_chief
@@ -527,7 +527,7 @@ class Loop:
 
     def end_epoch_of_trainer(self) -> None:
         """Lightning ends an epoch: is that the last one? May block."""
-        if self.epochs.within and self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        if self.epochs.looping and self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             self._leave_epoch()
         stopped = self._strategy.session.stopped
         if (self.epochs.is_last or stopped) and self.epochs.ends():

@@ -387,7 +387,7 @@ class _Loader(OpenEpochs):
                     self.of_loop += 1
                     yield batch
             finally:
-                self.within = False
+                self.looping = False
             if self.of_loop or self._session.is_chief:  # who saves it, though others have trained it
                 return
 
@@ -426,9 +426,9 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **__: Any) -> None:
         session, training = self._trainer.session, self._trainer.accelerator.training
-        if not (training.within or session.stopped):
+        if not (training.looping or session.stopped):
             state.epoch = training.number + 1.0
-        if training.within:  # a callback has left the epoch; others may train what is left of it
+        if training.looping:  # a callback has left the epoch; others may train what is left of it
             self._trainer.accelerator.skip_step()
             if training.is_last and not session.stopped:
                 session.stop("a callback of the Trainer has left the last epoch")

@@ -68,6 +68,7 @@ class ElasticLoader:
         dataset: the data set or stream, with all records.
         batch_size: records in a batch.
         records: in an epoch.
+        batches: that no step was made with.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class ElasticLoader:
         options: Mapping[str, Any],
         prefetch: Prefetch | None = None,
     ) -> None:
-        self._runtime, self._prefetch = runtime, prefetch
+        self._runtime, self._prefetch, self.batches = runtime, prefetch, runtime.batches
         consistency, data = runtime.spec.consistency, runtime.spec.data
         source = read_source(
             given,
@@ -198,8 +199,7 @@ class ElasticLoader:
             sampler: Any = _Sampler(self._next_batch)
             self._fetching = DataLoader(self._source.readable, batch_sampler=sampler, **self._source.options)
         records.note(LoopEvent.BEGIN)
-        records.loop_over = self
-        end = LoopEvent.LEAVE
+        records.loop_over, end = self, LoopEvent.LEAVE
         try:
             end = yield from self._batches(self._fetching)
         except GeneratorExit:  # the script broke out of the loop; what it has not computed on is not its own
@@ -244,32 +244,32 @@ class ElasticLoader:
                 runtime.settle()
                 if runtime.batches.computed:
                     runtime.skip()  # no step is made with what has had none of the version
-            if (runtime.batches.grouped and runtime.batches.undecided) or not runtime.settle():
+            self.batches.ended = self.batches.undecided and self.batches.grouped is not False
+            if self.batches.ended or not runtime.settle():
                 return LoopEvent.END_EARLY
         return LoopEvent.END
 
-    def untrained(self) -> Iterator[Any]:
+    def untrained(self) -> Generator[Any, None, None]:
         """Yield one batch that counts nowhere, for a script that needs one in a loop without records.
 
         `optimizer.step()` makes no step with it, and buffers get their values back. Yields nothing if the
         script has still to make a step.
         """
-        runtime, batches, model = self._runtime, self._runtime.batches, self._runtime.model
-        if batches or model is None:
+        runtime, batches = self._runtime, self.batches
+        if batches or (model := runtime.model) is None:
             return
         own = runtime.slices.own([*range(min(self.batch_size, self.records))])
-        indices = [ItemIndex(self.epoch, index) for index in own] if self._placed else own
-        sampler: Any = [indices]
+        sampler: Any = [[ItemIndex(self.epoch, index) for index in own] if self._placed else own]
         collate = self._source.options.get("collate_fn")
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         for batch in DataLoader(self._source.readable, batch_sampler=sampler, collate_fn=collate):
             runtime.gradients.void()
             batches.note(HandEvent.HAND_OUT_LOST)
-            runtime.untrained = True
+            runtime.untrained = batches.stale = True
             try:
                 yield batch
             finally:
-                runtime.untrained = False
+                runtime.untrained = batches.stale = False
                 batches.note(HandEvent.LAY_DOWN)
                 batches.note(HandEvent.FORGET)
                 runtime.gradients.void()
@@ -416,7 +416,7 @@ class ElasticLoader:
 
     def expect_groups(self) -> None:
         """The script will load all batches of a step before it computes on them."""
-        self._runtime.batches.grouped = True
+        self.batches.grouped = True
 
     def is_chief(self) -> bool | None:
         """Whether this worker is to evaluate and save in the epoch under way; None outside of `epochs`.

@@ -124,6 +124,15 @@ def test_batches_are_grouped_when_a_backward_is_for_one_loaded_before_the_last_b
     assert batches.computed == (Range(0, 3, 5), Range(0, 0, 3))
 
 
+def test_batches_are_grouped_when_a_backward_runs_after_the_loop() -> None:
+    batches = Batches()
+    batches.add([Range(0, 0, 3)])
+    assert batches.grouped is None
+    batches.ended = True
+    batches.compute()
+    assert batches.grouped
+
+
 def test_no_batch_is_fresh_once_all_are_computed_on() -> None:
     batches = Batches()
     batches.add([Range(0, 0, 3)])

@@ -1,0 +1,101 @@
+"""Scripts of accelerate and Fabric that load all batches of a step before they compute on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from lightning.fabric import Fabric
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from elastic_ps.integrations.accelerate import ElasticAccelerator
+from elastic_ps.integrations.fabric import ElasticStrategy
+from elastic_ps.worker.session import Session
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.oracle import assert_each_record_once
+
+pytestmark = pytest.mark.usefixtures("workers_may_be_threads")
+
+EPOCHS, RECORDS, BATCH = 3, 50, 4
+"""13 batches: groups of 2 and of 3 leave a smaller one at the end of an epoch, groups of 13 do not."""
+
+
+def groups_of(loader: Any, size: int) -> Iterator[list[Any]]:
+    """As the Trainer's `get_batch_samples` loads them."""
+    batches = iter(loader)
+    while group := list(islice(batches, size)):
+        yield group
+
+
+def by_accelerate(accelerator: Any, size: int) -> Any:
+    model: Any = make_mlp().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    loader = DataLoader(Numbers(RECORDS), batch_size=BATCH)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    for _ in range(EPOCHS):
+        for group in groups_of(loader, size):
+            for x, y in group:
+                loss = torch.nn.functional.mse_loss(model(x.double()), y.double())
+                accelerator.backward(loss * size / len(group))
+                assert accelerator.is_main_process == accelerator.is_local_main_process
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return model
+
+
+def by_fabric(fabric: Any, size: int) -> Any:
+    model: Any = make_mlp().double()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    loader = fabric.setup_dataloaders(DataLoader(Numbers(RECORDS), batch_size=BATCH))
+    for _ in range(EPOCHS):
+        for group in groups_of(loader, size):
+            for x, y in group:
+                loss = torch.nn.functional.mse_loss(model(x.double()), y.double())
+                fabric.backward(loss / len(group))
+                assert fabric.is_global_zero == (fabric.global_rank == 0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.module
+
+
+def accelerator_of(session: Session | None, size: int) -> Any:
+    if session is None:
+        return Accelerator(cpu=True, gradient_accumulation_steps=size)
+    return ElasticAccelerator(epochs=EPOCHS, session=session, cpu=True, gradient_accumulation_steps=size)
+
+
+def fabric_of(session: Session | None, _: int) -> Any:
+    strategy: Any = "auto" if session is None else ElasticStrategy(epochs=EPOCHS, session=session)
+    return Fabric(accelerator="cpu", devices=1, strategy=strategy)
+
+
+@pytest.mark.parametrize("size", [2, 3, 13])
+@pytest.mark.parametrize(
+    ("script", "make"),
+    [(by_accelerate, accelerator_of), (by_fabric, fabric_of)],
+    ids=["accelerate", "Fabric"],
+)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_last_group_of_each_epoch_is_trained(
+    tmp_path: Path, script: Any, make: Any, size: int, workers: int
+) -> None:
+    ours = dict[int, torch.nn.Module]()
+
+    def in_job(session: Session) -> None:
+        ours[session.worker] = script(make(session, size), size)
+
+    with running_job(tmp_path, data={"shuffle": False}) as job:
+        job.run(in_job, workers=workers)
+        assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
+        assert job.status().progress.records_skipped == 0
+    if workers == 1:
+        for a, b in zip(ours[0].parameters(), script(make(None, size), size).parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
