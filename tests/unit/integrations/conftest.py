@@ -24,6 +24,14 @@ def _state_of_each_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def _is_no_rank_of_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning asks MPI, which then begins in this process, and leaves a file in shared memory."""
+    for package in ("lightning.fabric", "lightning_fabric"):
+        where = f"{package}.plugins.environments.MPIEnvironment.detect"
+        monkeypatch.setattr(where, staticmethod(lambda: False))
+
+
+@pytest.fixture(autouse=True)
 def _crashes_leave_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning's Trainer resets all signals in the end, those of `faulthandler`, too."""
     own = staticmethod(lambda: {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
