@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Iterator
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.loader import ElasticLoader
@@ -19,6 +19,10 @@ from elastic_ps.worker.session import Session
 logger = logging.getLogger(__name__)
 
 _END = object()
+_LACKS = (
+    "the training data of a job have no {name!r}: the parameter server says which records a worker trains. A "
+    "job that goes on from a checkpoint (`elastic-ps run --resume DIR`) skips those that are trained"
+)
 _LEFT = "the script left its loop over the training data"
 
 
@@ -63,6 +67,11 @@ class EpochLoader:
         self._left_at_end = False  # the last loop was left with its last batch
         self._untrained: Generator[Any, None, None] | None = None
         self._owes = False  # the last loop has ended before the script made a step with its last batches
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(_LACKS.format(name=name))
 
     @property
     def within(self) -> bool:

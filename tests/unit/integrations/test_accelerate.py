@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader
 
@@ -540,6 +540,18 @@ def test_what_cannot_work_is_refused_with_a_sentence(tmp_path: Path, case: str) 
     said, refused = REFUSED[case]
     with running_job(tmp_path) as job, pytest.raises(UsageError, match=said):
         job.run(refused, workers=1)
+
+
+def test_the_training_data_have_no_sampler(tmp_path: Path) -> None:
+    """Scripts ask for one with `hasattr`, and accelerate does without."""
+
+    def script(session: Session) -> None:
+        loader = elastic(session).prepare(DataLoader(Numbers(8), 4))
+        assert not hasattr(loader, "sampler")
+        skip_first_batches(loader, 1)
+
+    with running_job(tmp_path) as job, pytest.raises(AttributeError, match=r"no 'sampler': .*--resume DIR"):
+        job.run(script, workers=1)
 
 
 def test_a_script_may_change_its_own_gradients_and_accumulate_by_hand(tmp_path: Path) -> None:
