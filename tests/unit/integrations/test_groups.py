@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -87,10 +88,12 @@ def fabric_of(session: Session | None, _: int) -> Any:
 def test_the_last_group_of_each_epoch_is_trained(
     tmp_path: Path, script: Any, make: Any, size: int, workers: int
 ) -> None:
-    ours = dict[int, torch.nn.Module]()
+    ours, lock = dict[int, torch.nn.Module](), threading.Lock()
 
     def in_job(session: Session) -> None:
-        ours[session.worker] = script(make(session, size), size)
+        with lock:  # accelerate empties `os.environ` for a while, which the threads share
+            made = make(session, size)
+        ours[session.worker] = script(made, size)
 
     with running_job(tmp_path, data={"shuffle": False}) as job:
         job.run(in_job, workers=workers)

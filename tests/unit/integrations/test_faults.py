@@ -1,0 +1,135 @@
+"""Each library trains on while a worker and the parameter server die and another worker comes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from lightning.fabric import Fabric
+from torch.utils.data import DataLoader
+
+from elastic_ps.integrations.accelerate import ElasticAccelerator
+from elastic_ps.integrations.fabric import ElasticStrategy as FabricStrategy
+from elastic_ps.integrations.lightning import ElasticStrategy
+from elastic_ps.integrations.transformers import prepare_trainer
+from elastic_ps.worker.session import Session
+from tests.testing import trainers
+from tests.testing.harness import Numbers, make_mlp, running_job
+from tests.testing.lightning import MARKS, Net, trainer_of
+from tests.testing.oracle import assert_each_record_once, of_the_end
+from tests.testing.polling import LIMIT
+
+EPOCHS, RECORDS, BATCH = 3, 48, 8
+pytestmark = MARKS
+
+
+class Paused:
+    """Data that nobody reads on in once one of its records is asked for, until `goes_on` is set."""
+
+    def __init__(self, data: Any, at: int = RECORDS // 2) -> None:
+        self._data, self._at = data, at
+        self.reached, self.goes_on = threading.Event(), threading.Event()
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self._at and not self.reached.is_set():
+            self.reached.set()
+            assert self.goes_on.wait(LIMIT)
+        return self._data[index]
+
+
+def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(model(x.double()), y.double())
+
+
+def by_accelerate(session: Session | None, data: Any, batch: int) -> Any:
+    accelerator = (
+        Accelerator(cpu=True)
+        if session is None
+        else ElasticAccelerator(epochs=EPOCHS, session=session, cpu=True)
+    )
+    model = make_mlp().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch))
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            accelerator.backward(loss_of(model, x, y))
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def by_fabric(session: Session | None, data: Any, batch: int) -> Any:
+    strategy: Any = "auto" if session is None else FabricStrategy(epochs=EPOCHS, session=session)
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    model: Any = make_mlp().double()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    loader = fabric.setup_dataloaders(DataLoader(data, batch))
+    for _ in range(EPOCHS):
+        for x, y in loader:
+            fabric.backward(loss_of(model, x, y))
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.module
+
+
+def by_lightning(session: Session | None, data: Any, batch: int) -> Any:
+    module = Net()
+    strategy: Any = "auto" if session is None else ElasticStrategy(session=session)
+    trainer_of(strategy, max_epochs=EPOCHS).fit(module, DataLoader(data, batch), DataLoader(Numbers(20), 7))
+    return module.mlp
+
+
+def by_transformers(session: Session | None, data: Any, batch: int, directory: Path) -> Any:
+    options: dict[str, Any] = {"per_device_train_batch_size": batch, "num_train_epochs": EPOCHS}
+    options |= {"eval_strategy": "no", "lr_scheduler_type": "constant"}
+    trainer = trainers.make(directory, **options)
+    trainer.train_dataset = data
+    if session is not None:
+        prepare_trainer(trainer, session=session)
+    trainer.train()
+    return trainer.model
+
+
+@pytest.mark.parametrize("library", ["accelerate", "Fabric", "Lightning", "transformers"])
+def test_a_worker_and_the_server_die_and_a_worker_comes(tmp_path: Path, library: str) -> None:
+    scripts: dict[str, tuple[Callable[..., Any], Any]] = {
+        "accelerate": (by_accelerate, Numbers(RECORDS)),
+        "Fabric": (by_fabric, Numbers(RECORDS)),
+        "Lightning": (by_lightning, Numbers(RECORDS)),
+        "transformers": (
+            lambda session, data, batch: by_transformers(session, data, batch, tmp_path),
+            trainers.Records(RECORDS),
+        ),
+    }
+    train, data = scripts[library]
+    alone, paused, ours = train(None, data, BATCH), Paused(data), dict[int, Any]()
+
+    def script(session: Session) -> None:
+        ours[session.worker] = train(session, paused, BATCH // 2)
+
+    together = {"globalBatchSize": BATCH}
+    fields: dict[str, Any] = {"consistency": together, "data": {"shuffle": False}}
+    with running_job(tmp_path / "job", checkpoints=tmp_path / "checkpoints", **fields) as job:
+        for worker in (0, 1):
+            job.start(worker, script)
+        assert paused.reached.wait(LIMIT)
+        before = job.status().progress.version
+        job.declare_gone(1)
+        job.restart(0)
+        job.start(2, script)
+        paused.goes_on.set()
+        job.join()
+        assert_each_record_once(of_the_end(job.commits()), records=RECORDS, epochs=EPOCHS)
+        assert 0 < before < job.status().progress.version == EPOCHS * RECORDS // BATCH
+    assert set(ours) == {0, 1, 2}
+    for model in ours.values():
+        for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
