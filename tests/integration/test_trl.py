@@ -16,6 +16,7 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
+    TrainerCallback,
 )
 
 from elastic_ps.integrations.transformers import prepare_trainer
@@ -157,14 +158,23 @@ def test_the_model_and_the_curve_are_those_of_the_trainer_alone(tmp_path: Path, 
 @pytest.mark.filterwarnings("ignore")  # of TRL's own
 @pytest.mark.parametrize("make", per_change([sft, dpo, reward], keep=[sft, dpo]))
 def test_two_workers_share_the_batches_of_the_trainer_alone(tmp_path: Path, make: Callable[..., Any]) -> None:
+    """One of them is lost in between, and joins again."""
     batch, options = 6, {"warmup_steps": 0, "max_grad_norm": 0.0}  # the last batch is as large as the others
     alone = make(tmp_path / "alone", per_device_train_batch_size=batch, **options)
     alone.train()
-    trainers, lock = list[Any](), threading.Lock()
+    trainers, lock, lost = list[Any](), threading.Lock(), threading.Event()
+
+    class Losing(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step == 2 and not lost.is_set():
+                lost.set()
+                job.declare_gone(1)
 
     def script(session: Session) -> None:
         with lock:  # the workers are threads, which share torch's seed
             made = make(tmp_path / "job", per_device_train_batch_size=batch // 2, **options)
+        if session.worker == 1:
+            made.add_callback(Losing())
         trainers.append(prepare_trainer(made, session=session))
         made.train()
 
@@ -172,6 +182,7 @@ def test_two_workers_share_the_batches_of_the_trainer_alone(tmp_path: Path, make
     with running_job(tmp_path / "job", consistency=together, data={"shuffle": False}) as job:
         job.run(script, workers=2)
         assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
+    assert lost.is_set()
     for trainer in trainers:
         for a, b in zip(trainer.model.parameters(), alone.model.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-5)  # the losses are computed in float32
