@@ -43,7 +43,7 @@ class Mode:
     @property
     def trains_rows(self) -> bool:
         """Whether such a job trains tables that grow."""
-        return self.consistency.get("mode") != "local" and self.processes == 1
+        return self.consistency.get("mode") != "local"
 
 
 def half(staleness: int) -> float:
@@ -70,6 +70,7 @@ def _local(counted: Counted, *, processes: int = 1, **said: Any) -> Mode:
 
 MODES: Mapping[str, Mode] = {
     "sync": Mode({}),
+    "sync, processes": Mode({}, processes=2),
     "backupWorkers": Mode({"backupWorkers": 1}),
     "deterministic": Mode({"deterministic": True}, rescaled=False),
     "bounded": Mode({"mode": "bounded", "maxStaleness": 4, **WHOLE}),
