@@ -10,9 +10,9 @@ a Zipf distribution. It prints the median step of
 and that of elastic-ps with a table four times as large. They take turns. Loading records is not measured.
 
 With `--known 10000000` elastic-ps has a table that grows instead, in which so many rows are made before, then
-one twice as large, and then the first one while the rows of the next batch are fetched during a step. The
-network is DeepFM's: a factorization machine beside a feed-forward network. With N workers a step has N times
-as many records as one of "one process", so N of the latter's steps are compared.
+one twice as large, one with a tenth of the rows, and then the first one while the rows of the next batch are
+fetched during a step. The network is DeepFM's: a factorization machine beside a feed-forward network. With N
+workers a step has N times as many records as one of "one process", so N of the latter's steps are compared.
 """
 
 from __future__ import annotations
@@ -206,13 +206,14 @@ def main() -> None:
     kind, size = ("growing", parsed.known) if parsed.known else ("sparse", rows)
     found: dict[str, list[float]] = {"elastic-ps": [], "DDP": [], "one process": [], "a larger table": []}
     if parsed.known:
-        found["fetched ahead"] = []
+        found |= {"a smaller table": [], "fetched ahead": []}
     for number in range(parsed.rounds):
         found["elastic-ps"].append(elastic(size, batch, workers, kind))
         found["DDP"].append(without(rows, batch, workers))
         found["one process"].append(without(rows, batch, 1) * workers)
         found["a larger table"].append(elastic((2 if parsed.known else 4) * size, batch, workers, kind))
         if parsed.known:
+            found["a smaller table"].append(elastic(size // 10, batch, workers, kind))
             found["fetched ahead"].append(elastic(size, batch, workers, kind, ahead=True))
         steps = ", ".join(f"{name} {values[-1]:.1f}" for name, values in found.items())
         print(f"round {number + 1}: {steps} ms", flush=True)
