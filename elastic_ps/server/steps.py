@@ -167,7 +167,7 @@ class StepCalls:
             state.withdraw(worker)
             if takes_part and not state.rounds.takes_part(worker):  # the shards may wait for its push
                 self.job.note_change()
-            return []
+            return []  # mutant: equal
         held = state.to_compute_on(incarnation) or state.take(worker, incarnation, batch)
         if held:
             state.starved.discard(worker)

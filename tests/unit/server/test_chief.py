@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from elastic_ps.server.limits import USUAL, ServerLimits
 from elastic_ps.server.node import Node
 from elastic_ps.transport import messages_pb2 as pb
 from tests.testing.coordinator import Asked, AskedShardZero, finish, start, take
-from tests.testing.polling import eventually
+from tests.testing.polling import LIMIT, eventually
 from tests.testing.shard import Body
 
 
@@ -227,6 +228,19 @@ def test_nobody_is_told_of_the_end_before_the_chief_comes_to_it(server: Server, 
     else:
         assert told(lambda: takes(chief, 1, early=True)) == (True, True)
         assert told(lambda: takes(other, 3)) == (True, False)
+
+
+def test_a_request_for_records_that_is_repeated_while_it_waits_has_one_answer(
+    server: Server, threads: ThreadPoolExecutor
+) -> None:
+    first, other = start(server.coordinator, 0), start(server.coordinator, 1)
+    assert take(server.coordinator, first, call=1).ranges, "it has all records"
+    asked = [threads.submit(take, server.coordinator, other, call=1) for _ in range(2)]
+    assert not wait(asked, timeout=0.3).done
+    server.coordinator.leave(0, first.incarnation, call=2)
+    one, two = (each.result(LIMIT) for each in asked)
+    assert one == two
+    assert one.ranges
 
 
 def test_a_chief_whose_script_has_left_its_loop_is_the_chief_no_more(server: Server) -> None:
