@@ -80,7 +80,7 @@ def _takes(option: str) -> OnlyWith:
     return OnlyWith("outer", tuple(name for name, rule in OUTER_RULES.items() if option in rule.options))
 
 
-LOCALLY_FIXED = "in mode local, consistency besides steps cannot change; create a new job for that"
+LOCALLY_FIXED = "in mode local, only consistency.steps can change; create a new job for that"
 LOCAL_STAYS = "there the script's optimizer runs on the workers, and elsewhere on the parameter server"
 """Why a job cannot enter or leave mode `local`."""
 
@@ -131,9 +131,9 @@ _OVERLAPS = Rule(
     message="consistency.overlap has to be below the steps between two exchanges",
     holds=lambda c: not c.overlap or c.overlap < c.steps_between,
     says=lambda c: (
-        f"overlap {c.overlap} is too many: there are {c.steps_between} steps between two exchanges, and one "
-        f"has to be over before the next one begins. Set overlap to {c.steps_between - 1} or less, or more "
-        "steps"
+        f"overlap {c.overlap} is too many: there are {c.steps_between} steps between two exchanges, and an "
+        f"exchange has to end before the next one begins. Set overlap to {c.steps_between - 1} or less, or "
+        "more steps"
     ),
 )
 _GRACE = Rule(
@@ -141,8 +141,8 @@ _GRACE = Rule(
     message="consistency.grace works only with quorum",
     holds=lambda c: c.grace is None or c.quorum is not None,
     says=lambda _: (
-        "grace has no meaning without quorum, because a version then waits for all workers; leave it out, or "
-        "set quorum: the number of workers that a version waits for at least"
+        "grace has no meaning without quorum, because a version then waits for all workers; leave it out, "
+        "or set quorum, the least number of workers that a version waits for"
     ),
 )
 _PASSES = Rule(

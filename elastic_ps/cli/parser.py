@@ -177,7 +177,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--processes",
         type=_number_of("processes"),
         metavar="N",
-        help="run N processes in each worker; they divide its batches and push one sum",
+        help="run N processes in each worker; they share its batches and send one sum of gradients",
     )
     run.add_argument(
         "--scale",

@@ -89,7 +89,8 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
         "--num-workers",
         type=_count,
         metavar="N",
-        help="the number of workers (default: --num-aggregate or 2; under mpirun, one per rank but rank 0)",
+        help="the number of workers (default: --num-aggregate or 2; under mpirun, one per rank except rank "
+        "0)",
     )
     job.add_argument(
         "--num-aggregate",
@@ -105,7 +106,10 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
         "they do not wait (default: normal)",
     )
     job.add_argument(
-        "--max-staleness", type=_count, metavar="N", help="with --mode bounded: how old a gradient may be"
+        "--max-staleness",
+        type=_count,
+        metavar="N",
+        help="with --mode bounded: how many versions old a gradient may be",
     )
     job.add_argument(
         "--eval-freq", type=_count, metavar="N", help="write a checkpoint every N steps (default: every 30 s)"

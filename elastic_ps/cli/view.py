@@ -188,7 +188,7 @@ def _row(process: ProcessStatus, status: LocalStatus) -> dict[str, str | Text]:
     if process.restarts:
         state.append(f" (started {process.restarts + 1} times)", style="dim")
     if member is not None and member.late:
-        state.append(f" ({member.late:,} steps late)", style="dim")
+        state.append(f" ({member.late:,} late steps dropped)", style="dim")
     if member is not None and member.staleness:
         state.append(f" (staleness {member.staleness:,})", style="dim")
     kind = "server" if process.role == "ps" else process.role

@@ -78,7 +78,7 @@ def on_disk(status: LocalStatus) -> str | None:
     return f"{text}, {server.durable_age_seconds:.0f} s old" if running else text
 
 
-ONLY_TENSORS = "the scripts use session.server only, so how far they are is not known"
+ONLY_TENSORS = "the scripts use only session.server, so their progress is not known"
 """The text for a job without versions and records."""
 
 

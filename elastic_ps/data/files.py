@@ -191,7 +191,7 @@ def files_of(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], op
     given = [os.fspath(urls)] if isinstance(urls, str | os.PathLike) else [os.fspath(url) for url in urls]
     found: list[str] = []
     if not given:
-        raise UsageError(f"there is no file for an empty list. {_EXPECTED}")
+        raise UsageError(f"the list of files is empty. {_EXPECTED}")
     for url in (each for one in given for each in _expanded(one)):
         matching = _matching(url, options) if _PATTERN.search(url) else [url]
         if not matching:

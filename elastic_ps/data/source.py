@@ -215,7 +215,7 @@ def _instead_of(given: Any) -> str:
         kinds = {(each.shape, each.dtype) for each in given if isinstance(each, torch.Tensor) and each.ndim}
         lengths = {shape[0] for shape, _ in kinds}
         if len(given) > 1 and len(kinds) == len(given) and len(lengths) == 1:
-            return "pass torch.utils.data.TensorDataset(*tensors), whose records are their rows"
+            return "pass torch.utils.data.TensorDataset(*tensors), which makes each row a record"
     return ""
 
 

@@ -131,10 +131,10 @@ class IndexedStream(Dataset[Any]):
         self._items, self._next = iter(self._stream), index._replace(number=0)
         if self._begun == OFTEN:
             logger.warning(
-                "%s is begun for the %dth time in epoch %d, because records before its place were given back "
-                "by other workers. Each time it is read from its first item on. Give it a method "
-                "iterate_from(number), which returns an iterator that begins with that item. See Streams in "
-                "docs/guides/data.md",
+                "%s is begun for the %dth time in epoch %d, because other workers gave back records that "
+                "come before its position. Each time it is read again from its first item. Give it a "
+                "method iterate_from(number), which returns an iterator that begins with that item. See "
+                "Streams in docs/guides/data.md",
                 self._name,
                 OFTEN,
                 index.epoch,
@@ -166,8 +166,8 @@ class IndexedStream(Dataset[Any]):
         elif self._first_item is not None and not _equal(self._first_item, item):
             logger.warning(
                 "%s was begun again in epoch %d, and its first item has changed. If its order has changed, "
-                "some items are trained twice, and others never. Create a generator of its own in __iter__, "
-                "with a constant seed, and shuffle a copy of a list. See Streams in docs/guides/data.md",
+                "some items are trained twice, and others never. In __iter__, create a new generator with "
+                "a constant seed; if you shuffle a list, shuffle a copy. See Streams in docs/guides/data.md",
                 self._name,
                 self._next.epoch,
             )

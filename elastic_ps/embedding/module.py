@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 _UNTRAINED = (
     "backward() has made gradients of rows of the table %r, but no step trains them: the layer is not part "
-    "of the model that session.optimizer(...) was given, or that was not called yet. Make the layer part of "
-    "that model. If its rows are to stay as they are, call layer.requires_grad_(False)"
+    "of the model that session.optimizer(...) was given, or session.optimizer(...) was not called yet. Make "
+    "the layer part of that model. If its rows are to stay as they are, call layer.requires_grad_(False)"
 )
 
 _MOST = 16
@@ -417,7 +417,7 @@ class EmbeddingBag(Embedding):
             offsets, last = self._checked(offsets, len(places)).to(places.device), self.include_last_offset
         else:
             raise UsageError(
-                f"EmbeddingBag takes ids of shape (bags, ids of a bag), or ids of shape (ids,) with offsets; "
+                "EmbeddingBag takes ids of shape (bags, ids per bag), or ids of shape (ids,) with offsets; "
                 f"the ids have shape {tuple(shape)}, with{'out' * (offsets is None)} offsets"
             )
         if weights is not None:

@@ -256,7 +256,7 @@ def check_optimizer(given: object) -> RowOptimizer:
         return given
     kind = given.__name__ if isinstance(given, type) else type(given).__name__
     raise UsageError(
-        f"optimizer={kind}: the rows of a table that grows have an optimizer of rows, such as "
+        f"optimizer={kind}: the rows of a table that grows need an optimizer of rows, such as "
         "elastic_ps.embedding.RowwiseAdagrad(lr=0.05), Adagrad, SGD, LazyAdam or FTRL. Optimizers of torch "
         "train the other parameters"
     )

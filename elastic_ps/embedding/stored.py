@@ -31,7 +31,7 @@ DENSE_BYTES = 64 * 2**20
 
 Wanted: TypeAlias = Callable[[Ids], npt.NDArray[np.bool_]]
 
-_NOT_WHOLE = "the checkpoint has no whole table: {!r}"
+_NOT_WHOLE = "a table in the checkpoint is incomplete: {!r}"
 _KNOWN = ("ids", "counts", "seen")
 _INITS: Mapping[str, type[Init]] = {each.__name__: each for each in (Uniform, Normal, Constant)}
 _OPTIMIZERS: Mapping[str, type[RowOptimizer]] = {each.__name__: each for each in KINDS}

@@ -29,9 +29,9 @@ from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.session import Session
 
 _RESUME = (
-    "{call} is not for a job, which continues from its own checkpoints: model, optimizer, schedules and the "
-    "records that are left. Start it with `elastic-ps run JOB --resume DIR`. To begin with weights that were "
-    "saved elsewhere, load them into the model before accelerator.prepare(...)"
+    "{call} cannot be used in a job: a job continues from its own checkpoints, which hold model, optimizer, "
+    "schedules and the remaining records. Start it with `elastic-ps run JOB --resume DIR`. To begin with "
+    "weights that were saved elsewhere, load them into the model before accelerator.prepare(...)"
 )
 _CHANGED = (
     "a gradient was changed between accelerator.backward() and optimizer.step(). That changed the "
@@ -208,7 +208,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         if not models or self._elastic is not None:
             raise UsageError(
                 "accelerator.prepare(...) takes one optimizer, in one call with the model that has its "
-                "parameters or after that, as in model, optimizer, loader = accelerator.prepare(model, "
+                "parameters or in a later one, as in model, optimizer, loader = accelerator.prepare(model, "
                 "optimizer, loader). Put several models that one optimizer trains into one "
                 "torch.nn.ModuleDict, and prepare that. Several optimizers need a script with "
                 "session.optimizer({...}, model): One model, one or several optimizers in "
@@ -269,9 +269,9 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         if self._training is not None:
             if shuffled and not self._shuffled:
                 raise UsageError(
-                    "the first DataLoader that accelerator.prepare(...) got has a fixed order, and this one "
-                    "a random one. The first one has the records that are trained: prepare the training "
-                    "DataLoader before those for evaluation"
+                    "the first DataLoader that accelerator.prepare(...) got has a fixed order, but this one "
+                    "has a random order. The job trains on the first one: prepare the training DataLoader "
+                    "before those for evaluation"
                 )
             return super().prepare_data_loader(data_loader, device_placement=device_placement, **options)
         self._shuffled = shuffled

@@ -95,8 +95,8 @@ class EpochLoader:
             raise UsageError(
                 f"loop {self.begun + 1} over the training data begins, but epochs={self._epochs} was given, "
                 "so the job has no further records. If the script trains in this loop, give more epochs. To "
-                "read the data again, for example to evaluate, use another "
-                "DataLoader, which is prepared or set up after the one for training"
+                "read the data again, for example to evaluate, use another DataLoader, prepared or set up "
+                "after the training one"
             )
         self._running, self._left_at_end = self._loop(self.begun), False
         self.begun, self.looping = self.begun + 1, True
@@ -108,7 +108,9 @@ class EpochLoader:
             self._running = None
             if self.batches == before:
                 self._end_if_late()
-                logger.info("others have trained this epoch, so the loop has one batch that is not trained")
+                logger.info(
+                    "other workers trained all of this epoch, so this loop gets one batch that does not count"
+                )
                 self._untrained = self._loader.untrained()
                 yield from map(self._place, islice(self._untrained, 1))
                 if self._loader.batches.owe_step:
@@ -181,7 +183,8 @@ class EpochLoader:
             if self.begun == self._epochs and self.upcoming() is not None:
                 logger.warning(
                     "another worker gave back records after this script's last loop over the training data. "
-                    "Others train them: a script that loads several batches before it computes on them cannot"
+                    "Other workers train them, since a script that loads several batches before it computes "
+                    "cannot"
                 )
         running, self._running = self._running, None
         left = running is not None and next(running, _END) is not _END

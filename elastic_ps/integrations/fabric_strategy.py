@@ -22,9 +22,10 @@ from elastic_ps.worker.optimizer import ElasticOptimizer
 from elastic_ps.worker.session import Session
 
 _RESUME = (
-    "fabric.load(...) after fabric.setup(...) is not for a job, which continues from its own checkpoints: "
-    "model, optimizer, schedules and the records that are left. Start it with `elastic-ps run JOB --resume "
-    "DIR`. To begin with weights that were saved elsewhere, load them into the model before fabric.setup(...)"
+    "fabric.load(...) after fabric.setup(...) cannot be used in a job: a job continues from its own "
+    "checkpoints, which hold model, optimizer, schedules and the remaining records. Start it with "
+    "`elastic-ps run JOB --resume DIR`. To begin with weights that were saved elsewhere, load them into the "
+    "model before fabric.setup(...)"
 )
 _SCHEDULED = (
     "fabric.setup(..., scheduler=...) gives Fabric a scheduler, but the job steps schedulers by the records "
@@ -162,8 +163,8 @@ class FabricInJob(OneDevice):
         if self._training is not None:
             if shuffled and not self._shuffled:
                 raise UsageError(
-                    "the first DataLoader that fabric.setup_dataloaders(...) got has a fixed order, and this "
-                    "one a random one. The first one has the records that are trained: set up the training "
+                    "the first DataLoader that fabric.setup_dataloaders(...) got has a fixed order, but "
+                    "this one has a random order. The job trains on the first one: set up the training "
                     "DataLoader before those for evaluation"
                 )
             return dataloader

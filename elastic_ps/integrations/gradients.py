@@ -25,9 +25,10 @@ def of_second_step(strategy: str) -> str:
         strategy: how a script writes it.
     """
     return (
-        "a second step is made with the same batch, but each batch of the training DataLoader is for a step "
-        f"of one optimizer. Choose the optimizer by {strategy}.session.version, which is the same on all "
-        "workers, or in mode local by the number of the batch. See Two networks in turn in docs/cookbook.md"
+        "a second step is made with the same batch, but each batch of the training DataLoader allows one "
+        f"step of one optimizer. Choose the optimizer by {strategy}.session.version, which is the same on "
+        "all workers, or in mode local by the number of the batch. See Two networks in turn in "
+        "docs/cookbook.md"
     )
 
 

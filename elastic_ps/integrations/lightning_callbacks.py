@@ -58,7 +58,9 @@ class CallbackStates:
             self._session.state.update(changed)
         except UsageError as error:  # such as a list of files that is too long
             if not self._warned:
-                logger.warning("workers that begin do not get the state of %s: %s", ", ".join(changed), error)
+                logger.warning(
+                    "workers that join later do not get the state of %s: %s", ", ".join(changed), error
+                )
             self._warned = True
 
 

@@ -9,9 +9,9 @@ from elastic_ps.integrations.processes import too_many_devices
 
 _PACKAGES = ("lightning", "pytorch_lightning")
 RESUME = (
-    "trainer.fit(ckpt_path=...) is not for a job, which continues from its own checkpoints: model, "
-    "optimizer, schedules and the records that are left. Start it with `elastic-ps run JOB --resume DIR`. "
-    "To begin with the weights of a checkpoint, load them into the module before trainer.fit(...)"
+    "trainer.fit(ckpt_path=...) cannot be used in a job: a job continues from its own checkpoints, which "
+    "hold model, optimizer, schedules and the remaining records. Start it with `elastic-ps run JOB --resume "
+    "DIR`. To begin with the weights of a checkpoint, load them into the module before trainer.fit(...)"
 )
 _REPEATING = (
     "LearningRateFinder",

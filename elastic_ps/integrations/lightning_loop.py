@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 NAME = "elastic_ps"
 """The name of the strategy, as in `Trainer(strategy="elastic_ps")`."""
 
-_OTHERS = "only the chief, another worker, goes on with a checkpoint of the training"
+_OTHERS = "only the chief, which is another worker, continues with a checkpoint of the training"
 _LAST_WEIGHTS = (
-    "another worker has written the checkpoint, so trainer.%s(...) takes the last weights of the training"
+    "another worker has written the checkpoint, so trainer.%s(...) uses the last weights of the training"
 )
 
 
@@ -300,7 +300,7 @@ class TrainsInJob(OneDevice):
                 automatic = f"ElasticStrategy(max_grad_norm={clip_val})"
             raise UsageError(
                 "the parameter server limits the norm of the mean gradient of all workers, and must know "
-                f"that before. Set {automatic}, and gradient_clip_algorithm='norm'"
+                f"the limit before training starts. Set {automatic}, and gradient_clip_algorithm='norm'"
             )
         for group in self.elastic.param_groups:
             group[MAX_GRAD_NORM] = float(clip_val)

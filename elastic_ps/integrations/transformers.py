@@ -54,16 +54,16 @@ def _hiding_ranks(arguments: TrainingArguments) -> None:
 TrainingArguments.__post_init__ = _hiding_ranks
 
 _RESUME = (
-    "trainer.train(resume_from_checkpoint=...) is not for a job, which continues from its own checkpoints: "
-    "model, optimizer, schedule and the records that are left. Start it with `elastic-ps run JOB --resume "
-    "DIR`"
+    "trainer.train(resume_from_checkpoint=...) cannot be used in a job: a job continues from its own "
+    "checkpoints, which hold model, optimizer, schedule and the remaining records. Start it with "
+    "`elastic-ps run JOB --resume DIR`"
 )
 
 _AGAIN = "trainer.train() is called a second time, but a job trains one model once. Start another job"
 _NO_SAMPLE = "There seems not to be a single sample"  # a warning where others have trained an epoch
 _NO_LABEL = (
-    "no step is made with records of which no token has a label: all are -100. If they are many, look at the "
-    "collator: a template that the text does not have, or a limit of the length, masks all"
+    "records without any labelled token (all labels are -100) are skipped. If there are many, check the "
+    "collator: a template that the text lacks, or a limit of the length, masks every token"
 )
 
 
@@ -492,9 +492,9 @@ def _check(trainer: Any, session: Session) -> None:
         ),
         (
             with_standby and args.max_grad_norm > 0,
-            f"max_grad_norm is {args.max_grad_norm}, and 1.0 if it is not given, but a standby makes steps "
-            "without it. Give TrainingArguments(max_grad_norm=0), or set parameterServer.durability: "
-            "checkpoint",
+            f"max_grad_norm is {args.max_grad_norm}, and 1.0 if it is not given, but a standby makes its "
+            "steps without clipping. Give TrainingArguments(max_grad_norm=0), or set "
+            "parameterServer.durability: checkpoint",
         ),
         (
             str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)) == "greedy",

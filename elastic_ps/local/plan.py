@@ -341,7 +341,8 @@ def _deadline_exceeded(desired: Desired, observed: Observed, now: float) -> Verd
         return None
     seconds = desired.deadline.total_seconds()
     message = (
-        f"the job did not finish within activeDeadlineSeconds ({seconds:g} s). Raise it, or run it again"
+        f"the job did not finish within activeDeadlineSeconds ({seconds:g} s). Raise the limit, or run the "
+        "job again"
     )
     return Verdict("Failed", "DeadlineExceeded", message)
 

@@ -183,7 +183,7 @@ def evaluation_changes(
         text = (
             f"{count} checkpoint{'s' if count > 1 else ''} will not be evaluated: the evaluator is too slow, "
         )
-        yield "warning", new.version or 0, text + "or dies over them (spec.evaluator.backlog)"
+        yield "warning", new.version or 0, text + "or crashes on them (spec.evaluator.backlog)"
 
 
 def problem_changes(before: str, after: ServerStatus) -> Iterator[tuple[str, int, str]]:

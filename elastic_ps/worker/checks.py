@@ -37,10 +37,10 @@ from elastic_ps.data.source import LIGHTNING, is_prepared, library_of
 from elastic_ps.errors import InvalidModel, UsageError
 
 _PARAMETER = (
-    "Prune, parametrize, load with assign=True and replace layers before session.optimizer(...). Later, "
-    "change values in place, within torch.no_grad(), and call session.assign(model); to keep pruned weights "
-    "at zero, use the option keep_zeros of a parameter group. If each worker has its own, name it in "
-    "session.optimizer(..., own=[...])"
+    "Do all pruning, parametrizing, loading with assign=True and replacing of layers before "
+    "session.optimizer(...). Later, change values in place, within torch.no_grad(), and call "
+    "session.assign(model); to keep pruned weights at zero, use the option keep_zeros of a parameter group. "
+    "If each worker has its own, name it in session.optimizer(..., own=[...])"
 )
 _BUFFER = (
     "If the first forward makes it, or gives it its shape, run the model once on a batch before "
@@ -386,11 +386,11 @@ register_module_module_registration_hook(_registered)
 
 
 _LOOP = (
-    "the loop over the data is Lightning's, which divides the work among processes itself and expects as "
-    "many batches on each of them, but here each worker gets those that are there. Use "
+    "the loop over the data is Lightning's, which divides the work among processes itself and expects the "
+    "same number of batches on each, but in a job each worker gets the batches that are there. Use "
     "Trainer(strategy=ElasticStrategy()) of elastic_ps.integrations.lightning: docs/guides/lightning.md. Or "
-    "write the loop yourself: build the LightningModule without a Trainer, call session.optimizer(optimizer, "
-    "model), and iterate over session.loader(...)"
+    "write the loop yourself: build the LightningModule without a Trainer, call "
+    "session.optimizer(optimizer, model), and iterate over session.loader(...)"
 )
 
 _GROUP = (
@@ -401,9 +401,9 @@ _GROUP = (
 
 _RESIZED = (
     "{where}: {error}. If that is a buffer of the model, the job has memory for the shape that it had in "
-    "session.optimizer(...). When the first forward gives it its shape, as quantisation does with scales of "
-    "each channel, run the model once on a batch before session.optimizer(...). If each worker has its own, "
-    "name it in session.optimizer(..., own=[...])"
+    "session.optimizer(...). When the first forward gives it its shape, as quantisation does with the "
+    "scales of channels, run the model once on a batch before session.optimizer(...). If each worker has "
+    "its own, name it in session.optimizer(..., own=[...])"
 )
 
 

@@ -321,7 +321,7 @@ class Flat:
         if changed and len(outside) == len(changed):
             raise UsageError(
                 f"the script has changed {which}, which the optimizer does not train. Checkpoints, and "
-                "workers that join, would get the first values. If it is part of the job, for example an "
+                "workers that join, would get the initial values. If it is part of the job, for example an "
                 "average of the model, name it or its module in session.optimizer(..., averaged=[...]), or "
                 "in broadcast=[...] if it cannot be averaged. If each worker has its own, name it in "
                 "own=[...]"

@@ -95,7 +95,7 @@ class ElasticLoader:
         if source.batch_size < runtime.world.size:
             raise UsageError(
                 f"batch_size is {source.batch_size}, but each worker has {runtime.world.size} processes, "
-                "which share a batch (worker.processes); expected as many records at least"
+                "which share a batch (worker.processes); expected a batch_size of that number at least"
             )
         if not is_count(epochs):
             raise UsageError(f"epochs is {epochs}; expected a whole number from 1 to {MOST}")

@@ -56,8 +56,8 @@ def refuse_limits(optimizer: torch.optim.Optimizer, where: str) -> None:
         for key in (*LIMITS, KEEP_ZEROS):
             if group.get(key) is not None:
                 raise InvalidModel(
-                    f"param_groups[{index}] has {key}={group[key]!r}, but {where} the script's own "
-                    "optimizer makes the steps, and torch's know no such limits. Leave it out, and bring the "
+                    f"param_groups[{index}] has {key}={group[key]!r}, but {where} the script's own optimizer "
+                    "makes the steps, and those of torch have no such limits. Leave it out, and bring the "
                     "values within the limits in the script, after optimizer.step()"
                 )
 

@@ -298,9 +298,9 @@ class Membership:
         """
         if self._layout not in (None, joined.layout):
             raise ConnectionLost(
-                "the parameter server was lost before the first checkpoint, and has cut the model into other "
-                "buckets since, because another worker has measured its network. This worker has to be "
-                "started again. parameterServer.bucketBytes fixes the size"
+                "the parameter server was lost before the first checkpoint, and uses another bucket size "
+                "now, because another worker has measured its network. This worker has to be restarted. To "
+                "avoid this, set parameterServer.bucketBytes"
             )
         mine = self.client.member_id
         self.client.member_id = replace(mine, term=joined.term, incarnation=joined.incarnation)

@@ -164,10 +164,10 @@ class ModelDescription:
             (first, one), (second, other) = (named[index] for index in pair)
             if Rule.GRADIENT in (rules.get(id(one)), rules.get(id(other))):
                 raise InvalidModel(
-                    f"{uncompiled(first)} and {uncompiled(second)} share memory, which would be cut apart: "
-                    "the parameter server keeps each tensor by itself. If they are one weight of one shape, "
-                    "assign the same parameter, as in decoder.weight = encoder.weight. If one is a view of "
-                    "the other, such as its transpose, make the view in forward, as in "
+                    f"{uncompiled(first)} and {uncompiled(second)} share memory, which the job would "
+                    "separate: the parameter server keeps each tensor by itself. If they are one weight of "
+                    "one shape, assign the same parameter, as in decoder.weight = encoder.weight. If one is "
+                    "a view of the other, such as its transpose, make the view in forward, as in "
                     "torch.nn.functional.linear(x, self.encoder.weight.t()). With strategy: all-reduce "
                     "memory that is shared stays as it is"
                 )
@@ -278,7 +278,7 @@ def _check_arguments(optimizer: torch.optim.Optimizer, first: int) -> None:
         if group.get(MAX_NORM) is not None and any(p.dim() < 2 for p in group["params"]):
             raise InvalidModel(
                 f"param_groups[{index}] has {MAX_NORM}={group[MAX_NORM]}, which limits the norm of each row, "
-                "and a parameter without rows, such as a bias; put that into another group"
+                "but also a parameter without rows, such as a bias; move that parameter to another group"
             )
         for key in CONSTRUCTED & group.keys():
             if group[key] != optimizer.defaults[key]:

@@ -26,10 +26,10 @@ from elastic_ps.worker.strategy import Strategy
 logger = logging.getLogger(__name__)
 
 _OTHER_GROUPS = (
-    "the parameter groups are others than session.optimizer(...) was given, because param_groups or the "
+    "the parameter groups are no longer those that session.optimizer(...) got, because param_groups or the "
     "params of a group were changed, or add_param_group() or load_state_dict() of the torch optimizer was "
-    "called. The job trains with the first groups. Change them before session.optimizer(...). To begin "
-    "with an optimizer's state, pass it as session.optimizer(..., state=...), or in mode local load it before"
+    "called. The job trains with the first groups. Change them before session.optimizer(...). To begin with "
+    "an optimizer's state, pass it as session.optimizer(..., state=...), or in mode local load it before"
 )
 
 _SCALED = (
@@ -102,7 +102,7 @@ class ElasticOptimizer(_Wrapping):
     """
 
     second_step = (  # what is said of it; an integration says it in the words of its library
-        "a second step is made with the same batch, but each batch of session.loader(...) is for one: "
+        "a second step is made with the same batch, but each batch of session.loader(...) is for one step: "
         "{first}.step() or {second}.step(). Choose by {choose}. Or let all optimizers step at once, with the "
         "step() of what session.optimizer(...) returned. See Two networks in turn in docs/cookbook.md"
     )
@@ -305,7 +305,7 @@ class ElasticOptimizer(_Wrapping):
         if not runtime.spec.consistency.may_assign:
             raise UsageError(
                 "session.assign needs consistency.mode sync, without backupWorkers, globalBatchSize, "
-                "maxStalenessP99 and deterministic"
+                "maxStalenessP99 or deterministic"
             )
         self._gradients.own()
         self._flat.take_values()

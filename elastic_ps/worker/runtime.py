@@ -36,23 +36,23 @@ from elastic_ps.worker.state import ScriptState
 logger = logging.getLogger(__name__)
 
 _SKIPPED = (
-    "%d records are skipped: no backward() ran for their batch before the next one was loaded, or the script "
-    "made no step after it. No worker trains them; the job's report counts them. To make one step of several "
-    "batches, run a backward() for each of them, or load larger batches. A script that loads a batch ahead "
-    "does so between backward() and step(), because backward() is for the batch that was loaded last"
+    "%d records are skipped: no backward() ran for their batch before the next one was loaded, or the "
+    "script made no step after it. No worker trains them; the job's report counts them. To make one step of "
+    "several batches, run a backward() for each of them, or load larger batches. To load a batch ahead, "
+    "load it between backward() and step(), because backward() is for the batch that was loaded last"
 )
 
 _LEFT = (
-    "the script ends, and has made no step with the last %d records that it has computed on; others may "
-    "train them. When a step is made of several batches, call optimizer.step() for the last ones after the "
-    "loop over the loader"
+    "the script ends without a step for the last %d records that it has computed on; others may train them. "
+    "When a step is made of several batches, call optimizer.step() for the last ones after the loop over "
+    "the loader"
 )
 
 _COUNTED = (
-    "this step has no batch: the last one of session.loader(...) has had its step, or was skipped. Each "
-    "batch is for one step, and counts once. Load another, or compute all gradients of a batch and make one "
-    "step with them: see One model, one or several optimizers in docs/guides/scripts.md. A batch that comes "
-    "from elsewhere cannot be trained: pass session.loader(...) its data set"
+    "this step has no batch: the last batch of session.loader(...) has had its step, or was skipped. Each "
+    "batch allows one step only. Load another, or compute all gradients of a batch and make one step with "
+    "them: see One model, one or several optimizers in docs/guides/scripts.md. A batch that comes from "
+    "elsewhere cannot be trained: pass session.loader(...) its data set"
 )
 
 _FROM_ELSEWHERE = (
@@ -286,7 +286,7 @@ class Runtime(Membership):
         step, batches = self.strategy.under_way, self.batches
         assert step is not None
         if self.local is None and step.samples != batches.samples:
-            raise UsageError("backward() ran for two batches before optimizer.step(); call step() first")
+            raise UsageError("backward() ran for two batches before optimizer.step(); call step() in between")
         self.note_skipped(batches.decide(keep_new=True))
         settings = self.schedule.current()
         self.check(settings)

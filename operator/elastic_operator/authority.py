@@ -76,7 +76,7 @@ class Authority:
         certificate, key = data.get(CERTIFICATE_FILE), data.get(KEY_FILE)
         if not certificate or not key:
             raise UsageError(
-                f"{self} has neither {SEED} nor {CERTIFICATE_FILE} and {KEY_FILE}; add one of them"
+                f"{self} has neither {SEED} nor {CERTIFICATE_FILE} and {KEY_FILE}; add one or the other"
             )
         if trusts_itself(certificate):
             return _Signer(KeyPair(certificate, key), certificate, b"")

@@ -239,7 +239,7 @@ def model_lost(old: TrainingJobStatus, new: TrainingJobStatus, observed: Observe
         lost = [f"version {version} is gone: {MODEL_LOST}"]
     elif new.progress.version < version:
         text = f"training has gone back to version {new.progress.version}: at least "
-        text += f"{version - new.progress.version} of the later versions are trained again"
+        text += f"{version - new.progress.version} later versions are trained again"
         yield Note(f"Back/{now.term}", "Warning", "RolledBack", text)
     if lost:
         leader = next((pod.uid for pod in observed.of("ps")), "")

@@ -157,8 +157,8 @@ def _silence(
         message = (
             "the parameter server does not answer, so the operator cannot tell whether all records are in "
             "the model. Every worker has ended its script. See `kubectl describe pod "
-            f"{names.pod(desired.name, 'ps', 0)}`. If the pod is ready, a NetworkPolicy has to let the "
-            f"operator reach its port {DEFAULT_HTTP_PORT}"
+            f"{names.pod(desired.name, 'ps', 0)}`. If the pod is ready, check that no NetworkPolicy "
+            f"keeps the operator from its port {DEFAULT_HTTP_PORT}"
         )
         yield Problem("NoAnswer", message)
 
@@ -247,7 +247,7 @@ def _problems(desired: Desired, observed: Observed, now: datetime, options: Opti
         held = pod.held_by and (pod.role != "worker" or pod.index in wanted)
         if held and pod.deleting and now - pod.deleting > options.force_after:
             text = f"{pod.name} is deleted, but its finalizers ({pod.held_by}) keep it, so it is not replaced"
-            problems.append(Problem("FinalizerRemains", f"{text}. Find out what has set them"))
+            problems.append(Problem("FinalizerRemains", f"{text}. Find out what set them"))
         waits = pod.unstarted(now)
         if waits is not None and waits >= options.start_limit:
             text = f"{pod.name} has a node, but none of its containers has started"

@@ -82,7 +82,7 @@ def test_the_api_server_refuses_to_change_what_is_fixed(cluster: GivenCluster, n
         answer = cluster.kubectl(
             *("-n", namespace, "patch", "tj", "local", "--type=merge", "-p", patch), check=False
         )
-        assert "in mode local, consistency besides steps cannot change" in answer.stderr, answer.stderr
+        assert "in mode local, only consistency.steps can change" in answer.stderr, answer.stderr
     steps = json.dumps({"spec": {"consistency": {"steps": 9}}})
     cluster.kubectl("-n", namespace, "patch", "tj", "local", "--type=merge", "-p", steps)
     fixed = merge(given["spec"], {"consistency": {"deterministic": True}})

@@ -98,7 +98,7 @@ def test_a_script_that_makes_no_step_with_its_last_batches_is_told_so(
 
     with caplog.at_level(logging.WARNING, "elastic_ps.worker.runtime"):
         assert len(alone(tmp_path, script)) == 2
-    assert "has made no step with the last 4 records" in caplog.text
+    assert "without a step for the last 4 records" in caplog.text
 
 
 def test_a_script_that_has_failed_is_not_told_what_it_has_left_undone(

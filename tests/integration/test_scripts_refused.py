@@ -60,7 +60,7 @@ def test_other_parameter_groups(tmp_path: Path, change: str, several: bool) -> N
             optimizer.step()
             assert step < 2
 
-    failing(tmp_path, script, UsageError, "the parameter groups are others than")
+    failing(tmp_path, script, UsageError, "the parameter groups are no longer those that")
 
 
 def forget(optimizer: torch.optim.Optimizer) -> None:

@@ -230,9 +230,9 @@ def test_all_rows_are_in_the_columns_of_two_shards_once() -> None:
     assert (len(a["ids"]), a["version"], a["steps"]) == (0, 1, 1)
     assert sorted([*a["waiting_ids"].tolist(), *b["ids"].tolist()]) == [i for i in range(50) if i % 5]
     assert b["sum"].tolist() == [[1.0, 1.0]] * len(b["ids"])
-    with pytest.raises(CheckpointCorrupt, match="no whole table"):
+    with pytest.raises(CheckpointCorrupt, match="a table in the checkpoint is incomplete"):
         part_of({**parts[1], "counts": parts[1]["counts"][1:]})
-    with pytest.raises(CheckpointCorrupt, match="no whole table"):
+    with pytest.raises(CheckpointCorrupt, match="a table in the checkpoint is incomplete"):
         part_of({**parts[1], "spec": parts[1]["spec"][1:]})
 
 

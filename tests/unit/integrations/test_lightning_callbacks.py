@@ -106,7 +106,7 @@ def test_a_list_of_files_may_be_too_long(tmp_path: Path, caplog: pytest.LogCaptu
         )
         job.join()
         assert job.coordinator.job.state.script_state == "{}"
-    assert caplog.text.count("workers that begin do not get the state of lightning") == 1
+    assert caplog.text.count("workers that join later do not get the state of lightning") == 1
 
 
 def test_without_such_callbacks_nothing_is_written(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def at(version: int, term: int) -> TrainingJobStatus:
     )
 
 
-GONE, BACK = "version 7 is gone", "gone back to version 5: at least 2 of the later versions are trained again"
+GONE, BACK = "version 7 is gone", "gone back to version 5: at least 2 later versions are trained again"
 
 
 @pytest.mark.parametrize(
