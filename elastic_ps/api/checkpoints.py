@@ -66,7 +66,8 @@ class Times(CamelModel):
         default=None,
         ge=1,
         description="Also write a checkpoint whenever this many versions have been made since the last one. "
-        "Training does not wait for it, so versions that are made while one is being written get none.",
+        "Training does not wait for it, so versions that are made while one is being written get no "
+        "checkpoint.",
     )
     keep: Annotated[int, rules.SET] = Field(
         default=3, ge=1, description="How many checkpoints to keep. Older ones are deleted."

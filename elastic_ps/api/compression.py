@@ -44,10 +44,9 @@ class Compression(CamelModel):
         default="none",
         description="How workers encode gradients. With none, they are sent as they are. bf16 and fp16 take "
         "half the bytes, int8 a quarter, int4 an eighth, signsgd a twentieth, topk sends only the largest "
-        "ones, and powersgd a matrix of low rank. With the last three, what a step does not send is added to "
-        "the worker's next step. "
-        "With auto, each worker tries several, and uses the fastest that loses no more than maxError. "
-        "A codec of your own is named as module:Class.",
+        "elements, and powersgd a matrix of low rank. With the last three, what a step does not send is "
+        "added to the worker's next step. With auto, each worker tries several, and uses the fastest that "
+        "loses no more than maxError. A codec of your own is named as module:Class.",
     )
     max_error: Annotated[float | None, OnlyWith("codec", (AUTO,))] = Field(
         default=None,
@@ -61,10 +60,10 @@ class Compression(CamelModel):
     options: dict[str, JsonValue] = Field(
         default_factory=dict,
         description="Arguments of the codec. For int8, int4 and signsgd: block, the number of elements "
-        "that share a scale. For topk: ratio, the share of elements that is sent; warmup, the "
-        "number of versions in which the share falls to ratio; momentum, which is applied to "
-        "the workers' gradients before they are sent; and dtype, bfloat16 or float32, of the "
-        "elements. For powersgd: rank, the number of columns.",
+        "that share a scale. For topk: ratio, the share of elements that is sent; warmup, the number of "
+        "versions over which the share falls to ratio; momentum, which is applied to the workers' "
+        "gradients before they are sent; and dtype, bfloat16 or float32, of the elements. For powersgd: "
+        "rank, the number of columns.",
     )
     rules: list[CompressionRule] = Field(
         default_factory=list, description="Other codecs for some of the parameters, selected by name."

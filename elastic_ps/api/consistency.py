@@ -205,9 +205,9 @@ class Consistency(CamelModel):
     balance: Annotated[Literal["even", "speed"] | None, _BALANCES, _WAITS, _MEASURED, NOT_LOCALLY] = Field(
         default=None,
         description="Only with globalBatchSize, or with mode local and outer diloco or average. The default "
-        "is even. With speed, workers get work in proportion to their measured speed: records "
-        "of each version, or local steps between two exchanges, of which the fastest worker "
-        "makes as many as the field steps sets.",
+        "is even. With speed, workers get work in proportion to their measured speed: records of each "
+        "version, or local steps between two exchanges; the fastest worker makes as many as the field "
+        "steps sets.",
     )
     reads: Annotated[Literal["consistent", "inconsistent"] | None, OnlyWith("mode", ("async",))] = Field(
         default=None,
@@ -219,13 +219,12 @@ class Consistency(CamelModel):
     staleness_scale: Annotated[STALENESS_SCALE | None, OnlyWith("mode", ("async", "bounded"))] = Field(
         default=None,
         description="Only with modes async and bounded; damped if unset. With inverse, the learning rate "
-        "of a step is divided by one more than its staleness: a step that is 3 versions old "
-        "gets a quarter of the rate (delay-adaptive rates: Zhang et al. 2016, Mishchenko et "
-        "al. 2022). With damped, a momentum is reduced as well, because stale steps act like "
-        "a momentum of their own (Mitliagkas et al. 2016): for the same step, 0.9 becomes "
-        "0.69. With none, a stale step gets the full rate. Name a function of your own as "
-        "module:function: it takes the staleness in versions, and returns the factor for the "
-        "rate. A version of several steps uses the rate of the stalest one.",
+        "of a step is divided by 1 + its staleness: a step that is 3 versions old gets a quarter of the "
+        "rate (delay-adaptive rates: Zhang et al. 2016, Mishchenko et al. 2022). With damped, a momentum "
+        "is reduced as well, because stale steps act like a momentum of their own (Mitliagkas et al. "
+        "2016): for the same step, 0.9 becomes 0.69. With none, a stale step gets the full rate. Name a "
+        "function of your own as module:function: it takes the staleness in versions, and returns the "
+        "factor for the rate. A version of several steps uses the rate of the stalest one.",
     )
     max_staleness_p99: Annotated[int | None, *_OBJECTIVE] = Field(
         default=None,
@@ -240,9 +239,8 @@ class Consistency(CamelModel):
         default=None,
         ge=1,
         description="Only with mode local, and needed there: how many steps a worker makes by itself "
-        "between two exchanges; with fragments, between two exchanges of the same one. The "
-        "last exchange before the data runs out, or before the worker leaves, covers fewer "
-        "steps.",
+        "between two exchanges; with fragments, between two exchanges of the same fragment. The last "
+        "exchange before the data runs out, or before the worker leaves, covers fewer steps.",
     )
     fragments: Annotated[int | None, _LOCAL, _TURNS, NOT_LOCALLY] = Field(
         default=None,
@@ -295,10 +293,10 @@ class Consistency(CamelModel):
         ge=0.0001,
         le=100,
         description="Only with mode local, and not with outer average: the share of the workers' change "
-        "that becomes part of the job's values. If unset, it is 0.7 with diloco and delayed "
-        "(Douillard et al. 2023), and with downpour 1 divided by one more than the staleness "
-        "of the exchange (delay-adaptive rates: Mishchenko et al. 2022). With easgd, both "
-        "sides move by this share of their distance: 0.25 if unset, and at most 1.",
+        "that becomes part of the job's values. If unset, it is 0.7 with diloco and delayed (Douillard et "
+        "al. 2023), and with downpour 1 / (1 + staleness of the exchange) (delay-adaptive rates: "
+        "Mishchenko et al. 2022). With easgd, both sides move by this share of their distance: 0.25 if "
+        "unset, and at most 1.",
     )
     outer_momentum: Annotated[float | None, _LOCAL, _takes("outer_momentum"), NOT_LOCALLY] = Field(
         default=None,

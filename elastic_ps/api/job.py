@@ -113,9 +113,9 @@ class ParameterServer(CamelModel):
         default_factory=list,
         max_length=16,
         description="Classes of optimizers of your own that scripts may use besides those of torch.optim, as "
-        "module:Class. The parameter server imports these and no others, so its image has to have them. Each "
-        "has to treat every element of a parameter by itself. If its attribute whole_tensors is true, it may "
-        "treat each parameter as a whole.",
+        "module:Class. The parameter server imports these and no others, so its image has to have them. "
+        "Each must treat every element of a parameter by itself, unless its attribute whole_tensors is "
+        "true: then it may treat each parameter as a whole.",
     )
     tensor_bytes: Annotated[int, rules.NEW_PODS] = Field(
         default=1024 * 1024 * 1024,
@@ -175,7 +175,7 @@ class Worker(CamelModel):
         description="How many processes each worker has, on one host. They share each batch, add up their "
         "gradients among themselves, and take part in the job as one worker. So the parameter server has "
         "that many times fewer workers to serve. In mode local they make the same local steps. If one "
-        "process dies, the worker does.",
+        "process dies, the whole worker dies.",
     )
     lease_duration: Annotated[Duration, rules.NEW_PODS] = Field(
         default=timedelta(seconds=10),

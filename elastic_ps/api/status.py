@@ -110,8 +110,7 @@ class Progress(CamelModel):
     metrics: Reported = Field(
         default_factory=dict,
         description="The values that scripts reported last, for example test_accuracy. A value that was "
-        "reported with a step is the mean, sum or maximum over the steps of one version, the newest that has "
-        "it.",
+        "reported with a step is the mean, sum or maximum over the steps of the newest version that has it.",
     )
     evaluation: EvaluationStatus | None = Field(
         default=None, description="The results of the evaluator so far. Unset without an evaluator."

@@ -193,8 +193,8 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="give any field of the job another value, named as in the YAML file: below spec, or "
-        "metadata.NAME; may be repeated",
+        help="override a field of the job by its path in the YAML file below spec, or metadata.NAME; may "
+        "be repeated",
     )
     _add_running(run)
 

@@ -102,8 +102,8 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
         "--mode",
         default="normal",
         metavar="M",
-        help="normal: workers wait for each other; kill: the same, and --num-aggregate is needed; bounded: "
-        "they do not wait (default: normal)",
+        help="normal: workers wait for each other; kill: the same, but needs --num-aggregate; bounded: "
+        "workers do not wait (default: normal)",
     )
     job.add_argument(
         "--max-staleness",
@@ -117,7 +117,7 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
     job.add_argument(
         "--evaluate",
         action="store_true",
-        help="evaluate these checkpoints while the job trains, and keep the one with the best prec@1",
+        help="evaluate the checkpoints while the job trains, and keep the one with the best prec@1",
     )
     job.add_argument("--train-dir", type=Path, metavar="DIR", help="the directory of the checkpoints")
     job.add_argument(

@@ -213,7 +213,7 @@ def table_line(table: TableStatus) -> str:
     if (rate := table.hit_rate) is not None:
         said.append(f"{rate:.0%} of look-ups hit")
     if table.used_ahead:
-        said.append(f"{table.used_ahead / table.used:.0%} of rows used as they were fetched ahead")
+        said.append(f"{table.used_ahead / table.used:.0%} of the rows used came from prefetch")
     return ", ".join(said)
 
 

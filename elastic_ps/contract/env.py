@@ -193,7 +193,7 @@ def read(variables: Mapping[str, str] | None = None) -> ProcessEnvironment:
     durable = source.get(DURABLE, "")
     for name, number in (("INDEX", index), ("DURABLE", durable or "0")):
         if not number.isdecimal():
-            raise UsageError(f"{PREFIX}{name} is {number!r}; expected a number from 0")
+            raise UsageError(f"{PREFIX}{name} is {number!r}; expected a whole number, 0 or more")
     return ProcessEnvironment(
         job=required("JOB"),
         spec=parse_spec(json.loads(required("SPEC")), source=PREFIX + "SPEC"),

@@ -138,7 +138,7 @@ class Batches:
         if 1 < len(said) < len(self._computed):
             raise UsageError(
                 f"session.weigh was called for {len(said)} of the {len(self._computed)} batches of a step. "
-                "Call it before each backward() of the step, or once with the number of all its tokens"
+                "Call it before each backward() of the step, or once with the number of tokens of the step"
             )
         return sum(said) if said else None
 

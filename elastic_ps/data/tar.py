@@ -128,8 +128,8 @@ def _indexed(file: File) -> Index:
             last, fields = key, set()
         elif field in fields:
             raise UsageError(
-                f"{file.url}: the record {key} has two files {field}; expected one of each name, "
-                "whatever its case"
+                f"{file.url}: the record {key} has two files {field}; expected names that differ not only in "
+                "case"
             )
         numbers.append((start, size, crc, not fields))
         fields.add(field)

@@ -286,7 +286,7 @@ class ShardTables:
     def follow(self, request: pb.RowsRequest, incoming: Incoming) -> None:
         """As a standby; see `FollowingTables`. Raises Refused (NOT_READY): this is none."""
         del request, incoming
-        raise Refused(RefusalCode.NOT_READY, f"shard {self._shard} follows no other one")
+        raise Refused(RefusalCode.NOT_READY, f"shard {self._shard} is not a standby")
 
     # --- checkpoints
 

@@ -431,8 +431,8 @@ class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
             self.scheduler.step(*args, **kwargs)
         elif self._by_mistake():
             raise UsageError(
-                f"the {type(self.scheduler).__name__} is stepped between two epochs, but a scheduler that "
-                "accelerator.prepare(...) got is stepped by the records, as if the script did so after each "
-                "optimizer step. Do not prepare it: call accelerator.session.scheduler(scheduler, "
-                "interval='epoch'), and remove scheduler.step()"
+                f"the {type(self.scheduler).__name__} is stepped between two epochs, but the job steps a "
+                "scheduler that accelerator.prepare(...) got, by the records, as if after each optimizer "
+                "step. Do not prepare it: call accelerator.session.scheduler(scheduler, interval='epoch'), "
+                "and remove scheduler.step()"
             )

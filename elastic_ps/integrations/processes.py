@@ -92,7 +92,7 @@ def too_many_devices(devices: Sequence[torch.device], nodes: int) -> str:
     if nodes == 1 and not (len(devices) > 1 and several):
         return ""
     return (
-        f"the training is to use {len(devices)} devices and {nodes} nodes, but a worker of a job is one "
-        "process with one device. Set devices=1 and num_nodes=1, and start more workers: `elastic-ps run "
-        "SCRIPT --workers N`; or several processes in a worker, with worker.processes"
+        f"the script asks for {len(devices)} devices and {nodes} nodes, but a worker of a job is one process "
+        "with one device. Set devices=1 and num_nodes=1, and start more workers: `elastic-ps run SCRIPT "
+        "--workers N`; or several processes in a worker, with worker.processes"
     )

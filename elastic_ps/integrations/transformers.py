@@ -508,8 +508,8 @@ def _check(trainer: Any, session: Session) -> None:
         (
             _own_loader(trainer),
             f"{kind} makes the batches that it trains itself (get_train_dataloader), so the job would not "
-            "know which records are in them. Trainers that leave it to transformers work, as SFTTrainer, "
-            "DPOTrainer and RewardTrainer of TRL",
+            "know which records are in them. Trainers that leave it to transformers work, such as "
+            "SFTTrainer, DPOTrainer and RewardTrainer of TRL",
         ),
     ]
     for given, said in problems:

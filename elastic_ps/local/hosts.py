@@ -135,8 +135,8 @@ def write(hosts: Sequence[Host], style: Style) -> str:
     ranks = sum(host.slots for host in hosts)
     if ranks < 2:
         raise UserError(
-            f"there is room for {amount(ranks, 'rank')}, but rank 0 has the launcher and the "
-            "parameter servers, and each worker needs another one. Give a host more slots, or name more hosts"
+            f"there is room for {amount(ranks, 'rank')}, but rank 0 runs the launcher and the parameter "
+            "servers, and each worker needs a further rank. Give a host more slots, or name more hosts"
         )
     lines = [f"# rank 0 is on {hosts[0].name}: mpirun -n {ranks} --hostfile FILE elastic-ps run JOB"]
     between = ":" if style == "mpich" else " slots="

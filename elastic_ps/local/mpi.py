@@ -116,7 +116,8 @@ class World:
         except (ImportError, RuntimeError) as error:
             raise UserError(
                 f"this process was started by mpirun, but MPI cannot be used: {error}. Install mpi4py for "
-                "this Python with `pip install 'elastic-ps[mpi]'`, and an MPI library: that of mpirun"
+                "this Python with `pip install 'elastic-ps[mpi]'`, and the MPI library that mpirun belongs "
+                "to"
             ) from error
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise UserError(

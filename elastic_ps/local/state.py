@@ -79,7 +79,7 @@ class LocalStatus(_Model):
     http: list[str] = Field(default_factory=list, description="Where each parameter server answers /status.")
     checkpoints: str = ""
     processes: list[ProcessStatus] = Field(default_factory=list)
-    server: ServerStatus | None = Field(default=None, description="As shard 0 last told it.")
+    server: ServerStatus | None = Field(default=None, description="The last report of shard 0.")
 
     @property
     def goes_on(self) -> bool:

@@ -330,10 +330,10 @@ def _pairs(tensors: Sequence[torch.Tensor], together: Sequence[int]) -> Iterator
 logger = logging.getLogger(__name__)
 
 _APART = (
-    "an AveragedModel is not part of the job's model. It averages what this worker has, and a "
-    "worker that joins later, or has no records in an epoch, has less. To average each epoch once, save it "
-    "where session.is_chief is true, and average the files; to average each step, make it part of the model, "
-    "and name it in session.optimizer(..., averaged=[...]): Averages of the model in docs/cookbook.md"
+    "an AveragedModel is not part of the job's model. It averages what this worker has, and a worker that "
+    "joins later, or has no records in an epoch, has averaged fewer steps. To average each epoch once, save "
+    "it where session.is_chief is true, and average the files; to average each step, make it part of the "
+    "model, and name it in session.optimizer(..., averaged=[...]): Averages of the model in docs/cookbook.md"
 )
 
 

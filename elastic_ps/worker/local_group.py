@@ -37,7 +37,7 @@ from elastic_ps.worker.strategy import Future, Queue, Strategy, VersionInfo
 _STEP = "optimizer.step()"
 _EXCHANGE = "the exchange of local steps"  # these have met at optimizer.step(), see `MeanGradients`
 _START = "where an exchange is sent off"
-_FETCH = "where a version is read"
+_FETCH = "the reading of a version"
 _RESULT = "where the version of an exchange is taken over"
 
 _NO_STEP = -1

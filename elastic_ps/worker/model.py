@@ -258,8 +258,8 @@ def _check_unused(optimizer: torch.optim.Optimizer) -> None:
     # Adagrad has a state from the beginning, of step 0.
     if any(not isinstance(state, dict) or state.get("step", 1) > 0 for state in optimizer.state.values()):
         raise InvalidModel(
-            "the optimizer has made steps already; pass session.optimizer a new one, or, to begin "
-            "with its state, also state=optimizer.state_dict()"
+            "the optimizer has made steps already; pass session.optimizer a new one, or, to begin with the "
+            "state of the old one, also state=optimizer.state_dict()"
         )
 
 

@@ -131,7 +131,7 @@ class Records:
                     self._left = False
                 said = member.drops, mine.data
                 new = mine._replace(data="", order="") if self._said == said else mine
-                granted = self._world.gather("the loader, where it gets records", new, take)
+                granted = self._world.gather("the loader's request for records", new, take)
                 self._said = said
                 self._stopped.heed()
                 self._stopped.learn(granted.stopped)

@@ -87,7 +87,7 @@ def read_desired(
         # A running job goes on after a downgrade of the operator that started it.
         document, unknown = documents.known_spec(document)
     ignored = [
-        f"this version of the operator does not know {field}, so it has no effect" for field in unknown
+        f"this version of the operator does not know {field}, so the field has no effect" for field in unknown
     ]
     spec = parse_spec(document, source="spec")
     _check_pods(job, spec, policy)
@@ -218,8 +218,8 @@ def _check_pods(job: Mapping[str, Any], spec: TrainingJobSpec, policy: Policy) -
             )
         if without:
             raise InvalidJob(
-                f"spec.{field}.template has a container {without[0]!r} without an image, beside the "
-                f"job's own, which is called {own!r}. Correct the name, or give it an image"
+                f"spec.{field}.template has a container {without[0]!r} without an image; the job's own "
+                f"container is called {own!r}. Correct the name, or set an image"
             )
         if forbidden:
             raise InvalidJob(refusal(forbidden, f"spec.{field}.template", namespace))

@@ -164,5 +164,5 @@ def test_rows_that_have_arrived_are_not_taken_for_those_of_an_earlier_version() 
 
 
 def test_a_shard_follows_no_other_one() -> None:
-    with pytest.raises(Refused, match="shard 0 follows no other one"):
+    with pytest.raises(Refused, match="shard 0 is not a standby"):
         ShardTables(0, 1).follow(pb.RowsRequest(), Body(torch.empty(0)))
