@@ -45,7 +45,7 @@ class Batches:
     Attributes:
         hand: what the script does with the last one.
         grouped: the script loads several batches before it computes on them. None before any backward().
-        ended: the loop has ended since the last one was loaded.
+        ended: the loop has ended, and the script may still compute on those that it has loaded.
         stale: the script was handed batches that others have now. It may compute on them together with those
             that it loads next, until it makes a step.
     """
@@ -65,9 +65,17 @@ class Batches:
         return bool(self._open or self._computed or self._kept)
 
     @property
-    def owe_step(self) -> bool:
-        """Whether the script has still to make a step with some, also with one that counts nowhere."""
-        return bool(self) or self.stale
+    def ends_group(self) -> bool:
+        """Whether the next backward() is for the last batch that the script was handed."""
+        return (self.ended and len(self._open) == 1) or self.stale
+
+    def end_loop(self, *, of_epoch: bool) -> None:
+        """The loop has ended. Before its first backward() it is not known whether the script loads groups.
+
+        If it makes none in all epochs, that is a mistake, and not a group; so `of_epoch` alone counts.
+        """
+        grouped = of_epoch if self.grouped is None else self.grouped
+        self.ended = self.undecided and grouped
 
     def note(self, event: HandEvent) -> None:
         """Note what the script does with the last batch."""

@@ -349,6 +349,8 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def accumulate(self, *models: Any) -> Iterator[None]:
         """As accelerate's. At the end of an epoch a step is made with what is left."""
         self._accumulates = self._in_accumulate = True
+        if self._training is not None and self._training.ends_group:
+            self.step = self.batches_of_step - 1  # so that it makes a step, as with accelerate's last batch
         try:
             with super().accumulate(*models):
                 yield

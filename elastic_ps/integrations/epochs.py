@@ -18,7 +18,7 @@ from elastic_ps.worker.session import Session
 
 logger = logging.getLogger(__name__)
 
-_END = object()
+_END, _GROUP = object(), object()
 _LACKS = (
     "the training data of a job have no {name!r}: the parameter server says which records a worker trains. A "
     "job that goes on from a checkpoint (`elastic-ps run --resume DIR`) skips those that are trained"
@@ -75,8 +75,14 @@ class EpochLoader:
 
     @property
     def within(self) -> bool:
-        """Whether a loop is under way, or has ended before the script made a step with its last batches."""
-        return self.looping or (self._owes and self._loader.batches.owe_step)
+        """Whether a loop is under way, or has ended and the script is in the step with its last batches."""
+        batches = self._loader.batches
+        return self.looping or (self._owes and (bool(batches.computed) or batches.stale))
+
+    @property
+    def ends_group(self) -> bool:
+        """Whether the next backward() is for the last batch of an epoch."""
+        return self._owes and self._loader.batches.ends_group
 
     def __len__(self) -> int:
         """The batches of an epoch for a single worker. Several workers share them."""
@@ -85,11 +91,18 @@ class EpochLoader:
     def __iter__(self) -> Iterator[Any]:
         """Loop over the records of the next epoch. Blocks as `ElasticLoader` does, and raises the same.
 
+        A script may load several batches before it computes on them. Then the iterator ends with the last
+        ones, and goes on if it is asked again: if a step was lost, its records come again.
+
         Raises:
             SystemExit: the training was finished before this worker's first batch, and another one is the
                 chief. The status is 0.
             UsageError: all loops have ended.
         """
+        return _UntilGroup(self._batches())
+
+    def _batches(self) -> Iterator[Any]:
+        """See `__iter__`. Yields `_GROUP` where the script is to compute on what it has loaded."""
         self.heed_break()
         if self.begun >= self._epochs and not self._session.stopped:
             raise UsageError(
@@ -100,9 +113,12 @@ class EpochLoader:
             )
         self._running, self._left_at_end = self._loop(self.begun), False
         self.begun, self.looping = self.begun + 1, True
-        before = self.batches
+        before, mine = self.batches, self.begun
         try:
             for batch in self._running:
+                if batch is _GROUP:
+                    yield from self._pause()
+                    continue
                 self.batches += 1
                 yield self._place(batch)
             self._running = None
@@ -113,26 +129,31 @@ class EpochLoader:
                 )
                 self._untrained = self._loader.untrained()
                 yield from map(self._place, islice(self._untrained, 1))
-                if self._loader.batches.owe_step:
-                    self._owes = True
-                    return
+                if self._loader.batches.stale:
+                    yield from self._pause()
                 self._untrained.close()
                 self._ended()
         finally:
-            self.looping = False
+            if self.begun == mine:
+                self.looping = False
+
+    def _pause(self) -> Iterator[Any]:
+        """End the loop for now. It goes on only if nothing else was asked since."""
+        self._owes, self.looping = True, False
+        yield _GROUP
+        self._owes, self.looping = False, True
 
     def _loop(self, number: int) -> Iterator[Any]:
         """The batches of this loop, of which the last one goes on until all records are in the model.
 
-        It ends before that if the script has loaded all batches of a step, and computes on them now.
+        Yields `_GROUP` where the script has loaded all batches of a step, and computes on them now.
         """
         self._is_of_job = last = number == self._epochs - 1
         while (epoch := self.upcoming()) is not None and (last or epoch <= number):
             self._upcoming, self._is_of_job = None, True
             yield from self._loader
             if self._loader.batches.ended and self._loader.batches:
-                self._owes = True
-                return
+                yield _GROUP
             self._ended()
             if epoch == number and not last:
                 return
@@ -179,12 +200,13 @@ class EpochLoader:
             self._owes = False
             if self._untrained is not None:
                 self._untrained.close()
+            self._running = None
             self._ended()
             if self.begun == self._epochs and self.upcoming() is not None:
                 logger.warning(
-                    "another worker gave back records after this script's last loop over the training data. "
-                    "Other workers train them, since a script that loads several batches before it computes "
-                    "cannot"
+                    "there are more records to train after this script's last loop over the training data, "
+                    "since a step was lost. Other workers train them, if there are any. A script that loads "
+                    "several batches before it computes on them trains them if it asks its iterator again"
                 )
         running, self._running = self._running, None
         left = running is not None and next(running, _END) is not _END
@@ -198,6 +220,21 @@ class EpochLoader:
         """`Session.is_chief` after a loop: also false if the loop had no epoch of the job's. May block."""
         self.heed_break()
         return (self._is_of_job or bool(self._session.stopped)) and self._session.is_chief
+
+
+class _UntilGroup:
+    """An iterator that ends at each `_GROUP`, and goes on behind it if it is asked again."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if (batch := next(self._batches)) is _GROUP:
+            raise StopIteration
+        return batch
 
 
 class OpenEpochs(EpochLoader):

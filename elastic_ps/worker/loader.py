@@ -244,7 +244,7 @@ class ElasticLoader:
                 runtime.settle()
                 if runtime.batches.computed:
                     runtime.skip()  # no step is made with what has had none of the version
-            self.batches.ended = self.batches.undecided and self.batches.grouped is not False
+            self.batches.end_loop(of_epoch=self._only is not None)
             if self.batches.ended or not runtime.settle():
                 return LoopEvent.END_EARLY
         return LoopEvent.END

@@ -127,8 +127,10 @@ def test_batches_are_grouped_when_a_backward_is_for_one_loaded_before_the_last_b
 def test_batches_are_grouped_when_a_backward_runs_after_the_loop() -> None:
     batches = Batches()
     batches.add([Range(0, 0, 3)])
-    assert batches.grouped is None
-    batches.ended = True
+    batches.end_loop(of_epoch=False)
+    assert not batches.ended
+    batches.end_loop(of_epoch=True)
+    assert batches.ended
     batches.compute()
     assert batches.grouped
 

@@ -102,3 +102,65 @@ def test_the_last_group_of_each_epoch_is_trained(
     if workers == 1:
         for a, b in zip(ours[0].parameters(), script(make(None, size), size).parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("epoch", [0, EPOCHS - 1])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_last_group_of_an_epoch_is_lost(tmp_path: Path, epoch: int, workers: int) -> None:
+    """The records of a lost step come again, to whom asks its iterator again."""
+    job_of = list[Any]()
+
+    def in_job(session: Session) -> None:
+        accelerator = accelerator_of(session, 1)
+        model = make_mlp().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = DataLoader(Numbers(RECORDS), batch_size=BATCH)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for number in range(EPOCHS):
+            for group in groups_of(loader, 2):
+                for x, y in group:
+                    accelerator.backward(torch.nn.functional.mse_loss(model(x.double()), y.double()))
+                if number == epoch and not loader.looping and job_of:
+                    job_of.pop().declare_gone(session.worker)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with running_job(tmp_path, data={"shuffle": False}) as job:
+        job_of.append(job)
+        job.run(in_job, workers=workers)
+        assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
+    assert not job_of
+
+
+@pytest.mark.parametrize("drops", [pytest.param(True, id="drops it"), pytest.param(False, id="accumulates")])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_after_a_group_that_has_no_step_of_its_own_one_worker_is_the_chief(
+    tmp_path: Path, drops: bool, workers: int
+) -> None:
+    chiefs, lock = list[int](), threading.Lock()
+
+    def in_job(session: Session) -> None:
+        with lock:
+            accelerator = accelerator_of(session, 2)
+        model = make_mlp().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = DataLoader(Numbers(RECORDS), batch_size=BATCH)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for _ in range(EPOCHS):
+            for group in groups_of(loader, 2):
+                if drops and len(group) < 2:
+                    break
+                for x, y in group:
+                    with accelerator.accumulate(model):
+                        accelerator.backward(torch.nn.functional.mse_loss(model(x.double()), y.double()))
+                        optimizer.step()
+                        optimizer.zero_grad()
+        if accelerator.is_main_process:
+            chiefs.append(session.worker)
+            assert drops or session.samples == EPOCHS * RECORDS
+
+    with running_job(tmp_path, data={"shuffle": False}) as job:
+        job.run(in_job, workers=workers)
+        if not drops:
+            assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
+    assert len(chiefs) == 1
