@@ -178,7 +178,7 @@ def test_a_second_step_with_a_batch_is_told_what_to_do(tmp_path: Path, overlap: 
                 mse(model, x, y).backward()
                 optimizer.step()
 
-    failing(tmp_path, script, UsageError, r"has had its step, .*for one step.* One model, one or")
+    failing(tmp_path, script, UsageError, r"has had its step, .*one step only.* One model, one or")
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
