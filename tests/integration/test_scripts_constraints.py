@@ -168,7 +168,10 @@ def test_torchs_own_pruning_works(tmp_path: Path, server: dict[str, Any]) -> Non
     [
         ({"clamp": (1, 0)}, r"clamp=\(1, 0\); expected two numbers, the lowest and the highest"),
         ({"max_norm": 0}, "max_norm=0; expected a number above 0"),
-        ({"max_norm": 1.0}, "max_norm=1.0, which limits the norm of each row, but also a parameter without rows"),
+        (
+            {"max_norm": 1.0},
+            "max_norm=1.0, which limits the norm of each row, but also a parameter without rows",
+        ),
         ({"keep_zeros": ["0.weight"]}, r"keep_zeros=\['0.weight'\]; expected True or False"),
     ],
 )
