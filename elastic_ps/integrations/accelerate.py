@@ -124,7 +124,6 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self._counted = 0  # the most records that were in the model when the script has counted a step
         self._unscheduled = 0  # optimizer steps since the script has stepped its scheduler
         self._made_late = False  # the last optimizer step was made after the loop with its batches
-        self._computed = set[int]()  # the numbers of the batches of the next step
         self._made: list[tuple[torch.Tensor, Callable[[], torch.Tensor | None], int]] = []
 
     def check(self) -> None:
@@ -234,13 +233,13 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             if gradient is not None and (gradient is not made() or gradient._version != version):
                 raise UsageError(_CHANGED)
         counted = any(not isinstance(each.scheduler, ReduceLROnPlateau) for each in self._schedulers)
-        if counted and len(self._computed) > self.batches_of_step:
-            raise UsageError(_BY_HAND.format(batches=len(self._computed), steps=self.batches_of_step))
+        batches = 0 if self._training is None else self._training.batches_of_step
+        if counted and batches > self.batches_of_step:
+            raise UsageError(_BY_HAND.format(batches=batches, steps=self.batches_of_step))
         self._clipped.begin(self._elastic)
 
     def _stepped(self, *_: object) -> None:
         self._clipped.end()
-        self._computed.clear()
         self._unscheduled += 1
         self._made_late = self._training is not None and not self._training.looping
         if self._in_accumulate:
@@ -367,12 +366,9 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         """As accelerate's. Sends gradients only in `accumulate`, where it is known that a step follows."""
         groups = [] if self._elastic is None else self._elastic.param_groups
         trained = [parameter for group in groups for parameter in group["params"]]
-        if all(parameter.grad is None for parameter in trained):
-            self._computed.clear()
         sends = self._accumulates and self.sync_gradients
         with nullcontext() if sends else self.no_sync():
             super().backward(loss, **kwargs)
-        self._computed.add(0 if self._training is None else self._training.batches)
         own = sends or self._local or self.scaler is not None or not self._overlap
         self._made = [
             (p, weakref.ref(p.grad), p.grad._version) for p in trained if not own and p.grad is not None

@@ -80,6 +80,11 @@ class EpochLoader:
         return self.looping or (self._owes and (bool(batches.computed) or batches.stale))
 
     @property
+    def batches_of_step(self) -> int:
+        """How many batches the next step is computed on."""
+        return len(self._loader.batches.sizes)
+
+    @property
     def ends_group(self) -> bool:
         """Whether the next backward() is for the last batch of an epoch."""
         return self._owes and self._loader.batches.ends_group

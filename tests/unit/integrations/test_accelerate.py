@@ -469,6 +469,20 @@ def test_the_chief_saves_what_accelerate_loads(tmp_path: Path) -> None:
     assert all(float(state["step"]) > 0 for state in optimizer.state.values())
 
 
+def in_groups(accelerator: Any) -> None:
+    """The batches of a step are loaded before the first backward(), and a schedule counts the steps."""
+    model = make_mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, loader, schedule = accelerator.prepare(
+        model, optimizer, DataLoader(Numbers(RECORDS), BATCH), schedule
+    )
+    batches = iter(loader)
+    for x, y in [next(batches), next(batches)]:
+        accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+    optimizer.step()
+
+
 def by_hand(accelerator: Any, *, steps: int = 1, clip: bool = False, schedule: bool = True) -> None:
     """As scripts accumulate and clip without accelerate. The second batch is skipped after its backward."""
     model = make_mlp()
@@ -527,6 +541,10 @@ REFUSED: dict[str, tuple[str, Refused]] = {
     "accumulation by hand": (
         r"makes a step of 2 batches.*gradient_accumulation_steps=2",
         lambda s: by_hand(elastic(s), steps=2),
+    ),
+    "groups": (
+        r"makes a step of 2 batches.*gradient_accumulation_steps=2",
+        lambda s: in_groups(elastic(s)),
     ),
     "epochs": (
         "loop 2 over the training data begins, but epochs=1 was given.*To read the data again",
