@@ -87,7 +87,7 @@ def test_each_mpirun_gets_its_own_words() -> None:
 
 
 def test_a_rank_is_needed_for_a_worker() -> None:
-    with pytest.raises(UserError, match="room for 1 rank, but rank 0 has the launcher"):
+    with pytest.raises(UserError, match="room for 1 rank, but rank 0 runs the launcher"):
         write([Host("a", 1)], "open-mpi")
 
 
