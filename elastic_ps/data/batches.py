@@ -70,9 +70,10 @@ class Batches:
         return (self.ended and len(self._open) == 1) or self.stale
 
     def end_loop(self, *, of_epoch: bool) -> None:
-        """The loop has ended. Before its first backward() it is not known whether the script loads groups.
+        """The loop has ended. Note whether the script may still compute on what it has loaded.
 
-        If it makes none in all epochs, that is a mistake, and not a group; so `of_epoch` alone counts.
+        Before the first backward() that is assumed only of a loop over one epoch: a script that has ended its
+        loop over all of them without a backward() has a mistake.
         """
         grouped = of_epoch if self.grouped is None else self.grouped
         self.ended = self.undecided and grouped

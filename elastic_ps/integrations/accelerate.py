@@ -233,7 +233,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             if gradient is not None and (gradient is not made() or gradient._version != version):
                 raise UsageError(_CHANGED)
         counted = any(not isinstance(each.scheduler, ReduceLROnPlateau) for each in self._schedulers)
-        batches = 0 if self._training is None else self._training.batches_of_step
+        batches = 0 if self._training is None else self._training.computed
         if counted and batches > self.batches_of_step:
             raise UsageError(_BY_HAND.format(batches=batches, steps=self.batches_of_step))
         self._clipped.begin(self._elastic)

@@ -75,13 +75,13 @@ class EpochLoader:
 
     @property
     def within(self) -> bool:
-        """Whether a loop is under way, or has ended and the script is in the step with its last batches."""
+        """Whether the script is in a loop, or in the step with the last batches of one."""
         batches = self._loader.batches
         return self.looping or (self._owes and (bool(batches.computed) or batches.stale))
 
     @property
-    def batches_of_step(self) -> int:
-        """How many batches the next step is computed on."""
+    def computed(self) -> int:
+        """How many batches the script has computed on for its next step."""
         return len(self._loader.batches.sizes)
 
     @property
@@ -121,11 +121,11 @@ class EpochLoader:
         before, mine = self.batches, self.begun
         try:
             for batch in self._running:
-                if batch is _GROUP:
-                    yield from self._pause()
-                    continue
-                self.batches += 1
-                yield self._place(batch)
+                if batch is not _GROUP:
+                    self.batches += 1
+                    yield self._place(batch)
+                elif not (yield from self._pause(mine)):
+                    return
             self._running = None
             if self.batches == before:
                 self._end_if_late()
@@ -134,19 +134,22 @@ class EpochLoader:
                 )
                 self._untrained = self._loader.untrained()
                 yield from map(self._place, islice(self._untrained, 1))
-                if self._loader.batches.stale:
-                    yield from self._pause()
+                if self._loader.batches.stale and not (yield from self._pause(mine)):
+                    return
                 self._untrained.close()
                 self._ended()
         finally:
             if self.begun == mine:
                 self.looping = False
 
-    def _pause(self) -> Iterator[Any]:
-        """End the loop for now. It goes on only if nothing else was asked since."""
+    def _pause(self, number: int) -> Generator[Any, None, bool]:
+        """End loop `number` for now. Returns whether it goes on: no other one has begun since."""
         self._owes, self.looping = True, False
         yield _GROUP
+        if self.begun != number:
+            return False
         self._owes, self.looping = False, True
+        return True
 
     def _loop(self, number: int) -> Iterator[Any]:
         """The batches of this loop, of which the last one goes on until all records are in the model.

@@ -34,6 +34,16 @@ def groups_of(loader: Any, size: int) -> Iterator[list[Any]]:
         yield group
 
 
+def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(model(x.double()), y.double())
+
+
+def prepared(accelerator: Any) -> Any:
+    model = make_mlp().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return accelerator.prepare(model, optimizer, DataLoader(Numbers(RECORDS), batch_size=BATCH))
+
+
 def by_accelerate(accelerator: Any, size: int) -> Any:
     model: Any = make_mlp().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -43,7 +53,7 @@ def by_accelerate(accelerator: Any, size: int) -> Any:
     for _ in range(EPOCHS):
         for group in groups_of(loader, size):
             for x, y in group:
-                loss = torch.nn.functional.mse_loss(model(x.double()), y.double())
+                loss = loss_of(model, x, y)
                 accelerator.backward(loss * size / len(group))
                 assert accelerator.is_main_process == accelerator.is_local_main_process
             optimizer.step()
@@ -59,7 +69,7 @@ def by_fabric(fabric: Any, size: int) -> Any:
     for _ in range(EPOCHS):
         for group in groups_of(loader, size):
             for x, y in group:
-                loss = torch.nn.functional.mse_loss(model(x.double()), y.double())
+                loss = loss_of(model, x, y)
                 fabric.backward(loss / len(group))
                 assert fabric.is_global_zero == (fabric.global_rank == 0)
             optimizer.step()
@@ -112,14 +122,11 @@ def test_the_last_group_of_an_epoch_is_lost(tmp_path: Path, epoch: int, workers:
 
     def in_job(session: Session) -> None:
         accelerator = accelerator_of(session, 1)
-        model = make_mlp().double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        loader = DataLoader(Numbers(RECORDS), batch_size=BATCH)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        model, optimizer, loader = prepared(accelerator)
         for number in range(EPOCHS):
             for group in groups_of(loader, 2):
                 for x, y in group:
-                    accelerator.backward(torch.nn.functional.mse_loss(model(x.double()), y.double()))
+                    accelerator.backward(loss_of(model, x, y))
                 if number == epoch and not loader.looping and job_of:
                     job_of.pop().declare_gone(session.worker)
                 optimizer.step()
@@ -142,17 +149,14 @@ def test_after_a_group_that_has_no_step_of_its_own_one_worker_is_the_chief(
     def in_job(session: Session) -> None:
         with lock:
             accelerator = accelerator_of(session, 2)
-        model = make_mlp().double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        loader = DataLoader(Numbers(RECORDS), batch_size=BATCH)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        model, optimizer, loader = prepared(accelerator)
         for _ in range(EPOCHS):
             for group in groups_of(loader, 2):
                 if drops and len(group) < 2:
                     break
                 for x, y in group:
                     with accelerator.accumulate(model):
-                        accelerator.backward(torch.nn.functional.mse_loss(model(x.double()), y.double()))
+                        accelerator.backward(loss_of(model, x, y))
                         optimizer.step()
                         optimizer.zero_grad()
         if accelerator.is_main_process:
@@ -164,3 +168,23 @@ def test_after_a_group_that_has_no_step_of_its_own_one_worker_is_the_chief(
         if not drops:
             assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
     assert len(chiefs) == 1
+
+
+def test_an_iterator_that_has_ended_with_a_group_is_over_when_the_next_loop_begins(tmp_path: Path) -> None:
+    def in_job(session: Session) -> None:
+        model, optimizer, loader = prepared(accelerator := accelerator_of(session, 1))
+        before = iter(())
+        for _ in range(EPOCHS):
+            batches = iter(loader)
+            for _ in range(7):  # of 2 batches, and the last one of 1
+                for x, y in list(islice(batches, 2)):
+                    accelerator.backward(loss_of(model, x, y))
+                optimizer.step()
+                optimizer.zero_grad()
+            assert next(before, None) is None
+            assert not loader.looping
+            before = batches
+
+    with running_job(tmp_path, data={"shuffle": False}) as job:
+        job.run(in_job, workers=1)
+        assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
