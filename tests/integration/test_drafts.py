@@ -25,8 +25,9 @@ FIELDS: dict[str, Any] = {"parameterServer": {"replicas": 2, "bucketBytes": 1024
 
 
 def drafted(traces: Path) -> set[int]:
-    """The versions of which a shard has made drafts."""
-    lines = [line for file in traces.glob("ps-*.jsonl") for line in file.read_text().splitlines()]
+    """The versions of which a shard has made drafts. A last line that is being written is left out."""
+    written = [file.read_text().rpartition("\n")[0] for file in traces.glob("ps-*.jsonl")]
+    lines = [line for text in written for line in text.splitlines()]
     return {e["args"]["version"] for e in map(json.loads, lines) if e["name"] == "draft"}
 
 
