@@ -9,10 +9,11 @@ a Zipf distribution. It prints the median step of
 
 and that of elastic-ps with a table four times as large. They take turns. Loading records is not measured.
 
-With `--known 10000000` elastic-ps has a table that grows instead, in which so many rows are made before, then
-one twice as large, one with a tenth of the rows, and then the first one while the rows of the next batch are
-fetched during a step. The network is DeepFM's: a factorization machine beside a feed-forward network. With N
-workers a step has N times as many records as one of "one process", so N of the latter's steps are compared.
+With `--known 10000000` elastic-ps has a table that grows instead, in which so many rows are made before, and
+then the same one while the rows of the next batch are fetched during a step. Two more compare the sizes of
+tables: one has a tenth of the rows, and one twice as many, of which as few are looked up as in the small one.
+The network is DeepFM's: a factorization machine beside a feed-forward network. With N workers a step has N
+times as many records as one of "one process", so N of the latter's steps are compared.
 """
 
 from __future__ import annotations
@@ -78,20 +79,22 @@ class Model(torch.nn.Module):
         return out
 
 
-def zipf(records: int, rows: int) -> torch.Tensor:
+def zipf(records: int, rows: int, ranks: int) -> torch.Tensor:
     """The ids of records: rank r is looked up about in proportion to 1 / r, and ranks are scattered."""
     random = torch.Generator().manual_seed(0)
-    ranks = torch.exp(
-        torch.rand(records, FIELDS, generator=random, dtype=torch.float64) * torch.tensor(rows).log()
-    )
-    return (ranks.long() * 2_654_435_761) % rows
+    drawn = torch.rand(records, FIELDS, generator=random, dtype=torch.float64)
+    drawn = torch.exp(drawn * torch.tensor(ranks, dtype=torch.float64).log())
+    return (drawn.long() * 2_654_435_761) % rows
 
 
 class Looked:
-    """The ids of records, by their numbers: the first `filling` records have each row once."""
+    """The ids of records, by their numbers: the first `filling` records have each row once.
 
-    def __init__(self, rows: int, filling: int = 0) -> None:
-        self._ids, self._rows, self._filling = zipf(1 << 16, rows), rows, filling
+    `used`: how many of the rows the others look up.
+    """
+
+    def __init__(self, rows: int, used: int, filling: int = 0) -> None:
+        self._ids, self._rows, self._filling = zipf(1 << 16, rows, used), rows, filling
 
     def __call__(self, numbers: torch.Tensor) -> torch.Tensor:
         if int(numbers[0]) < self._filling:
@@ -112,7 +115,7 @@ def run(model: Any, optimizer: Any, batches: Iterable[torch.Tensor], look: Looke
     return statistics.median(seconds[WARM - STEPS :]) * 1e3
 
 
-def train(path: str, rows: int, batch: int, workers: int, kind: str, ahead: bool) -> None:
+def train(path: str, rows: int, used: int, batch: int, workers: int, kind: str, ahead: bool) -> None:
     """What a worker of elastic-ps runs."""
     torch.set_num_threads(1)
     session = elastic_ps.connect()
@@ -120,7 +123,7 @@ def train(path: str, rows: int, batch: int, workers: int, kind: str, ahead: bool
     optimizer = session.optimizer(torch.optim.Adagrad(model.parameters(), lr=0.01), model)
     together = batch * workers
     filling = -(-rows // (FIELDS * together)) * together if kind == "growing" else 0
-    look, records = Looked(rows, filling), Numbers(filling + STEPS * together)
+    look, records = Looked(rows, used, filling), Numbers(filling + STEPS * together)
     prefetch = (lambda numbers: {"rows": look(numbers)}) if ahead else None
     median = run(model, optimizer, session.loader(records, batch, prefetch=prefetch), look)
     if session.worker == 0:
@@ -136,15 +139,15 @@ def train_without(path: str, rows: int, batch: int, *, ddp: bool) -> None:
         model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.01)
     loader = torch.utils.data.DataLoader(Numbers(STEPS * batch), batch)
-    median = run(model, optimizer, loader, Looked(rows))
+    median = run(model, optimizer, loader, Looked(rows, rows))
     if int(os.environ.get("RANK", "0")) == 0:
         Path(path).write_text(str(median))
     if ddp:
         torch.distributed.destroy_process_group()
 
 
-def elastic(rows: int, batch: int, workers: int, kind: str, *, ahead: bool = False) -> float:
-    """The median step of elastic-ps, in milliseconds."""
+def elastic(rows: int, batch: int, workers: int, kind: str, *, used: int = 0, ahead: bool = False) -> float:
+    """The median step of elastic-ps, in milliseconds. `used`: how many rows are looked up, if not all."""
     with tempfile.TemporaryDirectory() as root:
         path = Path(root) / "median"
         spec = {
@@ -152,6 +155,7 @@ def elastic(rows: int, batch: int, workers: int, kind: str, *, ahead: bool = Fal
             "arguments": {
                 "path": str(path),
                 "rows": rows,
+                "used": used or rows,
                 "batch": batch,
                 "workers": workers,
                 "kind": kind,
@@ -204,16 +208,19 @@ def main() -> None:
         return
     os.chdir(ROOT)
     kind, size = ("growing", parsed.known) if parsed.known else ("sparse", rows)
-    found: dict[str, list[float]] = {"elastic-ps": [], "DDP": [], "one process": [], "a larger table": []}
+    found: dict[str, list[float]] = {"elastic-ps": [], "DDP": [], "one process": []}
+    few = size // 10 if parsed.known else size
+    large = (2 if parsed.known else 4) * size
+    found |= {f"{few:,} of {large:,} rows": []}
     if parsed.known:
-        found |= {"a smaller table": [], "fetched ahead": []}
+        found |= {f"{few:,} rows": [], "fetched ahead": []}
     for number in range(parsed.rounds):
         found["elastic-ps"].append(elastic(size, batch, workers, kind))
         found["DDP"].append(without(rows, batch, workers))
         found["one process"].append(without(rows, batch, 1) * workers)
-        found["a larger table"].append(elastic((2 if parsed.known else 4) * size, batch, workers, kind))
+        found[f"{few:,} of {large:,} rows"].append(elastic(large, batch, workers, kind, used=few))
         if parsed.known:
-            found["a smaller table"].append(elastic(size // 10, batch, workers, kind))
+            found[f"{few:,} rows"].append(elastic(few, batch, workers, kind))
             found["fetched ahead"].append(elastic(size, batch, workers, kind, ahead=True))
         steps = ", ".join(f"{name} {values[-1]:.1f}" for name, values in found.items())
         print(f"round {number + 1}: {steps} ms", flush=True)
@@ -221,12 +228,16 @@ def main() -> None:
     ours = median["elastic-ps"]
     print(f"{workers} workers, batches of {batch}, {FIELDS} ids each, {rows:,} rows of {WIDTH} float32")
     for name, value in median.items():
-        print(f"{name:16}{value:10.2f} ms    elastic-ps / this {ours / value:6.2f}")
+        print(f"{name:28}{value:10.2f} ms    elastic-ps / this {ours / value:6.2f}")
     what = f"{size:,} rows, {workers} workers, batches of {batch}"
-    write(
-        parsed.json,
-        [Figure(what, ours, median[name], "ms", name) for name in found if name != "elastic-ps"],
-    )
+    others = [name for name in ("DDP", "one process", "fetched ahead") if name in found]
+    figures = [Figure(what, ours, median[name], "ms", name) for name in others]
+    beside = f"{few:,} rows" if parsed.known else "elastic-ps"
+    larger = median[f"{few:,} of {large:,} rows"]
+    what = f"a table of {large:,} rows, of which {few:,} are looked up"
+    figures.append(Figure(what, larger, median[beside], "ms", f"a table of {few:,} rows"))
+    print(f"{what}: {larger / median[beside]:.2f} of the time of a table of {few:,}")
+    write(parsed.json, figures)
 
 
 if __name__ == "__main__":

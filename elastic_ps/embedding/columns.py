@@ -17,6 +17,7 @@ from elastic_ps.embedding.init import Ids
 
 _SMALLEST = 1 << 12
 _GROWTH = 1.25
+_LARGE_PAGE = 1 << 21  # the kernel aligns memory of such a size, so large pages stay whole when it moves
 _REMEMBERED = 1 << 16
 NEVER = -1
 """The last version of a row that is free."""
@@ -50,9 +51,8 @@ class Column:
     def reserve(self, rows: int) -> None:
         """Have room for so many rows. New ones are 0."""
         if rows * self.row_bytes > len(self._memory):
-            page = mmap.PAGESIZE
             size = int(rows * _GROWTH) * self.row_bytes
-            self._memory.resize(-(-size // page) * page)
+            self._memory.resize(-(-size // _LARGE_PAGE) * _LARGE_PAGE)
             self._advise()
 
     @property
