@@ -158,33 +158,46 @@ def lazy() -> Model:
     return growing(optimizer=LazyAdam(lr=0.1))
 
 
-def trained(directory: Path, *, lose: bool) -> State:
-    """The rows that a job has trained. `lose`: a shard is lost meanwhile."""
-    restarted = threading.Lock()
+def trained(directory: Path, *, processes: int, faults: bool) -> State:
+    """The rows of a job. `faults`: it loses a worker and a shard, and is resumed on three shards."""
+    happened = [threading.Lock() for _ in range(2)]
+    checkpoints = directory / "checkpoints"
 
-    def restart(session: Session) -> None:
-        if lose and session.version >= 6 and restarted.acquire(blocking=False):
+    def once(event: int, session: Session, version: int) -> bool:
+        return faults and session.version >= version and happened[event].acquire(blocking=False)
+
+    def each(session: Session) -> None:
+        if session.worker == 1 and once(0, session, 3):
+            job.declare_gone(1)
+        if once(1, session, 6):
             job.restart(1)
+        if faults and resume == "no" and session.version >= 12:
+            raise SystemExit
 
-    with running_job(
-        directory,
-        checkpoints=directory / "checkpoints",
-        consistency={"deterministic": True},
-        worker={"replicas": 2, "processes": 2},
-        parameterServer={"replicas": 2, "checkpoint": {"everyVersions": 4}},
-        data={"shardRecords": 6},
-    ) as job:
-        for worker in range(2):
-            job.start_processes(worker, trainer(lazy, restart, batch_size=3))
-        job.join()
-        assert (job.status().term > 1) == lose
+    for shards, resume in ((2, "no"), (3, "require"))[: 1 + faults]:
+        with running_job(
+            directory / str(shards),
+            checkpoints=checkpoints,
+            resume=resume,  # type: ignore[arg-type]
+            consistency={"deterministic": True},
+            worker={"replicas": 2, "processes": processes},
+            parameterServer={"replicas": shards, "checkpoint": {"everyVersions": 4}},
+            data={"shardRecords": 6},
+        ) as job:
+            for worker in range(2):
+                job.start_processes(worker, trainer(lazy, each, batch_size=3))
+            job.join()
+    assert all(event.locked() == faults for event in happened)
     model = lazy()
-    elastic_ps.load_checkpoint(directory / "checkpoints", model)
+    elastic_ps.load_checkpoint(checkpoints, model)
     return rows_of(model)
 
 
-def test_the_rows_are_the_same_bit_for_bit_when_a_shard_is_lost(tmp_path: Path) -> None:
-    found, expected = (trained(tmp_path / str(lose), lose=lose) for lose in (True, False))
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_rows_are_the_same_bit_for_bit_after_faults_and_a_resume(tmp_path: Path, processes: int) -> None:
+    found, expected = (
+        trained(tmp_path / str(faults), processes=processes, faults=faults) for faults in (True, False)
+    )
     for name, value in expected.items():
         assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
 
