@@ -85,9 +85,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     ),
     "tables-large": Benchmark(
         "A table that grows",
-        "DeepFM on a table in which ten million rows are made before, beside tables of twenty million and of "
-        "one. DDP and one process have a million; of one process, as many steps as there are workers are "
-        "compared.",
+        "DeepFM on a table in which ten million rows are made before. DDP and one process have a million; of "
+        "one process, as many steps as there are workers are compared. Then a table of twenty million rows "
+        "beside one of a million, with as many rows in a batch.",
         ("--known", "10000000", "--batch", "2048", "--rounds", "1"),
         "tables",
     ),
