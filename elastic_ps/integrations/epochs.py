@@ -64,7 +64,6 @@ class EpochLoader:
         self._upcoming: int | None = None  # an epoch that has been asked for, and not looped over
         self._is_of_job = False  # the last loop had an epoch of the job's
         self._running: Iterator[Any] | None = None  # what the loop under way takes from, or one that was left
-        self._left_at_end = False  # the last loop was left with its last batch
         self._untrained: Generator[Any, None, None] | None = None
         self._owes = False  # the last loop has ended before the script made a step with its last batches
 
@@ -116,7 +115,7 @@ class EpochLoader:
                 "read the data again, for example to evaluate, use another DataLoader, prepared or set up "
                 "after the training one"
             )
-        self._running, self._left_at_end = self._loop(self.begun), False
+        self._running = self._loop(self.begun)
         self.begun, self.looping = self.begun + 1, True
         before, mine = self.batches, self.begun
         try:
@@ -202,7 +201,7 @@ class EpochLoader:
         """The script goes on after a loop: if it has left batches there, the training ends. May block.
 
         Args:
-            ends: the script goes on to its end, so it has left the epochs to come, too.
+            ends: the script has ended, so it has left the epochs to come, too.
         """
         if self._owes:
             self._owes = False
@@ -212,17 +211,15 @@ class EpochLoader:
             self._ended()
             if self.begun == self._epochs and self.upcoming() is not None:
                 logger.warning(
-                    "there are more records to train after this script's last loop over the training data, "
-                    "since a step was lost. Other workers train them, if there are any. A script that loads "
-                    "several batches before it computes on them trains them if it asks its iterator again"
+                    "records remain after this script's last loop over the training data, because a step was "
+                    "lost. Other workers, if there are any, train them. If this script loads several batches "
+                    "before it computes on them, let it call next() on its iterator again to train them here"
                 )
         running, self._running = self._running, None
         left = running is not None and next(running, _END) is not _END
-        if running is not None:
-            self._left_at_end = not left
-        if left or (ends and self._left_at_end and self.begun < self._epochs):
+        if left or (ends and 0 < self.begun < self._epochs and self.upcoming() is not None):
             self._session.stop(_LEFT)
-            logger.warning("%s with `break`, so the training ends on all workers", _LEFT)
+            logger.warning("%s, so the training ends on all workers", _LEFT)
 
     def is_chief(self) -> bool:
         """`Session.is_chief` after a loop: also false if the loop had no epoch of the job's. May block."""
