@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pickle
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -60,9 +62,11 @@ class TableDataset(BlockDataset):
         self._sources: dict[int, Any] = {}
         kind = type(self).__name__
         self._files, self._tails = files, list[int]()
+        # Whether two expressions are the same is not known from their text, which leaves long lists out.
+        where = "" if where is None else hashlib.blake2b(pickle.dumps(self._where), digest_size=8).hexdigest()
         read = f"/{self._columns}" if self._sums_up else ""
         indexes = [
-            index_of(file, f"{kind}/3/{self._where}{read}", partial(self._indexed, number), index)
+            index_of(file, f"{kind}/3/{where}{read}", partial(self._indexed, number), index)
             for number, file in enumerate(files)
         ]
         for file, found in zip(files, indexes, strict=True):
@@ -71,7 +75,7 @@ class TableDataset(BlockDataset):
         rows = [found["rows"] for found in indexes]
         self._blocks = [(number, part) for number, each in enumerate(rows) for part in range(len(each))]
         self._sums = [int(crc) for found in indexes for crc in found["sums"]]
-        digests = [digest_of(each, file.size) for each, file in zip(indexes, files, strict=True)]
+        digests = [f"{digest_of(each, file.size)}{where}" for each, file in zip(indexes, files, strict=True)]
         super().__init__(files, [int(count) for each in rows for count in each], digests, transform)
 
     def _indexed(self, number: int) -> Index:
@@ -106,7 +110,7 @@ class TableDataset(BlockDataset):
             column = name.removeprefix(".").partition(".")[0] if self._dotted else name
             if not {name, column} & there:
                 raise UsageError(
-                    f"there is no column {name!r} in {file.url}; there are {', '.join(names)[:300]}"
+                    f"there is no column {name!r} in {file.url}; its columns are {', '.join(names)[:300]}"
                 )
 
     def _source(self, number: int) -> Any:

@@ -151,11 +151,24 @@ def test_a_column_that_there_is_not_is_refused_at_once(tmp_path: Path, kind: str
     """The second time, the files have an index."""
     write(tmp_path, kind)
     for _ in range(2):
-        with pytest.raises(UsageError, match=r"there is no column 'nmae' in .*; there are id, name, wide"):
+        with pytest.raises(
+            UsageError, match=r"there is no column 'nmae' in .*; its columns are id, name, wide"
+        ):
             make(tmp_path / f"*.{kind}", columns=["id", "nmae"], index=tmp_path / "index")
         with pytest.raises(UsageError, match="columns is empty; expected names"):
             make(tmp_path / f"*.{kind}", columns=[], index=tmp_path / "index")
         make(tmp_path / f"*.{kind}", columns=["id"], index=tmp_path / "index")
+
+
+@KINDS
+def test_long_conditions_that_differ_have_an_index_each(tmp_path: Path, kind: str, make: Any) -> None:
+    write(tmp_path, kind)
+    found = []
+    for ids in (range(20), [*range(9), 104, *range(10, 20)]):
+        data = make(tmp_path / f"*.{kind}", where=[("id", "in", [*ids])], index=tmp_path / "index")
+        assert [row["id"] for row in data.__getitems__(range(20))] == sorted(ids)
+        found.append(data.block_digests())
+    assert found[0] != found[1]
 
 
 @KINDS
