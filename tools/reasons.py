@@ -57,7 +57,7 @@ CONDITIONS = (
     Reason(
         "Degraded",
         ("WorkerNotAnswering",),
-        "The parameter server has given up a worker whose pod still runs: it is frozen, or cut off.",
+        "The parameter server has given up on a worker whose pod still runs: it is frozen, or cut off.",
         "See `kubectl logs`. The worker is replaced if it does not come back.",
     ),
     Reason(
@@ -87,7 +87,7 @@ CONDITIONS = (
         "Degraded",
         ("NameTaken",),
         "An object of that name belongs to something else, or to an earlier job that is being deleted. "
-        "Without its own volume claim, a job gets no parameter server and no standby.",
+        "If the name is that of the volume claim, no parameter server and no standby starts.",
         "Wait, or rename the job.",
     ),
     Reason(
@@ -141,7 +141,7 @@ CONDITIONS = (
         "Degraded",
         ("CertificatesRefused",),
         "The operator cannot issue certificates: its Secret is missing or wrong, a quota or RBAC forbids the "
-        "job's Secrets, or something else has the name of one.",
+        "job's Secrets, or an object of another owner has the name of one.",
         "Read the message. The operator tries again every 15 s.",
     ),
     Reason(
@@ -196,7 +196,7 @@ CONDITIONS = (
     Reason(
         "Diverged",
         ("LossNotFinite", "LossFarAboveBest", "LossNoBetter"),
-        "The model learns nothing, by the loss that its scripts report. The job goes on.",
+        "Judged by the loss that its scripts report, the model learns nothing. The job goes on.",
         "Read the message: it names what to change.",
     ),
     Reason("Diverged=False", ("NotFound",), "The model learns again."),

@@ -51,7 +51,7 @@ class ResumeFrom(CamelModel):
     job: Annotated[str | None, _ONE_SOURCE] = Field(
         default=None,
         pattern=_CLAIM,
-        description="The earlier job, whose volumeClaim had retain. It must have ended.",
+        description="The earlier job, whose volumeClaim had retain: true. It must have ended.",
     )
     claim: str | None = Field(default=None, pattern=_CLAIM, description="The PersistentVolumeClaim itself.")
 

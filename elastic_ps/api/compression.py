@@ -53,9 +53,8 @@ class Compression(CamelModel):
         ge=0,
         le=1,
         description="With codec auto: how much of a gradient may be lost in a step, 0.02 if unset. This "
-        "is the norm of the difference between what is sent and what arrives, divided by the "
-        "norm of what is sent: the gradient, and what was left over before. It holds for each "
-        "bucket of each step.",
+        "is the norm of the error after decoding, divided by the norm of what was encoded: the gradient "
+        "plus what earlier steps left over. It holds for each bucket of each step.",
     )
     options: dict[str, JsonValue] = Field(
         default_factory=dict,
@@ -70,8 +69,8 @@ class Compression(CamelModel):
     )
     lossless: Literal["none", "zstd", "blosc"] = Field(
         default="none",
-        description="A lossless compression of what the codecs of gradients and values make, also of "
-        "codec none: zstd (Zstandard, which finds more) or blosc (Blosc, which is faster). "
+        description="A lossless compression of the output of the codecs of gradients and values, also of "
+        "codec none: zstd (Zstandard, which saves more) or blosc (Blosc, which is faster). "
         "They need the packages zstandard and blosc.",
     )
     values: Literal["none", "changed", "bf16", "int8", "int4", "topk", "signsgd"] = Field(

@@ -81,7 +81,7 @@ def _takes(option: str) -> OnlyWith:
 
 
 LOCALLY_FIXED = "in mode local, only consistency.steps can change; create a new job for that"
-LOCAL_STAYS = "there the script's optimizer runs on the workers, and elsewhere on the parameter server"
+LOCAL_STAYS = "in mode local the optimizer runs on the workers, in other modes on the parameter server"
 """Why a job cannot enter or leave mode `local`."""
 
 _SYNC, _LOCAL = OnlyWith("mode", ("sync",)), OnlyWith("mode", ("local",))
@@ -94,7 +94,7 @@ _MEASURED = NotWith("deterministic", "measured speeds differ from run to run", v
 _OBJECTIVE: list[OnlyWith | NotWith] = [
     OnlyWith("mode", ("async", "bounded", "sync")),
     *(
-        NotWith(other, "no step is stale with it, and the mode stays sync")
+        NotWith(other, "no step is stale then, and the mode stays sync")
         for other in ("deterministic", "backup_workers", "global_batch_size")
     ),
 ]
@@ -151,8 +151,8 @@ _PASSES = Rule(
     message="consistency.outerLearningRate must be at most 1 with outer easgd",
     holds=lambda c: not c.outer_rule.elastic or c.outer_rule.learning_rate <= 1,
     says=lambda c: (
-        f"outerLearningRate {c.outer_learning_rate:g} would move a worker and the job past each other; with "
-        "outer easgd it is at most 1"
+        f"outerLearningRate is {c.outer_learning_rate:g}; expected at most 1 with outer easgd, or a worker "
+        "and the job would overshoot each other's values"
     ),
 )
 
@@ -204,10 +204,10 @@ class Consistency(CamelModel):
     )
     balance: Annotated[Literal["even", "speed"] | None, _BALANCES, _WAITS, _MEASURED, NOT_LOCALLY] = Field(
         default=None,
-        description="Only with globalBatchSize, or with mode local and outer diloco or average. The default "
-        "is even. With speed, workers get work in proportion to their measured speed: records of each "
-        "version, or local steps between two exchanges; the fastest worker makes as many as the field "
-        "steps sets.",
+        description="How work is divided among workers: evenly (the default), or in proportion to their "
+        "measured speed. Only with globalBatchSize, which divides the records of each version, or with mode "
+        "local and outer diloco or average, which give the fastest worker as many local steps as the field "
+        "steps sets, and the others fewer.",
     )
     reads: Annotated[Literal["consistent", "inconsistent"] | None, OnlyWith("mode", ("async",))] = Field(
         default=None,

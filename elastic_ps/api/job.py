@@ -89,18 +89,17 @@ class ParameterServer(CamelModel):
     overlap: Annotated[OverlapSetting, rules.NEVER] = Field(
         default="auto",
         description="Whether workers send gradients during backward. With auto they do if the gradients fill "
-        "several buckets. If the workers take every core of one host, buckets have 64 MiB, because nothing "
-        "can run beside backward. With always, buckets are small on such a host, too, and in a small model. "
-        "With never, gradients are sent in optimizer.step(). In modes bounded and async, and if the script "
-        "passes overlap=False or several optimizers to session.optimizer, they are always sent there. The "
-        "status says what a job does, and why.",
+        "several buckets; if the workers take every core of a host, its buckets have 64 MiB. With always, "
+        "buckets stay small. With never, gradients are sent in optimizer.step(), as they are in modes "
+        "bounded and async, and if the script passes overlap=False or several optimizers to "
+        "session.optimizer. The status says what a job does, and why.",
     )
     drafts: Annotated[bool, rules.NEW_PODS] = Field(
         default=True,
-        description="With true, in mode sync, a shard makes and sends the next values of a bucket, a draft, "
-        "as soon as it has the gradients of all workers for it. So values are sent while other gradients "
-        "arrive. It keeps the old values until the whole step is complete, which takes a second copy of "
-        "values, sums and optimizer state. Workers on a shard's own host do not need it.",
+        description="With true, in mode sync, a parameter server computes and sends the next values of a "
+        "bucket (a draft) as soon as all gradients of the bucket are there, while others still arrive. It "
+        "keeps the old values until the step is complete, which takes a second copy of values, sums and "
+        "optimizer state. No drafts are made for workers on its own host.",
     )
     draft_bytes: Annotated[int, rules.NEW_PODS] = Field(
         default=2 * 1024 * 1024 * 1024,
@@ -374,10 +373,9 @@ class TrainingJobSpec(CamelModel):
     )
     unencrypted_all_reduce: Annotated[bool, rules.OnlyWith("strategy", ("all-reduce",)), rules.PATCH] = Field(
         default=False,
-        description="With strategy all-reduce, whether workers on several hosts may add gradients up, though "
-        "torch.distributed neither encrypts nor asks for certificates. Whoever reaches the workers' ports "
-        "can then read and change gradients and values. Without it, a job whose processes have certificates "
-        "is refused. Calls to the parameter server are encrypted all the same.",
+        description="Allows strategy all-reduce in a job with TLS certificates, although torch.distributed "
+        "does not use them: whoever reaches the workers' ports can read and change gradients and values. If "
+        "false, such a job is refused. Calls to the parameter server are encrypted all the same.",
     )
     consistency: Annotated[
         Consistency,

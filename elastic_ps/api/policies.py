@@ -14,7 +14,7 @@ class OnExitCodes(CamelModel):
 
     operator: Literal["In", "NotIn"] = Field(
         default="In",
-        description="In: the rule applies to these exit statuses. NotIn: it applies to all others but 0.",
+        description="In: the rule applies to these exit statuses. NotIn: it applies to all others except 0.",
     )
     values: list[Annotated[int, Field(ge=1, le=255)]] = Field(description="Exit statuses from 1 to 255.")
 

@@ -191,7 +191,7 @@ class MemberStatus(CamelModel):
 
     worker: int = Field(description="The worker's index.")
     incarnation: int = Field(
-        description="The number of this member's join. Each join of any worker has a higher number."
+        description="The number of this member's join, which is higher for each later join of any worker."
     )
     pid: int = Field(description="The process id of the worker.")
     host: str = Field(description="The host or pod of the worker.")

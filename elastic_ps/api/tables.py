@@ -14,7 +14,7 @@ class TableStatus(CamelModel):
 
     name: str = Field(description="The table's name.")
     rows: int = Field(default=0, description="Rows of the table.")
-    waiting: int = Field(default=0, description="Ids that have no row yet, with admit_after.")
+    waiting: int = Field(default=0, description="Ids that wait for a row because of admit_after.")
     size_bytes: int = Field(default=0, description="Memory of the table, in bytes.")
     admitted: int = Field(default=0, description="Rows that were created.")
     expired: int = Field(default=0, description="Rows that were dropped.")

@@ -29,8 +29,8 @@ class Traffic(CamelModel):
     )
     hidden_seconds: float = Field(
         default=0.0,
-        description="The part of pushSeconds before the script called optimizer.step(), in seconds. Backward "
-        "hides it.",
+        description="The part of pushSeconds that overlaps with backward, before the script called "
+        "optimizer.step(), in seconds.",
     )
     codec: str = Field(default="", description="The codecs that workers have chosen, with codec auto.")
     overlap: str = Field(
@@ -84,8 +84,8 @@ class TrafficStatus(CamelModel):
     )
     hidden_share: float | None = Field(
         default=None,
-        description="The share of the time of encoding and sending gradients that backward hides, from 0 to "
-        "1. Unset if all is sent in one call.",
+        description="The share of the encoding and sending time of gradients that overlaps with backward, "
+        "from 0 to 1. Unset if all is sent in one call.",
     )
 
     @classmethod

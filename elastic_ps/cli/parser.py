@@ -193,8 +193,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="override a field of the job by its path in the YAML file below spec, or metadata.NAME; may "
-        "be repeated",
+        help="set a field by its path below spec, or by metadata.NAME; may be repeated",
     )
     _add_running(run)
 

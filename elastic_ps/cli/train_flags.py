@@ -62,7 +62,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
         "--epochs",
         type=_count,
         metavar="N",
-        help="how often all workers together train each record (default: 100)",
+        help="the number of epochs (default: 100)",
     )
     how.add_argument(
         "--max-steps", type=_count, metavar="N", help="stop after this many steps (default: 10000)"
@@ -102,8 +102,8 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
         "--mode",
         default="normal",
         metavar="M",
-        help="normal: workers wait for each other; kill: the same, but needs --num-aggregate; bounded: "
-        "workers do not wait (default: normal)",
+        help="normal: workers wait for each other; kill: as normal, but slow workers' steps are dropped "
+        "(needs --num-aggregate); bounded: workers do not wait (default: normal)",
     )
     job.add_argument(
         "--max-staleness",

@@ -163,7 +163,7 @@ class Batches:
         if self._weighed:
             raise UsageError(
                 "session.weigh was called twice for one backward(). Call it once before each, with the "
-                "number of all tokens that its loss is a mean of"
+                "number of tokens that its loss averages over"
             )
         self._weighed = True
         if self._open:  # computed on again, it keeps what was said, or gets another weight

@@ -195,7 +195,7 @@ def files_of(urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], op
     for url in (each for one in given for each in _expanded(one)):
         matching = _matching(url, options) if _PATTERN.search(url) else [url]
         if not matching:
-            raise UsageError(f"there is no file for {url[:300]}. {_EXPECTED}")
+            raise UsageError(f"no file matches {url[:300]}. {_EXPECTED}")
         found += matching
     files = [File(url, options) for url in found]
     for file in files:
@@ -254,8 +254,8 @@ def refuse_compressed(file: File) -> None:
 def changed(url: str) -> UsageError:
     """The error for a file that is not what its index says."""
     return UsageError(
-        f"{url} has changed since its index was made. The records of a job must stay as they are. Start a "
-        "new job for other files, under other names"
+        f"{url} has changed since its index was made. The records of a job must stay as they are. Write the "
+        "changed data to files with other names, and start a new job with them"
     )
 
 

@@ -53,8 +53,8 @@ class Order:
         numbers = [self.blocks] if isinstance(self.blocks, int) else self.blocks
         if min(numbers, default=0) < (1 if isinstance(self.blocks, int) else 0) or self.buffer < 1:
             raise ValueError(
-                f"a block has {min(numbers, default=0)} records, and a buffer {self.buffer} blocks; expected "
-                "1 or more of both"
+                f"the smallest block has {min(numbers, default=0)} records, and data.order.buffer is "
+                f"{self.buffer}; expected 1 or more for both"
             )
         if not isinstance(self.blocks, int) and sum(self.blocks) != self.records:
             raise ValueError(

@@ -145,15 +145,14 @@ def _shuffles(source: DataLoader[Any]) -> bool:
             raise UsageError(
                 f"the DataLoader is a {_name_of(source)}, which has a {name} of its own. session.loader "
                 "makes the batches itself and would not call it. Pass a torch.utils.data.DataLoader, and do "
-                "the rest in the data set, in collate_fn or in the loop. "
-                "To fetch ahead, use num_workers and prefetch_factor; to continue in the middle of an epoch, "
-                "--resume"
+                "the same in the data set, in collate_fn or in the loop. To fetch ahead, use num_workers and "
+                "prefetch_factor. To continue within an epoch, start the job with --resume"
             )
     if isinstance(source.dataset, IterableDataset):
         if source.batch_size is None:
             raise UsageError(
-                "the DataLoader has batch_size=None, so an item of the stream is a batch. Let each be a "
-                "record: pass session.loader the stream itself, batch_size=1, and "
+                "the DataLoader has batch_size=None, so an item of the stream is a batch. To make each "
+                "item a record, pass session.loader the stream itself, batch_size=1, and "
                 "collate_fn=lambda items: items[0]"
             )
         return False
@@ -210,7 +209,7 @@ def _instead_of(given: Any) -> str:
     if isinstance(given, str | bytes):
         return "to read files, pass a data set, such as TextDataset or TarDataset of elastic_ps.data"
     if isinstance(given, Mapping) and 0 not in given:
-        return f"pass one of its values, which are {', '.join(map(str, given))}"
+        return f"pass the value of one of its keys: {', '.join(map(str, given))}"
     if isinstance(given, tuple):
         kinds = {(each.shape, each.dtype) for each in given if isinstance(each, torch.Tensor) and each.ndim}
         lengths = {shape[0] for shape, _ in kinds}
@@ -254,7 +253,7 @@ def _indexed(
         raise InvalidModel(
             f"{name} is a stream without a length, but records can be counted exactly once only if their "
             "number is known. Pass session.loader(..., records=N), with the items of an epoch, or give the "
-            "stream a __len__: Streams in docs/guides/data.md"
+            'stream a __len__. See "Streams" in docs/guides/data.md'
         )
     if records is not None and records < 1:
         raise UsageError(f"records is {records}; expected the number of items in an epoch, at least 1")

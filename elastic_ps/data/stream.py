@@ -134,7 +134,7 @@ class IndexedStream(Dataset[Any]):
                 "%s is begun for the %dth time in epoch %d, because other workers gave back records that "
                 "come before its position. Each time it is read again from its first item. Give it a "
                 "method iterate_from(number), which returns an iterator that begins with that item. See "
-                "Streams in docs/guides/data.md",
+                '"Streams" in docs/guides/data.md',
                 self._name,
                 OFTEN,
                 index.epoch,
@@ -167,7 +167,8 @@ class IndexedStream(Dataset[Any]):
             logger.warning(
                 "%s was begun again in epoch %d, and its first item has changed. If its order has changed, "
                 "some items are trained twice, and others never. In __iter__, create a new generator with "
-                "a constant seed; if you shuffle a list, shuffle a copy. See Streams in docs/guides/data.md",
+                'a constant seed; if you shuffle a list, shuffle a copy. See "Streams" in '
+                "docs/guides/data.md",
                 self._name,
                 self._next.epoch,
             )
@@ -188,14 +189,14 @@ class IndexedStream(Dataset[Any]):
         if not self._sought:
             return ""
         return (
-            f". It was begun by iterate_from({self._sought}), which must give all items but the first "
-            f"{self._sought}. Compare it with itertools.islice(stream, {self._sought}, None)"
+            f". It was started with iterate_from({self._sought}), which must give all items but the first "
+            f"{self._sought}, as itertools.islice(stream, {self._sought}, None) does"
         )
 
     def _require_end(self) -> None:
         assert self._items is not None, "it is begun"
         advice = (
-            f"{self._blame()}; or correct __len__"
+            f"{self._blame()}. Correct iterate_from or __len__"
             if self._sought
             else ", so the others would not be trained. Correct __len__; or pass session.loader(..., "
             f"records={self._records}) to train only the first ones"

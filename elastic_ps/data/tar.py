@@ -128,8 +128,8 @@ def _indexed(file: File) -> Index:
             last, fields = key, set()
         elif field in fields:
             raise UsageError(
-                f"{file.url}: the record {key} has two files {field}; expected names that differ not only in "
-                "case"
+                f"{file.url}: the record {key} has two files for the field {field}; their names must differ "
+                "in more than case"
             )
         numbers.append((start, size, crc, not fields))
         fields.add(field)

@@ -40,8 +40,8 @@ _CHANGED = (
     "the gradient of each worker, give ElasticAccelerator(overlap=False)"
 )
 _BY_HAND = (
-    "this script makes a step of {batches} batches, but the job steps the scheduler that "
-    "accelerator.prepare(...) got for every {steps} of them. Give "
+    "this script makes a step of {batches} batches, but the job steps the prepared scheduler once every "
+    "{steps} batches. Give "
     "ElasticAccelerator(gradient_accumulation_steps={batches}), and write `with "
     "accelerator.accumulate(model):` around backward and step. Or do not prepare the scheduler, and call "
     "accelerator.session.scheduler(scheduler, interval=...)"
@@ -206,12 +206,11 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         models = [m for m in self._models if trained <= {id(p) for p in m.parameters()}]
         if not models or self._elastic is not None:
             raise UsageError(
-                "accelerator.prepare(...) takes one optimizer, in one call with the model that has its "
-                "parameters or in a later one, as in model, optimizer, loader = accelerator.prepare(model, "
-                "optimizer, loader). Put several models that one optimizer trains into one "
-                "torch.nn.ModuleDict, and prepare that. Several optimizers need a script with "
-                "session.optimizer({...}, model): One model, one or several optimizers in "
-                "docs/guides/scripts.md"
+                "accelerator.prepare(...) takes one optimizer, together with its model or after it, as in "
+                "model, optimizer, loader = accelerator.prepare(model, optimizer, loader). Put several "
+                "models that one optimizer trains into one torch.nn.ModuleDict, and prepare that. For "
+                'several optimizers, call session.optimizer({...}, model) instead: see "One model, one or '
+                'several optimizers" in docs/guides/scripts.md'
             )
         overlap = self._overlap and self.scaler is None
         limit = None if self._local else self._max_grad_norm
@@ -429,8 +428,7 @@ class _Scheduler(AcceleratedScheduler):  # type: ignore[misc]
             self.scheduler.step(*args, **kwargs)
         elif self._by_mistake():
             raise UsageError(
-                f"the {type(self.scheduler).__name__} is stepped between two epochs, but the job steps a "
-                "scheduler that accelerator.prepare(...) got, by the records, as if after each optimizer "
-                "step. Do not prepare it: call accelerator.session.scheduler(scheduler, interval='epoch'), "
-                "and remove scheduler.step()"
+                f"the {type(self.scheduler).__name__} is stepped between two epochs, but the job steps "
+                "prepared schedulers itself, as if after each optimizer step. Do not prepare it: call "
+                "accelerator.session.scheduler(scheduler, interval='epoch'), and remove scheduler.step()"
             )

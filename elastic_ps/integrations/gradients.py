@@ -27,7 +27,7 @@ def of_second_step(strategy: str) -> str:
     return (
         "a second step is made with the same batch, but each batch of the training DataLoader allows one "
         f"step of one optimizer. Choose the optimizer by {strategy}.session.version, which is the same on "
-        "all workers, or in mode local by the number of the batch. See Two networks in turn in "
+        'all workers, or in mode local by the number of the batch. See "Two networks in turn" in '
         "docs/cookbook.md"
     )
 
@@ -93,10 +93,14 @@ class ClippedSteps:
             UsageError: the parameter server does not know of a limit, or it is another norm.
         """
         clips = max_norm != float("inf")
-        if norm_type != 2 or optimizer is None or (self._limit is None and clips):
+        if norm_type != 2:
+            raise UsageError(
+                f"{call}: norm_type is {norm_type}, but the parameter server clips by the 2-norm"
+            )
+        if optimizer is None or (self._limit is None and clips):
             raise UsageError(
                 f"{call}: the parameter server clips the gradient of all workers. Tell it the limit at the "
-                f"start, with {how}(max_grad_norm={max_norm}); only the 2-norm works"
+                f"start, with {how}(max_grad_norm={max_norm})"
             )
         each = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         norms = [torch.linalg.vector_norm(p.grad.detach()) for p in each if p.grad is not None]

@@ -73,8 +73,8 @@ def check(trainer: Any) -> None:
         ),
         (
             bool(refused),
-            f"{', '.join(refused)} trains several times, or changes what a step is made of, which a job "
-            "cannot. Leave it out",
+            f"a job cannot use {', '.join(refused)}, which trains several times or changes what a step is "
+            "made of. Leave it out",
         ),
         (
             "dataloader_iter" in getattr(module.training_step, "__code__", check.__code__).co_varnames,

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 NAME = "elastic_ps"
 """The name of the strategy, as in `Trainer(strategy="elastic_ps")`."""
 
-_OTHERS = "only the chief, which is another worker, continues with a checkpoint of the training"
+_OTHERS = "another worker has the checkpoint, and only that one runs the rest of the script"
 _LAST_WEIGHTS = (
     "another worker has written the checkpoint, so trainer.%s(...) uses the last weights of the training"
 )

@@ -63,7 +63,7 @@ _AGAIN = "trainer.train() is called a second time, but a job trains one model on
 _NO_SAMPLE = "There seems not to be a single sample"  # a warning where others have trained an epoch
 _NO_LABEL = (
     "records without any labelled token (all labels are -100) are skipped. If there are many, check the "
-    "collator: a template that the text lacks, or a limit of the length, masks every token"
+    "collator: perhaps its template is not in the text, or truncation cuts the labels off"
 )
 
 
@@ -472,7 +472,7 @@ def _check(trainer: Any, session: Session) -> None:
         ),
         (
             args.auto_find_batch_size,
-            "auto_find_batch_size begins the training again, which a job cannot. Leave it out, and set "
+            "auto_find_batch_size restarts the training, which a job does not allow. Leave it out, and set "
             "per_device_train_batch_size",
         ),
         (
@@ -483,7 +483,7 @@ def _check(trainer: Any, session: Session) -> None:
         (
             args.load_best_model_at_end,
             "load_best_model_at_end needs the checkpoints of one process. Leave it out, and let an evaluator "
-            "keep the best checkpoint: docs/guides/evaluator.md",
+            "keep the best checkpoint, see docs/guides/evaluator.md",
         ),
         (
             args.push_to_hub,
@@ -492,8 +492,8 @@ def _check(trainer: Any, session: Session) -> None:
         ),
         (
             with_standby and args.max_grad_norm > 0,
-            f"max_grad_norm is {args.max_grad_norm}, and 1.0 if it is not given, but a standby makes its "
-            "steps without clipping. Give TrainingArguments(max_grad_norm=0), or set "
+            f"max_grad_norm is {args.max_grad_norm} (its default is 1.0), but parameterServer.durability: "
+            "standby does not allow clipping. Give TrainingArguments(max_grad_norm=0), or set "
             "parameterServer.durability: checkpoint",
         ),
         (
@@ -507,9 +507,8 @@ def _check(trainer: Any, session: Session) -> None:
         ),
         (
             _own_loader(trainer),
-            f"{kind} makes the batches that it trains itself (get_train_dataloader), so the job would not "
-            "know which records are in them. Trainers that leave it to transformers work, such as "
-            "SFTTrainer, DPOTrainer and RewardTrainer of TRL",
+            f"{kind} has a get_train_dataloader of its own, so the job would not know which records are in "
+            "a batch. Use one that has not, such as SFTTrainer, DPOTrainer or RewardTrainer of TRL",
         ),
     ]
     for given, said in problems:

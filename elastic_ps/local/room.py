@@ -84,16 +84,16 @@ def shortages(need: Room, free: Room) -> Iterator[str]:
     """Say what a job lacks: the figures, and what to change."""
     if need.memory > free.memory:
         yield (
-            f"the job needs some {_size(need.memory)} of memory on this host, and what its scripts compute; "
+            f"the job needs some {_size(need.memory)} of memory on this host, beside what its scripts use; "
             f"{_size(free.memory)} were free when it started, so the system may kill processes. Lower "
             "worker.replicas, use an optimizer with less state, or use a host with more memory "
             "(docs/guides/resources.md)"
         )
     if need.disk > free.disk:
         yield (
-            f"the job's checkpoints need {_size(need.disk)} of disk, and {_size(free.disk)} are free, or "
-            "taken by older ones. Lower parameterServer.checkpoint.keep, or name a directory on a larger "
-            "disk in parameterServer.checkpoint.path"
+            f"the job's checkpoints need {_size(need.disk)} of disk, and {_size(free.disk)} are free "
+            "or used by older checkpoints. Lower parameterServer.checkpoint.keep, or name a directory on a "
+            "larger disk in parameterServer.checkpoint.path"
         )
 
 

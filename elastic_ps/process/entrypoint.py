@@ -84,7 +84,7 @@ def _check_arguments(
     except TypeError as error:
         if function is run_script:
             raise InvalidJob(
-                f"{field} are those of a function, and the job runs a script: {', '.join(arguments)}. Give a "
+                f"{field} has {', '.join(arguments)}, but the job runs a script, not a function. Give a "
                 "script its arguments after --, as in elastic-ps run train.py -- --epochs 3"
             ) from error
         name = entrypoint.partition(":")[2]

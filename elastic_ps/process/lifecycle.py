@@ -110,8 +110,8 @@ def import_own(name: str, *, what: str, whose: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # a script that runs on import may end the process
         raise InvalidJob(
-            f"{what} {name} cannot be imported: {type(error).__name__}: {error}. It has to be there for "
-            f"{whose}"
+            f"{what} {name} cannot be imported: {type(error).__name__}: {error}. It must be "
+            f"importable for {whose}"
         ) from error
 
 

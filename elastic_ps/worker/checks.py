@@ -40,15 +40,15 @@ _PARAMETER = (
     "Do all pruning, parametrizing, loading with assign=True and replacing of layers before "
     "session.optimizer(...). Later, change values in place, within torch.no_grad(), and call "
     "session.assign(model); to keep pruned weights at zero, use the option keep_zeros of a parameter group. "
-    "If each worker has its own, name it in session.optimizer(..., own=[...])"
+    "If each worker keeps values of its own there, name the tensor in session.optimizer(..., own=[...])"
 )
 _BUFFER = (
-    "If the first forward makes it, or gives it its shape, run the model once on a batch before "
-    "session.optimizer(...). If it need not be saved, register it with persistent=False. If each worker has "
-    "its own, name it in session.optimizer(..., own=[...])"
+    "If the first forward creates this buffer or sets its shape, run the model once on a batch before "
+    "session.optimizer(...). If the buffer need not be saved, register it with persistent=False. If each "
+    "worker keeps values of its own there, name the buffer in session.optimizer(..., own=[...])"
 )
 _HISTORY = "Assign it within torch.no_grad(), or detach() it"
-_SHARED = "Assign a copy, as clone() makes it"
+_SHARED = "Change it in place with copy_(), or assign a clone()"
 
 
 class Registered:
@@ -100,8 +100,8 @@ class Registered:
         for name in assigned:
             if problem := self._problem(name, given.get(name), named):
                 raise UsageError(
-                    "the model's tensors are no longer those that session.optimizer(...) got, which the job "
-                    f"trains and saves: {uncompiled(name)} {'. '.join(problem)}"
+                    "the model has changed since session.optimizer(...), but the job trains and saves the "
+                    f"tensors that it got there: {uncompiled(name)} {'. '.join(problem)}"
                 )
         with torch.no_grad():
             values = [named[name].clone() for name in assigned]  # some may be what others were
@@ -130,7 +130,7 @@ class Registered:
             return "was assigned a value that has a gradient function", _HISTORY
         for other in named:
             if not self._goes_with(name, other, named):
-                return f"was assigned, and shares memory with {uncompiled(other)}, or no longer", _SHARED
+                return f"has begun or ceased to share memory with {uncompiled(other)}", _SHARED
         return None
 
     def _goes_with(self, name: str, other: str, named: Mapping[str, torch.Tensor]) -> bool:
@@ -330,10 +330,10 @@ def _pairs(tensors: Sequence[torch.Tensor], together: Sequence[int]) -> Iterator
 logger = logging.getLogger(__name__)
 
 _APART = (
-    "an AveragedModel is not part of the job's model. It averages what this worker has, and a worker that "
-    "joins later, or has no records in an epoch, has averaged fewer steps. To average each epoch once, save "
-    "it where session.is_chief is true, and average the files; to average each step, make it part of the "
-    "model, and name it in session.optimizer(..., averaged=[...]): Averages of the model in docs/cookbook.md"
+    "an AveragedModel is not part of the job's model. It sees only this worker's steps, and workers do not "
+    "all make the same number. To average once per epoch, save the model where session.is_chief is true, and "
+    "average the files. To average each step, make it part of the model, and name it in "
+    'session.optimizer(..., averaged=[...]). See "Averages of the model" in docs/cookbook.md'
 )
 
 
@@ -388,8 +388,8 @@ register_module_module_registration_hook(_registered)
 _LOOP = (
     "the loop over the data is Lightning's, which divides the work among processes itself and expects the "
     "same number of batches on each, but in a job each worker gets the batches that are there. Use "
-    "Trainer(strategy=ElasticStrategy()) of elastic_ps.integrations.lightning: docs/guides/lightning.md. Or "
-    "write the loop yourself: build the LightningModule without a Trainer, call "
+    "Trainer(strategy=ElasticStrategy()) of elastic_ps.integrations.lightning, see docs/guides/lightning.md. "
+    "Or write the loop yourself: build the LightningModule without a Trainer, call "
     "session.optimizer(optimizer, model), and iterate over session.loader(...)"
 )
 
@@ -400,10 +400,10 @@ _GROUP = (
 )
 
 _RESIZED = (
-    "{where}: {error}. If that is a buffer of the model, the job has memory for the shape that it had in "
-    "session.optimizer(...). When the first forward gives it its shape, as quantisation does with the "
-    "scales of channels, run the model once on a batch before session.optimizer(...). If each worker has "
-    "its own, name it in session.optimizer(..., own=[...])"
+    "{where}: {error}. If that is a buffer of the model, its shape must be the one that it had in "
+    "session.optimizer(...). If the first forward sets the shape, as for the scales of a quantised layer, "
+    "run the model once on a batch before session.optimizer(...). If each worker keeps values of its own "
+    "there, name the buffer in session.optimizer(..., own=[...])"
 )
 
 

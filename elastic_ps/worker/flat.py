@@ -348,8 +348,8 @@ class Flat:
         if (changed := self._writes.changed_constants()) is not None:
             names = ", ".join(self.layout.tensors[index].name for index in changed[:3]) or "a parameter"
             raise UsageError(
-                f"session.assign: the script has changed {names}, which no optimizer trains, so it keeps its "
-                "first value. Give it to the optimizer, or name it in session.optimizer(..., averaged=[...])"
+                f"session.assign: no optimizer trains {names}, so its changes would be lost. Pass it to the "
+                "optimizer, or name it in session.optimizer(..., averaged=[...])"
             )
         with torch.no_grad():
             for index, tensor in enumerate(self.tensors):
@@ -373,14 +373,14 @@ class Flat:
             if tensor.shape != spec.shape:
                 raise UsageError(
                     f"{spec.name} had the shape {list(spec.shape)} in session.optimizer(...), and has "
-                    f"{list(tensor.shape)} now. If the first forward gives it its shape, run the model "
+                    f"{list(tensor.shape)} now. If the first forward sets its shape, run the model "
                     "once on a batch before that call"
                 )
             if tensor.data_ptr() != address:
                 raise UsageError(
                     f"the memory of {spec.name} was replaced after session.optimizer(...). Move the model "
-                    "(.to, .cuda, .half) and load values before that call. If the script changes a tensor "
-                    "itself (see `averaged`), it must change it in place"
+                    "(.to, .cuda, .half) and load values before that call. A tensor that the script "
+                    "changes itself, as those in averaged=[...], must be changed in place"
                 )
 
     @torch.no_grad()

@@ -35,8 +35,8 @@ _TWICE = (
     "backward() ran a second time before optimizer.step(), but the first gradients have been sent already. "
     "To accumulate gradients, run every backward() but the last in `with optimizer.no_sync():`, or use "
     "session.optimizer(..., overlap=False). To make no step after a backward(), call optimizer.skip(). If "
-    "the script runs it only once, a block that is used twice is checkpointed with use_reentrant=True, which "
-    "runs another backward() for each use: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+    "the script calls backward() once, it probably uses a block twice that is checkpointed with "
+    "use_reentrant=True, which calls backward() for each use: pass use_reentrant=False"
 )
 
 _ROWS = -1

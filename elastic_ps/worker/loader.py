@@ -95,7 +95,7 @@ class ElasticLoader:
         if source.batch_size < runtime.world.size:
             raise UsageError(
                 f"batch_size is {source.batch_size}, but each worker has {runtime.world.size} processes, "
-                "which share a batch (worker.processes); expected a batch_size of that number at least"
+                "which share a batch (worker.processes); expected {runtime.world.size} or more"
             )
         if not is_count(epochs):
             raise UsageError(f"epochs is {epochs}; expected a whole number from 1 to {MOST}")
@@ -386,8 +386,8 @@ class ElasticLoader:
             raise UsageError(
                 f"the {type(self.dataset).__name__} has {now} records now; it had {self._source.records} at "
                 "session.loader(...), and the job counts those in each epoch. Give it all records from the "
-                "start. To train on more of them later, run a job for each stage, which begins with "
-                "the values of the previous one: Fine-tuning in docs/cookbook.md"
+                "start. To train on more later, run a second job that begins with the values of the first: "
+                'see "Fine-tuning" in docs/cookbook.md'
             )
 
     def _check_end(self) -> None:
@@ -409,9 +409,8 @@ class ElasticLoader:
         ):
             raise UsageError(
                 "this script accumulates gradients of several batches. With backupWorkers, and in mode "
-                "accumulate, its last step may be dropped as too late, and its records would have to be "
-                "trained after the loop. So write `for epoch in loader.epochs()`, and iterate over the "
-                "loader inside"
+                "accumulate, the last step may be too late and be dropped, and its records then be trained "
+                "after the loop. So write `for epoch in loader.epochs():`, and loop over the loader in it"
             )
 
     def expect_groups(self) -> None:

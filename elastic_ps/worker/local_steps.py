@@ -57,7 +57,7 @@ def refuse_limits(optimizer: torch.optim.Optimizer, where: str) -> None:
             if group.get(key) is not None:
                 raise InvalidModel(
                     f"param_groups[{index}] has {key}={group[key]!r}, but {where} the script's own optimizer "
-                    "makes the steps, and those of torch have no such limits. Leave it out, and bring the "
+                    "makes the steps, and torch optimizers have no such limits. Leave it out, and bring the "
                     "values within the limits in the script, after optimizer.step()"
                 )
 

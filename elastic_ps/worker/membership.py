@@ -299,8 +299,8 @@ class Membership:
         if self._layout not in (None, joined.layout):
             raise ConnectionLost(
                 "the parameter server was lost before the first checkpoint, and uses another bucket size "
-                "now, because another worker has measured its network. This worker has to be restarted. To "
-                "avoid this, set parameterServer.bucketBytes"
+                "since its restart. This worker ends, and a new process can take its place. To avoid this, "
+                "set parameterServer.bucketBytes"
             )
         mine = self.client.member_id
         self.client.member_id = replace(mine, term=joined.term, incarnation=joined.incarnation)

@@ -203,9 +203,9 @@ class ModelDescription:
 
 _KEPT_ELSEWHERE = {
     "buffer": "If the model computes it, as the frequencies of rotary embeddings, register it with "
-    "persistent=False. If each worker has its own, name it in session.optimizer(..., own=[...]). Else let "
-    "it be dense and real, as torch.view_as_real(...) gives it, and use torch.view_as_complex in forward",
-    "parameter": "Let it be dense and real, as torch.view_as_real(...) gives it, and use "
+    "persistent=False. If each worker keeps values of its own there, name it in session.optimizer(..., "
+    "own=[...]). Otherwise store torch.view_as_real(...) of it, and use torch.view_as_complex in forward",
+    "parameter": "Store it dense and real, with torch.view_as_real(...), and use "
     "torch.view_as_complex in forward. If no optimizer trains it, make it a buffer with persistent=False, or "
     "name it in session.optimizer(..., own=[...])",
 }
@@ -258,8 +258,8 @@ def _check_unused(optimizer: torch.optim.Optimizer) -> None:
     # Adagrad has a state from the beginning, of step 0.
     if any(not isinstance(state, dict) or state.get("step", 1) > 0 for state in optimizer.state.values()):
         raise InvalidModel(
-            "the optimizer has made steps already; pass session.optimizer a new one, or, to begin with the "
-            "state of the old one, also state=optimizer.state_dict()"
+            "the optimizer has made steps already; pass session.optimizer a new one. To keep the state, "
+            "also pass state=old_optimizer.state_dict()"
         )
 
 
@@ -278,7 +278,7 @@ def _check_arguments(optimizer: torch.optim.Optimizer, first: int) -> None:
         if group.get(MAX_NORM) is not None and any(p.dim() < 2 for p in group["params"]):
             raise InvalidModel(
                 f"param_groups[{index}] has {MAX_NORM}={group[MAX_NORM]}, which limits the norm of each row, "
-                "but also a parameter without rows, such as a bias; move that parameter to another group"
+                "but one of its parameters has no rows, such as a bias; move that parameter to another group"
             )
         for key in CONSTRUCTED & group.keys():
             if group[key] != optimizer.defaults[key]:

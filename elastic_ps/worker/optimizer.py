@@ -38,8 +38,8 @@ _SCALED = (
 )
 
 _SCALED_ROWS = (
-    "a GradScaler does not divide the gradients of tables that grow, because they are no parameters. Train "
-    "without one, as with torch.autocast in bfloat16 or float32"
+    "a GradScaler does not unscale gradients of tables that grow, because these are not parameters. Train "
+    "without a GradScaler, as with torch.autocast in bfloat16 or float32"
 )
 
 _STATE = "the optimizer's state is on the parameter server: state_dict() fetches it; it cannot be changed"
@@ -103,8 +103,8 @@ class ElasticOptimizer(_Wrapping):
 
     second_step = (  # what is said of it; an integration says it in the words of its library
         "a second step is made with the same batch, but each batch of session.loader(...) is for one step: "
-        "{first}.step() or {second}.step(). Choose by {choose}. Or let all optimizers step at once, with the "
-        "step() of what session.optimizer(...) returned. See Two networks in turn in docs/cookbook.md"
+        "{first}.step() or {second}.step(). Choose one by {choose}. Or let all optimizers step at once, with "
+        'the step() of what session.optimizer(...) returned. See "Two networks in turn" in docs/cookbook.md'
     )
 
     def __init__(
@@ -371,8 +371,8 @@ class ElasticOptimizer(_Wrapping):
                     state = state_dict_of(entries, self._flat.layout, self._flat.tensors, self._wrapped)
         else:
             raise UsageError(
-                "optimizer.state_dict() fetches the state from the parameter server, which process 0 of a "
-                "worker does. Call it where session.is_chief is true, or where LOCAL_RANK is 0"
+                "optimizer.state_dict() fetches the state from the parameter server, and works only in "
+                "process 0 of a worker. Call it where session.is_chief is true, or where LOCAL_RANK is 0"
             )
         return self._wrapped.split(state) if isinstance(self._wrapped, Several) else state
 
@@ -390,7 +390,8 @@ class ElasticOptimizer(_Wrapping):
         raise UsageError(
             "a worker cannot load the optimizer's state, because the state is on the parameter server. To "
             "continue from a checkpoint, start the job with `elastic-ps run JOB --resume DIR`. If accelerate "
-            "or Hugging Face's Trainer called this, use elastic_ps.integrations: docs/guides/huggingface.md"
+            "or Hugging Face's Trainer called this, use elastic_ps.integrations, see "
+            "docs/guides/huggingface.md"
         )
 
 
@@ -448,8 +449,8 @@ def _assign_since(runtime: Runtime, strategy: Strategy, base: int) -> bool:
     while not (reply := runtime.client.assign(base)).done:
         if reply.version > base and runtime.working.state is not State.VOID:
             logger.warning(
-                "session.assign replaces version %d. This script has changed the values of version %d, "
-                "so the model loses the steps in between",
+                "session.assign replaces version %d with values made from version %d, so the model loses the "
+                "steps in between",
                 reply.version,
                 base,
             )

@@ -539,7 +539,7 @@ class PushPull(Strategy):
                     self._standing = reply.standing if reply.HasField("standing") else None
                 complete = True
         if not ended:
-            raise Malformed(f"shard {pull.shard} ended a pull without saying so")
+            raise Malformed(f"shard {pull.shard} ended a reply before all values were sent")
         if complete:
             self._arrived(end_of(pull.shard), pull.generation)
         return complete

@@ -157,5 +157,5 @@ def _prepare(head: bytes) -> dict[int, dict[str, Any]]:
             made = torch.empty(value, dtype=dtype_of(dtype), device="cpu") if dtype else value
             state.setdefault(int(number), {})[str(key)] = made
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
-        raise Malformed(f"a worker describes its optimizer's state in an unknown way: {error}") from error
+        raise Malformed(f"cannot read the optimizer state that a worker sent: {error}") from error
     return state

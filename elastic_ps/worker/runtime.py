@@ -36,10 +36,10 @@ from elastic_ps.worker.state import ScriptState
 logger = logging.getLogger(__name__)
 
 _SKIPPED = (
-    "%d records are skipped: no backward() ran for their batch before the next one was loaded, or the "
-    "script made no step after it. No worker trains them; the job's report counts them. To make one step of "
-    "several batches, run a backward() for each of them, or load larger batches. To load a batch ahead, "
-    "load it between backward() and step(), because backward() is for the batch that was loaded last"
+    "%d records are skipped, and no worker trains them: their batch had no backward() before the next batch "
+    "was loaded, or no step() followed. The job's report counts them. To make one step of several batches, "
+    "run a backward() for each of them, or load larger batches. To load a batch ahead, do so between "
+    "backward() and step(), because backward() is for the batch that was loaded last"
 )
 
 _LEFT = (
@@ -51,8 +51,8 @@ _LEFT = (
 _COUNTED = (
     "this step has no batch: the last batch of session.loader(...) has had its step, or was skipped. Each "
     "batch allows one step only. Load another, or compute all gradients of a batch and make one step with "
-    "them: see One model, one or several optimizers in docs/guides/scripts.md. A batch that comes from "
-    "elsewhere cannot be trained: pass session.loader(...) its data set"
+    'them: see "One model, one or several optimizers" in docs/guides/scripts.md. If the batch came from '
+    "elsewhere, pass its data set to session.loader(...)"
 )
 
 _FROM_ELSEWHERE = (
@@ -144,7 +144,7 @@ class Runtime(Membership):
             try:
                 strategy.hand_over()
             except ElasticPSError as error:
-                logger.info("this worker's values could not be handed over: %s", error)
+                logger.info("this worker's last changes could not be sent to the parameter server: %s", error)
         self.leave(in_step=in_step)
         if strategy is not None:
             strategy.close()
@@ -168,8 +168,8 @@ class Runtime(Membership):
         elif reduce != "mean":
             if not self.batches.lost:  # else its records are trained, and reported, by others
                 raise UsageError(
-                    f"session.metric(..., reduce={reduce!r}) was called outside of a step, where there "
-                    "are no other workers' values. Call it between a batch of the loader and its "
+                    f"session.metric(..., reduce={reduce!r}) was called outside of a step, where other "
+                    "workers report nothing. Call it between a batch of the loader and its "
                     "optimizer.step(), or leave reduce out"
                 )
         elif self.world.leads:
@@ -210,9 +210,9 @@ class Runtime(Membership):
             self.batches.compute_all()  # gradients that no backward() made
         if not self.batches.computed and self.batches.hand is Hand.GIVEN_BACK:
             raise UsageError(
-                "this step has no batch: the script left the loop over the loader before backward(), and so "
-                "gave its batch back. Run backward() inside the loop. With next(iter(loader)), keep the "
-                "iterator"
+                "this step has no batch: the script left the loop over the loader before backward(), so "
+                "the batch went back to the job. Run backward() inside the loop. If it calls "
+                "next(iter(loader)), keep the iterator in a variable"
             )
         if not self.batches.computed:
             raise UsageError(_COUNTED if self.batches.in_batch else _FROM_ELSEWHERE)

@@ -147,7 +147,7 @@ class Schedule:
                 # In mode local, what the parameter server steps with comes from the job's file.
                 if ours[key] != first[key] and not self._own:
                     logger.warning(
-                        "param_groups[%d] has %s=%r, but the job began with %r, and keeps its own value. To "
+                        "param_groups[%d] has %s=%r, but the job began with %r and keeps that value. To "
                         "change it now, set optimizer.param_groups[%d][%r] after session.optimizer(...)",
                         index,
                         key,

@@ -234,7 +234,7 @@ class Session:
             raise UsageError(
                 "session.optimizer was called twice, but a job trains one model. Put several networks, as "
                 "those of a GAN, into one torch.nn.ModuleDict, and pass their optimizers together, as in "
-                "session.optimizer({'generator': ..., 'critic': ...}, both): Two networks in turn in "
+                "session.optimizer({'generator': ..., 'critic': ...}, both). See \"Two networks in turn\" in "
                 "docs/cookbook.md. To train anew in a notebook without a job, call connect() first"
             )
         check_model(model)
@@ -245,13 +245,13 @@ class Session:
         check_wrapper(optimizer)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise UsageError(
-                "session.optimizer(optimizer, model) takes a torch optimizer, or several by their names, and "
-                f"then the model; the first is a {type(optimizer).__name__}"
+                "session.optimizer(optimizer, model) takes a torch optimizer, or a dict of them, and "
+                f"then the model; the first argument is a {type(optimizer).__name__}"
             )
         if check_gradients and not self.processes.alone:
             raise UsageError(
-                "check_gradients compares gradients with what is sent, and with worker.processes their sum "
-                "is sent. Use it with processes: 1"
+                "check_gradients does not work with worker.processes above 1, because only the sum over the "
+                "processes is sent. Use it with processes: 1"
             )
         for group in optimizer.param_groups:
             if clamp is not None:
@@ -278,7 +278,7 @@ class Session:
             raise UsageError(
                 f"summed={[*summed]} does not work with consistency.outer easgd, where each worker keeps its "
                 "own values. Use another outer rule, such as average; or name the tensors in averaged "
-                "(exchanges draw them together) or own (each worker has its own)"
+                "(exchanges move them towards each other) or own (they are never exchanged)"
             )
         if any(group.get(MAX_GRAD_NORM) is not None for group in optimizer.param_groups):
             self._require_whole_gradient()
@@ -315,9 +315,9 @@ class Session:
             )
         if self.spec.parameter_server.durability == "standby":
             raise UsageError(
-                "max_grad_norm needs the norm over all parameter servers, and a standby steps without it. "
-                "Set parameterServer.durability: checkpoint. Or clip each worker's own gradient, with "
-                "session.optimizer(..., overlap=False) and torch.nn.utils.clip_grad_norm_"
+                "max_grad_norm needs the norm over all parameter servers, which parameterServer.durability: "
+                "standby does not compute. Set durability: checkpoint. Or clip each worker's own gradient, "
+                "with session.optimizer(..., overlap=False) and torch.nn.utils.clip_grad_norm_"
             )
 
     def assign(self, model: torch.nn.Module) -> None:

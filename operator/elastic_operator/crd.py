@@ -35,9 +35,12 @@ _TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 _TEMPLATE: Schema = {
     "metadata": {
         "type": "object",
-        "description": "More labels and annotations of the pods.",
+        "description": "Additional labels and annotations of the pods.",
         "properties": {
-            "labels": {**_TEXTS, "description": "Labels of the pods. Those of the operator win."},
+            "labels": {
+                **_TEXTS,
+                "description": "Labels of the pods. The labels that the operator sets take precedence.",
+            },
             "annotations": {**_TEXTS, "description": "Annotations of the pods."},
         },
     },

@@ -387,7 +387,7 @@ def _ended(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[E
     if end.get("exitCode") == exits.LOST:
         return "disrupted", Problem(LOST, f"{name} ended: {MODEL_LOST}")
     if end.get("exitCode") == exits.HUNG:
-        return "failed", Problem("WorkerHung", _said(f"{name} ended itself: it made no progress", end))
+        return "failed", Problem("WorkerHung", _said(f"{name} exited because it made no progress", end))
     return "failed", _exit(name, end, limit=_limit(manifest))
 
 

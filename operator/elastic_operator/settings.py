@@ -127,7 +127,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         "--http-from",
         type=_peers,
         metavar="JSON",
-        help="create a NetworkPolicy for each job; these NetworkPolicyPeers (a list) may reach its port 8080",
+        help="create a NetworkPolicy for each job; this list of NetworkPolicyPeers may reach its port 8080",
     )
     add("--log-level", choices=("debug", "info", "warning", "error"), default=defaults.log_level)
     add("--fail-after-writes", type=int, default=None, help=argparse.SUPPRESS)

@@ -274,8 +274,8 @@ def checkpoints_gone(status: TrainingJobStatus, desired: Desired, observed: Obse
     return Problem(
         "CheckpointsGone",
         f"the volume claim {claim} is gone, and the checkpoint of version {durable} was on it. Delete the "
-        "job, and create it again. It trains from scratch, or continues from a copy of the claim, such as a "
-        "snapshot, that parameterServer.checkpoint.existingClaim names",
+        "job, and create it again. To continue from a copy of the claim, such as a snapshot, set "
+        "parameterServer.checkpoint.existingClaim; otherwise it trains from scratch",
     )
 
 

@@ -298,7 +298,7 @@ def test_a_scale_of_gradients_is_refused(session: Session, several: bool) -> Non
     optimizer = made["0"] if several else made
     one, other, target = next(iter(session.loader(Clicks(), batch_size=BATCH)))
     scaler.scale(((model(one, other) - target) ** 2).mean()).backward()
-    with pytest.raises(UsageError, match="a GradScaler does not divide the gradients of tables that grow"):
+    with pytest.raises(UsageError, match="a GradScaler does not unscale gradients of tables that grow"):
         scaler.step(optimizer)
     assert not len(table_of(model))
 

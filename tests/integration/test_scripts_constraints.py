@@ -170,7 +170,7 @@ def test_torchs_own_pruning_works(tmp_path: Path, server: dict[str, Any]) -> Non
         ({"max_norm": 0}, "max_norm=0; expected a number above 0"),
         (
             {"max_norm": 1.0},
-            "max_norm=1.0, which limits the norm of each row, but also a parameter without rows",
+            "max_norm=1.0, which limits the norm of each row, but one of its parameters has no rows",
         ),
         ({"keep_zeros": ["0.weight"]}, r"keep_zeros=\['0.weight'\]; expected True or False"),
     ],

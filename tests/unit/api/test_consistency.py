@@ -91,7 +91,10 @@ def local(steps: int, outer: str | None = None, **options: Any) -> dict[str, Any
             "outerLearningRate 0.5 has no meaning with outer average; leave it out, or set outer: diloco or",
         ),
         (local(2, "easgd", outerMomentum=0.5), "outerMomentum 0.5 has no meaning with outer easgd"),
-        (local(2, "easgd", outerLearningRate=1.5), "outerLearningRate 1.5 would move a worker and the job"),
+        (
+            local(2, "easgd", outerLearningRate=1.5),
+            "outerLearningRate is 1.5; expected at most 1 with outer easgd",
+        ),
         (local(2, outerLearningRate=0), "consistency.outerLearningRate: input should be greater"),
         (local(2, outerMomentum=1), "consistency.outerMomentum: input should be less"),
         # fragments

@@ -61,7 +61,7 @@ def test_an_index_beside_a_file_of_a_server_is_found(tmp_path: Path, query: str)
     ("url", "match"),
     [
         ("{folder}/none.tar", r"there is no file .*none\.tar.*Expected paths or URLs"),
-        ("{folder}/a?.tar", r"there is no file for .*a\?\.tar.*Expected"),
+        ("{folder}/a?.tar", r"no file matches .*a\?\.tar.*Expected"),
         ("{folder}/{{a,b}}.tar", r"there is no file .*/a\.tar.*Expected"),
         ("{folder}", r"is a folder\. Add a pattern, such as .*/\*"),
         ("pipe:cat a.tar", r"there is no file pipe:cat.*Commands \(pipe:\.\.\.\) are not run"),
@@ -76,7 +76,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path, make: Any, url: str, match: 
 
 def test_a_pattern_without_a_file_is_refused_beside_others(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n")
-    with pytest.raises(UsageError, match=r"there is no file for .*b\?\.txt.*Expected"):
+    with pytest.raises(UsageError, match=r"no file matches .*b\?\.txt.*Expected"):
         TextDataset([tmp_path / "a.txt", tmp_path / "b?.txt"])
 
 

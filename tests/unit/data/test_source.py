@@ -47,7 +47,7 @@ def test_an_empty_data_set_says_what_was_expected() -> None:
     ("given", "instead"),
     [
         ("data/train.tar", "TextDataset or TarDataset"),
-        ({"train": RECORDS, "test": RECORDS}, "pass one of its values, which are train, test"),
+        ({"train": RECORDS, "test": RECORDS}, "pass the value of one of its keys: train, test"),
         ((torch.zeros(9, 2), torch.zeros(9)), r"TensorDataset\(\*tensors\)"),
     ],
 )

@@ -511,7 +511,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         "let an evaluator keep the best",
         {"load_best_model_at_end": True, "save_strategy": "epoch"},
     ),
-    "own loader": ("OwnLoader makes the batches that it trains itself", {"kind": OwnLoader}),
+    "own loader": ("OwnLoader has a get_train_dataloader of its own", {"kind": OwnLoader}),
 }
 
 

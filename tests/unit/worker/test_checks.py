@@ -113,8 +113,8 @@ def become(name: str, value: Callable[[Net], object]) -> Callable[[Net], None]:
         (become("empty", lambda net: torch.zeros(4)), r"empty was .*\[0\].*\[4\].*once on a batch before"),
         (become("late", lambda net: torch.zeros(4)), r"late is new.*once on a batch before"),
         (become("center", lambda net: net.fc.bias * 2), r"center .*gradient function.*detach"),
-        (become("center", lambda net: net.before), r"center .*shares memory with before.*clone"),
-        (become("center", lambda net: net.before[:]), r"center .*shares memory with before"),
+        (become("center", lambda net: net.before), r"center .*share memory with before.*clone"),
+        (become("center", lambda net: net.before[:]), r"center .*share memory with before"),
         (become("again", lambda net: nn.BatchNorm1d(3)), r"tied.*weight|again.*weight"),
     ],
 )
