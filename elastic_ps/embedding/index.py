@@ -19,6 +19,7 @@ _AT_ONCE = 1 << 18
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _STRIDE = np.uint64(0x3FFFFFFF)
+_SALT = np.uint64(0x9E3779B97F4A7C15)  # else id 0 has hash 0, which tries the same four places for long
 
 
 class Index:
@@ -115,5 +116,5 @@ def _hashes(ids: Ids) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
 
     The distance is odd, so that each place is reached, and more than a quarter, so that each step leads away.
     """
-    hashes = mixed(ids.view(np.uint64))
+    hashes = mixed(ids.view(np.uint64) ^ _SALT)
     return hashes >> _HALF, (hashes & _STRIDE) | np.uint64(0x40000001)

@@ -212,7 +212,8 @@ class Values:
         values, held = self._flat.value_of(bucket), self._versions.get(bucket.index)
         if held is None:
             raise Malformed(
-                f"shard {bucket.shard} sends changes to bucket {bucket.index}, whose values are not here"
+                f"shard {bucket.shard} sends what has changed in bucket {bucket.index}, of which this worker "
+                "has no values"
             )
         if held >= reply.delta:
             if into is not None:

@@ -68,3 +68,12 @@ def test_a_column_keeps_its_values_when_it_grows() -> None:
     with pytest.raises(BufferError):
         column.reserve(10_000_000)
     assert view.shape[1] == 3
+
+
+@pytest.mark.parametrize("begin", range(0, 12_000, 1_000))
+def test_id_0_is_looked_for_in_places_all_over(begin: int) -> None:
+    """Each look-up took millions of tries where four places were taken."""
+    rows = Rows()
+    ids = np.arange(begin + 1, begin + 751, dtype=np.int64)
+    rows.add(ids, np.ones(len(ids), dtype=np.int64), 0)
+    assert rows.find(np.array([0], dtype=np.int64)).tolist() == [-1]
