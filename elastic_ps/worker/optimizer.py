@@ -103,7 +103,7 @@ class ElasticOptimizer(_Wrapping):
 
     second_step = (  # what is said of it; an integration says it in the words of its library
         "a second step is made with the same batch, but each batch of session.loader(...) is for one step: "
-        "{first}.step() or {second}.step(). Choose one by {choose}. Or let all optimizers step at once, with "
+        "{first}.step() or {second}.step(). Choose by {choose}. Or let all optimizers step at once, with "
         'the step() of what session.optimizer(...) returned. See "Two networks in turn" in docs/cookbook.md'
     )
 

@@ -316,8 +316,8 @@ class Session:
         if self.spec.parameter_server.durability == "standby":
             raise UsageError(
                 "max_grad_norm needs the norm over all parameter servers, which parameterServer.durability: "
-                "standby does not compute. Set durability: checkpoint. Or clip each worker's own gradient, "
-                "with session.optimizer(..., overlap=False) and torch.nn.utils.clip_grad_norm_"
+                "standby does not compute. Set parameterServer.durability: checkpoint. Or clip each worker's "
+                "own gradient, with session.optimizer(..., overlap=False) and torch.nn.utils.clip_grad_norm_"
             )
 
     def assign(self, model: torch.nn.Module) -> None:
