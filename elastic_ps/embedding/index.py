@@ -1,7 +1,7 @@
 """From ids to row numbers: a hash table with open addressing, of which each step handles a whole batch.
 
-The table holds row numbers only; the ids lie beside the rows. Its size need not be a power of two. The n-th
-place of an id is a hash plus n times another one, scaled to the size.
+The table holds row numbers only; the ids lie beside the rows. Its size need not be a power of two. The places
+of an id are a hash, then that plus a distance, which is another hash and grows each time, scaled to the size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _AT_ONCE = 1 << 18
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 _STRIDE = np.uint64(0x3FFFFFFF)
-_SALT = np.uint64(0x9E3779B97F4A7C15)  # else id 0 has hash 0, which tries the same four places for long
+_TURN = np.uint64(0x9E3779B8)
 
 
 class Index:
@@ -48,7 +48,7 @@ class Index:
         left = np.flatnonzero(~there & (found != _EMPTY))
         wanted, hashes, strides = wanted[left], hashes[left], strides[left]
         while len(left):
-            hashes = (hashes + strides) & _LOW
+            hashes, strides = _next(hashes, strides)
             rows = np.take(self._places, self._at(hashes), mode="clip").astype(np.int64)
             there = (np.take(ids, rows, mode="clip") == wanted) & (rows >= 0)
             done = there | (rows == _EMPTY)
@@ -80,7 +80,8 @@ class Index:
             places = self._at(hashes)
             hit = self._places[places] == wanted[left]
             self._places[places[hit]] = _REMOVED
-            left, strides, hashes = left[~hit], strides[~hit], (hashes[~hit] + strides[~hit]) & _LOW
+            left = left[~hit]
+            hashes, strides = _next(hashes[~hit], strides[~hit])
         self._rows -= len(gone)
 
     def _at(self, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
@@ -96,8 +97,8 @@ class Index:
             self._places[places[free]] = rows[free]  # of several ids at one place, one wins
             won = free & (self._places[places] == rows)
             self._used += int(np.count_nonzero(won & (before == _EMPTY)))
-            left = ~won
-            rows, strides, hashes = rows[left], strides[left], (hashes[left] + strides[left]) & _LOW
+            rows = rows[~won]
+            hashes, strides = _next(hashes[~won], strides[~won])
 
     def _rebuild(self, new: Ids, ids: Ids, last: int) -> None:
         used = np.zeros(last, dtype=np.bool_)
@@ -114,7 +115,19 @@ class Index:
 def _hashes(ids: Ids) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
     """The first place of each id, and the distance to its next one, of 2**32.
 
-    The distance is odd, so that each place is reached, and more than a quarter, so that each step leads away.
+    The distance is odd, so that each place is reached, and more than a quarter, so that the step leads away.
     """
-    hashes = mixed(ids.view(np.uint64) ^ _SALT)
+    hashes = mixed(ids.view(np.uint64))
     return hashes >> _HALF, (hashes & _STRIDE) | np.uint64(0x40000001)
+
+
+def _next(
+    hashes: npt.NDArray[np.uint64], strides: npt.NDArray[np.uint64]
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """The next place of each id, and the distance to the one after it.
+
+    The distance changes, because one of about a quarter or a third would lead back to the same few places. It
+    grows by a multiple of 4, with which each place is still reached: a * n**2 + b * n takes all values modulo
+    2**32 if a is even and b is odd (Rivest 2001, Permutation polynomials modulo 2**w).
+    """
+    return (hashes + strides) & _LOW, (strides + _TURN) & _LOW

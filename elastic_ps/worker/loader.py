@@ -95,7 +95,7 @@ class ElasticLoader:
         if source.batch_size < runtime.world.size:
             raise UsageError(
                 f"batch_size is {source.batch_size}, but each worker has {runtime.world.size} processes, "
-                "which share a batch (worker.processes); expected {runtime.world.size} or more"
+                f"which share a batch (worker.processes); expected {runtime.world.size} or more"
             )
         if not is_count(epochs):
             raise UsageError(f"epochs is {epochs}; expected a whole number from 1 to {MOST}")
@@ -409,8 +409,8 @@ class ElasticLoader:
         ):
             raise UsageError(
                 "this script accumulates gradients of several batches. With backupWorkers, and in mode "
-                "accumulate, the last step may be too late and be dropped, and its records then be trained "
-                "after the loop. So write `for epoch in loader.epochs():`, and loop over the loader in it"
+                "accumulate, the last step may be dropped as too late. Its records would then be trained "
+                "after the loop. Write `for epoch in loader.epochs():`, and loop over the loader in it"
             )
 
     def expect_groups(self) -> None:

@@ -72,7 +72,7 @@ def test_a_column_keeps_its_values_when_it_grows() -> None:
 
 @pytest.mark.parametrize("begin", range(0, 12_000, 1_000))
 def test_id_0_is_looked_for_in_places_all_over(begin: int) -> None:
-    """Each look-up took millions of tries where four places were taken."""
+    """Its hash is 0, and its distance a quarter: four places in turn, if that stayed the same."""
     rows = Rows()
     ids = np.arange(begin + 1, begin + 751, dtype=np.int64)
     rows.add(ids, np.ones(len(ids), dtype=np.int64), 0)

@@ -243,28 +243,6 @@ def test_a_break_ends_the_training_where_the_script_ends_after_it(tmp_path: Path
         assert len(job.commits()) == steps
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_an_early_stop_between_two_epochs_ends_the_training(tmp_path: Path, workers: int) -> None:
-    """The script leaves its loop over the epochs after a whole one, and ends."""
-
-    def make(session: Session) -> None:
-        accelerator, model = elastic(session), make_mlp()
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Numbers(RECORDS), BATCH))
-        for _ in range(EPOCHS):
-            for x, y in loader:
-                optimizer.zero_grad()
-                accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
-                optimizer.step()
-            break
-        session.finish()  # as at the end of a script
-
-    with running_job(tmp_path, data={"shardRecords": BATCH}) as job:
-        job.run(make, workers=workers)
-        assert "left its loop" in job.status().progress.stopped
-        assert RECORDS <= job.status().progress.records_applied < EPOCHS * RECORDS
-
-
 @pytest.mark.parametrize(("steps", "at"), [(1, 0), (1, 5), (2, 5)])
 def test_a_script_does_not_count_a_step_that_is_lost(tmp_path: Path, steps: int, at: int) -> None:
     """It ends at as many steps as its epochs have."""

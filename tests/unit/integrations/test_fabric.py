@@ -242,28 +242,6 @@ def test_a_break_ends_the_training_where_the_script_ends_after_it(tmp_path: Path
         assert len(job.commits()) == 1
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_an_early_stop_between_two_epochs_ends_the_training(tmp_path: Path, workers: int) -> None:
-    """The first worker that has trained an epoch leaves its loop over them."""
-
-    def make(session: Session) -> None:
-        fabric, model = elastic(session), make_mlp()
-        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        loader = fabric.setup_dataloaders(DataLoader(Numbers(RECORDS), BATCH))
-        for _ in fabric.strategy.epochs():
-            for x, y in loader:
-                optimizer.zero_grad()
-                fabric.backward(torch.nn.functional.mse_loss(model(x), y))
-                optimizer.step()
-            break
-        session.finish()  # as at the end of a script
-
-    with running_job(tmp_path, data={"shardRecords": BATCH}) as job:
-        job.run(make, workers=workers)
-        assert "left its loop" in job.status().progress.stopped
-        assert job.status().progress.records_applied < EPOCHS * RECORDS
-
-
 @pytest.mark.parametrize("plugins", [None, scaled])
 def test_workers_that_come_after_the_end(tmp_path: Path, plugins: Callable[[], Any] | None) -> None:
     """Worker 1 has nothing to do. One that replaces the chief saves: its loops have a batch each."""

@@ -44,13 +44,13 @@ def prepared(accelerator: Any) -> Any:
     return accelerator.prepare(model, optimizer, DataLoader(Numbers(RECORDS), batch_size=BATCH))
 
 
-def by_accelerate(accelerator: Any, size: int) -> Any:
+def by_accelerate(accelerator: Any, size: int, epochs: int = EPOCHS) -> Any:
     model: Any = make_mlp().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = LambdaLR(optimizer, lambda step: 1 / (1 + step))
     loader = DataLoader(Numbers(RECORDS), batch_size=BATCH)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         for group in groups_of(loader, size):
             for x, y in group:
                 loss = loss_of(model, x, y)
@@ -62,11 +62,11 @@ def by_accelerate(accelerator: Any, size: int) -> Any:
     return model
 
 
-def by_fabric(fabric: Any, size: int) -> Any:
+def by_fabric(fabric: Any, size: int, epochs: int = EPOCHS) -> Any:
     model: Any = make_mlp().double()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     loader = fabric.setup_dataloaders(DataLoader(Numbers(RECORDS), batch_size=BATCH))
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         for group in groups_of(loader, size):
             for x, y in group:
                 loss = loss_of(model, x, y)
@@ -88,12 +88,34 @@ def fabric_of(session: Session | None, _: int) -> Any:
     return Fabric(accelerator="cpu", devices=1, strategy=strategy)
 
 
-@pytest.mark.parametrize("size", [2, 3, 13])
-@pytest.mark.parametrize(
+LIBRARIES = pytest.mark.parametrize(
     ("script", "make"),
     [(by_accelerate, accelerator_of), (by_fabric, fabric_of)],
     ids=["accelerate", "Fabric"],
 )
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@LIBRARIES
+def test_a_script_that_stops_between_two_epochs_ends_the_training(
+    tmp_path: Path, script: Any, make: Any, workers: int
+) -> None:
+    lock = threading.Lock()
+
+    def in_job(session: Session) -> None:
+        with lock:  # accelerate empties `os.environ` for a while, which the threads share
+            made = make(session, 1)
+        script(made, 1, epochs=1)
+        session.finish()  # as at the end of a script
+
+    with running_job(tmp_path, data={"shardRecords": BATCH}) as job:
+        job.run(in_job, workers=workers)
+        assert "left its loop" in job.status().progress.stopped
+        assert RECORDS <= job.status().progress.records_applied < EPOCHS * RECORDS
+
+
+@pytest.mark.parametrize("size", [2, 3, 13])
+@LIBRARIES
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_last_group_of_each_epoch_is_trained(
     tmp_path: Path, script: Any, make: Any, size: int, workers: int
