@@ -211,14 +211,15 @@ def main() -> None:
     found: dict[str, list[float]] = {"elastic-ps": [], "DDP": [], "one process": []}
     few = size // 10 if parsed.known else size
     large = (2 if parsed.known else 4) * size
-    found |= {f"{few:,} of {large:,} rows": []}
+    of_large = f"{few:,} of {large:,} rows"
+    found[of_large] = []
     if parsed.known:
         found |= {f"{few:,} rows": [], "fetched ahead": []}
     for number in range(parsed.rounds):
         found["elastic-ps"].append(elastic(size, batch, workers, kind))
         found["DDP"].append(without(rows, batch, workers))
         found["one process"].append(without(rows, batch, 1) * workers)
-        found[f"{few:,} of {large:,} rows"].append(elastic(large, batch, workers, kind, used=few))
+        found[of_large].append(elastic(large, batch, workers, kind, used=few))
         if parsed.known:
             found[f"{few:,} rows"].append(elastic(few, batch, workers, kind))
             found["fetched ahead"].append(elastic(size, batch, workers, kind, ahead=True))
@@ -233,7 +234,7 @@ def main() -> None:
     others = [name for name in ("DDP", "one process", "fetched ahead") if name in found]
     figures = [Figure(what, ours, median[name], "ms", name) for name in others]
     beside = f"{few:,} rows" if parsed.known else "elastic-ps"
-    larger = median[f"{few:,} of {large:,} rows"]
+    larger = median[of_large]
     what = f"a table of {large:,} rows, of which {few:,} are looked up"
     figures.append(Figure(what, larger, median[beside], "ms", f"a table of {few:,} rows"))
     print(f"{what}: {larger / median[beside]:.2f} of the time of a table of {few:,}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import pickle
 import zlib
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from elastic_ps.data.blocks import BlockDataset, Transform
-from elastic_ps.data.files import File, Index, RangeFile, changed, digest_of, files_of, index_of
+from elastic_ps.data.files import File, Index, RangeFile, changed, digest_of, files_of, index_of, key_of
 from elastic_ps.errors import UsageError
 
 _TAIL = 4096
@@ -62,8 +61,8 @@ class TableDataset(BlockDataset):
         self._sources: dict[int, Any] = {}
         kind = type(self).__name__
         self._files, self._tails = files, list[int]()
-        # Whether two expressions are the same is not known from their text, which leaves long lists out.
-        where = "" if where is None else hashlib.blake2b(pickle.dumps(self._where), digest_size=8).hexdigest()
+        # The text of an expression does not identify it, because it shortens long lists.
+        where = "" if where is None else key_of(pickle.dumps(self._where))
         read = f"/{self._columns}" if self._sums_up else ""
         indexes = [
             index_of(file, f"{kind}/3/{where}{read}", partial(self._indexed, number), index)

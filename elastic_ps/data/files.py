@@ -211,10 +211,10 @@ def index_of(file: File, kind: str, build: Callable[[], Index], keep: str | os.P
         build: makes it.
         keep: `BESIDE`, or the folder of the cache; None: `elastic-ps/index` in the user's cache.
     """
-    beside = file.beside(f".{_digest(kind)}.index")
+    beside = file.beside(f".{key_of(kind.encode())}.index")
     if beside.exists() and (found := _loaded(beside.read(0, beside.size), str(file.size))) is not None:
         return found
-    cached = _cache(keep) / f"{_digest(f'{file.url}/{kind}')}.index"
+    cached = _cache(keep) / f"{key_of(f'{file.url}/{kind}'.encode())}.index"
     stamp = f"{file.size}/{file.version}"
     with suppress(OSError):
         if (found := _loaded(cached.read_bytes(), stamp)) is not None:
@@ -294,8 +294,9 @@ def _cache(keep: str | os.PathLike[str] | None) -> Path:
     return Path(keep)
 
 
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+def key_of(content: bytes) -> str:
+    """A short name for something that is identified by these bytes."""
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def _saved(index: Index, stamp: str) -> bytes:

@@ -267,7 +267,7 @@ class Shard(Sized):
             Stream,
             None,
             InvalidModel,
-            r"Stream is a stream without a length.*records=N.*.Streams. in docs/guides/data",
+            r'Stream is a stream without a length.*records=N.*"Streams" in docs/guides/data',
         ),
         (lambda: ChainDataset([Stream()]), None, InvalidModel, "without a length"),
         (lambda: DataLoader(Stream(), 4), None, InvalidModel, "without a length"),
