@@ -95,7 +95,8 @@ class ClippedSteps:
         clips = max_norm != float("inf")
         if norm_type != 2:
             raise UsageError(
-                f"{call}: norm_type is {norm_type}, but the parameter server clips by the 2-norm"
+                f"{call}: norm_type is {norm_type}, but the parameter server clips by the 2-norm. Leave "
+                "norm_type out"
             )
         if optimizer is None or (self._limit is None and clips):
             raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,9 +17,11 @@ from elastic_ps.embedding.table import State
 from elastic_ps.standalone import connect
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job
+from tests.testing.simulation import job_document
 from tests.testing.transports import whole_jobs
 
 DIM, RECORDS, TOGETHER, PADDING = 3, 40, 8, 0
+IN_ORDER: dict[str, Any] = {"data": {"shuffle": False}}
 
 Mode = Literal["sum", "mean", "max"]
 
@@ -94,7 +97,6 @@ def test_a_job_that_is_resumed_on_other_shards_trains_as_the_script_alone(
 ) -> None:
     """The rows, their optimizer's state and the counts."""
     checkpoints = tmp_path / "checkpoints"
-    fields: dict[str, Any] = {"data": {"shuffle": False}, "worker": {"replicas": 2}}
     for shards, resume, stop in ((2, "no", 6), (3, "require", None)):
         with running_job(
             tmp_path / str(shards),
@@ -103,18 +105,15 @@ def test_a_job_that_is_resumed_on_other_shards_trains_as_the_script_alone(
             transport=transport,
             consistency={"globalBatchSize": TOGETHER},
             parameterServer={"replicas": shards, "checkpoint": {"everyVersions": 2}},
-            **fields,
+            worker={"replicas": 2},
+            **IN_ORDER,
         ) as job:
             job.run(partial(train, kind=kind, batch_size=TOGETHER // 2, stop=stop), workers=2)
     found = Model(*KINDS[kind])
     assert elastic_ps.load_checkpoint(checkpoints, found) == 2 * RECORDS // TOGETHER
 
-    job_file = tmp_path / "alone.yaml"
-    job_file.write_text(
-        "{apiVersion: elastic-ps.dev/v1alpha1, kind: TrainingJob, metadata: {name: alone}, "
-        "spec: {entrypoint: 'x:main', data: {shuffle: false}}}"
-    )
-    session = connect(job_file)
+    (tmp_path / "alone.yaml").write_text(json.dumps(job_document("alone", **IN_ORDER)))
+    session = connect(tmp_path / "alone.yaml")
     expected = train(session, kind, TOGETHER)
     session.close()
     torch.testing.assert_close(found.head.weight, expected.head.weight, rtol=1e-11, atol=1e-11)

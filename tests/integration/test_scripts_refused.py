@@ -178,7 +178,7 @@ def test_a_second_step_with_a_batch_is_told_what_to_do(tmp_path: Path, overlap: 
                 mse(model, x, y).backward()
                 optimizer.step()
 
-    failing(tmp_path, script, UsageError, r"has had its step, .*one step only.*One model, one or")
+    failing(tmp_path, script, UsageError, r'has had its step, .*one step only.* "One model, one or')
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
@@ -305,7 +305,7 @@ def test_what_cannot_be_trained(
 @pytest.mark.parametrize(
     ("source", "match"),
     [
-        (Stream(), r"stream without a length.*.Streams. in docs/guides/data\.md"),
+        (Stream(), r'stream without a length.*"Streams" in docs/guides/data\.md'),
         (TensorDataset(torch.zeros(0, 2)), "empty"),
         (DataLoader(Stream()), "stream without a length"),
     ],
@@ -323,7 +323,7 @@ def test_a_second_optimizer_is_refused(tmp_path: Path) -> None:
         session.optimizer(sgd(model), model)
         session.optimizer(sgd(model), model)
 
-    failing(tmp_path, script, UsageError, "a job trains one model.*.Two networks in turn. in docs")
+    failing(tmp_path, script, UsageError, 'a job trains one model.*"Two networks in turn" in docs')
 
 
 def test_a_model_that_moved_is_refused(tmp_path: Path) -> None:
