@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -73,6 +74,7 @@ def trainer(
     each: Callable[[Session], object] = lambda _: None,
     *,
     weigh: bool = False,
+    until: float = math.inf,
     **loading: Any,
 ) -> Callable[[Session, int], None]:
     def script(session: Session, _: int) -> None:
@@ -85,6 +87,8 @@ def trainer(
             mse(model, ids, targets).backward()
             each(session)
             optimizer.step()
+            if session.version >= until:
+                raise SystemExit
 
     return script
 
@@ -171,8 +175,6 @@ def trained(directory: Path, *, processes: int, faults: bool) -> State:
             job.declare_gone(1)
         if once(1, session, 6):
             job.restart(1)
-        if faults and resume == "no" and session.version >= 12:
-            raise SystemExit
 
     for shards, resume in ((2, "no"), (3, "require"))[: 1 + faults]:
         with running_job(
@@ -184,8 +186,9 @@ def trained(directory: Path, *, processes: int, faults: bool) -> State:
             parameterServer={"replicas": shards, "checkpoint": {"everyVersions": 4}},
             data={"shardRecords": 6},
         ) as job:
+            until = 12 if faults and resume == "no" else math.inf
             for worker in range(2):
-                job.start_processes(worker, trainer(lazy, each, batch_size=3))
+                job.start_processes(worker, trainer(lazy, each, batch_size=3, until=until))
             job.join()
     assert all(event.locked() == faults for event in happened)
     model = lazy()
