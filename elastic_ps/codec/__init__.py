@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from elastic_ps.codec.memory import as_bytes, as_tensor, checksum, dtype_of, name_of
+from elastic_ps.codec.memory import as_bytes, as_tensor, checksum, dtype_of, name_of, overlaps
 
 NONE = "none"
 """The name of the codec that sends elements unchanged, in little-endian order."""
 
-__all__ = ["NONE", "as_bytes", "as_tensor", "checksum", "dtype_of", "name_of"]
+__all__ = ["NONE", "as_bytes", "as_tensor", "checksum", "dtype_of", "name_of", "overlaps"]

@@ -16,13 +16,12 @@ processes itself. It is recognised by its name, and need not be installed.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import operator
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from traceback import extract_tb
 from typing import Any
@@ -282,49 +281,6 @@ class _Bits:
         """
         pages = self._pages if part is None else self._parts[part]
         return sum(int(each.sum()) for each in (pages, self._words, self._rest) if each.numel())
-
-
-def overlaps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Pairs of tensors with common elements: each one with one before it. Views side by side have none."""
-    by_storage: dict[tuple[torch.device, int], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
-            place = tensor.device, tensor.untyped_storage().data_ptr()
-            by_storage.setdefault(place, []).append(index)
-    return [
-        pair
-        for together in by_storage.values()
-        if _meet([tensors[index] for index in together])
-        for pair in _pairs(tensors, together)
-    ]
-
-
-def _meet(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the memory of two tensors may overlap."""
-    ends = sorted((tensor.data_ptr(), tensor.data_ptr() + _span(tensor)) for tensor in tensors)
-    return any(start < end for (_, end), (start, _) in itertools.pairwise(ends))
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """The bytes from the first element to the end of the last one."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * step for size, step in steps)) * tensor.element_size()
-
-
-def _pairs(tensors: Sequence[torch.Tensor], together: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """See `overlaps`, of tensors with one storage. Notes for each of its elements which tensor has it."""
-    unit = min(tensors[index].element_size() for index in together)
-    nbytes = tensors[together[0]].untyped_storage().nbytes()
-    whose = torch.full((nbytes // unit,), -1, dtype=torch.int32, device="cpu")
-    for index in together:
-        tensor = tensors[index]
-        units = tensor.element_size() // unit
-        shape = [size if step else 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
-        steps = [step * units for step in tensor.stride()]
-        place = whose.as_strided([*shape, units], [*steps, 1], tensor.storage_offset() * units)
-        if (other := int(place.max())) >= 0:
-            yield other, index
-        place.fill_(index)
 
 
 logger = logging.getLogger(__name__)

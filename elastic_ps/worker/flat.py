@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
 
-from elastic_ps.codec import as_bytes, as_tensor, dtype_of
+from elastic_ps.codec import as_bytes, as_tensor, dtype_of, overlaps
 from elastic_ps.codec.devices import Staging
 from elastic_ps.codec.lending import WORTHWHILE, Loans
 from elastic_ps.codec.rows import Arrivals, Rows, put
 from elastic_ps.core.partition import ITEM_SIZE, Bucket, Layout, Rule
 from elastic_ps.errors import UsageError
 from elastic_ps.transport.memory import Allocate, shared_if_possible
-from elastic_ps.worker.checks import Registered, WriteDetector, overlaps
+from elastic_ps.worker.checks import Registered, WriteDetector
 from elastic_ps.worker.local_world import LocalWorld
 
 

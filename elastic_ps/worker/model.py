@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from elastic_ps.adapters import peft
 from elastic_ps.adapters.base import Base
-from elastic_ps.codec import name_of, naming
+from elastic_ps.codec import name_of, naming, overlaps
 from elastic_ps.codec.optimizers import Optimizers, check_tables, try_out
 from elastic_ps.codec.several import kinds_of, parts_of
 from elastic_ps.core.partition import ITEM_SIZE, Rule, TensorSpec, uncompiled, within
@@ -24,7 +24,7 @@ from elastic_ps.core.settings import (
 )
 from elastic_ps.embedding.tables import described_tables
 from elastic_ps.errors import InvalidModel
-from elastic_ps.worker.checks import Registered, check_wrapper, overlaps
+from elastic_ps.worker.checks import Registered, check_wrapper
 
 
 class ModelDescription:

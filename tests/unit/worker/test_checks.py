@@ -22,7 +22,6 @@ from elastic_ps.worker.checks import (
     Averages,
     Registered,
     WriteDetector,
-    overlaps,
 )
 
 
@@ -244,22 +243,6 @@ def test_what_is_after_the_last_page_is_always_looked_at() -> None:
     steps(writes, ALWAYS + 1)
     values.data[-1] += 1
     assert writes.changed() == []
-
-
-STORAGE = torch.zeros(6, 4)
-
-
-def test_what_shares_elements() -> None:
-    whole, columns = STORAGE, STORAGE[:, 1:3]
-    assert overlaps([whole, whole.t()]) == [(0, 1)]
-    assert overlaps([torch.zeros(6, 4), columns, STORAGE[2], whole.view(torch.uint8)]) == [(1, 2), (2, 3)]
-    assert overlaps([STORAGE[0, 0].expand(3), STORAGE[0]]) == [(0, 1)]
-
-
-def test_what_lies_side_by_side_does_not() -> None:
-    halves = STORAGE[:, :2], STORAGE[:, 2:]
-    assert overlaps([*halves, torch.zeros(6, 4), torch.zeros(0), torch.zeros(0)]) == []
-    assert overlaps([STORAGE[3:], STORAGE[:3]]) == []
 
 
 def test_a_session_may_begin_and_end_while_a_model_is_built() -> None:
