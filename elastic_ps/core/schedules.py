@@ -28,7 +28,7 @@ def after(
     """
     if any(c.assigns for c in contributions):
         return settings  # no step is made, so schedules do not advance
-    sent = wanted(contributions, members, may_be_stale=may_be_stale)
+    sent = wanted(settings, contributions, members, may_be_stale=may_be_stale)
     made = Made(len({c.worker for c in contributions}), sum(c.samples for c in contributions))
     position = _position(settings.position.version + 1, contributions, ledger)
     return (read_settings(sent) if sent else settings).of_version(position, made, settings)
@@ -46,17 +46,31 @@ def _position(
     return Position(steps, then.applied + then.skipped, then.complete_epochs)
 
 
-def wanted(contributions: Sequence[Contribution], members: Members, *, may_be_stale: bool) -> str:
+def wanted(
+    settings: Settings, contributions: Sequence[Contribution], members: Members, *, may_be_stale: bool
+) -> str:
     """The settings that the contributors ask for, as JSON; "" for those in force.
 
-    The contributor with the most steps decides. With bounded staleness, where most versions lack most
-    workers, settings change only if no member has made more steps. So a schedule does not go back whenever a
-    slow worker's step arrives.
+    The contributor with the most steps decides, among those that have heeded the most evaluations. With
+    bounded staleness, where most versions lack most workers, settings change only if no member has made more
+    steps, or to heed another evaluation. So a schedule does not go back whenever a slow worker's step
+    arrives.
     """
-    sent = {c.incarnation: c.settings for c in contributions}
-    first = eldest(members.find(c.worker, c.incarnation) for c in contributions)
+    heeds = {c.incarnation: _heeds(c.settings) for c in contributions}
+    furthest = max(heeds.values())
+    if furthest < settings.heeds:
+        return ""
+    sent = {c.incarnation: c.settings for c in contributions if heeds[c.incarnation] == furthest}
+    members_of = (members.find(c.worker, c.incarnation) for c in contributions if c.incarnation in sent)
+    first = eldest(members_of)
     most = max((member.steps for member in members.live.values()), default=0)
-    return "" if may_be_stale and first.steps < most else sent[first.incarnation]
+    stale = may_be_stale and first.steps < most and furthest == settings.heeds
+    return "" if stale else sent[first.incarnation]
+
+
+def _heeds(sent: str) -> int:
+    """See `Settings.heeds`."""
+    return read_settings(sent).heeds if '"heeds"' in sent else 0
 
 
 def to_step_with(settings: Settings, consistency: Consistency, *, stalest: int, version: int) -> Settings:

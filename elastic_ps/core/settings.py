@@ -105,8 +105,8 @@ class Settings:
 
     Attributes:
         groups: the names and plain values of each parameter group.
-        schedulers: for each scheduler given to `session.scheduler`, its number of steps ("steps") and the
-            plain values of its `state_dict` ("state").
+        schedulers: for each scheduler given to `session.scheduler`, its number of steps ("steps"), that of
+            the evaluations that it has heeded ("heeds"), and the plain values of its `state_dict` ("state").
         position: the position of the version with these settings. The parameter server sets it.
         made: the contributions to that version. The parameter server sets it.
         first: the groups at the beginning of the job. The parameter server sets them.
@@ -155,7 +155,15 @@ class Settings:
         data = json.loads(text)
         position = Position(*(int(number) for number in data["position"]))
         made = Made(*(int(number) for number in data["made"]))
-        return cls(tuple(data["groups"]), tuple(data["schedulers"]), position, tuple(data["first"]), made)
+        schedulers = tuple(data["schedulers"])
+        if not all(isinstance({**each}.get("heeds", 0), int) for each in schedulers):
+            raise TypeError("expected a whole number of heeds")
+        return cls(tuple(data["groups"]), schedulers, position, tuple(data["first"]), made)
+
+    @property
+    def heeds(self) -> int:
+        """How many evaluations schedulers have heeded that step by one, such as ReduceLROnPlateau."""
+        return sum(each.get("heeds", 0) for each in self.schedulers)
 
     @property
     def max_grad_norm(self) -> float | None:

@@ -265,6 +265,11 @@ class OpenEpochs(EpochLoader):
         return self.finished
 
     @property
+    def comes_through(self) -> bool:
+        """Return whether this worker evaluates or saves the epoch, though others have trained it."""
+        return self._session.is_chief or self._loader.evaluates
+
+    @property
     def is_last(self) -> bool:
         """Return whether `number` is that of the last epoch."""
         return self.number == self._epochs - 1

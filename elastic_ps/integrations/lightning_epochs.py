@@ -38,7 +38,7 @@ class Epochs(OpenEpochs):
             self._ended()
             if self.is_last and not self.ends():
                 continue  # others have given back records
-            if not empty or self._session.is_chief:
+            if not empty or self.comes_through:
                 return
 
     @property

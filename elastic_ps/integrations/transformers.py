@@ -388,7 +388,7 @@ class _Loader(OpenEpochs):
                     yield batch
             finally:
                 self.looping = False
-            if self.of_loop or self._session.is_chief:  # who saves it, though others have trained it
+            if self.of_loop or self.comes_through:
                 return
 
     def is_chief(self) -> bool:

@@ -189,7 +189,7 @@ def settings_from_message(text: str) -> Settings:
     """Raises Malformed if `text` is not what `Settings.to_json` writes."""
     try:
         return read_settings(text)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise Malformed(f"not the settings of an optimizer: {error}") from error
 
 

@@ -130,6 +130,16 @@ class ElasticLoader:
         records = self._source.records
         return records // self.batch_size if self._source.drop_last else -(-records // self.batch_size)
 
+    @property
+    def ended(self) -> int | None:
+        """The epoch whose loop has ended, until the next one is asked for."""
+        return self._only if self._runtime.records.loop in (Loop.ENDED, Loop.UNFINISHED) else None
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether this worker comes to the end of each epoch; see `Schedule`."""
+        return self._runtime.schedule.evaluates
+
     def epochs(self) -> Iterator[int]:
         """Yield the number of each epoch that still has records to train; iterate over the loader inside.
 
@@ -165,7 +175,7 @@ class ElasticLoader:
         some = self._await_some()
         epoch = max(self._supply.in_hand[0].epoch, self._least) if some else self._data_set.epochs
         for each in range(last + 1, 0 if last == _NO_EPOCH or runtime.stopped else epoch):
-            if records.is_chief_of(each, passes=True):
+            if records.is_chief_of(each, passes=True) or self.evaluates:
                 records.note(LoopEvent.PASS)
                 return each
         records.note(LoopEvent.EPOCH)
@@ -433,8 +443,7 @@ class ElasticLoader:
             return records.is_chief_of(epoch)
         if records.over:
             return None
-        ended = records.loop in (Loop.ENDED, Loop.UNFINISHED)
-        return False if not ended or runtime.batches.computed or self._await_some() else None
+        return False if self.ended is None or runtime.batches.computed or self._await_some() else None
 
     def _await_end(self) -> None:
         """Block until training is over, if the loop has ended with batches for a last step, or was stopped.

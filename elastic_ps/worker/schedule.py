@@ -21,6 +21,7 @@ from elastic_ps.worker.model import ModelDescription
 
 logger = logging.getLogger(__name__)
 
+Ended: TypeAlias = Callable[[], int | None]
 Interval: TypeAlias = Literal["step", "epoch", "sample"] | Callable[[int], int]
 """A scheduler makes a step for each version of the model, each epoch, or each record.
 
@@ -54,16 +55,35 @@ def check_interval(scheduler: LRScheduler, interval: object) -> None:
         )
 
 
+def _heed_once(scheduler: Any, ended: Ended) -> None:
+    """Let a ReduceLROnPlateau heed one evaluation of each epoch that the script has `ended` its loop over.
+
+    Each worker makes one, and they share the scheduler's state. Within a loop, `ended` gives None.
+    """
+    kind: Any = type(scheduler)
+
+    def step(self: Any, metrics: Any, epoch: Any = None) -> None:
+        if (of := ended()) is None or of > self.heeded:
+            kind.step(self, metrics, epoch)
+            self.heeded = self.heeded if of is None else of
+
+    scheduler.heeded = -1
+    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
+
+
 class _Scheduler:
     """One that the session steps for the script, or whose state it keeps."""
 
-    def __init__(self, scheduler: LRScheduler, interval: Interval | None) -> None:
+    def __init__(self, scheduler: LRScheduler, interval: Interval | None, ended: Ended) -> None:
         self.scheduler, self.interval, self.steps = scheduler, interval, 0
+        if interval is None:
+            _heed_once(scheduler, ended)
         self._initial = _plain(scheduler.state_dict())
         self._left = self._seen()
 
     def state(self) -> dict[str, Any]:
-        return {"steps": self.steps, "state": _plain(self.scheduler.state_dict())}
+        heeds = self.scheduler.last_epoch if self.interval is None else 0
+        return {"steps": self.steps, "heeds": heeds, "state": _plain(self.scheduler.state_dict())}
 
     def load(self, stored: Mapping[str, Any] | None) -> None:
         """Go to a state of the job's, or to the first one."""
@@ -86,18 +106,15 @@ class _Scheduler:
             self.steps += 1
             # For torch's warning: the optimizer has made a step, on the parameter server.
             vars(self.scheduler.optimizer)["_opt_called"] = True
-            self._step()
+            try:
+                self.scheduler.step()
+            except ValueError as error:
+                raise UsageError(
+                    f"{type(self.scheduler).__name__} cannot make step {self.steps}: {error}. The number of "
+                    "steps in an epoch depends on the number of workers. Use interval='sample' instead: the "
+                    "scheduler then makes one step for each record, so the total is len(dataset) * epochs"
+                ) from error
         self._left = self._seen()
-
-    def _step(self) -> None:
-        try:
-            self.scheduler.step()
-        except ValueError as error:
-            raise UsageError(
-                f"{type(self.scheduler).__name__} cannot make step {self.steps}: {error}. The number of "
-                "steps in an epoch depends on the number of workers. Use interval='sample' instead: the "
-                "scheduler then makes one step for each record, so the total is len(dataset) * epochs"
-            ) from error
 
     def check(self) -> None:
         """Raise UsageError if the script has stepped it."""
@@ -125,8 +142,10 @@ class Schedule:
     def __init__(self, wrapped: torch.optim.Optimizer, *, own: bool = False, has_state: bool = False) -> None:
         self._wrapped, self._own = wrapped, own
         self._schedulers: list[_Scheduler] = []
+        self.evaluates = self._steps = False  # a scheduler by evaluations of epochs; by the job's progress
         self._first: tuple[Mapping[str, Any], ...] = ()  # groups as the schedulers' constructors made them
         self._in_force: Settings | None = None
+        self._left: tuple[Mapping[str, Any], ...] = ()  # groups as the script has found them
         self._current: Settings = Settings(groups=())
         # What the state that the script has brought was made with.
         self._stepped = self.current() if has_state else None
@@ -156,29 +175,41 @@ class Schedule:
                         index,
                         key,
                     )
-        self.take_over(settings)
+        self.take_over(settings, keeps=False)
 
-    def add(self, scheduler: LRScheduler, interval: Interval | None) -> None:
-        """Keep a scheduler, and step it to the job's progress."""
-        self._schedulers.append(_Scheduler(scheduler, interval))
+    def add(self, scheduler: LRScheduler, interval: Interval | None, ended: Ended) -> None:
+        """Keep a scheduler, and step it to the job's progress. `ended`: see `_heed_once`."""
+        self._schedulers.append(_Scheduler(scheduler, interval, ended))
+        self.evaluates |= interval is None
+        self._steps |= interval is not None
         self._first = ModelDescription.settings(self._wrapped).groups
         if self._in_force is not None:
-            self.take_over(self._in_force)
+            self.take_over(self._in_force, keeps=False)
 
-    def take_over(self, settings: Settings) -> None:
+    def take_over(self, settings: Settings, *, keeps: bool = True) -> None:
         """Take over the settings of the version that this worker has got.
+
+        What the script has changed since then stays until it is sent. If the job goes back to a checkpoint,
+        the script does not, so what it has set stays, too, but for what schedulers set by the job's progress.
 
         Raises:
             UsageError: the script has stepped a scheduler, or one makes no more steps.
         """
-        if not self._own:
+        goes_back = self._in_force is not None and settings.position < self._in_force.position
+        if not self._own and (self._steps or not (keeps and goes_back)):
             # Settings of version 0 were made before there was a scheduler.
             groups = settings.groups if len(settings.schedulers) >= len(self._schedulers) else self._first
-            for group, values in zip(self._wrapped.param_groups, groups, strict=True):
+            own = self.current()
+            keeps &= not goes_back and own.heeds >= settings.heeds
+            left = self._left if keeps and self._left else own.groups
+            every = zip(groups, own.groups, left, strict=True)
+            for group, (values, mine, found) in zip(self._wrapped.param_groups, every, strict=True):
                 for key, value in values.items():
-                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+                    if mine.get(key) == found.get(key):
+                        group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
             for each, stored in zip_longest(self._schedulers, settings.schedulers[: len(self._schedulers)]):
-                each.load(stored)
+                if not keeps or each.interval is not None:
+                    each.load(stored)
         self._go_on(settings)
 
     def step_made(self, sent: Settings, in_force: Settings) -> None:
@@ -186,7 +217,7 @@ class Schedule:
         if (sent.groups, sent.schedulers) == (in_force.groups, in_force.schedulers):
             self._go_on(in_force)
         else:
-            self.take_over(in_force)
+            self.take_over(in_force, keeps=False)
 
     def check(self) -> None:
         """Raise UsageError if the script has stepped a scheduler that the session steps.
@@ -199,9 +230,11 @@ class Schedule:
             each.check()
 
     def _go_on(self, settings: Settings) -> None:
-        self._in_force = settings
+        self._in_force, self._left = settings, settings.groups
         for each in self._schedulers:
             each.go_to(settings.position)
+        if self._steps:
+            self._left = ModelDescription.settings(self._wrapped).groups
 
 
 def _completed(plain: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

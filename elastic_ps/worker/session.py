@@ -448,8 +448,8 @@ class Session:
                 versions in an epoch depends on the number of workers, the number of samples does not. So with
                 "sample" a schedule of `len(dataset) * epochs` steps ends with the job. Or a function: given
                 that number of samples, it returns how many steps the scheduler should have taken. For
-                ReduceLROnPlateau leave interval out: the script steps it with its value, and workers that
-                join receive its state.
+                ReduceLROnPlateau leave interval out: each worker steps it with its value after an epoch, of
+                which one counts, and workers that join receive its state.
 
         Raises:
             UsageError: another interval, `session.optimizer` was not called before, or the scheduler is of
@@ -459,7 +459,9 @@ class Session:
             raise UsageError("call session.optimizer(...) before session.scheduler(...)")
         check_interval(scheduler, interval)
         self._optimizer.check_scheduler(scheduler)
-        self._runtime.schedule.add(scheduler, interval)
+        self._runtime.schedule.add(
+            scheduler, interval, lambda: self._loaders[-1].ended if self._loaders else None
+        )
         self._runtime.check(self._runtime.schedule.current())
         return scheduler
 

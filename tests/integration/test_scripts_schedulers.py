@@ -169,6 +169,29 @@ def test_a_learning_rate_set_by_hand_counts_from_the_next_step(tmp_path: Path) -
     check_against_replay(tmp_path, make_mlp, sgd, before=before)
 
 
+@pytest.mark.parametrize("lost", ["worker", "server"])
+def test_a_rate_that_was_not_sent_yet_stays_when_the_worker_joins_again(tmp_path: Path, lost: str) -> None:
+    rates: list[float] = []
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for step, (x, y) in enumerate(session.loader(Numbers(80), 4)):
+            if step == 4:
+                optimizer.param_groups[0]["lr"] = 0.005
+                job.declare_gone(0) if lost == "worker" else job.restart(0)
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    checkpoint = {"checkpoint": {"everyVersions": 1}}
+    with running_job(tmp_path, checkpoints=tmp_path / "checkpoints", parameterServer=checkpoint) as job:
+        job.run(script, workers=1)
+    assert rates[:4] == [0.02] * 4
+    assert rates[5:] == [0.005] * len(rates[5:])
+
+
 POSITIONS: dict[str, tuple[Interval, Scheduler]] = {
     "sample": ("sample", lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.03, total_steps=2 * 120)),
     "sample, one by one": ("sample", lambda o: lr_scheduler.StepLR(o, step_size=50, gamma=0.5)),

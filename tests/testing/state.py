@@ -60,7 +60,7 @@ def two(state: JobState) -> tuple[Member, Member]:
 
 def settings_wanted(state: JobState, steps: Sequence[Contribution]) -> str:
     """What the contributors want, as JSON."""
-    return schedules.wanted(steps, state.members, may_be_stale=state.consistency.may_be_stale)
+    return schedules.wanted(state.settings, steps, state.members, may_be_stale=state.consistency.may_be_stale)
 
 
 def settings_after(state: JobState, steps: Sequence[Contribution]) -> Settings:

@@ -243,8 +243,10 @@ def test_a_push_in_another_codec_or_of_settings_that_are_none_is_refused(worker:
     with pytest.raises(Refused, match="codec 'zip'") as refused:
         worker.push(0, 0, codec="zip")
     assert code(refused) is RefusalCode.MALFORMED
-    with pytest.raises((Refused, Malformed), match="not the settings of an optimizer"):
-        worker.push(0, 0, finish=worker.finishing(0, taken, settings="[1"))
+    heeds = '{"groups": [], "schedulers": [{"heeds": "2"}], "first": [], "made": [0, 0], "position": [0]}'
+    for settings in ("[1", heeds):
+        with pytest.raises((Refused, Malformed), match="not the settings of an optimizer"):
+            worker.push(0, 0, finish=worker.finishing(0, taken, settings=settings))
     assert worker.push(0, 0, finish=worker.finishing(0, taken)).duplicate is False
     assert worker.values(1) == [-1.0] * 4
 

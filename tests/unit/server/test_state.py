@@ -295,6 +295,23 @@ def test_who_begins_a_step_when_a_stopped_training_is_over_is_late(state: JobSta
     assert state.begin(member, version=0, step=0) is Entry.LATE
 
 
+def heeding(evaluations: int) -> Settings:
+    return Settings(({"lr": 0.5},), ({"steps": 0, "heeds": evaluations, "state": {}},))
+
+
+def test_the_settings_that_have_heeded_most_evaluations_are_in_force(state: JobState) -> None:
+    first, second = two(state)
+    steps = [
+        replace(contribution(state, second), settings=heeding(2).to_json()),
+        replace(contribution(state, first), settings=heeding(1).to_json()),
+    ]
+    assert settings_wanted(state, steps) == heeding(2).to_json()
+    assert settings_wanted(state, steps[1:]) == heeding(1).to_json()
+    state.settings = heeding(2)
+    assert settings_wanted(state, steps) == heeding(2).to_json()
+    assert settings_wanted(state, steps[1:]) == "", "those in force"
+
+
 def test_the_settings_of_the_worker_that_has_made_most_steps_are_in_force(state: JobState) -> None:
     first, second = two(state)
     ours = Settings(({"lr": 0.5},)).to_json()
