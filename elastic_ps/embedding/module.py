@@ -7,6 +7,7 @@ layer's `Source`, which keeps it until the step.
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -121,6 +122,25 @@ class LocalSource:
     def lookup(self, ids: Ids) -> torch.Tensor:
         """See `Source`."""
         return self.table.lookup(ids)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalSource:
+        """A copy of a model that is trained, such as its average, looks up the same rows, and trains none."""
+        copied = LocalSource(self.pending.spec)
+        if self.pending.counts is None:
+            copied.table = copy.deepcopy(self.table, memo)
+        else:
+            warn_of_copy(self.pending.spec)
+            copied.table = self.table
+        return copied
+
+
+def warn_of_copy(spec: TableSpec) -> None:
+    """Say that a copy of a model has no rows of its own."""
+    logger.warning(
+        "a copy of the model was made after session.optimizer(...), so it looks up the rows of the table %r "
+        "that are trained. To keep the rows as they are now, keep a checkpoint",
+        spec.name,
+    )
 
 
 def coalesced(gradients: Sequence[Gradient], spec: TableSpec) -> Gradient:
@@ -480,7 +500,8 @@ def as_ids(given: Given, table: str, device: torch.device) -> tuple[Ids, torch.S
     try:
         array = np.asarray(given)
     except ValueError as error:
-        raise _no_ids(table, str(error)) from error
+        said = "lists of different lengths. Pad them, or use EmbeddingBag with offsets"
+        raise _no_ids(table, said) from error
     shape = torch.Size(array.shape)
     if array.dtype.kind == "U" and not isinstance(given, np.ndarray):
         array = np.asarray(given, dtype=object)  # numpy makes strings of numbers that are beside strings
@@ -497,6 +518,6 @@ def as_ids(given: Given, table: str, device: torch.device) -> tuple[Ids, torch.S
 
 def _no_ids(table: str, given: str) -> UsageError:
     return UsageError(
-        f"the ids of the table {table!r} are whole numbers from -2**63 to 2**63 - 1, or strings; given: "
-        f"{given}"
+        f"the ids of the table {table!r} are {given}. Expected whole numbers from -2**63 to 2**63 - 1 in a "
+        "tensor of a signed dtype or uint8, or in a list; or strings"
     )

@@ -11,7 +11,7 @@ import torch
 from elastic_ps.codec import as_bytes
 from elastic_ps.embedding.ahead import Ahead, Found, Held
 from elastic_ps.embedding.init import Ids
-from elastic_ps.embedding.module import Embedding, Given, Gradient, LocalSource, Pending
+from elastic_ps.embedding.module import Embedding, Given, Gradient, LocalSource, Pending, warn_of_copy
 from elastic_ps.embedding.placing import shard_of
 from elastic_ps.embedding.stored import spec_to_text
 from elastic_ps.embedding.table import TableSpec
@@ -139,6 +139,7 @@ class RemoteSource:
 
     def __deepcopy__(self, memo: object) -> RemoteSource:
         """A copy of a model in a job, such as its average, looks up the same rows, and trains none."""
+        warn_of_copy(self.spec)
         return RemoteSource(self.spec, self._client, self._refused)
 
     def __reduce__(self) -> Any:

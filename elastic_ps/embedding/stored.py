@@ -73,6 +73,10 @@ def parts_in(
         yield part_of(columns, wanted)
 
 
+COLUMNS = ("ids", "values", "weight")
+"""What an exported table has, after its name and a dot."""
+
+
 def exported(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The rows of all tables in a checkpoint, for plain torch: `NAME.ids`, `NAME.values`, `NAME.weight`.
 

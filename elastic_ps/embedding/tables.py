@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from elastic_ps.embedding.module import (
     as_ids,
     mean_of,
 )
-from elastic_ps.embedding.stored import spec_to_text
+from elastic_ps.embedding.stored import COLUMNS, spec_to_text
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.transport import messages_pb2 as pb
 
@@ -180,8 +181,19 @@ def require_trainable(spec: TrainingJobSpec, layers: Sequence[Embedding]) -> Non
 
 
 def described_tables(model: torch.nn.Module) -> list[TensorSpec]:
-    """The descriptions of a model's tables that grow, which are the same in all workers, by name."""
+    """The descriptions of a model's tables that grow, which are the same in all workers, by name.
+
+    Raises:
+        InvalidModel: an exported table could not be told from a layer of the same name.
+    """
     texts = {layer.spec.name: spec_to_text(layer.spec) for layer in layers_of(model)}
+    tensors = {name for name, _ in (*model.named_parameters(), *model.named_buffers())} if texts else set()
+    for name, column in itertools.product(sorted(texts), COLUMNS):
+        if f"{name}.{column}" in tensors:
+            raise InvalidModel(
+                f"the table {name!r} has the name of a layer, whose {name}.{column} an export could not tell "
+                "from the table's. Give the table another name"
+            )
     return [
         TensorSpec(f"the table {name!r}", (), TABLE, Rule.EXTERNAL, content=text)
         for name, text in sorted(texts.items())

@@ -14,13 +14,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.optim.swa_utils import AveragedModel
 
 from elastic_ps.embedding import SGD, Adagrad, hashed, uniform
 from elastic_ps.embedding.module import Embedding, EmbeddingBag, Gradient, LocalSource, Mode
 from elastic_ps.embedding.stored import columns_to_part, spec_to_text
 from elastic_ps.embedding.table import Table
-from elastic_ps.embedding.tables import LocalTables
-from elastic_ps.errors import ModelMismatch, UsageError
+from elastic_ps.embedding.tables import LocalTables, described_tables
+from elastic_ps.errors import InvalidModel, ModelMismatch, UsageError
 
 DIM = 3
 EDGES = [-(2**63), -1, 0, 2**63 - 1]
@@ -198,7 +199,9 @@ def test_ids_are_whole_numbers_or_strings(given_: Any, ids: list[int]) -> None:
     ],
 )
 def test_what_are_no_ids_is_refused(given_: Any) -> None:
-    with pytest.raises(UsageError, match="the ids of the table 'a' are whole numbers"):
+    with pytest.raises(
+        UsageError, match=r"(?s)the ids of the table 'a' are .*Expected whole numbers from -2\*\*63"
+    ):
         make()(given_)
 
 
@@ -221,7 +224,7 @@ def test_what_are_no_ids_is_refused(given_: Any) -> None:
         ),
         ({"mode": "sum"}, (torch.tensor([1]), torch.tensor([0]), [1.0]), "given: mode='sum', list"),
         ({"include_last_offset": True}, (torch.tensor([]).long(), torch.tensor([]).long()), "end with 0"),
-        ({}, (torch.tensor([[1]]).to_sparse(),), "whole numbers .* torch.sparse_coo"),
+        ({}, (torch.tensor([[1]]).to_sparse(),), r"torch\.sparse_coo\. Expected whole numbers"),
         ({}, ([["\ud800"]],), "UTF-8 cannot encode it"),
     ],
 )
@@ -240,8 +243,37 @@ def test_a_string_is_padding_and_what_is_no_id_is_not() -> None:
     with pytest.raises(UsageError, match="expected one id"):
         make(padding_idx=(1, 2))
     for padding in (1.5, 2**63):
-        with pytest.raises(UsageError, match="the ids of the table 'a' are whole numbers"):
+        with pytest.raises(
+            UsageError, match=r"(?s)the ids of the table 'a' are .*Expected whole numbers from -2\*\*63"
+        ):
             make(padding_idx=padding)
+
+
+def test_a_copy_made_while_the_model_is_trained_looks_up_its_rows(caplog: pytest.LogCaptureFixture) -> None:
+    """As a copy in a job does. One that is made before has rows of its own."""
+    layer = make()
+    layer.source.pending.counts = None
+    before = copy.deepcopy(layer)
+    tables = LocalTables(layer)
+    tables.begin([{"lr": 0.1}], lambda: True)
+    assert not caplog.messages
+    average = AveragedModel(layer)
+    assert "looks up the rows of the table 'a' that are trained" in caplog.text
+    layer([1]).sum().backward()
+    tables.prepare()
+    tables.ended(True, 1, [{"lr": 0.1}])
+    assert torch.equal(average.module([1]), layer([1]))
+    assert not torch.equal(before([1]), layer([1]))
+    average.module([1]).sum().backward()
+    assert not layer.source.pending.take().ids.size
+
+
+@pytest.mark.parametrize("column", ["ids", "values", "weight"])
+def test_a_table_with_the_name_of_a_layer_is_refused(column: str) -> None:
+    model = torch.nn.ModuleDict({"rows": make(), "a": torch.nn.Module()})
+    model["a"].register_parameter(column, torch.nn.Parameter(torch.zeros(1)))
+    with pytest.raises(InvalidModel, match=rf"the table 'a' has the name of a layer, whose a\.{column} "):
+        described_tables(model)
 
 
 def test_another_mode_or_dim_is_refused() -> None:
@@ -283,6 +315,7 @@ def test_ids_count_once_for_several_backwards_of_a_forward() -> None:
 def test_gradients_that_no_step_trains_are_not_kept(caplog: pytest.LogCaptureFixture) -> None:
     layer = make()
     copied = copy.deepcopy(layer)
+    caplog.clear()
     for each in (copied, layer, copied):
         each(torch.tensor([1, 2])).sum().backward()
     assert not len(copied.source.pending.take().ids)
