@@ -263,6 +263,8 @@ def _expanded(url: str) -> list[str]:
     """A URL for each of the numbers and names in braces."""
     if found := _NUMBERED.search(url):
         first, last = found.groups()
+        if int(first) > int(last):
+            raise UsageError(f"{url[:300]} has no number: {first} is more than {last}. Put the smaller first")
         inside = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     elif found := _NAMED.search(url):
         inside = found.group(1).split(",")

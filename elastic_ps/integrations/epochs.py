@@ -23,6 +23,10 @@ _LACKS = (
     "the training data of a job have no {name!r}: the parameter server says which records a worker trains. A "
     "job that goes on from a checkpoint (`elastic-ps run --resume DIR`) skips those that are trained"
 )
+_NO_MORE = (
+    "this worker has no further batch of the epoch. len(loader) is the number for a single worker, and "
+    "several share them: end at the last batch, with a for loop or next(iterator, None)"
+)
 _LEFT = "the script left its loop over the training data"
 
 
@@ -129,7 +133,8 @@ class EpochLoader:
             if self.batches == before:
                 self._end_if_late()
                 logger.info(
-                    "other workers trained all of this epoch, so this loop gets one batch that does not count"
+                    "other workers have all records of this epoch, so this loop gets one batch that does not "
+                    "count"
                 )
                 self._untrained = self._loader.untrained()
                 yield from map(self._place, islice(self._untrained, 1))
@@ -237,8 +242,8 @@ class _UntilGroup:
         return self
 
     def __next__(self) -> Any:
-        if (batch := next(self._batches)) is _GROUP:
-            raise StopIteration
+        if (batch := next(self._batches, _GROUP)) is _GROUP:
+            raise StopIteration(_NO_MORE)
         return batch
 
 

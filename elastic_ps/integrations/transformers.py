@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from elastic_ps.contract import env
 from elastic_ps.errors import UsageError
@@ -151,6 +152,7 @@ class ElasticMixin:
         self.state.is_world_process_zero = self.state.is_local_process_zero = self.is_world_process_zero()
         after = isinstance(next(iter(self.callback_handler.callbacks), None), DefaultFlowCallback)
         self.callback_handler.callbacks.insert(int(after), _Flow(self))  # before those of the script
+        self.callback_handler.on_save = self._on_save
 
     # Where the work is.
 
@@ -252,8 +254,16 @@ class ElasticMixin:
             self.session.stop("a callback of the Trainer has ended the training")
 
     def _save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
-        if self.accelerator.is_main_process:
+        self._saves = self.accelerator.is_main_process
+        if self._saves:
             super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def _on_save(self: Any, args: Any, state: Any, control: Any) -> Any:
+        """Call the callbacks, on the worker that has saved something."""
+        if self._saves:
+            return CallbackHandler.on_save(self.callback_handler, args, state, control)
+        control.should_save = False
+        return control
 
     def save_model(self: Any, *args: Any, **kwargs: Any) -> None:
         """As the Trainer's on the chief, for which it may block; in the middle of an epoch on worker 0."""

@@ -210,3 +210,26 @@ def test_an_iterator_that_has_ended_with_a_group_is_over_when_the_next_loop_begi
     with running_job(tmp_path, data={"shuffle": False}) as job:
         job.run(in_job, workers=1)
         assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
+
+
+def test_who_asks_for_more_batches_than_its_own_is_told_why(tmp_path: Path) -> None:
+    said = list[str]()
+
+    def in_job(session: Session) -> None:
+        model, optimizer, loader = prepared(accelerator_of(session, 1))
+        batches = iter(loader)
+        for _ in range(len(loader)):
+            x, y = next(batches)
+            loss_of(model, x, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(StopIteration) as ended:
+            next(batches)
+        said.append(str(ended.value))
+        for _ in range(1, EPOCHS):
+            for _ in loader:
+                pass
+
+    with running_job(tmp_path, data={"shuffle": False}) as job:
+        job.run(in_job, workers=1)
+    assert "no further batch of the epoch" in said[0]

@@ -74,7 +74,11 @@ def test_two_workers_share_the_batches_of_the_trainer_alone(tmp_path: Path) -> N
     alone = by_itself(
         tmp_path / "alone", per_device_train_batch_size=2 * BATCH, records=records, warmup_steps=0
     )
-    trainers, lock, saved = dict[int, Any](), threading.Lock(), list[int]()
+    trainers, lock, saved, told = dict[int, Any](), threading.Lock(), list[int](), list[int]()
+
+    class Told(TrainerCallback):  # type: ignore[misc]
+        def on_save(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            told.append(round(state.epoch))
 
     class Saving(Trainer):  # type: ignore[misc]
         def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -82,7 +86,12 @@ def test_two_workers_share_the_batches_of_the_trainer_alone(tmp_path: Path) -> N
                 saved.append(round(self.state.epoch))
 
     def script(session: Session) -> None:
-        trainer = make(tmp_path, records=records, kind=Saving, save_strategy="epoch", warmup_steps=0)
+        options: dict[str, Any] = {
+            "save_strategy": "epoch",
+            "warmup_steps": 0,
+            "given": {"callbacks": [Told()]},
+        }
+        trainer = make(tmp_path, records=records, kind=Saving, **options)
         trainers[session.worker] = prepare_trainer(trainer, session=session)
         trainer.train()
 
@@ -92,7 +101,7 @@ def test_two_workers_share_the_batches_of_the_trainer_alone(tmp_path: Path) -> N
         assert_each_record_once(job.commits(), records=records, epochs=EPOCHS)
     assert_same_model(trainers[0], alone)
     assert_same_model(trainers[1], alone)
-    assert saved == [1, 2, 3], "the chief saves"
+    assert saved == told == [1, 2, 3], "the chief saves"
     assert trainers[0].state.is_world_process_zero
     assert not trainers[1].state.is_world_process_zero
 
