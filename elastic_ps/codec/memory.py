@@ -1,4 +1,4 @@
-"""Conversions between tensors and bytes, reusable memory, and which tensors share memory."""
+"""Conversions between tensors and bytes, reusable memory, checksums, and what shares memory."""
 
 from __future__ import annotations
 
@@ -116,3 +116,33 @@ def _pairs(tensors: Sequence[torch.Tensor], together: Sequence[int]) -> Iterator
         if (other := int(place.max())) >= 0:
             yield other, index
         place.fill_(index)
+
+
+PAGE = 4096
+PARTS = 8
+"""Of each `PAGE` bytes, one of so many parts is looked at the other times."""
+
+MUCH = 1024 * 1024
+"""Bytes. Smaller memory is always looked at as a whole, which takes no time."""
+
+
+class Bits:
+    """The bits of flat memory, of which a part can be summed up."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        raw = flat.view(torch.uint8)
+        paged = len(raw) // PAGE * PAGE if len(raw) >= MUCH else 0
+        pages = raw[:paged].view(torch.int64).view(-1, PAGE // 8)
+        self._parts = pages.chunk(PARTS, dim=1)
+        tail = raw[paged:]
+        whole = len(tail) // 8 * 8
+        self._pages, self._words, self._rest = pages, tail[:whole].view(torch.int64), tail[whole:]
+
+    def sum(self, part: int | None = None) -> int:
+        """A checksum of the bits.
+
+        Args:
+            part: of this part of each page alone, if there are many, and of the bytes after the last page.
+        """
+        pages = self._pages if part is None else self._parts[part]
+        return sum(int(each.sum()) for each in (pages, self._words, self._rest) if each.numel())

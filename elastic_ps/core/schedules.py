@@ -56,7 +56,7 @@ def wanted(
     steps, or to heed another evaluation. So a schedule does not go back whenever a slow worker's step
     arrives.
     """
-    heeds = {c.incarnation: _heeds(c.settings) for c in contributions}
+    heeds = {c.incarnation: _heeds(c.settings, settings) for c in contributions}
     furthest = max(heeds.values())
     if furthest < settings.heeds:
         return ""
@@ -68,9 +68,9 @@ def wanted(
     return "" if stale else sent[first.incarnation]
 
 
-def _heeds(sent: str) -> int:
-    """See `Settings.heeds`."""
-    return read_settings(sent).heeds if '"heeds"' in sent else 0
+def _heeds(sent: str, in_force: Settings) -> int:
+    """See `Settings.heeds`; those in force if the script has no schedulers, as it may after a resume."""
+    return read_settings(sent).heeds if '"heeds"' in sent else in_force.heeds
 
 
 def to_step_with(settings: Settings, consistency: Consistency, *, stalest: int, version: int) -> Settings:

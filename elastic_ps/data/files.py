@@ -264,7 +264,7 @@ def _expanded(url: str) -> list[str]:
     if found := _NUMBERED.search(url):
         first, last = found.groups()
         if int(first) > int(last):
-            raise UsageError(f"{url[:300]} has no number: {first} is more than {last}. Put the smaller first")
+            raise UsageError(f"{url[:300]} names no file: {first} is more than {last}")
         inside = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     elif found := _NAMED.search(url):
         inside = found.group(1).split(",")

@@ -109,6 +109,7 @@ class ElasticMixin:
     """
 
     _uploads = False  # it is the chief, and uploads at the moment
+    _saves = False  # this worker has written the last checkpoint of the Trainer
 
     def __init__(
         self,

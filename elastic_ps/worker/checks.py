@@ -31,6 +31,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
+from elastic_ps.codec.memory import PARTS, Bits
 from elastic_ps.core.partition import Layout, Rule, uncompiled
 from elastic_ps.data.source import LIGHTNING, is_prepared, library_of
 from elastic_ps.errors import InvalidModel, UsageError
@@ -159,13 +160,6 @@ ALWAYS = 4
 EVERY = 64
 """Afterwards each version whose number is a multiple of this is looked at as a whole."""
 
-PAGE = 4096
-PARTS = 8
-"""Of each `PAGE` bytes, one of so many parts is looked at the other times."""
-
-MUCH = 1024 * 1024
-"""Bytes. Smaller memory is always looked at as a whole, which takes no time."""
-
 
 class WriteDetector:
     """Notices that a script has changed parameters. Belongs to the training thread.
@@ -188,7 +182,7 @@ class WriteDetector:
         apart: Sequence[int],
         pulled: Callable[[int], torch.Tensor],
     ) -> None:
-        self._trained, self._constant = [_Bits(flat) for flat in trained], [_Bits(flat) for flat in constant]
+        self._trained, self._constant = [Bits(flat) for flat in trained], [Bits(flat) for flat in constant]
         self._tensors, self._pulled = tensors, pulled
         rules = [spec.rule for spec in layout.tensors]
         self._fixed = [i for i, rule in enumerate(rules) if rule is Rule.CONSTANT]
@@ -259,28 +253,6 @@ class WriteDetector:
 
     def _versions(self) -> list[int]:
         return [self._tensors[index]._version for index in self._watched]
-
-
-class _Bits:
-    """The bits of flat memory."""
-
-    def __init__(self, flat: torch.Tensor) -> None:
-        raw = flat.view(torch.uint8)
-        paged = len(raw) // PAGE * PAGE if len(raw) >= MUCH else 0
-        pages = raw[:paged].view(torch.int64).view(-1, PAGE // 8)
-        self._parts = pages.chunk(PARTS, dim=1)
-        tail = raw[paged:]
-        whole = len(tail) // 8 * 8
-        self._pages, self._words, self._rest = pages, tail[:whole].view(torch.int64), tail[whole:]
-
-    def sum(self, part: int | None = None) -> int:
-        """A checksum of the bits.
-
-        Args:
-            part: of this part of each page alone, if there are many, and of the bytes after the last page.
-        """
-        pages = self._pages if part is None else self._parts[part]
-        return sum(int(each.sum()) for each in (pages, self._words, self._rest) if each.numel())
 
 
 logger = logging.getLogger(__name__)

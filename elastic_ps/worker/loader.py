@@ -132,8 +132,11 @@ class ElasticLoader:
 
     @property
     def ended(self) -> int | None:
-        """The epoch whose loop has ended, until the next one is asked for."""
-        return self._only if self._runtime.records.loop in (Loop.ENDED, Loop.UNFINISHED) else None
+        """The last epoch that is over for the script; None within a loop."""
+        loop, only = self._runtime.records.loop, self._only
+        if only is None or loop is Loop.RUNS:
+            return None
+        return only if loop in (Loop.ENDED, Loop.UNFINISHED) or self._least > only else only - 1
 
     @property
     def evaluates(self) -> bool:
@@ -443,7 +446,8 @@ class ElasticLoader:
             return records.is_chief_of(epoch)
         if records.over:
             return None
-        return False if self.ended is None or runtime.batches.computed or self._await_some() else None
+        ended = records.loop in (Loop.ENDED, Loop.UNFINISHED)
+        return False if not ended or runtime.batches.computed or self._await_some() else None
 
     def _await_end(self) -> None:
         """Block until training is over, if the loop has ended with batches for a last step, or was stopped.

@@ -34,6 +34,10 @@ _JUMPING = (LambdaLR, OneCycleLR, CyclicLR)
 """Schedulers whose learning rate follows from the number of steps alone, so that many are as quick as one."""
 
 
+_SCHEDULED = ("lr", "momentum", "betas")
+"""The hyperparameters that schedulers set."""
+
+
 def check_interval(scheduler: LRScheduler, interval: object) -> None:
     """Raise UsageError unless the scheduler can be stepped so."""
     if not (hasattr(scheduler, "step") and hasattr(scheduler, "state_dict")):
@@ -55,41 +59,44 @@ def check_interval(scheduler: LRScheduler, interval: object) -> None:
         )
 
 
-def _heed_once(scheduler: Any, ended: Ended) -> None:
-    """Let a ReduceLROnPlateau heed one evaluation of each epoch that the script has `ended` its loop over.
-
-    Each worker makes one, and they share the scheduler's state. Within a loop, `ended` gives None.
-    """
-    kind: Any = type(scheduler)
-
-    def step(self: Any, metrics: Any, epoch: Any = None) -> None:
-        if (of := ended()) is None or of > self.heeded:
-            kind.step(self, metrics, epoch)
-            self.heeded = self.heeded if of is None else of
-
-    scheduler.heeded = -1
-    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step})
-
-
 class _Scheduler:
     """One that the session steps for the script, or whose state it keeps."""
 
     def __init__(self, scheduler: LRScheduler, interval: Interval | None, ended: Ended) -> None:
         self.scheduler, self.interval, self.steps = scheduler, interval, 0
+        self.heeds, self.heeded = 0, -1
         if interval is None:
-            _heed_once(scheduler, ended)
+            self._heed_once(ended)
         self._initial = _plain(scheduler.state_dict())
         self._left = self._seen()
 
     def state(self) -> dict[str, Any]:
-        heeds = self.scheduler.last_epoch if self.interval is None else 0
-        return {"steps": self.steps, "heeds": heeds, "state": _plain(self.scheduler.state_dict())}
+        state = _plain(self.scheduler.state_dict())
+        return {"steps": self.steps, "heeds": self.heeds, "heeded": self.heeded, "state": state}
+
+    def _heed_once(self, ended: Ended) -> None:
+        """Let a ReduceLROnPlateau count one evaluation of each epoch: each worker makes one.
+
+        Args:
+            ended: the last epoch that is over for the script; None within a loop, where each one counts.
+        """
+        kind: Any = type(self.scheduler)
+
+        def step(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+            epoch = ended()
+            if epoch is None or epoch > self.heeded:
+                kind.step(scheduler, *args, **kwargs)
+                self.heeds, self.heeded = self.heeds + 1, self.heeded if epoch is None else epoch
+
+        methods = {"step": step, "__reduce__": lambda own: (object.__new__, (kind,), vars(own))}
+        self.scheduler.__class__ = type(kind.__name__, (kind,), methods)
 
     def load(self, stored: Mapping[str, Any] | None) -> None:
         """Go to a state of the job's, or to the first one."""
         state = stored["state"] if stored else self._initial
         self.scheduler.load_state_dict(_completed(state, self.scheduler.state_dict()))
         self.steps = int(stored["steps"]) if stored else 0
+        self.heeds, self.heeded = (stored.get("heeds", 0), stored.get("heeded", -1)) if stored else (0, -1)
         self._left = self._seen()
 
     def go_to(self, position: Position) -> None:
@@ -189,28 +196,43 @@ class Schedule:
     def take_over(self, settings: Settings, *, keeps: bool = True) -> None:
         """Take over the settings of the version that this worker has got.
 
-        What the script has changed since then stays until it is sent. If the job goes back to a checkpoint,
-        the script does not, so what it has set stays, too, but for what schedulers set by the job's progress.
+        Args:
+            keeps: what the script has changed, and this worker has not sent yet, stays.
 
         Raises:
             UsageError: the script has stepped a scheduler, or one makes no more steps.
         """
-        goes_back = self._in_force is not None and settings.position < self._in_force.position
-        if not self._own and (self._steps or not (keeps and goes_back)):
+        changed = self._changed(settings) if keeps else []
+        if not self._own:
             # Settings of version 0 were made before there was a scheduler.
             groups = settings.groups if len(settings.schedulers) >= len(self._schedulers) else self._first
-            own = self.current()
-            keeps &= not goes_back and own.heeds >= settings.heeds
-            left = self._left if keeps and self._left else own.groups
-            every = zip(groups, own.groups, left, strict=True)
-            for group, (values, mine, found) in zip(self._wrapped.param_groups, every, strict=True):
+            for group, values in zip(self._wrapped.param_groups, groups, strict=True):
                 for key, value in values.items():
-                    if mine.get(key) == found.get(key):
-                        group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
             for each, stored in zip_longest(self._schedulers, settings.schedulers[: len(self._schedulers)]):
-                if not keeps or each.interval is not None:
+                if not (keeps and stored and each.interval is None and each.heeds >= stored.get("heeds", 0)):
                     each.load(stored)
         self._go_on(settings)
+        for group, key, value in changed:
+            group[key] = value
+
+    def _changed(self, settings: Settings) -> list[tuple[dict[str, Any], str, Any]]:
+        """What the script has changed since it has got settings: the group, the key and the value.
+
+        If the job has gone back to a checkpoint, the script has not: its values stay, but for what schedulers
+        set by the job's progress.
+        """
+        if self._in_force is None or self._own:
+            return []
+        goes_back, own = settings.position < self._in_force.position, self.current()
+        behind = self.evaluates and own.heeds < settings.heeds
+        left = _SCHEDULED if behind or (goes_back and self._steps) else ()
+        return [
+            (group, key, group[key])
+            for group, now, found in zip(self._wrapped.param_groups, own.groups, self._left, strict=False)
+            for key in now
+            if key not in left and (goes_back or now[key] != found.get(key))
+        ]
 
     def step_made(self, sent: Settings, in_force: Settings) -> None:
         """A step was made with the settings `sent`; others may be in force. Raises as `take_over`."""
@@ -233,7 +255,7 @@ class Schedule:
         self._in_force, self._left = settings, settings.groups
         for each in self._schedulers:
             each.go_to(settings.position)
-        if self._steps:
+        if self._steps or not settings.groups:
             self._left = ModelDescription.settings(self._wrapped).groups
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from functools import partial
 from pathlib import Path
@@ -170,26 +171,94 @@ def test_a_learning_rate_set_by_hand_counts_from_the_next_step(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("lost", ["worker", "server"])
-def test_a_rate_that_was_not_sent_yet_stays_when_the_worker_joins_again(tmp_path: Path, lost: str) -> None:
-    rates: list[float] = []
+@pytest.mark.parametrize("gamma", [1.0, 0.9], ids=["by hand", "with a schedule"])
+def test_what_was_not_sent_yet_stays_when_the_worker_joins_again(
+    tmp_path: Path, lost: str, gamma: float
+) -> None:
+    found = list[tuple[int, float, float]]()
 
     def script(session: Session) -> None:
         model = make_mlp()
         optimizer = session.optimizer(sgd(model), model)
+        if gamma < 1:
+            session.scheduler(lr_scheduler.ExponentialLR(optimizer, gamma), interval="step")
+        (group,) = optimizer.param_groups
         for step, (x, y) in enumerate(session.loader(Numbers(80), 4)):
             if step == 4:
-                optimizer.param_groups[0]["lr"] = 0.005
+                group["weight_decay"] = 0.25
+                if gamma == 1:
+                    group["lr"] = 0.005
                 job.declare_gone(0) if lost == "worker" else job.restart(0)
             optimizer.zero_grad()
             mse(model, x, y).backward()
             optimizer.step()
-            rates.append(optimizer.param_groups[0]["lr"])
+            found.append((session.version, group["lr"], group["weight_decay"]))
 
     checkpoint = {"checkpoint": {"everyVersions": 1}}
     with running_job(tmp_path, checkpoints=tmp_path / "checkpoints", parameterServer=checkpoint) as job:
         job.run(script, workers=1)
-    assert rates[:4] == [0.02] * 4
-    assert rates[5:] == [0.005] * len(rates[5:])
+    assert [decay for _, _, decay in found] == [0] * 4 + [0.25] * (len(found) - 4)
+    later = 0.02 if gamma < 1 else 0.005
+    rates = [(0.02 if step < 4 else later) * gamma**version for step, (version, *_) in enumerate(found)]
+    assert [rate for _, rate, _ in found] == pytest.approx(rates)
+
+
+class OfUser(lr_scheduler.ReduceLROnPlateau):
+    def step(self, val_loss: Any) -> None:  # type: ignore[override]
+        super().step(val_loss)
+
+
+@pytest.mark.parametrize("ends", ["whole", "break"])
+def test_an_evaluation_of_an_epoch_counts_once_among_workers(tmp_path: Path, ends: str) -> None:
+    schedulers = list[lr_scheduler.ReduceLROnPlateau]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        scheduler = session.scheduler(OfUser(optimizer))
+        schedulers.append(pickle.loads(pickle.dumps(scheduler)))
+        loader = session.loader(Numbers(80), 4, epochs=5)
+        for _ in loader.epochs():
+            for number, (x, y) in enumerate(loader):
+                optimizer.zero_grad()
+                mse(model, x, y).backward()
+                optimizer.step()
+                if ends == "break" and number == 6:
+                    break
+            scheduler.step(val_loss=1.0)
+        schedulers.append(scheduler)
+
+    with running_job(tmp_path, data={"shardRecords": 4}) as job:
+        job.run(script, workers=2)
+    assert {type(each).__name__ for each in schedulers} == {"OfUser"}
+    assert max(each.last_epoch for each in schedulers) == 5
+
+
+def test_a_job_that_is_resumed_without_a_scheduler_takes_rates_set_by_hand(tmp_path: Path) -> None:
+    rates = list[float]()
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        scheduler = None
+        if session.version:
+            optimizer.param_groups[0]["lr"] = 0.005
+        else:
+            scheduler = session.scheduler(lr_scheduler.ReduceLROnPlateau(optimizer))
+        for x, y in session.loader(Numbers(80), 4):
+            optimizer.zero_grad()
+            mse(model, x, y).backward()
+            optimizer.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+            if scheduler is not None:
+                scheduler.step(1.0)
+                if session.version == 3:
+                    session.drain()
+
+    for resume in ("no", "require"):
+        with running_job(tmp_path / resume, checkpoints=tmp_path / "checkpoints", resume=resume) as job:
+            job.run(script, workers=1)
+    assert rates == [0.02] * 3 + [0.005] * (len(rates) - 3)
 
 
 POSITIONS: dict[str, tuple[Interval, Scheduler]] = {

@@ -76,7 +76,7 @@ def test_compressed_and_empty_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b").touch()
     with pytest.raises(UsageError, match="there is no record in"):
         TextDataset(tmp_path / "b", index=tmp_path)
-    with pytest.raises(UsageError, match="has no number: 9 is more than 0"):
+    with pytest.raises(UsageError, match="names no file: 9 is more than 0"):
         TextDataset(f"{tmp_path}/{{9..0}}.txt", index=tmp_path)
 
 

@@ -11,14 +11,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils import parametrizations, prune
 
+from elastic_ps.codec.memory import MUCH, PAGE, PARTS
 from elastic_ps.core.partition import Rule, TensorSpec, partition
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.checks import (
     ALWAYS,
     EVERY,
-    MUCH,
-    PAGE,
-    PARTS,
     Averages,
     Registered,
     WriteDetector,
