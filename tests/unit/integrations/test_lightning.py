@@ -289,12 +289,15 @@ class Plateau(Net):
 
 @pytest.mark.parametrize(("mode", "records"), [("sync", BATCH), ("async", RECORDS)])
 def test_a_scheduler_heeds_one_evaluation_of_each_epoch(tmp_path: Path, mode: str, records: int) -> None:
-    """Both workers evaluate all epochs, also those that the other one has trained."""
+    """Both workers evaluate all epochs, also those that the other one has trained.
+
+    But for those before it has joined. Its evaluation of the next one may come before it knows theirs.
+    """
     options: dict[str, Any] = {"max_epochs": 6, "records": records}
     with running_job(tmp_path, consistency={"mode": mode}) as job:
         trained = in_job(job, Plateau, workers=2, options=options)
         assert_each_record_once(job.commits(), records=records, epochs=6)
-    assert max(module.lr_schedulers().last_epoch for module in trained.values()) == 6
+    assert 5 <= max(module.lr_schedulers().last_epoch for module in trained.values()) <= 6
 
 
 class InTurn(Net):

@@ -108,7 +108,10 @@ def test_two_workers_share_the_batches_of_the_trainer_alone(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("mode", "records"), [("sync", BATCH), ("async", RECORDS)])
 def test_a_scheduler_heeds_one_evaluation_of_each_epoch(tmp_path: Path, mode: str, records: int) -> None:
-    """Both workers evaluate all epochs, also those that the other one has trained."""
+    """Both workers evaluate all epochs, also those that the other one has trained.
+
+    But for those before it has joined. Its evaluation of the next one may come before it knows theirs.
+    """
     options: dict[str, Any] = {
         "num_train_epochs": 6,
         "records": records,
@@ -117,7 +120,7 @@ def test_a_scheduler_heeds_one_evaluation_of_each_epoch(tmp_path: Path, mode: st
     with running_job(tmp_path / "job", consistency={"mode": mode}) as job:
         trainers = two_trainers(job, tmp_path, **options)
         assert_each_record_once(job.commits(), records=records, epochs=6)
-    assert max(trainer.lr_scheduler.last_epoch for trainer in trainers) == 6
+    assert 5 <= max(trainer.lr_scheduler.last_epoch for trainer in trainers) <= 6
 
 
 class Pairs(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
