@@ -54,6 +54,11 @@ class Loop(enum.Enum):
     UNFINISHED = "at the end of a loop, before its last step"
     OWES = "between loops, before the last step of one"
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the loop has come to its end; its last step may be missing."""
+        return self in (Loop.ENDED, Loop.UNFINISHED)
+
 
 class LoopEvent(enum.Enum):
     """An event that changes where a script is."""

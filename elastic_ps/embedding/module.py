@@ -125,12 +125,12 @@ class LocalSource:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalSource:
         """A copy of a model that is trained, such as its average, looks up the same rows, and trains none."""
-        copied = LocalSource(self.pending.spec)
+        copied = copy.copy(self)
+        copied.pending = Pending(self.pending.spec)
         if self.pending.counts is None:
             copied.table = copy.deepcopy(self.table, memo)
         else:
             warn_of_copy(self.pending.spec)
-            copied.table = self.table
         return copied
 
 

@@ -136,7 +136,7 @@ class ElasticLoader:
         loop, only = self._runtime.records.loop, self._only
         if only is None or loop is Loop.RUNS:
             return None
-        return only if loop in (Loop.ENDED, Loop.UNFINISHED) or self._least > only else only - 1
+        return only if loop.is_over or self._least > only else only - 1
 
     @property
     def evaluates(self) -> bool:
@@ -195,7 +195,7 @@ class ElasticLoader:
         runtime, records = self._runtime, self._runtime.records
         if runtime.model is not None:
             check_loop(runtime.model)
-        ended = records.loop in (Loop.ENDED, Loop.UNFINISHED)
+        ended = records.loop.is_over
         if records.loop is Loop.PASSED:
             records.note(LoopEvent.END)
             return
@@ -446,8 +446,7 @@ class ElasticLoader:
             return records.is_chief_of(epoch)
         if records.over:
             return None
-        ended = records.loop in (Loop.ENDED, Loop.UNFINISHED)
-        return False if not ended or runtime.batches.computed or self._await_some() else None
+        return False if not records.loop.is_over or runtime.batches.computed or self._await_some() else None
 
     def _await_end(self) -> None:
         """Block until training is over, if the loop has ended with batches for a last step, or was stopped.

@@ -187,7 +187,7 @@ class Records:
         worker has not joined again.
 
         Args:
-            passes: others have trained the epoch, so the script need not come to its end but as its chief.
+            passes: others have trained the epoch, so only the epoch's chief has to come to its end.
         """
         if epoch in self._chief_of and not (self._world.alone or passes):
             return self._chief_of[epoch]

@@ -22,6 +22,8 @@ from elastic_ps.worker.model import ModelDescription
 logger = logging.getLogger(__name__)
 
 Ended: TypeAlias = Callable[[], int | None]
+"""Gives the last epoch that is over for the script; None within a loop."""
+
 Interval: TypeAlias = Literal["step", "epoch", "sample"] | Callable[[int], int]
 """A scheduler makes a step for each version of the model, each epoch, or each record.
 
@@ -32,7 +34,6 @@ _NAMED = ("step", "epoch", "sample")
 
 _JUMPING = (LambdaLR, OneCycleLR, CyclicLR)
 """Schedulers whose learning rate follows from the number of steps alone, so that many are as quick as one."""
-
 
 _SCHEDULED = ("lr", "momentum", "betas")
 """The hyperparameters that schedulers set."""
@@ -75,10 +76,9 @@ class _Scheduler:
         return {"steps": self.steps, "heeds": self.heeds, "heeded": self.heeded, "state": state}
 
     def _heed_once(self, ended: Ended) -> None:
-        """Let a ReduceLROnPlateau count one evaluation of each epoch: each worker makes one.
+        """Let a ReduceLROnPlateau count one evaluation after each epoch, though each worker makes one.
 
-        Args:
-            ended: the last epoch that is over for the script; None within a loop, where each one counts.
+        Within a loop, all count.
         """
         kind: Any = type(self.scheduler)
 
@@ -152,7 +152,7 @@ class Schedule:
         self.evaluates = self._steps = False  # a scheduler by evaluations of epochs; by the job's progress
         self._first: tuple[Mapping[str, Any], ...] = ()  # groups as the schedulers' constructors made them
         self._in_force: Settings | None = None
-        self._left: tuple[Mapping[str, Any], ...] = ()  # groups as the script has found them
+        self._found: tuple[Mapping[str, Any], ...] = ()  # groups as the script has found them
         self._current: Settings = Settings(groups=())
         # What the state that the script has brought was made with.
         self._stepped = self.current() if has_state else None
@@ -217,21 +217,21 @@ class Schedule:
             group[key] = value
 
     def _changed(self, settings: Settings) -> list[tuple[dict[str, Any], str, Any]]:
-        """What the script has changed since it has got settings: the group, the key and the value.
+        """The groups, keys and values that the script has changed since this worker last got settings.
 
-        If the job has gone back to a checkpoint, the script has not: its values stay, but for what schedulers
-        set by the job's progress.
+        If the job goes back to a checkpoint, the script does not. So all of its values count as changed,
+        except those that schedulers set by the job's progress.
         """
         if self._in_force is None or self._own:
             return []
         goes_back, own = settings.position < self._in_force.position, self.current()
         behind = self.evaluates and own.heeds < settings.heeds
-        left = _SCHEDULED if behind or (goes_back and self._steps) else ()
+        scheduled = _SCHEDULED if behind or (goes_back and self._steps) else ()
         return [
             (group, key, group[key])
-            for group, now, found in zip(self._wrapped.param_groups, own.groups, self._left, strict=False)
+            for group, now, found in zip(self._wrapped.param_groups, own.groups, self._found, strict=False)
             for key in now
-            if key not in left and (goes_back or now[key] != found.get(key))
+            if key not in scheduled and (goes_back or now[key] != found.get(key))
         ]
 
     def step_made(self, sent: Settings, in_force: Settings) -> None:
@@ -252,11 +252,11 @@ class Schedule:
             each.check()
 
     def _go_on(self, settings: Settings) -> None:
-        self._in_force, self._left = settings, settings.groups
+        self._in_force, self._found = settings, settings.groups
         for each in self._schedulers:
             each.go_to(settings.position)
         if self._steps or not settings.groups:
-            self._left = ModelDescription.settings(self._wrapped).groups
+            self._found = ModelDescription.settings(self._wrapped).groups
 
 
 def _completed(plain: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
