@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ def have_workers_as_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for kind in (state.PartialState, state.AcceleratorState, state.GradientState):
         monkeypatch.setattr(kind, "_shared_state", state.ThreadLocalSharedDict())
+    # It empties `os.environ` for a while, which the threads share, to compare options with their defaults.
+    monkeypatch.setattr("accelerate.utils.environment.clear_environment", nullcontext)
 
 
 def arguments(directory: Path, **options: Any) -> TrainingArguments:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -100,12 +99,8 @@ LIBRARIES = pytest.mark.parametrize(
 def test_a_script_that_stops_between_two_epochs_ends_the_training(
     tmp_path: Path, script: Any, make: Any, workers: int
 ) -> None:
-    lock = threading.Lock()
-
     def in_job(session: Session) -> None:
-        with lock:  # accelerate empties `os.environ` for a while, which the threads share
-            made = make(session, 1)
-        script(made, 1, epochs=1)
+        script(make(session, 1), 1, epochs=1)
         session.finish()  # as at the end of a script
 
     with running_job(tmp_path, data={"shardRecords": BATCH}) as job:
@@ -120,12 +115,10 @@ def test_a_script_that_stops_between_two_epochs_ends_the_training(
 def test_the_last_group_of_each_epoch_is_trained(
     tmp_path: Path, script: Any, make: Any, size: int, workers: int
 ) -> None:
-    ours, lock = dict[int, torch.nn.Module](), threading.Lock()
+    ours = dict[int, torch.nn.Module]()
 
     def in_job(session: Session) -> None:
-        with lock:  # accelerate empties `os.environ` for a while, which the threads share
-            made = make(session, size)
-        ours[session.worker] = script(made, size)
+        ours[session.worker] = script(make(session, size), size)
 
     with running_job(tmp_path, data={"shuffle": False}) as job:
         job.run(in_job, workers=workers)
@@ -166,11 +159,10 @@ def test_the_last_group_of_an_epoch_is_lost(tmp_path: Path, epoch: int, workers:
 def test_after_a_group_that_has_no_step_of_its_own_one_worker_is_the_chief(
     tmp_path: Path, drops: bool, workers: int
 ) -> None:
-    chiefs, lock = list[int](), threading.Lock()
+    chiefs = list[int]()
 
     def in_job(session: Session) -> None:
-        with lock:
-            accelerator = accelerator_of(session, 2)
+        accelerator = accelerator_of(session, 2)
         model, optimizer, loader = prepared(accelerator)
         for _ in range(EPOCHS):
             for group in groups_of(loader, 2):
