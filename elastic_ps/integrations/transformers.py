@@ -11,6 +11,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -109,7 +110,7 @@ class ElasticMixin:
     """
 
     _uploads = False  # it is the chief, and uploads at the moment
-    _saves = False  # this worker has written the last checkpoint of the Trainer
+    _saved_at: int | None = None  # the steps in the Trainer's checkpoint, where this worker writes it
 
     def __init__(
         self,
@@ -255,16 +256,28 @@ class ElasticMixin:
             self.session.stop("a callback of the Trainer has ended the training")
 
     def _save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
-        self._saves = self.accelerator.is_main_process
-        if self._saves:
-            super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        self._saved_at = self.accelerator.steps_of_job if self.accelerator.is_main_process else None
+        with self._counting_steps_of_job():
+            if self._saved_at is not None:
+                super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def _on_save(self: Any, args: Any, state: Any, control: Any) -> Any:
         """Call the callbacks, on the worker that has saved something."""
-        if self._saves:
+        if self._saved_at is None:
+            control.should_save = False
+            return control
+        with self._counting_steps_of_job():
             return CallbackHandler.on_save(self.callback_handler, args, state, control)
-        control.should_save = False
-        return control
+
+    @contextmanager
+    def _counting_steps_of_job(self: Any) -> Iterator[None]:
+        """Name a checkpoint by the steps of one process: the next one may be written by another worker."""
+        own = self.state.global_step
+        self.state.global_step = own if self._saved_at is None else self._saved_at
+        try:
+            yield
+        finally:
+            self.state.global_step = own
 
     def save_model(self: Any, *args: Any, **kwargs: Any) -> None:
         """As the Trainer's on the chief, for which it may block; in the middle of an epoch on worker 0."""
@@ -332,9 +345,14 @@ class _OfTrainer(ElasticAccelerator):
         return min(steps, self._max_steps) if self._max_steps > 0 else steps
 
     @property
+    def steps_of_job(self) -> int:
+        """With how many steps one process would have trained the records of the job so far."""
+        return self._steps_of_one_process(self.session.samples)
+
+    @property
     def has_made_all(self) -> bool:
         """Whether the job has trained the records of `max_steps` steps of one process."""
-        return bool(0 < self._max_steps <= self._steps_of_one_process(self.session.samples))
+        return bool(0 < self._max_steps <= self.steps_of_job)
 
     def _is_stepped_by_mistake(self) -> bool:
         return False
@@ -412,6 +430,7 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._saved = self._evaluated = -1  # the versions that were the last to be so
 
     def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         state.num_train_epochs = math.ceil(args.num_train_epochs)
@@ -429,8 +448,10 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
         self._trainer.end_step()
         session, training = self._trainer.session, self._trainer.accelerator.training
         state.epoch = training.number + min(1.0, training.of_loop / len(training))
-        if state.global_step >= state.max_steps:
+        if state.global_step >= state.max_steps:  # the Trainer takes it for the last one
             control.should_training_stop = False
+            control.should_evaluate &= _is_due(state, state.eval_steps)
+            control.should_save &= _is_due(state, state.save_steps)
         if self._trainer.accelerator.has_made_all:
             session.stop(f"max_steps={args.max_steps}")
             control.should_training_stop = True
@@ -448,7 +469,22 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
         if training.finished or ((training.is_last or session.stopped) and training.ends()):
             control.should_training_stop = True
             # As the Trainer does with its last step.
-            control.should_save |= args.save_strategy == "steps" and state.global_step < state.max_steps
+            control.should_save |= args.save_strategy == "steps" and self._saved < session.version
+            control.should_evaluate |= (
+                args.eval_strategy == "steps"
+                and args.eval_delay <= state.global_step
+                and self._evaluated < session.version
+            )
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self._saved = self._trainer.session.version
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self._evaluated = self._trainer.session.version
+
+
+def _is_due(state: Any, every: int | None) -> bool:
+    return bool(every) and state.global_step % every == 0
 
 
 def _check(trainer: Any, session: Session) -> None:

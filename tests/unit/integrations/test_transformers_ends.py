@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.transformers import prepare_trainer
@@ -63,6 +66,33 @@ def test_the_epoch_is_that_of_the_trainer_alone_after_max_steps(tmp_path: Path) 
 
     with running_job(tmp_path / "job", data=IN_ORDER) as job:
         job.run(script, workers=1)
+
+
+@pytest.mark.parametrize("every", [5, 100])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_newest_checkpoint_and_the_last_evaluation_are_those_of_the_end(
+    tmp_path: Path, workers: int, every: int
+) -> None:
+    """Whichever worker writes it: checkpoints are numbered by the steps of the Trainer alone."""
+    usual: dict[str, Any] = {"save_strategy": "steps", "save_total_limit": 2, "save_steps": every}
+    usual |= {"eval_strategy": "steps", "eval_steps": every}
+    alone, trainers = by_itself(tmp_path / "alone", **usual), list[Any]()
+
+    def script(session: Session) -> None:
+        trainer = prepare_trainer(make(tmp_path / "out", **usual), session=session)
+        trainer.train()
+        evaluated = logged(trainer, "eval_loss")
+        assert evaluated[-1] == pytest.approx(trainer.evaluate()["eval_loss"])
+        if workers == 1:
+            assert evaluated == pytest.approx(logged(alone, "eval_loss"))
+        trainers.append(trainer)
+
+    with running_job(tmp_path / "job", data=IN_ORDER) as job:
+        job.run(script, workers=workers)
+    newest = Path(get_last_checkpoint(tmp_path / "out"))
+    assert newest.name == f"checkpoint-{alone.state.global_step}"
+    for name, value in load_file(newest / "model.safetensors").items():
+        torch.testing.assert_close(value, trainers[0].model.state_dict()[name], rtol=0, atol=0)
 
 
 def test_a_trainer_trains_once(tmp_path: Path) -> None:
