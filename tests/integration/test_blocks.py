@@ -16,7 +16,7 @@ import torch
 
 from elastic_ps.data.order import Order
 from elastic_ps.data.text import TextDataset
-from elastic_ps.errors import InvalidModel
+from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, events, make_mlp, running_job
 from tests.testing.histories import check_histories
@@ -143,6 +143,26 @@ def test_the_records_of_an_epoch_are_the_lines_of_the_files(tmp_path: Path) -> N
             assert seen[0] == list(order)
         for own, lines in zip(data, seen, strict=True):
             assert own.bytes_read <= 4 * len(lines) + 2 * 80
+
+
+def test_a_file_that_changes_under_a_job_is_refused(tmp_path: Path) -> None:
+    """What was trained before stays as it was, and none of the changed records is trained."""
+    pattern, seen, changed = write(tmp_path), list[int](), list[int]()
+
+    def changes(session: Session, step: int) -> bool:
+        if step == 2:
+            place = next(n for n in range(FILES) if not any(line // PER_FILE == n for line in seen))
+            (tmp_path / f"{place}.txt").write_text("999\n" * PER_FILE)
+            changed.append(place)
+        return False
+
+    with running_job(tmp_path, checkpoints=tmp_path / "kept", data={"shardRecords": 5}) as job:
+        with pytest.raises(UsageError, match=r"\d\.txt has changed since its index was made"):
+            job.run(trains(numbers(pattern, tmp_path), 1, seen=seen, between=changes), workers=1)
+        trained = {line // PER_FILE for line in seen}
+        assert changed[0] not in trained
+        assert 999 not in seen
+        assert job.version >= 2
 
 
 def test_a_worker_whose_files_are_other_ones_is_refused(tmp_path: Path) -> None:

@@ -130,11 +130,16 @@ def received(job: Job) -> int:
 
 
 def test_a_worker_that_joins_receives_the_adapters_only(tmp_path: Path) -> None:
+    """Also later, when the job has trained some steps."""
+
     def script(session: Session) -> None:
-        fit(session, copy.deepcopy(ONE), lambda _: await_training(job, 0, 1))
+        fit(session, copy.deepcopy(ONE), lambda step: await_training(job, 0, 1) if step == 3 else None)
 
     with running_job(tmp_path) as job:
-        job.run(script, workers=2)
+        job.start(0, script)
+        job.until(lambda: job.version == 3, "worker 0 has trained 3 steps")
+        job.start(1, script)
+        job.join()
         adapters = sum(8 * p.numel() for p in ONE.parameters() if p.requires_grad)
         assert 0 < received(job) <= 2 * (job.version + 1) * adapters
 

@@ -22,7 +22,7 @@ from transformers import (
 from elastic_ps.integrations.transformers import prepare_trainer
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job
-from tests.testing.oracle import assert_each_record_once
+from tests.testing.oracle import assert_each_record_once, of_the_end
 from tests.testing.tiers import per_change
 from tests.testing.trainers import have_workers_as_threads
 
@@ -158,7 +158,7 @@ def test_the_model_and_the_curve_are_those_of_the_trainer_alone(tmp_path: Path, 
 @pytest.mark.filterwarnings("ignore")  # of TRL's own
 @pytest.mark.parametrize("make", per_change([sft, dpo, reward], keep=[sft, dpo]))
 def test_two_workers_share_the_batches_of_the_trainer_alone(tmp_path: Path, make: Callable[..., Any]) -> None:
-    """One of them is lost in between, and joins again."""
+    """In between one of them is lost and joins again, the parameter server dies, and a third worker comes."""
     batch, options = 6, {"warmup_steps": 0, "max_grad_norm": 0.0}  # the last batch is as large as the others
     alone = make(tmp_path / "alone", per_device_train_batch_size=batch, **options)
     alone.train()
@@ -169,6 +169,8 @@ def test_two_workers_share_the_batches_of_the_trainer_alone(tmp_path: Path, make
             if state.global_step == 2 and not lost.is_set():
                 lost.set()
                 job.declare_gone(1)
+                job.restart(0)
+                job.start(2, script)
 
     def script(session: Session) -> None:
         with lock:  # the workers are threads, which share torch's seed
@@ -178,11 +180,12 @@ def test_two_workers_share_the_batches_of_the_trainer_alone(tmp_path: Path, make
         trainers.append(prepare_trainer(made, session=session))
         made.train()
 
-    together = {"globalBatchSize": batch}
-    with running_job(tmp_path / "job", consistency=together, data={"shuffle": False}) as job:
+    fields: dict[str, Any] = {"consistency": {"globalBatchSize": batch}, "data": {"shuffle": False}}
+    with running_job(tmp_path / "job", checkpoints=tmp_path / "checkpoints", **fields) as job:
         job.run(script, workers=2)
-        assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
+        assert_each_record_once(of_the_end(job.commits()), records=RECORDS, epochs=EPOCHS)
     assert lost.is_set()
+    assert len(trainers) == 3
     for trainer in trainers:
         for a, b in zip(trainer.model.parameters(), alone.model.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-5)  # the losses are computed in float32

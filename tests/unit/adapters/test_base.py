@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from elastic_ps.adapters.base import Base
@@ -44,6 +46,28 @@ def test_what_no_optimizer_trains_is_in_the_base() -> None:
     evaluated.normal.eval()
     found = {spec.name for spec in described(evaluated).every if spec.rule is Rule.EXTERNAL}
     assert found == frozen | statistics
+
+
+class Quantised(torch.nn.Linear):
+    """It saves scales beside its packed weight, as a 4-bit layer of bitsandbytes does."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(4, 4)
+        self.weight = torch.nn.Parameter(torch.ones(8, 1, dtype=torch.uint8), requires_grad=False)
+        self.bias.requires_grad_(False)
+        self.scale = torch.full((4,), scale)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight.absmax"] = self.scale
+
+
+def test_what_a_frozen_parameter_saves_is_in_the_base() -> None:
+    head = torch.nn.Linear(4, 1)
+    layers = (Quantised(1.0), Quantised(2.0))
+    one, other = (set(described(torch.nn.Sequential(layer, head)).every) for layer in layers)
+    (spec,) = (spec for spec in one - other if spec.name != "0.bias")
+    assert (spec.name, spec.rule) == ("0.weight.absmax", Rule.EXTERNAL)
 
 
 def test_a_digest_tells_values_of_any_dtype_apart() -> None:

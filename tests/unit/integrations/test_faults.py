@@ -1,4 +1,4 @@
-"""Each library trains on while a worker and the parameter server die and another worker comes."""
+"""What workers of each library train together, also while one and the server die and another comes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from elastic_ps.worker.session import Session
 from tests.testing import trainers
 from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.lightning import MARKS, Net, trainer_of
-from tests.testing.oracle import assert_each_record_once, of_the_end
+from tests.testing.oracle import assert_each_record_once, of_the_end, replay
 from tests.testing.polling import LIMIT
 
 EPOCHS, RECORDS, BATCH = 3, 48, 8
@@ -131,5 +131,42 @@ def test_a_worker_and_the_server_die_and_a_worker_comes(tmp_path: Path, library:
         assert 0 < before < job.status().progress.version == EPOCHS * RECORDS // BATCH
     assert set(ours) == {0, 1, 2}
     for model in ours.values():
+        for a, b in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+class Begun:
+    """Data whose first record comes when all workers ask for one."""
+
+    def __init__(self, data: Any, all_workers: threading.Barrier) -> None:
+        self._data, self._waits = data, [all_workers]
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        while self._waits:
+            self._waits.pop().wait(LIMIT)
+        return self._data[index]
+
+
+@pytest.mark.parametrize("train", [by_accelerate, by_fabric])
+def test_the_steps_of_two_workers_are_those_of_one_process(tmp_path: Path, train: Callable[..., Any]) -> None:
+    """Each trains the batches that it gets. Tests of the other libraries do the same."""
+    both, ours = threading.Barrier(2), list[Any]()
+
+    def script(session: Session) -> None:
+        ours.append(train(session, Begun(Numbers(RECORDS), both), BATCH))
+
+    with running_job(tmp_path, data={"shuffle": False}) as job:
+        job.run(script, workers=2)
+        commits = job.commits()
+    assert_each_record_once(commits, records=RECORDS, epochs=EPOCHS)
+    assert any(len(commit["contributions"]) == 2 for commit in commits)
+    alone = make_mlp().double()
+    replay(
+        commits, Numbers(RECORDS), alone, lambda model: torch.optim.AdamW(model.parameters(), 0.01), job.spec
+    )
+    for model in ours:
         for a, b in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)

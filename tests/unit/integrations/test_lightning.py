@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations import pytorch_lightning as other
+from elastic_ps.integrations.fabric import ElasticStrategy as FabricStrategy
 from elastic_ps.integrations.lightning import ElasticStrategy
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, running_job
@@ -538,7 +540,10 @@ def test_the_job_accumulates_where_it_has_a_global_batch_size(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
-def test_ranks_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize("make", [ElasticStrategy, lambda: FabricStrategy(epochs=1)])
+def test_ranks_of_another_launcher_are_refused(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], object], name: str
+) -> None:
     monkeypatch.setenv(name, "2")
     with pytest.raises(UsageError, match="elastic-ps run SCRIPT --workers N"):
-        ElasticStrategy()
+        make()
