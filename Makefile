@@ -8,6 +8,7 @@ CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/elastic-ps
 hash = $(shell { $(PYTHON) -VV; $(PYTHON) tools/requirements.py $(1); cat $(2); } | grep -v '^--' | sha256sum | cut -c 1-12)
 NEWEST := $(CACHE)/newest-$(call hash,newest,constraints.txt)
 LOWEST := $(CACHE)/lowest-$(call hash,lowest,/dev/null)
+LINT := $(CACHE)/lint-$(call hash,lint,/dev/null)
 TIER ?= not nightly
 UNIT ?= $(LOWEST)
 INTEGRATION ?= $(VENV)
@@ -53,7 +54,7 @@ test-cluster: $(VENV)/ready  ## The tests on a real Kubernetes, see `make cluste
 	$(BIN)/python $(PYTEST) -v --numprocesses=$(CLUSTER_PROCESSES) --max-worker-restart=0 \
 	  --dist=loadscope --no-loadscope-reorder tests/e2e
 
-check: $(VENV)/ready  ## Format, lint, types, layers, generated files, sizes, the site
+check: $(VENV)/ready  ## Format, lint, types, layers, generated files, sizes, the site, the workflows
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy --cache-dir $(CACHE)/mypy
@@ -66,20 +67,17 @@ check: $(VENV)/ready  ## Format, lint, types, layers, generated files, sizes, th
 	PYTHONPATH=operator $(BIN)/python tools/chart_values.py --check
 	$(BIN)/python tools/links.py
 	$(BIN)/python tools/sizes.py
-	$(MAKE) --no-print-directory docs
+	$(MAKE) --no-print-directory docs lint-project
 
 docs: $(VENV)/ready  ## The site, in build/docs; a warning is an error
 	$(BIN)/python -m sphinx --builder html --fresh-env --nitpicky --fail-on-warning --keep-going --quiet -d build/doctrees docs build/docs
 
-# A folder of their own: nothing else needs these programs.
-lint-project:  ## The workflows, the issue forms and the citation
-	$(PYTHON) -m venv build/lint
-	build/lint/bin/pip install --quiet --disable-pip-version-check zizmor==1.32.0 check-jsonschema==0.39.0
-	build/lint/bin/zizmor --offline .github
-	build/lint/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
-	build/lint/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
-	build/lint/bin/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
-	build/lint/bin/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
+lint-project: $(LINT)/ready  ## The workflows, the issue forms and the citation
+	$(LINT)/bin/zizmor --offline --quiet .github
+	$(LINT)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(LINT)/bin/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+	$(LINT)/bin/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(LINT)/bin/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
 mutants: $(VENV)/ready  ## Small changes of the code by chance: do the unit tests notice? Takes long
 	$(BIN)/python tools/mutants.py core --least 0.95

@@ -4,6 +4,8 @@
 
 `lowest`: the lowest versions that pyproject.toml allows. Their own dependencies come in the newest version,
 as for somebody who installs the package today. torch and the tests' tools come in that of constraints.txt.
+
+`lint`: what reads the workflows and forms of GitHub, which nothing else needs.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ NOT_LOWEST = (
     "ipykernel",
     "nbclient",
 )
+LINT = ("check-jsonschema==0.39.0", "zizmor==1.32.0")
 
 
 def lowest(requirement: str) -> str:
@@ -48,14 +51,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("versions", choices=("newest", "lowest"))
+    parser.add_argument("versions", choices=("newest", "lowest", "lint"))
     versions = parser.parse_args().versions
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted, extras = list(project["dependencies"]), project["optional-dependencies"]
     for extra in EXTRAS:
         wanted += extras[extra]
     pins = (ROOT / "constraints.txt").read_text().splitlines()
-    if versions == "lowest":
+    if versions == "lint":
+        print(*LINT, sep="\n")
+    elif versions == "lowest":
         print(*(lowest(text) for text in wanted if not text.startswith(NOT_LOWEST)), sep="\n")
         print(*(line for line in pins if line.partition("==")[0] in NOT_LOWEST), sep="\n")
     else:
