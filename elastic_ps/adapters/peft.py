@@ -48,7 +48,7 @@ def tensors(base: Iterable[TensorSpec]) -> list[TensorSpec]:
 def adapters(
     said: Mapping[str, Any], values: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[dict[str, torch.Tensor], str]]:
-    """For each trained adapter, by the folder that PEFT gives it, its tensors and its config.
+    """The tensors and the config of each trained adapter, by the folder that PEFT gives it.
 
     Args:
         said: see `configuration`.

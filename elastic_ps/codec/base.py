@@ -149,7 +149,7 @@ class Codec(abc.ABC):
         return None
 
     def within(self, encoded: Encoded, elements: int) -> tuple[Codec, Encoded]:  # noqa: ARG002
-        """For a codec around another one: the inner codec, and its output for so many elements."""
+        """Return the inner codec of one around another, and its output for so many elements."""
         return self, encoded
 
 

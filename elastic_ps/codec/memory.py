@@ -120,7 +120,7 @@ def _pairs(tensors: Sequence[torch.Tensor], together: Sequence[int]) -> Iterator
 
 PAGE = 4096
 PARTS = 8
-"""Of each `PAGE` bytes, one of so many parts is looked at the other times."""
+"""How many parts each `PAGE` bytes have; the other times one of them is looked at."""
 
 MUCH = 1024 * 1024
 """Bytes. Smaller memory is always looked at as a whole, which takes no time."""

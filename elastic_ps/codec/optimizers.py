@@ -352,7 +352,7 @@ def _shape_for(
 def usual_state(
     kind: Kind, group: Mapping[str, Any], dtype: torch.dtype, shape: Sequence[int] = (2,)
 ) -> dict[str, tuple[str, bool]]:
-    """As `kept_state`: key -> (dtype, whether it is a scalar). Raises the same."""
+    """Like `kept_state`: key -> (dtype, whether it is a scalar). Raises the same."""
     kept = kept_state(kind, group, dtype, shape)
     return {key: (each.dtype, each.scalar) for key, each in kept.items()}
 

@@ -25,7 +25,7 @@ ROWS = "rows"
 """The name of this encoding, beside those of codecs."""
 
 MOST_VERSIONS = 64
-"""Of so many versions a shard knows which rows they have changed. A worker further behind gets the table."""
+"""How many versions a shard remembers the changed rows of. A worker further behind gets the table."""
 
 
 class Rows(NamedTuple):

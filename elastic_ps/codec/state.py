@@ -115,7 +115,7 @@ class Snapshot:
 
     @property
     def pause(self) -> timedelta:
-        """For how long changes have waited for the reader and for copies."""
+        """How long changes have waited for the reader and for copies."""
         return self._pause + (self._beside.pause if self._beside is not None else timedelta(0))
 
     def keep(self, bucket: int) -> None:

@@ -35,7 +35,7 @@ INVALID = 78
 """EX_CONFIG of sysexits.h."""
 
 HUNG = 124
-"""As timeout(1) uses it. It counts as a failure, since a script that hangs is likely to hang again."""
+"""The status that timeout(1) uses. It counts as a failure: a script that hangs is likely to do so again."""
 
 FENCED = 250
 """Above the statuses of all signals, and in the range that does not count as a failure."""

@@ -18,7 +18,7 @@ A = TypeVar("A")
 
 @dataclass
 class Calls(Generic[A]):
-    """For each member, the number of its last call and the answer, once there is one."""
+    """The number of each member's last call, and the answer once there is one."""
 
     _last: dict[int, int] = field(default_factory=dict)
     _answers: dict[int, A] = field(default_factory=dict)

@@ -375,7 +375,7 @@ class SyncRounds:
 
     @property
     def staleness(self) -> dict[int, int]:
-        """For each step in `done`, the number of versions by which its own is older than the open round's."""
+        """Return by how many versions each step in `done` is older than the open round."""
         return dict.fromkeys(self.done, 0)
 
     def after(self, worker: int, *, attempt: int, step: int, anyway: bool) -> After | None:

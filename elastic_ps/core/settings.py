@@ -83,7 +83,7 @@ class Position(NamedTuple):
 
 
 START = Position()
-"""Of version 0."""
+"""The position of version 0."""
 
 
 class Made(NamedTuple):
@@ -92,11 +92,11 @@ class Made(NamedTuple):
     workers: int = 0
     """The workers whose steps are in it."""
     samples: int = 0
-    """Of all these steps together."""
+    """The records in all these steps."""
 
 
 NOTHING = Made()
-"""Of version 0."""
+"""What made version 0."""
 
 
 @dataclass(frozen=True)

@@ -387,7 +387,7 @@ class Slices:
         return records > 0 and not slice_sizes(records, self.processes, least=self.least)[self._rank]
 
     def weights(self, batches: Sequence[int]) -> list[float]:
-        """For each process, its share of the records of a step on batches of these sizes."""
+        """Return the share of each process in the records of a step on batches of these sizes."""
         slices = [slice_sizes(records, self.processes, least=self.least) for records in batches]
         return [sum(own) / max(1, sum(batches)) for own in zip(*slices, strict=True)] or [
             0.0

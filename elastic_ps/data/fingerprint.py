@@ -44,7 +44,7 @@ CHARACTERS = 1024
 """How many characters of a text are looked at."""
 
 _REVISION = re.compile(r"@[^/]+/")
-"""Of a repository on Hugging Face's hub, in a file's URL. A new one may have the same records."""
+"""The commit of a repository on Hugging Face's hub, in a file's URL. A new one may have the same records."""
 
 _WEIGHTS = (2654435761, 2246822519)  # multipliers that scatter positions over 32 bits
 
@@ -151,7 +151,7 @@ def _is_data_set(value: Any) -> bool:
 
 
 def _has(value: Any, name: str) -> bool:
-    """As `hasattr`. A `__getattr__` of the script's may raise anything, such as KeyError."""
+    """Act like `hasattr`. A `__getattr__` of the script's may raise anything, such as KeyError."""
     with suppress(Exception):
         return hasattr(value, name)
     return False

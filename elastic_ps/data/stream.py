@@ -185,7 +185,7 @@ class IndexedStream(Dataset[Any]):
             del self._kept[next(iter(self._kept))]
 
     def _blame(self) -> str:
-        """For messages: where the stream was begun, if it was not at its first item."""
+        """Say in a message where the stream was begun, if it was not at its first item."""
         if not self._sought:
             return ""
         return (

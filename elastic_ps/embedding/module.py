@@ -306,7 +306,7 @@ class _Layer(torch.nn.Module):
 
 
 class Embedding(_Layer):
-    """As `torch.nn.Embedding`, with a table that has no size: any id of int64 has a row.
+    """A `torch.nn.Embedding` whose table has no size: any id of int64 has a row.
 
     An id that was never trained has its first values, which depend only on the seed, the table's name and
     the id. Its row is created in the step that trains it. Evaluation creates none.
@@ -383,7 +383,7 @@ class Embedding(_Layer):
 
 
 class EmbeddingBag(Embedding):
-    """As `torch.nn.EmbeddingBag`, with a table that has no size: the sum, mean or maximum of each bag's rows.
+    """A `torch.nn.EmbeddingBag` whose table has no size: the sum, mean or maximum of each bag's rows.
 
     Args:
         mode: "sum", "mean" or "max". An empty bag gives 0.

@@ -284,7 +284,7 @@ class ShardTables:
             return {name: (table.spec, table.extent) for name, table in self._tables.items()}
 
     def follow(self, request: pb.RowsRequest, incoming: Incoming) -> None:
-        """As a standby; see `FollowingTables`. Raises Refused (NOT_READY): this is none."""
+        """Serve a standby; see `FollowingTables`. Raises Refused (NOT_READY): this is none."""
         del request, incoming
         raise Refused(RefusalCode.NOT_READY, f"shard {self._shard} is not a standby")
 

@@ -421,7 +421,7 @@ class Table:
         return state
 
     def changes(self, since: int = NEVER, start: int = 0, stop: int | None = None) -> State | None:
-        """As `state`, in any order, of the rows with numbers from `start` to `stop` that a step has changed.
+        """Like `state`, in any order, of rows `start` to `stop`, those that a step has changed.
 
         Args:
             since: the changes after this version; `NEVER`: all rows. After a version, `removed` and
@@ -564,7 +564,7 @@ class Table:
         return list(zip(names, (self._values, *self._slots), strict=True))
 
     def __reduce__(self) -> Any:
-        """For `copy.deepcopy` and pickle."""
+        """Serve `copy.deepcopy` and pickle."""
         return _restored, (self.spec, self.state())
 
 

@@ -162,7 +162,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
 
     @property
     def is_last_process(self) -> bool:
-        """As `is_main_process`."""
+        """Like `is_main_process`."""
         return self.is_main_process
 
     def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,12 +179,12 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             print(*args, **kwargs)
 
     def init_trackers(self, *args: Any, **kwargs: Any) -> None:
-        """As accelerate's on worker 0; other workers have no tracker, and log nothing."""
+        """Like accelerate's on worker 0; other workers have no tracker, and log nothing."""
         if self.is_local_main_process:
             super().init_trackers(*args, **kwargs)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As accelerate's. The optimizer joins the job, with the model that it trains. Blocks.
+        """Like accelerate's. The optimizer joins the job, with the model that it trains. Blocks.
 
         Raises:
             UsageError: there are two optimizers, one without its model, or the wrong DataLoader comes first.
@@ -345,7 +345,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """As accelerate's. At the end of an epoch a step is made with what is left."""
+        """Like accelerate's. At the end of an epoch a step is made with what is left."""
         self._accumulates = self._in_accumulate = True
         if self._training is not None and self._training.ends_group:
             self.step = self.batches_of_step - 1  # so that it makes a step, as with accelerate's last batch
@@ -362,7 +362,7 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
             yield
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As accelerate's. Sends gradients only in `accumulate`, where it is known that a step follows."""
+        """Like accelerate's. Sends gradients only in `accumulate`, where it is known that a step follows."""
         groups = [] if self._elastic is None else self._elastic.param_groups
         trained = [parameter for group in groups for parameter in group["params"]]
         sends = self._accumulates and self.sync_gradients
@@ -391,12 +391,12 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         )
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
-        """As accelerate's where `is_main_process` is true."""
+        """Like accelerate's where `is_main_process` is true."""
         if self.is_main_process:
             super().save(obj, f, safe_serialization)
 
     def save_state(self, *args: Any, **kwargs: Any) -> str | None:
-        """As accelerate's where `is_main_process` is true; None elsewhere. Blocks.
+        """Like accelerate's where `is_main_process` is true; None elsewhere. Blocks.
 
         A job does not need it: it writes checkpoints of its own.
         """

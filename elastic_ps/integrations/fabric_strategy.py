@@ -112,18 +112,18 @@ class FabricInJob(OneDevice):
     # What is set up.
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """As Fabric's. An optimizer that is set up later may train it."""
+        """Like Fabric's. An optimizer that is set up later may train it."""
         self._models.append(module)
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> Any:
-        """As Fabric's. See `setup_module_and_optimizers`, which raises the same. Blocks."""
+        """Like Fabric's. See `setup_module_and_optimizers`, which raises the same. Blocks."""
         return self._join([optimizer])[0]
 
     def setup_module_and_optimizers(
         self, module: torch.nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
     ) -> tuple[torch.nn.Module, list[Any], None]:
-        """As Fabric's. The optimizers join the job, with the model that they train. Blocks.
+        """Like Fabric's. The optimizers join the job, with the model that they train. Blocks.
 
         Raises:
             UsageError: there is a scheduler, or the model is not known.
@@ -192,7 +192,7 @@ class FabricInJob(OneDevice):
     # Steps.
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """As Fabric's. The step is clipped if `fabric.clip_gradients` was called for it. Blocks."""
+        """Like Fabric's. The step is clipped if `fabric.clip_gradients` was called for it. Blocks."""
         with self._clipped.step(self.elastic):
             return super().optimizer_step(optimizer, **kwargs)  # type: ignore[misc]
 
@@ -240,7 +240,7 @@ class FabricInJob(OneDevice):
     def clip_gradients_value(
         self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, clip_val: float
     ) -> None:
-        """As Fabric's in mode `local`. Raises UsageError in other modes."""
+        """Like Fabric's in mode `local`. Raises UsageError in other modes."""
         if not self._local:
             raise UsageError(
                 "fabric.clip_gradients(clip_val=...) clips each element of a gradient, but gradients are "
@@ -251,7 +251,7 @@ class FabricInJob(OneDevice):
     # Files.
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """As Fabric's where `is_global_zero` is true. Blocks.
+        """Like Fabric's where `is_global_zero` is true. Blocks.
 
         A job does not need it: it writes checkpoints of its own.
         """
@@ -259,7 +259,7 @@ class FabricInJob(OneDevice):
             super().save_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As Fabric's. Raises UsageError where it would resume a training: a job does so otherwise."""
+        """Like Fabric's. Raises UsageError where it would resume a training: a job does so otherwise."""
         if state and self.elastic is not None:
             raise UsageError(_RESUME)
         return super().load_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""For the `Trainer` of the package `lightning.pytorch`: an unchanged LightningModule trains in a job.
+"""Serves the `Trainer` of the package `lightning.pytorch`: an unchanged LightningModule trains in a job.
 
 ```python
 trainer = Trainer(strategy=ElasticStrategy(), max_epochs=3)

@@ -1,4 +1,4 @@
-"""For scripts that import `Fabric` from the package `lightning_fabric`: see `.fabric`."""
+"""Serves scripts that import `Fabric` from the package `lightning_fabric`: see `.fabric`."""
 
 from __future__ import annotations
 

@@ -180,20 +180,20 @@ class TrainsInJob(OneDevice):
     # What is set up.
 
     def setup_environment(self: Any) -> None:
-        """As Lightning's. Raises UsageError: the Trainer is set up for what cannot work in a job."""
+        """Like Lightning's. Raises UsageError: the Trainer is set up for what cannot work in a job."""
         if self._fits:
             check(self._trainer)
         super().setup_environment()  # type: ignore[misc]
 
     def teardown(self: Any) -> None:
-        """As Lightning's, which resets all signals then, but not those of C, as `faulthandler`'s."""
+        """Like Lightning's, which resets all signals then, but not those of C, as `faulthandler`'s."""
         if self.lightning_module is not None:
             before = self._trainer._signal_connector._original_handlers  # noqa: SLF001
             before.update(dict.fromkeys([each for each in before if not callable(before[each])]))
         super().teardown()  # type: ignore[misc]
 
     def setup_optimizers(self: Any, trainer: Any) -> None:
-        """As Lightning's. The optimizers join the job, with the model. Blocks.
+        """Like Lightning's. The optimizers join the job, with the model. Blocks.
 
         Raises:
             UsageError: the module has no optimizer.
@@ -244,7 +244,7 @@ class TrainsInJob(OneDevice):
         config.frequency = sys.maxsize  # Lightning does not step it
 
     def setup_precision_plugin(self: Any) -> None:
-        """As Lightning's. The parameter server clips gradients."""
+        """Like Lightning's. The parameter server clips gradients."""
         super().setup_precision_plugin()  # type: ignore[misc]
         if self._fits and not self._local:
             self.precision_plugin.clip_gradients = self.clip_gradients
@@ -274,7 +274,7 @@ class TrainsInJob(OneDevice):
     # Steps.
 
     def backward(self: Any, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As Lightning's. Sends gradients while it runs if it is known that a step follows."""
+        """Like Lightning's. Sends gradients while it runs if it is known that a step follows."""
         trainer, blocked = self._trainer, True
         if self.lightning_module.automatic_optimization:
             self.session.report(loss=closure_loss.detach() * trainer.accumulate_grad_batches)
@@ -307,7 +307,7 @@ class TrainsInJob(OneDevice):
         self._clipped.ask()
 
     def optimizer_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's. By hand, a step is clipped if `clip_gradients` was called for it. Blocks."""
+        """Like Lightning's. By hand, a step is clipped if `clip_gradients` was called for it. Blocks."""
         with self._clipped.step(self.elastic):
             return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
 
@@ -335,21 +335,21 @@ class TrainsInJob(OneDevice):
         return bool(self.was_chief)
 
     def optimizer_state(self: Any, optimizer: Any) -> dict[str, Any]:
-        """As Lightning's, fetched from the parameter server, where it is saved. Blocks."""
+        """Like Lightning's, fetched from the parameter server, where it is saved. Blocks."""
         return super().optimizer_state(optimizer) if self.saves() else {}  # type: ignore[misc]
 
     def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, **options: Any) -> None:
-        """As Lightning's where `saves` is true. May block."""
+        """Like Lightning's where `saves` is true. May block."""
         if self.saves():
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, **options)
 
     def remove_checkpoint(self: Any, filepath: Any) -> None:
-        """As `save_checkpoint`."""
+        """Like `save_checkpoint`."""
         if self.saves():
             self.checkpoint_io.remove_checkpoint(filepath)
 
     def load_checkpoint(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's. Raises UsageError where it would resume a training: a job does so otherwise."""
+        """Like Lightning's. Raises UsageError where it would resume a training: a job does so otherwise."""
         if self._fits:
             raise UsageError(RESUME)
         return super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""For the `Trainer` of the package `pytorch_lightning`: an unchanged LightningModule trains in a job.
+"""Serves the `Trainer` of the package `pytorch_lightning`: an unchanged LightningModule trains in a job.
 
 ```python
 trainer = Trainer(strategy=ElasticStrategy(), max_epochs=3)

@@ -102,7 +102,7 @@ def prepare_trainer(
 
 
 class ElasticMixin:
-    """For a class of trainers of one's own: `class MyTrainer(ElasticMixin, Trainer)`.
+    """A mixin for a class of one's own: `class MyTrainer(ElasticMixin, Trainer)`.
 
     It takes the arguments of the other class, and those of `prepare_trainer`, which is not to be called. In a
     worker of several processes it also keeps transformers from beginning a
@@ -163,11 +163,11 @@ class ElasticMixin:
         return self._uploads or bool(self.accelerator.is_local_main_process)
 
     def is_local_process_zero(self: Any) -> bool:
-        """As `is_world_process_zero`."""
+        """Like `is_world_process_zero`."""
         return bool(self.accelerator.is_local_main_process)
 
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's. Blocks until all records of the job are in the model.
+        """Like the Trainer's. Blocks until all records of the job are in the model.
 
         Raises:
             UsageError: `resume_from_checkpoint` is given: a job resumes otherwise. Or it is called again.
@@ -199,19 +199,19 @@ class ElasticMixin:
             self.accelerator.is_for_training = False
 
     def set_initial_training_values(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """As the Trainer's, but that the job says when an epoch and the training end."""
+        """Like the Trainer's, but that the job says when an epoch and the training end."""
         epochs, steps, *others, batches, most = super().set_initial_training_values(*args, **kwargs)  # type: ignore[misc]
         return (_Endless.of(epochs), _Endless.of(steps), *others, _Batches.of(self, batches), most)
 
     def create_scheduler(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's. The job steps it, once for each step that one process would make."""
+        """Like the Trainer's. The job steps it, once for each step that one process would make."""
         scheduler = super().create_scheduler(*args, **kwargs)  # type: ignore[misc]
         wrapped = self.accelerator.prepare_scheduler(scheduler)
         self.lr_scheduler = scheduler if isinstance(scheduler, ReduceLROnPlateau) else wrapped
         return self.lr_scheduler
 
     def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's: the batches of one optimizer step. There are fewer at the end of an epoch."""
+        """Like the Trainer's: the batches of one optimizer step. There are fewer at the end of an epoch."""
         samples, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         self.group, self._items = len(samples), items
         if items is not None:
@@ -222,7 +222,7 @@ class ElasticMixin:
         return samples, items
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the Trainer's. Reports the loss to the job, and weighs a mean over tokens by their number.
+        """Like the Trainer's. Reports the loss to the job, and weighs a mean over tokens by their number.
 
         If a step has no token that counts, it is not made, and its records are skipped.
         """
@@ -280,12 +280,12 @@ class ElasticMixin:
             self.state.global_step = own
 
     def save_model(self: Any, *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's on the chief, for which it may block; in the middle of an epoch on worker 0."""
+        """Like the Trainer's on the chief, for which it may block; in the middle of an epoch on worker 0."""
         if self.accelerator.is_main_process:
             super().save_model(*args, **kwargs)  # type: ignore[misc]
 
     def push_to_hub(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `save_model`; None on other workers."""
+        """Like `save_model`; None on other workers."""
         self._uploads = self.accelerator.is_main_process
         try:
             return super().push_to_hub(*args, **kwargs) if self._uploads else None  # type: ignore[misc]

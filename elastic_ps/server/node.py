@@ -267,7 +267,7 @@ class Node:
             self._history.record("values", term=shard.term, values=values)
 
     def take_state(self, term: int, part: Part, body: Incoming, order: OrderId | None = None) -> None:
-        """As a standby: take one tensor of a bucket over. Blocks while it is received. Raises Refused."""
+        """On a standby, take one tensor of a bucket over. Blocks while it is received. Raises Refused."""
         self._obey(term)
         # Take the shard first: a `configure` may replace it, and older orders are not for the new one.
         shard = self.shard
@@ -276,7 +276,7 @@ class Node:
             self._obey(term)  # as in take_sum
 
     def take_rows(self, request: pb.RowsRequest, body: Incoming, order: OrderId) -> None:
-        """As a standby: take rows of tables over. Blocks while they are received. Raises Refused."""
+        """On a standby, take rows of tables over. Blocks while they are received. Raises Refused."""
         self._obey(request.term)
         shard = self.shard  # as in take_state
         if not self._log.is_old(order):
@@ -284,13 +284,13 @@ class Node:
             self._obey(request.term)
 
     def take_sum(self, key: PushKey, present: Sequence[bool], body: Incoming) -> None:
-        """As a standby: take a bucket's sum over. Blocks while it is received. Raises Refused."""
+        """On a standby, take a bucket's sum over. Blocks while it is received. Raises Refused."""
         self._obey(key.term)
         self.shard.take_sum(key, present, body)
         self._obey(key.term)  # a newer term may have asked meanwhile, and was told that the sum is not here
 
     def held(self, term: int) -> list[Advance]:
-        """As a standby: the orders that it can carry out, oldest first, each with the whole state.
+        """On a standby, return the orders that it can carry out, oldest first, each with the whole state.
 
         Older terms are refused from now on.
 

@@ -478,7 +478,7 @@ class Shard:
         return (self._buckets[bucket.index] for bucket in self._stepped)
 
     def take_sum(self, key: PushKey, present: Sequence[bool], incoming: Incoming) -> None:
-        """As a standby: take the sum of a bucket over from the shard. Blocks while it is received.
+        """On a standby, take the sum of a bucket over from the shard. Blocks while it is received.
 
         Raises:
             Refused: STALE_TERM, WRONG_VERSION; MALFORMED; NOT_READY: the same sum is being received already.
@@ -506,7 +506,7 @@ class Shard:
         return self._buckets[bucket].stored()
 
     def take_state(self, part: Part, incoming: Incoming) -> None:
-        """As a standby: take one tensor of a bucket over, at the version of the open round.
+        """On a standby, take one tensor of a bucket over, at the version of the open round.
 
         Blocks while it is received. One thread at a time may call it.
 

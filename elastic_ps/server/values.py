@@ -191,7 +191,7 @@ class BucketValues:
         return as_bytes(self.sum)
 
     def take_sum(self, incoming: Incoming, present: Sequence[bool]) -> None:
-        """As a standby: receive the result of `sum_bytes`. Blocks. Raises Refused (MALFORMED)."""
+        """On a standby, receive the result of `sum_bytes`. Blocks. Raises Refused (MALFORMED)."""
         if incoming.size != self.sum.nbytes or len(present) != len(self.bucket.pieces):
             raise Refused(
                 RefusalCode.MALFORMED,

@@ -119,7 +119,7 @@ class Tensors:
     """
 
     def __init__(self, client: Client, *, bucket_bytes: int, renew: timedelta) -> None:
-        """For `Session.server` alone.
+        """Serve `Session.server` alone.
 
         Args:
             bucket_bytes: the largest slice, in bytes; see `ParameterServer.slice_bytes`.

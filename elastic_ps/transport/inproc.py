@@ -162,7 +162,7 @@ class _Call:
             self._changed.wait_for(lambda: not self._copying)
 
     def offer(self, item: Frame | Refusal) -> bool:
-        """For the server: hand `item` to the client, and wait until it is done; False if it has left."""
+        """On the server, hand `item` to the client, and wait until it is done; False if it has left."""
         with self._changed:
             if self._error is None:
                 self._offered = item
@@ -174,13 +174,13 @@ class _Call:
             return self._error is None and self._offered is None
 
     def finish(self) -> None:
-        """For the server: there are no more answers."""
+        """On the server, say that there are no more answers."""
         with self._changed:
             self._finished = True
             self._changed.notify_all()
 
     def wait(self) -> Frame | Refusal | None:
-        """For the client: the next answer, None after the last one."""
+        """On the client, return the next answer, None after the last one."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._offered is not None or self._finished or self._error is not None,
@@ -192,7 +192,7 @@ class _Call:
             return self._offered
 
     def taken(self) -> None:
-        """For the client: release its present answer."""
+        """On the client, release its present answer."""
         with self._changed:
             self._offered = None
             self._changed.notify_all()

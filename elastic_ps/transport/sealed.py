@@ -100,7 +100,7 @@ def hear(sock: socket.socket, size: int, until: float) -> bytes:
 
 
 def greet(sock: ssl.SSLSocket, hello: bytes, until: float) -> Sealed:
-    """As a server, after the handshake: send `hello`, agree on keys, close TLS. Blocks. Raises OSError."""
+    """On a server, after the handshake, send `hello`, agree on keys, close TLS. Blocks. Raises OSError."""
     theirs, mine = hear(sock, SECRET, until), os.urandom(SECRET)
     if len(theirs) < SECRET:
         raise ConnectionResetError("the client has gone")
@@ -110,7 +110,7 @@ def greet(sock: ssl.SSLSocket, hello: bytes, until: float) -> Sealed:
 
 
 def begin(sock: ssl.SSLSocket) -> bytes:
-    """As a client, after the handshake: send the server a secret, and return it. Raises OSError.
+    """On a client, after the handshake, send the server a secret, and return it. Raises OSError.
 
     A server that refuses the client's certificate says why, and may be gone before the secret is sent.
     """
@@ -124,7 +124,7 @@ def begin(sock: ssl.SSLSocket) -> bytes:
 
 
 def finish(sock: ssl.SSLSocket, mine: bytes, theirs: bytes, until: float) -> Sealed:
-    """As a client that has the server's secret: close TLS. Blocks. Raises OSError."""
+    """On a client that has the server's secret, close TLS. Blocks. Raises OSError."""
     keys = keys_from(mine, theirs)
     return _closed(sock, keys.client, keys.server, until)
 

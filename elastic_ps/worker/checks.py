@@ -240,7 +240,7 @@ class WriteDetector:
         return touched if broken else None
 
     def changed_constants(self) -> list[int] | None:
-        """As `changed`, of the tensors without optimizer alone."""
+        """Like `changed`, of the tensors without optimizer alone."""
         different = [i for i in self._different() if i in self._fixed]
         if not different and self._constant_sums == [bits.sum() for bits in self._constant]:
             return None

@@ -421,7 +421,7 @@ class Client:
         shard: int = 0,
         body: memoryview = EMPTY,
     ) -> list[T]:
-        """As `ask`; returns what `read` makes of each answer, at least one."""
+        """Like `ask`; returns what `read` makes of each answer, at least one."""
         named: Any = request
         if call.sender is not Sender.JOB and not named.HasField("caller"):
             named.caller.CopyFrom(self.member_id.caller(next(self._calls) if call.numbered else 0))

@@ -22,7 +22,7 @@ class MemberId:
     incarnation: int = 0
 
     def caller(self, call: int = 0) -> pb.Caller:
-        """As a message. `call`: the number of the call, if it has one."""
+        """Make a message of it. `call`: the number of the call, if it has one."""
         return pb.Caller(
             job=self.job, worker=self.worker, term=self.term, incarnation=self.incarnation, call=call
         )
@@ -88,19 +88,19 @@ class WorkerLimits:
     """The limits of a worker, the same for every job. Tests use shorter ones."""
 
     patience: timedelta = timedelta(minutes=15)
-    """For how long a call is repeated: the pod of a parameter server may wait for a node."""
+    """How long a call is repeated: the pod of a parameter server may wait for a node."""
 
     notice: timedelta = timedelta(seconds=10)
     """How often the log says that the parameter server does not answer."""
 
     goodbye: timedelta = timedelta(seconds=2)
-    """For how long a worker tries to tell the parameter server that it leaves."""
+    """How long a worker tries to tell the parameter server that it leaves."""
 
     leaving: timedelta = timedelta(seconds=10)
-    """For how long a worker that was asked to leave waits for a parameter server that does not answer."""
+    """How long a worker that was asked to leave waits for a parameter server that does not answer."""
 
     fetching: timedelta = timedelta(seconds=2)
-    """For how long the end of a session waits for the processes that fetch records."""
+    """How long the end of a session waits for the processes that fetch records."""
 
     renew: timedelta = timedelta(seconds=10)
     """How often a worker that brings a large tensor tells its owner that it still does."""

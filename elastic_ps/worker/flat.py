@@ -294,7 +294,7 @@ class Flat:
         return self._staging.are_here(self._tensors_of[bucket.index])
 
     def contributions_of(self, bucket: Bucket) -> list[torch.Tensor]:
-        """As `contribution_of`, of each process of this worker, in order."""
+        """Like `contribution_of`, of each process of this worker, in order."""
         return [self._slice(part, bucket) for part in self._parts]
 
     def written(self, bucket: Bucket) -> None:

@@ -114,7 +114,7 @@ class LocalWorld:
         return name in self._proposals or name in self._agreed
 
     def decide(self, what: str, call: Callable[[], T]) -> T:
-        """As `gather`, without contributions."""
+        """Like `gather`, without contributions."""
         return self.gather(what, None, lambda _: call())
 
     def gather(self, what: str, mine: M, call: Callable[[list[M]], T]) -> T:
@@ -191,7 +191,7 @@ class LocalWorld:
             each.close()
 
     def ask(self, what: str, mine: object) -> Any:
-        """As `gather`, in another process than process 0."""
+        """Like `gather`, in another process than process 0."""
         try:
             self.links[0].questions.send(_Arrival(what, mine, self._proposals.copy()))
             answer: _Answer = self.links[0].questions.recv()

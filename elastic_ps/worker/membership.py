@@ -133,7 +133,7 @@ class Membership:
         return Settings.from_json(said) if (said := self.strategy.info.settings) else self._settings
 
     def weights(self) -> list[float]:
-        """For each process of this worker, its share of the records that the next step is computed on."""
+        """Return the share of each process in the records that the next step is computed on."""
         return self.slices.weights(self.batches.sizes)
 
     def parts(self) -> tuple[float | None, list[float]]:

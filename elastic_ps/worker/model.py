@@ -240,7 +240,7 @@ def _check_known(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torc
 
 
 def _named(given: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, str]:
-    """For each tensor that is named in one of the lists `given`, in which one.
+    """Return the list of `given` that names a tensor, for each that one of them names.
 
     Raises:
         InvalidModel: a list names nothing, or a tensor is in two.

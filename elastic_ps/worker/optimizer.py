@@ -82,7 +82,7 @@ class _Wrapping(torch.optim.Optimizer):
             self._wrapped.state = state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """For torch's constructor only. Raises UsageError afterwards, because the model cannot grow."""
+        """Serve torch's constructor only. Raises UsageError afterwards, because the model cannot grow."""
         if len(self.param_groups) == len(self._wrapped.param_groups):
             raise UsageError("parameter groups cannot be added after session.optimizer(...); add them before")
         super().add_param_group(param_group)
@@ -212,7 +212,7 @@ class ElasticOptimizer(_Wrapping):
         return self.step_of(None, closure)
 
     def step_of(self, part: torch.optim.Optimizer | None, closure: Callable[[], Any] | None) -> Any:
-        """As `step`, of the parameters of one of the wrapped optimizers alone; None: of all."""
+        """Step the parameters of one of the wrapped optimizers alone; None: of all."""
         if [*map(id, self._groups_now())] != [*map(id, self._groups)]:
             raise UsageError(_OTHER_GROUPS)
         if self._parts:
@@ -330,11 +330,11 @@ class ElasticOptimizer(_Wrapping):
         self._runtime.skip()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. If this drops gradients that no step was made with, their records count as skipped."""
+        """Like torch's. The records of gradients that it drops before a step count as skipped."""
         self.zero_grad_of(self._wrapped, set_to_none)
 
     def zero_grad_of(self, wrapped: torch.optim.Optimizer, set_to_none: bool) -> None:
-        """As `zero_grad`, of the wrapped optimizer, or of one of several."""
+        """Like `zero_grad`, of the wrapped optimizer, or of one of several."""
         self._gradients.drop_rows()  # also of gradients that a step has failed with
         if not self._runtime.working.in_step:  # it makes no step with what it has computed
             self._runtime.note_skipped(self._runtime.batches.reopen())
@@ -410,11 +410,11 @@ class Part(_Wrapping):
         return self._whole._step_supports_amp_scaling  # noqa: SLF001 (torch's name)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As `ElasticOptimizer.step`, which raises the same; other optimizers' parameters stay. Blocks."""
+        """Like `ElasticOptimizer.step`, which raises the same; other optimizers' parameters stay. Blocks."""
         return self._whole.step_of(self._wrapped, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `ElasticOptimizer.zero_grad`, of this optimizer's parameters."""
+        """Like `ElasticOptimizer.zero_grad`, of this optimizer's parameters."""
         self._whole.zero_grad_of(self._wrapped, set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
@@ -423,7 +423,7 @@ class Part(_Wrapping):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `ElasticOptimizer.load_state_dict`, which raises the same; the other optimizers keep theirs."""
+        """Like `ElasticOptimizer.load_state_dict`, which raises the same; others keep theirs."""
         self._whole.load_state_dict({**self._whole.state_dict(), self._name: state_dict})
 
 

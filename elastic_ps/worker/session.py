@@ -65,7 +65,7 @@ class Session:
         host: str = "127.0.0.1",
         limits: WorkerLimits = USUAL,
     ) -> None:
-        """For `elastic_ps.connect` alone.
+        """Serve `elastic_ps.connect` alone.
 
         Args:
             job, spec: the job's name and spec.

@@ -49,7 +49,7 @@ class ScriptState(MutableMapping[str, Any]):
         self._write(state)
 
     def update(self, other: Any = (), /, **values: Any) -> None:
-        """As of a dict, written in one call. Blocks.
+        """Update it like a dict, written in one call. Blocks.
 
         Raises:
             UsageError: this worker is not the chief; JSON cannot have a value; or it would be too large.
