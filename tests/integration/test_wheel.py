@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -53,5 +54,9 @@ def test_the_wheel_is_pure_and_complete(tmp_path: Path) -> None:
     assert packed == expected
     assert packed > {"elastic_ps/py.typed", "elastic_operator/py.typed", "elastic_ps/transport/frame.proto"}
     assert metadata["Version"] == __version__
-    assert {"operator", "mpi", "report"} <= set(metadata.get_all("Provides-Extra", []))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(metadata.get_all("Provides-Extra", [])) == {*project["optional-dependencies"]}
+    versions = {f"Programming Language :: Python :: 3.{minor}" for minor in range(11, 15)}
+    assert versions <= set(metadata.get_all("Classifier", []))
+    assert metadata.get_all("Project-URL") is None, "there is no host that it could name"
     assert "elastic-ps = elastic_ps.cli:main" in entry_points
