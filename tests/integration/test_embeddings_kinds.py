@@ -18,6 +18,7 @@ from elastic_ps.standalone import connect
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job
 from tests.testing.simulation import job_document
+from tests.testing.tiers import per_change
 from tests.testing.transports import whole_jobs
 
 DIM, RECORDS, TOGETHER, PADDING = 3, 40, 8, 0
@@ -91,7 +92,7 @@ def states(model: Model) -> dict[str, State]:
 
 
 @whole_jobs
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", per_change(KINDS, keep=["FTRL, weighted sum", "LazyAdam, max"]))
 def test_a_job_that_is_resumed_on_other_shards_trains_as_the_script_alone(
     tmp_path: Path, kind: str, transport: str
 ) -> None:

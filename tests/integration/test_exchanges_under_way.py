@@ -29,6 +29,7 @@ from tests.testing.harness import Numbers, make_mlp, running_job
 from tests.testing.inside import runtime_of
 from tests.testing.oracle import Adapted, Commit, assert_equal_up_to_round_off, mse
 from tests.testing.polling import LIMIT, eventually
+from tests.testing.tiers import per_change
 from tests.testing.trained import alone, await_training
 
 WIDTHS = (6, 16, 16, 16, 1)
@@ -311,7 +312,7 @@ def test_a_script_that_is_interrupted_while_it_waits_for_an_exchange_goes_on(tmp
         check_histories(job, data)
 
 
-@pytest.mark.parametrize("outer", ["diloco", "downpour"])
+@pytest.mark.parametrize("outer", per_change(["diloco", "downpour"], keep=["downpour"]))
 def test_a_worker_dies_and_a_parameter_server_too(tmp_path: Path, outer: str) -> None:
     """The worker dies with an exchange under way, and with steps that it has made since."""
     data = Numbers(400)

@@ -32,9 +32,11 @@ from tests.testing.oracle import (
     mse,
 )
 from tests.testing.polling import LIMIT
+from tests.testing.tiers import per_change
 from tests.testing.trained import alone
 
-RULES = pytest.mark.parametrize("outer", ["diloco", "average", "easgd", "downpour"])
+OUTER = ["diloco", "average", "easgd", "downpour"]
+RULES = pytest.mark.parametrize("outer", OUTER)
 
 
 def fragments_of(session: Session, count: int) -> list[set[int]]:
@@ -231,7 +233,7 @@ def test_at_the_end_of_the_loop_the_model_is_the_jobs(tmp_path: Path, outer: str
         assert all(torch.equal(first[name], other[name]) for name in first)
 
 
-@RULES
+@pytest.mark.parametrize("outer", per_change(OUTER, keep=["diloco", "easgd"]))
 def test_a_worker_dies_and_a_parameter_server_too(tmp_path: Path, outer: str) -> None:
     data = Numbers(400)
     with running_job(

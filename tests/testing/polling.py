@@ -9,11 +9,11 @@ from typing import TypeVar
 LIMIT = 120.0
 """Seconds that anything in a test may take; it only ends a test that has failed."""
 
-PAUSE = 0.01
-"""Seconds between two looks."""
+PAUSE = 0.02
+"""Seconds between two looks. Many tests wait at once, and each look takes the processor from others."""
 
-LOOK = 0.5
-"""Seconds, at least, between two looks at whether anything moves: to ask a job takes it some time."""
+LOOK = 3.0
+"""Seconds, at least, between two looks at whether anything moves: a job computes a status for each."""
 
 T = TypeVar("T")
 
