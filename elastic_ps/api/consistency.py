@@ -131,7 +131,7 @@ _OVERLAPS = Rule(
     message="consistency.overlap has to be below the steps between two exchanges",
     holds=lambda c: not c.overlap or c.overlap < c.steps_between,
     says=lambda c: (
-        f"overlap {c.overlap} is too many: there are {c.steps_between} steps between two exchanges, and an "
+        f"overlap {c.overlap} is too large: there are {c.steps_between} steps between two exchanges, and an "
         f"exchange has to end before the next one begins. Set overlap to {c.steps_between - 1} or less, or "
         "more steps"
     ),

@@ -30,7 +30,7 @@ def fixed_parts(consistency: Consistency) -> dict[str, tuple[object, str]]:
     others = {name: said[name] for name in names_of(Consistency, NOT_LOCALLY)} if local else None
     return {name: (said[name], why) for name, why in never.items()} | {
         "mode local": (local, LOCAL_STAYS),
-        "everything but steps": (others, "other fields configure the outer optimizer, which runs already"),
+        "everything but steps": (others, "other fields configure the running outer optimizer"),
     }
 
 

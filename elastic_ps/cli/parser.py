@@ -343,7 +343,7 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--version",
         type=_version,
         metavar="N",
-        help="the version to write, or best, as the job's evaluator found (default: the newest)",
+        help="the version to write, or best: the one that the evaluator found best (default: the newest)",
     )
 
 

@@ -28,7 +28,7 @@ def train(parsed: argparse.Namespace, programs: Programs | None) -> int:
     if parsed.dry_run or parsed.apply:
         option = "--dry-run" if parsed.dry_run else "--apply"
         if started_by_mpirun():
-            raise UserError(f"{option} starts no processes here; call it without mpirun")
+            raise UserError(f"{option} starts no processes here; run it without mpirun")
         for other in ("report", "trace", "resume", "transport", "insecure", "bind", "detach"):
             if getattr(parsed, other):
                 raise UserError(

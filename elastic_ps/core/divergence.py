@@ -160,7 +160,7 @@ def advice(finding: Finding, consistency: Consistency, compression: Compression)
             f"{text}. If the loss has not grown before, look for the record or the operation that causes it"
         )
     return (
-        f"{text}. If the loss is not meant to fall, like that of a GAN, report it by another name than "
+        f"{text}. If the loss is not meant to fall, like that of a GAN, report it under a name other than "
         '"loss", such as session.metric("generator_loss", value): then it is not judged'
     )
 

@@ -84,7 +84,7 @@ class Tables(abc.ABC):
                 self.clear()
                 raise InvalidModel(
                     f"the gradient of the table {name!r} holds NaN or Inf. Look at the loss: the learning "
-                    "rate may be too high. To make no step with a batch, call optimizer.skip()"
+                    "rate may be too high. To skip a batch, call optimizer.skip()"
                 )
 
     def begin(self, groups: Groups, counts: Callable[[], bool]) -> None:

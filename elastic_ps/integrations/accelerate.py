@@ -36,12 +36,12 @@ _RESUME = (
 _CHANGED = (
     "a gradient was changed between accelerator.backward() and optimizer.step(). That changed the "
     "gradient of this worker alone; the job takes the mean over all workers afterwards. To limit the norm "
-    "of the mean, call accelerator.clip_grad_norm_ and give ElasticAccelerator(max_grad_norm=...). To change "
-    "the gradient of each worker, give ElasticAccelerator(overlap=False)"
+    "of the mean, call accelerator.clip_grad_norm_ and use ElasticAccelerator(max_grad_norm=...). To change "
+    "the gradient of each worker, use ElasticAccelerator(overlap=False)"
 )
 _BY_HAND = (
     "this script makes a step of {batches} batches, but the job steps the prepared scheduler once every "
-    "{steps} batches. Give "
+    "{steps} batches. Use "
     "ElasticAccelerator(gradient_accumulation_steps={batches}), and write `with "
     "accelerator.accumulate(model):` around backward and step. Or do not prepare the scheduler, and call "
     "accelerator.session.scheduler(scheduler, interval=...)"

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _END, _GROUP = object(), object()
 _LACKS = (
     "the training data of a job have no {name!r}: the parameter server says which records a worker trains. A "
-    "job that goes on from a checkpoint (`elastic-ps run --resume DIR`) skips those that are trained"
+    "job that goes on from a checkpoint (`elastic-ps run --resume DIR`) skips those already trained"
 )
 _NO_MORE = (
     "this worker has no further batch of the epoch. len(loader) is the number for a single worker, and "

@@ -139,8 +139,8 @@ class FabricInJob(OneDevice):
         if not models or self.elastic is not None:
             raise UsageError(
                 "a job trains one model, whose optimizers fabric.setup(...) takes together, as in model, "
-                "optimizer = fabric.setup(model, optimizer). Put several networks, as those of a GAN, into "
-                "one torch.nn.ModuleDict, and set it up with both optimizers"
+                "optimizer = fabric.setup(model, optimizer). Put several networks, such as those of a GAN, "
+                "into one torch.nn.ModuleDict, and set it up with both optimizers"
             )
         names = [str(index) for index, _ in enumerate(optimizers)]
         self.elastic = self.session.optimizer(

@@ -540,7 +540,7 @@ def _check(trainer: Any, session: Session) -> None:
         (
             with_standby and args.max_grad_norm > 0,
             f"max_grad_norm is {args.max_grad_norm} (its default is 1.0), but parameterServer.durability: "
-            "standby does not allow clipping. Give TrainingArguments(max_grad_norm=0), or set "
+            "standby does not allow clipping. Use TrainingArguments(max_grad_norm=0), or set "
             "parameterServer.durability: checkpoint",
         ),
         (
@@ -555,7 +555,7 @@ def _check(trainer: Any, session: Session) -> None:
         (
             _own_loader(trainer),
             f"{kind} has a get_train_dataloader of its own, so the job would not know which records are in "
-            "a batch. Use one that has not, such as SFTTrainer, DPOTrainer or RewardTrainer of TRL",
+            "a batch. Use a trainer without one, such as SFTTrainer, DPOTrainer or RewardTrainer of TRL",
         ),
     ]
     for given, said in problems:

@@ -45,7 +45,7 @@ def from_slurm(variables: Mapping[str, str]) -> list[Host]:
     if not nodes:
         raise UserError(
             "no hosts are given, and SLURM_JOB_NODELIST is not set. Name the hosts, as in `elastic-ps "
-            "hostfile host0:1 host1:4`, or their file with --from, or call this in an allocation of Slurm"
+            "hostfile host0:1 host1:4`, or their file with --from, or run this in a Slurm allocation"
         )
     names = expand(nodes)
     tasks = _tasks(variables["SLURM_TASKS_PER_NODE"]) if variables.get("SLURM_TASKS_PER_NODE") else None

@@ -121,7 +121,7 @@ class World:
             ) from error
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise UserError(
-                "the MPI library was built without threads; elastic-ps needs MPI_THREAD_SERIALIZED at least"
+                "the MPI library was built without threads; elastic-ps needs at least MPI_THREAD_SERIALIZED"
             )
         self.comm, self.lock = MPI.COMM_WORLD, threading.Lock()
         self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()

@@ -84,7 +84,7 @@ def shortages(need: Room, free: Room) -> Iterator[str]:
     """Say what a job lacks: the figures, and what to change."""
     if need.memory > free.memory:
         yield (
-            f"the job needs some {_size(need.memory)} of memory on this host, beside what its scripts use; "
+            f"the job needs some {_size(need.memory)} of memory on this host, besides what its scripts use; "
             f"{_size(free.memory)} were free when it started, so the system may kill processes. Lower "
             "worker.replicas, use an optimizer with less state, or use a host with more memory "
             "(docs/guides/resources.md)"

@@ -121,7 +121,7 @@ class Registered:
         if given is None:
             return "is new", advice
         if tensor is None:
-            return "is not there any more", advice
+            return "no longer exists", advice
         if _kind(given) != _kind(tensor):
             return f"was {_described(given)} and is {_described(tensor)}", advice
         if parameter:
@@ -322,7 +322,7 @@ _LOOP = (
 )
 
 _GROUP = (
-    "the script sets up torch.distributed, as for torchrun, which fails: {error}. A job needs no process "
+    "the script sets up torch.distributed, as for torchrun. That fails: {error}. A job needs no process "
     "group: leave out init_process_group and DistributedDataParallel, and pass session.optimizer(...) the "
     "plain model, and session.loader(...) the data set without a DistributedSampler"
 )

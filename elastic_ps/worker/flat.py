@@ -380,7 +380,7 @@ class Flat:
                 raise UsageError(
                     f"the memory of {spec.name} was replaced after session.optimizer(...). Move the model "
                     "(.to, .cuda, .half) and load values before that call. A tensor that the script "
-                    "changes itself, as those in averaged=[...], must be changed in place"
+                    "changes itself, such as those in averaged=[...], must be changed in place"
                 )
 
     @torch.no_grad()

@@ -34,8 +34,8 @@ _CHANGED_LATE = (
 _TWICE = (
     "backward() ran a second time before optimizer.step(), but the first gradients have been sent already. "
     "To accumulate gradients, run every backward() but the last in `with optimizer.no_sync():`, or use "
-    "session.optimizer(..., overlap=False). To make no step after a backward(), call optimizer.skip(). If "
-    "the script calls backward() once, it probably uses a block twice that is checkpointed with "
+    "session.optimizer(..., overlap=False). To leave out the step after a backward(), call optimizer.skip(). "
+    "If the script calls backward() once, it probably uses twice a block that is checkpointed with "
     "use_reentrant=True, which calls backward() for each use: pass use_reentrant=False"
 )
 

@@ -398,9 +398,9 @@ class ElasticLoader:
         if (now := len(self._source.readable)) != self._source.records:
             raise UsageError(
                 f"the {type(self.dataset).__name__} has {now} records now; it had {self._source.records} at "
-                "session.loader(...), and the job counts those in each epoch. Give it all records from the "
-                "start. To train on more later, run a second job that begins with the values of the first: "
-                'see "Fine-tuning" in docs/cookbook.md'
+                "session.loader(...), and the job counts that many in each epoch. Give it all records from "
+                "the start. To train on more later, run a second job that begins with the values of the "
+                'first: see "Fine-tuning" in docs/cookbook.md'
             )
 
     def _check_end(self) -> None:

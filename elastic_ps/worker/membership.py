@@ -298,9 +298,9 @@ class Membership:
         """
         if self._layout not in (None, joined.layout):
             raise ConnectionLost(
-                "the parameter server was lost before the first checkpoint, and uses another bucket size "
-                "since its restart. This worker ends, and a new process can take its place. To avoid this, "
-                "set parameterServer.bucketBytes"
+                "the parameter server was lost before the first checkpoint, and has used another bucket "
+                "size since its restart. This worker ends, and a new process can take its place. To avoid "
+                "this, set parameterServer.bucketBytes"
             )
         mine = self.client.member_id
         self.client.member_id = replace(mine, term=joined.term, incarnation=joined.incarnation)

@@ -175,7 +175,7 @@ class ModelDescription:
     def _add_changing(self, name: str, tensor: torch.Tensor, said: str) -> None:
         """Add what the script changes and no optimizer trains, unless it is said to be the worker's own."""
         if said == "summed" and tensor.dtype is torch.bool:
-            raise InvalidModel(f"{name} is of torch.bool, which cannot be summed: use torch.uint8")
+            raise InvalidModel(f"{name} has the dtype torch.bool, which cannot be summed: use torch.uint8")
         mean = Rule.MEAN if tensor.is_floating_point() else Rule.MAXIMUM
         rules = {"broadcast": Rule.BROADCAST, "summed": Rule.SUM, "averaged": mean}
         if said in rules:

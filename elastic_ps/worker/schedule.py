@@ -43,8 +43,8 @@ def check_interval(scheduler: LRScheduler, interval: object) -> None:
     """Raise UsageError unless the scheduler can be stepped so."""
     if not (hasattr(scheduler, "step") and hasattr(scheduler, "state_dict")):
         raise UsageError(
-            "session.scheduler(...) takes a learning-rate scheduler, as those of torch.optim.lr_scheduler; "
-            f"got {type(scheduler).__name__}"
+            "session.scheduler(...) takes a learning-rate scheduler, such as those of "
+            f"torch.optim.lr_scheduler; got {type(scheduler).__name__}"
         )
     if isinstance(scheduler, ReduceLROnPlateau):
         if interval is not None:

@@ -232,8 +232,8 @@ class Session:
         """
         if self._optimizer is not None:
             raise UsageError(
-                "session.optimizer was called twice, but a job trains one model. Put several networks, as "
-                "those of a GAN, into one torch.nn.ModuleDict, and pass their optimizers together, as in "
+                "session.optimizer was called twice, but a job trains one model. Put several networks, such "
+                "as those of a GAN, into one torch.nn.ModuleDict, and pass their optimizers together, as in "
                 "session.optimizer({'generator': ..., 'critic': ...}, both). See \"Two networks in turn\" in "
                 "docs/cookbook.md. To train anew in a notebook without a job, call connect() first"
             )
@@ -340,7 +340,7 @@ class Session:
                 maxStalenessP99 or deterministic.
         """
         if self._optimizer is None or model is not self._runtime.model:
-            raise UsageError("session.assign needs the model that was given to session.optimizer before")
+            raise UsageError("session.assign needs the model that session.optimizer(...) was given")
         self._optimizer.assign()
 
     def pause(self) -> None:

@@ -120,7 +120,7 @@ def test_a_worker_ends_whose_model_was_cut_in_other_places(tmp_path: Path) -> No
         job.through = lambda _, inner: inner
         job.restart(0)
         job.start(1, second)
-        with pytest.raises(ConnectionLost, match="uses another bucket size since its restart"):
+        with pytest.raises(ConnectionLost, match="has used another bucket size since its restart"):
             job.join()
 
 

@@ -322,7 +322,7 @@ def test_a_process_knows_whether_it_is_a_rank(
         ),
         (
             "class MPI:\n    THREAD_SERIALIZED = 2\n    Query_thread = staticmethod(lambda: 1)\n",
-            "the MPI library was built without threads; elastic-ps needs MPI_THREAD_SERIALIZED at least",
+            "the MPI library was built without threads; elastic-ps needs at least MPI_THREAD_SERIALIZED",
         ),
     ],
     ids=["no library", "no threads"],

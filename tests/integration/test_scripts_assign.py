@@ -355,10 +355,10 @@ def test_nothing_is_assigned_in_the_middle_of_a_step(tmp_path: Path, overlap: bo
 
 def test_another_model_is_not_assigned(tmp_path: Path) -> None:
     def script(session: Session) -> None:
-        with pytest.raises(UsageError, match="needs the model that was given"):
+        with pytest.raises(UsageError, match=r"needs the model that session\.optimizer"):
             session.assign(make_mlp())
         model = make_mlp()
         session.optimizer(sgd(model), model)
         session.assign(make_mlp())
 
-    failing(tmp_path, script, UsageError, "needs the model that was given")
+    failing(tmp_path, script, UsageError, r"needs the model that session\.optimizer")

@@ -111,7 +111,7 @@ def local(steps: int, outer: str | None = None, **options: Any) -> dict[str, Any
         # overlap
         (
             local(4, overlap=4),
-            "overlap 4 is too many: there are 4 steps between two exchanges.* Set overlap to 3",
+            "overlap 4 is too large: there are 4 steps between two exchanges.* Set overlap to 3",
         ),
         (local(9, fragments=3, overlap=3), "there are 3 steps between two exchanges"),
         (

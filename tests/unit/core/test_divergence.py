@@ -184,7 +184,7 @@ def test_the_advice_names_what_a_job_of_that_kind_can_change(
         each in text
         for each in [
             "lower the learning rate",
-            'by another name than "loss"',
+            'under a name other than "loss"',
             'session.metric("generator_loss", value)',
             *said,
         ]

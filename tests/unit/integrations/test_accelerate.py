@@ -537,7 +537,7 @@ REFUSED: dict[str, tuple[str, Refused]] = {
         r"ElasticAccelerator\(max_grad_norm=0.1\)",
         lambda s: script(elastic(s), clip=0.1),
     ),
-    "clipping by torch": ("accelerator.clip_grad_norm_ and give", lambda s: by_hand(elastic(s), clip=True)),
+    "clipping by torch": ("accelerator.clip_grad_norm_ and use", lambda s: by_hand(elastic(s), clip=True)),
     "accumulation by hand": (
         r"makes a step of 2 batches.*gradient_accumulation_steps=2",
         lambda s: by_hand(elastic(s), steps=2),
