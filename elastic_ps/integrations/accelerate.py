@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -398,9 +399,17 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
     def save_state(self, *args: Any, **kwargs: Any) -> str | None:
         """Like accelerate's where `is_main_process` is true; None elsewhere. Blocks.
 
-        A job does not need it: it writes checkpoints of its own.
+        A job does not need it: it writes checkpoints of its own. With `automatic_checkpoint_naming` the
+        numbers go on from those of other workers.
         """
-        return super().save_state(*args, **kwargs) if self.is_main_process else None
+        if not self.is_main_process:
+            return None
+        project = self.project_configuration
+        if project.automatic_checkpoint_naming:
+            names = [path.name for path in Path(self.project_dir, "checkpoints").glob("checkpoint_*")]
+            numbers = [int(number) for name in names if (number := name.rpartition("_")[2]).isdecimal()]
+            project.iteration = max([project.iteration - 1, *numbers]) + 1
+        return super().save_state(*args, **kwargs)  # type: ignore[no-any-return]
 
     def load_state(self, *_: Any, **__: Any) -> None:
         """Raises UsageError: a job resumes otherwise."""

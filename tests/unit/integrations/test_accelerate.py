@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
+from accelerate.utils import ProjectConfiguration
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader
 
@@ -467,6 +469,24 @@ def test_the_chief_saves_what_accelerate_loads(tmp_path: Path) -> None:
     for a, b in zip(model.parameters(), trained[0].model.parameters(), strict=True):
         assert torch.equal(a, b)
     assert all(float(state["step"]) > 0 for state in optimizer.state.values())
+
+
+def test_a_chief_goes_on_with_the_numbers_of_checkpoints(tmp_path: Path) -> None:
+    """Each worker counts those that it has saved itself."""
+    named = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    runs = list[Trained]()
+
+    def make(session: Session) -> None:
+        accelerator = elastic(session, project_config=copy.deepcopy(named))
+        runs.append(script(accelerator, at_end_of_epoch=lambda epoch: accelerator.save_state()))
+        if len(runs) == 1:
+            job.declare_gone(0)
+
+    with running_job(tmp_path / "job") as job:
+        for _ in range(2):
+            job.start(0, make)
+            job.join()
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"checkpoint_2", "checkpoint_3"}
 
 
 def in_groups(accelerator: Any) -> None:
