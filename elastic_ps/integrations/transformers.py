@@ -25,6 +25,7 @@ from elastic_ps.errors import UsageError
 from elastic_ps.integrations.accelerate import ElasticAccelerator
 from elastic_ps.integrations.epochs import OpenEpochs
 from elastic_ps.integrations.processes import as_only_process, is_one_of_several, own_gpu
+from elastic_ps.integrations.transformers_best import Best
 from elastic_ps.standalone import connect
 from elastic_ps.worker.session import Session
 
@@ -135,7 +136,7 @@ class ElasticMixin:
     ) -> None:
         """Belong to this session; see `prepare_trainer`, which raises the same."""
         _check(self, session)
-        self.session = session
+        self.session, self.best_of_job = session, Best(self, session)
         self.group = 0
         self._skips = self._counts = self._has_warned = False
         self._rate: Any = None
@@ -252,12 +253,19 @@ class ElasticMixin:
     def _maybe_log_save_evaluate(self: Any, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)  # type: ignore[misc]
         training = self.accelerator.training
-        if self.control.should_training_stop and not (training.finished or self.session.stopped):
-            self.session.stop("a callback of the Trainer has ended the training")
+        if self.control.should_training_stop:
+            if not (training.finished or self.session.stopped):
+                self.session.stop("a callback of the Trainer has ended the training")
+        elif self.best_of_job.is_known and not training.within and self.accelerator.is_main_process:
+            self.best_of_job.keep()
+
+    def _determine_best_metric(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._counting_steps(self.accelerator.steps_of_job):
+            return super()._determine_best_metric(*args, **kwargs)  # type: ignore[misc]
 
     def _save_checkpoint(self: Any, *args: Any, **kwargs: Any) -> None:
         self._saved_at = self.accelerator.steps_of_job if self.accelerator.is_main_process else None
-        with self._counting_steps_of_job():
+        with self._counting_steps(self._saved_at):
             if self._saved_at is not None:
                 super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
@@ -266,14 +274,14 @@ class ElasticMixin:
         if self._saved_at is None:
             control.should_save = False
             return control
-        with self._counting_steps_of_job():
+        with self._counting_steps(self._saved_at):
             return CallbackHandler.on_save(self.callback_handler, args, state, control)
 
     @contextmanager
-    def _counting_steps_of_job(self: Any) -> Iterator[None]:
+    def _counting_steps(self: Any, steps: int | None) -> Iterator[None]:
         """Name a checkpoint by the steps of one process: the next one may be written by another worker."""
         own = self.state.global_step
-        self.state.global_step = own if self._saved_at is None else self._saved_at
+        self.state.global_step = own if steps is None else steps
         try:
             yield
         finally:
@@ -434,6 +442,7 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         state.num_train_epochs = math.ceil(args.num_train_epochs)
+        self._trainer.best_of_job.take_over()
 
     def on_epoch_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         """Take a share of all steps, as the arguments may give, for one of this worker's steps."""

@@ -20,6 +20,7 @@ from elastic_ps.integrations.transformers import ElasticMixin, prepare_trainer
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, running_job
 from tests.testing.oracle import assert_each_record_once, mse, ranges_of, replay
+from tests.testing.polling import LIMIT
 from tests.testing.tiers import per_change
 from tests.testing.trainers import (
     BATCH,
@@ -313,24 +314,44 @@ def test_a_step_that_overflows_in_half_precision_is_skipped(tmp_path: Path) -> N
     assert_same_model(trainers[0], alone)
 
 
-@pytest.mark.parametrize("how", per_change(["max_steps", "early stopping"], keep=["early stopping"]))
-def test_a_stop_of_the_trainer_ends_the_job(tmp_path: Path, how: str) -> None:
-    options: dict[str, Any] = {"max_steps": 5, "eval_strategy": "no"}
+STOPS = [("max_steps", 1), ("early stopping", 1), ("early stopping", 2)]
+
+
+@pytest.mark.parametrize(("how", "workers"), per_change(STOPS, keep=STOPS[1:]))
+def test_a_stop_of_the_trainer_ends_the_job(tmp_path: Path, how: str, workers: int) -> None:
+    """The first epoch makes the best model. Its checkpoint is numbered by steps of one worker's batch."""
+    options: dict[str, Any] = {"max_steps": 5, "eval_strategy": "no", "records": 48, "warmup_steps": 0}
     if how == "early stopping":
-        options = {"metric_for_best_model": "eval_loss", "greater_is_better": True}
-    given = {} if how == "max_steps" else {"callbacks": [EarlyStoppingCallback(1)]}
-    alone = by_itself(tmp_path / "alone", given=given, **options)
-    trainers = list[Any]()
+        options |= {"max_steps": -1, "eval_strategy": "epoch", "save_strategy": "epoch"}
+        options |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    whole, all_begin = workers * BATCH, threading.Barrier(workers)
+
+    class Together(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            all_begin.wait(LIMIT)
+
+    def trainer(name: str, *callbacks: Any, batch: int) -> Any:
+        stopping = [EarlyStoppingCallback(1)] if how == "early stopping" else []
+        given = {"callbacks": [*stopping, *callbacks]}
+        return make(tmp_path / name, given=given, per_device_train_batch_size=batch, **options)
+
+    alone, trainers = trainer("alone", batch=whole), list[Any]()
+    alone.train()
 
     def script(session: Session) -> None:
-        trainers.append(make(tmp_path / "job", given=given, **options))
-        prepare_trainer(trainers[0], session=session).train()
+        trainers.append(trainer("out", Together(), batch=BATCH))
+        prepare_trainer(trainers[-1], session=session).train()
 
-    with running_job(tmp_path / "job", data=IN_ORDER) as job:
-        job.run(script, workers=1)
+    with running_job(tmp_path / "job", data=IN_ORDER, consistency={"globalBatchSize": whole}) as job:
+        job.run(script, workers=workers)
         assert job.status().progress.stopped
-        assert len(job.commits()) == alone.state.global_step < EPOCHS * 13
-    assert_same_model(trainers[0], alone)
+        assert len(job.commits()) == alone.state.global_step < EPOCHS * 48 // whole
+    for ours in trainers:
+        assert_same_model(ours, alone)
+        assert ours.state.best_metric == pytest.approx(alone.state.best_metric)
+    best = tmp_path / "out" / f"checkpoint-{48 // BATCH}"
+    known = {ours.state.best_model_checkpoint for ours in trainers} - {None}  # to those who have saved it
+    assert known == ({str(best)} if how == "early stopping" else set())
 
 
 def test_max_steps_end_with_the_schedule_whatever_the_number_of_workers(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
+from elastic_ps.contract.env import Resume
 from elastic_ps.errors import UsageError
 from elastic_ps.integrations.transformers import prepare_trainer
 from elastic_ps.worker.session import Session
@@ -196,3 +197,29 @@ def test_a_resumed_job_goes_on_where_it_was(tmp_path: Path) -> None:
     assert_same_model(trainers[1], alone)
     for name in ("learning_rate", "loss"):
         assert logged(trainers[1], name) == pytest.approx(logged(alone, name)[20:]), name
+
+
+@pytest.mark.parametrize("again", ["a new process", "a resumed job"])
+def test_patience_goes_on_where_it_was(tmp_path: Path, again: str) -> None:
+    """The first evaluation is the best. The worker leaves in the second epoch, after which patience ends."""
+    options: dict[str, Any] = {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trainers, commits = list[Any](), list[Any]()
+    resumes: tuple[Resume, ...] = ("no",) if again == "a new process" else ("no", "require")
+
+    class Leaving(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if len(trainers) == 1 and state.global_step == 20:
+                trainers[0].session.drain()
+
+    def script(session: Session) -> None:
+        given = {"callbacks": [EarlyStoppingCallback(1), Leaving()]}
+        trainers.append(prepare_trainer(make(tmp_path, given=given, **options), session=session))
+        trainers[-1].train()
+
+    for resume in resumes:
+        with running_job(tmp_path / resume, data=IN_ORDER, checkpoints=tmp_path, resume=resume) as job:
+            for _ in range(2 // len(resumes)):
+                job.run(script, workers=1)
+            commits += job.commits()
+    assert_each_record_once(commits, records=RECORDS, epochs=2)
+    assert trainers[1].state.best_metric == trainers[0].state.best_metric
