@@ -71,12 +71,15 @@ def test_the_curve_is_that_of_the_trainer_alone(tmp_path: Path, steps: int, sche
     assert (tmp_path / "job" / "model.safetensors").exists()
 
 
-def test_two_workers_share_the_batches_of_the_trainer_alone(tmp_path: Path) -> None:
+def test_two_workers_share_the_batches_of_the_trainer_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     records = 48  # the last batch of an epoch is as large as the others
     alone = by_itself(
         tmp_path / "alone", per_device_train_batch_size=2 * BATCH, records=records, warmup_steps=0
     )
     trainers, lock, saved, told = dict[int, Any](), threading.Lock(), list[int](), list[int]()
+    capsys.readouterr()
 
     class Told(TrainerCallback):  # type: ignore[misc]
         def on_save(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
@@ -104,6 +107,8 @@ def test_two_workers_share_the_batches_of_the_trainer_alone(tmp_path: Path) -> N
     assert_same_model(trainers[0], alone)
     assert_same_model(trainers[1], alone)
     assert saved == told == [1, 2, 3], "the chief saves"
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == len(trainers[0].state.log_history), "worker 0 prints"
     assert trainers[0].state.is_world_process_zero
     assert not trainers[1].state.is_world_process_zero
 

@@ -127,7 +127,7 @@ def test_a_worker_that_comes_late_is_not_warned(
     assert not [each for each in caplog.messages if "sample" in each]
 
 
-def test_the_chief_uploads(tmp_path: Path) -> None:
+def test_the_chief_saves_and_uploads(tmp_path: Path) -> None:
     chiefs, uploads = list[int](), list[tuple[int, bool]]()
 
     class Uploading(Trainer):  # type: ignore[misc]
@@ -135,8 +135,10 @@ def test_the_chief_uploads(tmp_path: Path) -> None:
             uploads.append((self.session.worker, self.is_world_process_zero()))
 
     def script(session: Session) -> None:
-        trainer = make(tmp_path, kind=Uploading, eval_strategy="no", num_train_epochs=1)
+        own = tmp_path / f"worker-{session.worker}"
+        trainer = make(own, kind=Uploading, eval_strategy="no", num_train_epochs=1)
         prepare_trainer(trainer, session=session).train()
+        trainer.save_model()
         trainer.push_to_hub()
         if session.is_chief:
             chiefs.append(session.worker)
@@ -146,6 +148,7 @@ def test_the_chief_uploads(tmp_path: Path) -> None:
             job.start(worker, script)
         job.join()
     assert uploads == [(chief, True) for chief in chiefs]
+    assert [*tmp_path.glob("*/model.safetensors")] == [tmp_path / f"worker-{chiefs[0]}" / "model.safetensors"]
 
 
 def test_a_callback_ends_the_training_of_a_worker_that_has_repeated_steps(tmp_path: Path) -> None:
