@@ -7,11 +7,13 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from torch.optim import AdamW
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
@@ -39,13 +41,18 @@ from tests.testing.trainers import (
     make,
 )
 
+SCHEDULES = ["cosine", "polynomial", "cosine_with_restarts", "inverse_sqrt", "constant_with_warmup"]
+CURVES = [(2, "linear"), (4, "linear"), *((1, schedule) for schedule in SCHEDULES)]
+
 
 @pytest.mark.parametrize(
-    ("steps", "schedule"), per_change([(1, "cosine"), (2, "linear"), (4, "linear")], keep=[(2, "linear")])
+    ("steps", "schedule"), per_change(CURVES, keep=[(2, "linear"), (1, "cosine_with_restarts")])
 )
 def test_the_curve_is_that_of_the_trainer_alone(tmp_path: Path, steps: int, schedule: str) -> None:
     """50 records in batches of 4: the last batch of an epoch is smaller, and the last step has fewer."""
     options: dict[str, Any] = {"gradient_accumulation_steps": steps, "lr_scheduler_type": schedule}
+    if schedule == "cosine_with_restarts":
+        options["lr_scheduler_kwargs"] = {"num_cycles": 2}
     alone = by_itself(tmp_path / "alone", **options)
     trainers = list[Any]()
 
@@ -578,6 +585,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         "let an evaluator keep the best",
         {"load_best_model_at_end": True, "save_strategy": "epoch"},
     ),
+    "greedy": ("Use another schedule", {"lr_scheduler_type": "greedy"}),
     "own loader": ("OwnLoader has a get_train_dataloader of its own", {"kind": OwnLoader}),
 }
 
@@ -596,17 +604,27 @@ def test_the_limit_of_gradients_that_is_usual_is_refused_with_a_standby(tmp_path
             prepare_trainer(make(tmp_path), session=job.session(1))
 
 
-def test_an_upload_by_worker_0_is_refused(tmp_path: Path) -> None:
-    trainer = make(tmp_path)
-    trainer.args.push_to_hub = True  # given to the constructor, it asks the hub at once
-    with pytest.raises(UsageError, match=r"call trainer\.push_to_hub\(\) after"):
-        prepare_trainer(trainer)
+# What a test cannot give to the constructors: an upload asks the hub at once, the reference model is TRL's,
+# and the others need packages, GPUs or other processes.
+SET_LATER: dict[str, tuple[str, object]] = {
+    "args.push_to_hub": (r"call trainer\.push_to_hub\(\) after", True),
+    "args.sync_ref_model": ("sync_ref_model .* workers would have different ones", True),
+    "args._n_gpu": ("divide a batch among 2 GPUs .* worker.processes", 2),
+    "args.distributed_state": (
+        "elastic-ps run SCRIPT --workers N",
+        SimpleNamespace(distributed_type=DistributedType.MULTI_CPU, num_processes=1),
+    ),
+    "is_deepspeed_enabled": ("Leave out deepspeed and fsdp", True),
+    "is_fsdp_enabled": ("Leave out deepspeed and fsdp", True),
+}
 
 
-def test_a_reference_model_that_each_worker_changes_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", SET_LATER)
+def test_what_a_trainer_is_set_up_for_is_refused(tmp_path: Path, name: str) -> None:
+    said, value = SET_LATER[name]
     trainer = make(tmp_path)
-    trainer.args.sync_ref_model = True  # an argument of TRL's DPOConfig
-    with pytest.raises(UsageError, match=r"sync_ref_model .* workers would have different ones"):
+    setattr(trainer.args if name.startswith("args.") else trainer, name.removeprefix("args."), value)
+    with pytest.raises(UsageError, match=said):
         prepare_trainer(trainer)
 
 
