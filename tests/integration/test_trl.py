@@ -31,6 +31,9 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 tokenizers = pytest.importorskip("tokenizers")
 
+# TRL gives and reads what transformers has named otherwise since.
+pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
+
 EPOCHS, RECORDS, BATCH = 2, 30, 4
 
 
@@ -135,7 +138,6 @@ TRAINERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # of TRL's own
 @pytest.mark.parametrize("name", TRAINERS)
 def test_the_model_and_the_curve_are_those_of_the_trainer_alone(tmp_path: Path, name: str) -> None:
     make = TRAINERS[name]
@@ -159,7 +161,6 @@ def test_the_model_and_the_curve_are_those_of_the_trainer_alone(tmp_path: Path, 
     assert len(set(losses[0])) > 1
 
 
-@pytest.mark.filterwarnings("ignore")  # of TRL's own
 @pytest.mark.parametrize("make", [sft, dpo, reward])
 def test_two_workers_share_the_batches_of_the_trainer_alone(tmp_path: Path, make: Callable[..., Any]) -> None:
     """In between one of them is lost and joins again, the parameter server dies, and a third worker comes."""
