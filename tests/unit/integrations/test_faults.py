@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,41 +51,56 @@ def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.mse_loss(model(x.double()), y.double())
 
 
-def by_accelerate(session: Session | None, data: Any, batch: int) -> Any:
-    accelerator = (
-        Accelerator(cpu=True)
+def by_accelerate(session: Session | None, data: Any, batch: int, steps: int = 1) -> Any:
+    options: dict[str, Any] = {"cpu": True, "gradient_accumulation_steps": steps}
+    accelerator: Any = (
+        Accelerator(**options)
         if session is None
-        else ElasticAccelerator(epochs=EPOCHS, session=session, cpu=True)
+        else ElasticAccelerator(epochs=EPOCHS, session=session, **options)
     )
     model = make_mlp().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch))
     for _ in range(EPOCHS):
         for x, y in loader:
-            accelerator.backward(loss_of(model, x, y))
-            optimizer.step()
-            optimizer.zero_grad()
+            with accelerator.accumulate(model) if steps > 1 else nullcontext():
+                accelerator.backward(loss_of(model, x, y))
+                optimizer.step()
+                optimizer.zero_grad()
     return model
 
 
-def by_fabric(session: Session | None, data: Any, batch: int) -> Any:
+def by_fabric(session: Session | None, data: Any, batch: int, steps: int = 1) -> Any:
     strategy: Any = "auto" if session is None else FabricStrategy(epochs=EPOCHS, session=session)
     fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
     model: Any = make_mlp().double()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     loader = fabric.setup_dataloaders(DataLoader(data, batch))
     for _ in range(EPOCHS):
-        for x, y in loader:
-            fabric.backward(loss_of(model, x, y))
-            optimizer.step()
-            optimizer.zero_grad()
+        for number, (x, y) in enumerate(loader, start=1):
+            accumulates = number % steps != 0
+            with fabric.no_backward_sync(model, enabled=accumulates):
+                fabric.backward(loss_of(model, x, y) / steps)
+            if not accumulates:
+                optimizer.step()
+                optimizer.zero_grad()
     return model.module
 
 
-def by_lightning(session: Session | None, data: Any, batch: int) -> Any:
-    module = Net()
+class Constant(Net):
+    """It has no schedule."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def by_lightning(
+    session: Session | None, data: Any, batch: int, steps: int = 1, kind: type[Net] = Constant
+) -> Any:
+    module = kind()
     strategy: Any = "auto" if session is None else ElasticStrategy(session=session)
-    trainer_of(strategy, max_epochs=EPOCHS).fit(module, DataLoader(data, batch), DataLoader(Numbers(20), 7))
+    trainer = trainer_of(strategy, max_epochs=EPOCHS, accumulate_grad_batches=steps)
+    trainer.fit(module, DataLoader(data, batch), DataLoader(Numbers(20), 7))
     return module.mlp
 
 
@@ -103,7 +120,7 @@ def test_a_worker_and_the_server_die_and_a_worker_comes(tmp_path: Path, library:
     scripts: dict[str, tuple[Callable[..., Any], Any]] = {
         "accelerate": (by_accelerate, Numbers(RECORDS)),
         "Fabric": (by_fabric, Numbers(RECORDS)),
-        "Lightning": (by_lightning, Numbers(RECORDS)),
+        "Lightning": (partial(by_lightning, kind=Net), Numbers(RECORDS)),
         "transformers": (
             lambda session, data, batch: by_transformers(session, data, batch, tmp_path),
             trainers.Records(RECORDS),
@@ -150,22 +167,44 @@ class Begun:
         return self._data[index]
 
 
-@pytest.mark.parametrize("train", [by_accelerate, by_fabric])
-def test_the_steps_of_two_workers_are_those_of_one_process(tmp_path: Path, train: Callable[..., Any]) -> None:
-    """Each trains the batches that it gets. Tests of the other libraries do the same."""
-    both, ours = threading.Barrier(2), list[Any]()
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("train", [by_accelerate, by_fabric, by_lightning])
+def test_the_steps_of_two_workers_are_those_of_one_process(
+    tmp_path: Path, train: Callable[..., Any], steps: int
+) -> None:
+    """Each trains the batches that it gets, also where a step has several.
+
+    As alone, the step with the rest of an epoch has the gradient of its batches divided by `steps`.
+    """
+    records, both, ours = RECORDS + BATCH, threading.Barrier(2), list[Any]()
 
     def script(session: Session) -> None:
-        ours.append(train(session, Begun(Numbers(RECORDS), both), BATCH))
+        ours.append(train(session, Begun(Numbers(records), both), BATCH, steps))
 
-    with running_job(tmp_path, data={"shuffle": False}) as job:
+    with running_job(tmp_path, data={"shuffle": False, "shardRecords": BATCH}) as job:
         job.run(script, workers=2)
         commits = job.commits()
-    assert_each_record_once(commits, records=RECORDS, epochs=EPOCHS)
-    assert any(len(commit["contributions"]) == 2 for commit in commits)
+    assert_each_record_once(commits, records=records, epochs=EPOCHS)
+    sizes = [
+        [sum(stop - start for _, start, stop in c["records"]) for c in each["contributions"]]
+        for each in commits
+    ]
+    assert [steps * BATCH] * 2 in sizes
+    assert steps == 1 or {BATCH, steps * BATCH} in map(set, sizes)
+    parts = iter(sizes)
+
+    def loss(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+        shares = torch.cat([torch.full((size, 1), size / (steps * BATCH)) for size in next(parts)])
+        return (shares.double() * (model(x) - y).square()).mean()
+
     alone = make_mlp().double()
     replay(
-        commits, Numbers(RECORDS), alone, lambda model: torch.optim.AdamW(model.parameters(), 0.01), job.spec
+        commits,
+        Numbers(records),
+        alone,
+        lambda model: torch.optim.AdamW(model.parameters(), 0.01),
+        job.spec,
+        loss=loss,
     )
     for model in ours:
         for a, b in zip(model.parameters(), alone.parameters(), strict=True):
