@@ -115,15 +115,16 @@ class TableDataset(BlockDataset):
     def _source(self, number: int) -> Any:
         """The reader of a file."""
         if number not in self._sources:
-            self._require_unchanged(number)
+            self._require_unchanged(number, opens=True)
             self._sources[number] = self._opened_file(RangeFile(self._files[number]))
         return self._sources[number]
 
-    def _require_unchanged(self, number: int) -> None:
+    def _require_unchanged(self, number: int, *, opens: bool = False) -> None:
+        """Raise UsageError if a file has changed. The tail of a remote file is not read without need."""
         file = self._files[number]
-        if self._tails and _tail(file) != self._tails[number]:
+        known = file.require_unchanged() and not opens and not file.local
+        if not known and self._tails and _tail(file) != self._tails[number]:
             raise changed(file.url)
-        file.require_unchanged()
 
     def _opened_file(self, file: Any) -> Any:
         raise NotImplementedError

@@ -39,8 +39,8 @@ _EXPECTED = (
     "Expected paths or URLs of files that fsspec opens, or patterns such as data/*.tar and "
     "s3://bucket/{000..099}.tar. Commands (pipe:...) are not run"
 )
-_VERSIONS = ("ETag", "etag", "mtime", "LastModified", "last_modified")
-"""Names that filesystems have for the version of a file."""
+_VERSIONS = ("ETag", "etag", "mtime", "Last-Modified", "LastModified", "last_modified", "blob_id", "created")
+"""Names that filesystems have for the version of a file. The first one that there is counts."""
 
 
 class File:
@@ -58,7 +58,7 @@ class File:
         self.url, self._options = url, dict(options)
         self.bytes_read = 0
         self._opened: tuple[Any, str, dict[str, Any]] | None = None
-        self._stamp: str | None = None  # as it was when it was found; copies in other processes have it, too
+        self._stamp: dict[str, str] = {}  # when it was found; copies in other processes have it, too
         self._process = os.getpid()
 
     @property
@@ -92,17 +92,27 @@ class File:
         """Whether it is on this host, or in memory."""
         return type(self._place[0]).__name__ in ("LocalFileSystem", "MemoryFileSystem")
 
-    def _stamp_now(self) -> str:
-        """A text that a write to a file of this host changes. It is read anew; "" for other files."""
-        if type(self._place[0]).__name__ != "LocalFileSystem":
-            return ""
-        self._opened = None
-        return f"{self.size}/{self.version}"
+    def _stamp_now(self) -> dict[str, str]:
+        """What its filesystem says of its version, and its size."""
+        info = self._place[2]
+        return {name: str(info[name]) for name in (*_VERSIONS, "size") if info.get(name)}
 
-    def require_unchanged(self) -> None:
-        """Raise UsageError if a file of this host was written since `require`."""
-        if self._stamp not in (None, self._stamp_now()):
+    def require_unchanged(self) -> bool:
+        """Ask the filesystem for the version again. Returns whether it is known.
+
+        Raises:
+            UsageError: the file was written since `require`.
+        """
+        if not {*_VERSIONS} & {*self._stamp}:
+            return False
+        filesystem, path, _ = self._place
+        filesystem.invalidate_cache(path)
+        self._opened = None
+        now = self._stamp_now()
+        both = [name for name in _VERSIONS if name in now and name in self._stamp]
+        if any(now.get(name) != self._stamp.get(name) for name in (*both[:1], "size")):
             raise changed(self.url)
+        return bool(both)
 
     def require(self) -> None:
         """Raise UsageError if there is no such file."""

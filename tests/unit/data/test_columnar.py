@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from elastic_ps.data.columnar import ArrowDataset, ParquetDataset
 from elastic_ps.errors import UsageError
-from tests.testing.ranges import serving
+from tests.testing.ranges import PLACES_OF_FILES, file_at, serving
 
 ROWS = 25
 WIDE = 3000
@@ -97,20 +97,27 @@ def test_a_file_that_changes_is_refused(tmp_path: Path, kind: str, make: Any) ->
 
 
 @KINDS
-def test_a_file_that_changes_after_its_first_row_is_refused(tmp_path: Path, kind: str, make: Any) -> None:
+@pytest.mark.parametrize("place", PLACES_OF_FILES)
+def test_a_file_that_changes_after_its_first_row_is_refused(
+    tmp_path: Path, kind: str, make: Any, place: str
+) -> None:
     """Its layout stays, and so does its tail: the value of row 11 is none of the statistics there."""
     write(tmp_path, kind)
     path = tmp_path / f"0.{kind}"
-    data = make(path, index=tmp_path / "index")
-    row = data[0]
-    content = path.read_bytes()
-    at = content.index(bytes([11, 0]) * WIDE)
-    changed = bytes([13, 0]) * WIDE
-    path.write_bytes(content[:at] + changed + content[at + len(changed) :])
-    with pytest.raises(UsageError, match="has changed since its index was made"):
-        data[11]
-    assert data[0] == row, "the block that was read stays in memory"
-    assert make(path, index=tmp_path / "anew")[11]["wide"] == changed
+    with file_at(path, place) as (url, rewrite):
+        data = make(url, index=tmp_path / "index")
+        row = data[0]
+        copy = pickle.loads(pickle.dumps(data))
+        content = path.read_bytes()
+        at = content.index(bytes([11, 0]) * WIDE)
+        changed = bytes([13, 0]) * WIDE
+        rewrite(content[:at] + changed + content[at + len(changed) :])
+        for each in (data, copy):
+            with pytest.raises(UsageError, match="has changed since its index was made"):
+                each[11]
+        assert data[0] == row, "the block that was read stays in memory"
+        again = make(url, index=tmp_path / "index")
+        assert again[11]["wide"] == changed, "another index was made"
 
 
 @pytest.mark.parametrize("compression", [None, "lz4"])
@@ -195,6 +202,18 @@ def test_files_are_found_in_memory(tmp_path: Path, kind: str, make: Any) -> None
         memory.pipe_file(f"/{tmp_path.name}/{path.name}", path.read_bytes())
     data = make(f"memory://{tmp_path.name}/*.{kind}", columns=["id", "name"], index=tmp_path / "index")
     assert data.__getitems__(range(50)) == [{"id": row["id"], "name": row["name"]} for row in rows]
+
+
+@pytest.mark.parametrize("version", ["ETag", ""])
+def test_a_block_takes_two_requests(tmp_path: Path, version: str) -> None:
+    """The second one asks for the version, or reads the file's tail if the server does not tell a version."""
+    rows, asked = write(tmp_path, "parquet"), list[str]()
+    with serving(tmp_path, asked=asked, version=version) as address:
+        data = ParquetDataset(f"{address}/0.parquet", index=tmp_path / "index")
+        data[0]
+        asked.clear()
+        assert data[11] == rows[11]
+        assert asked == ["GET", "HEAD" if version else "GET"]
 
 
 @KINDS

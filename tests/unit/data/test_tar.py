@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from elastic_ps.data.files import BESIDE
 from elastic_ps.data.tar import TarDataset
 from elastic_ps.errors import UsageError
-from tests.testing.ranges import serving
+from tests.testing.ranges import PLACES_OF_FILES, file_at, serving
 
 
 def write_tar(path: Path, members: dict[str, bytes], mode: Any = "w") -> None:
@@ -176,18 +176,20 @@ def test_other_content_under_the_same_headers_is_refused(tmp_path: Path) -> None
     assert TarDataset(path, index=tmp_path / "anew").block_digests() != before.block_digests()
 
 
+@pytest.mark.parametrize("place", PLACES_OF_FILES)
 @pytest.mark.parametrize("size", [6000, 3 << 20])
-def test_a_change_far_behind_a_members_first_bytes_is_refused(tmp_path: Path, size: int) -> None:
+def test_a_change_far_behind_a_members_first_bytes_is_refused(tmp_path: Path, size: int, place: str) -> None:
     path, large = tmp_path / "a.tar", bytes(size)
     write_tar(path, {"0.jpg": large, "0.cls": b"3", "1.jpg": large, "1.cls": b"4"})
-    data = TarDataset(path, block_bytes=1)
-    assert data[0]["jpg"] == large
-    content = bytearray(path.read_bytes())
-    content[-(1 << 14)] = 1  # tarfile fills up to 10,240 bytes
-    content[content.rindex(b"1.cls") - 1000] = 1
-    path.write_bytes(content)
-    with pytest.raises(UsageError, match=r"a\.tar has changed since its index was made"):
-        data[1]
+    with file_at(path, place) as (url, rewrite):
+        data = TarDataset(url, block_bytes=1)
+        assert data[0]["jpg"] == large
+        content = bytearray(path.read_bytes())
+        content[-(1 << 14)] = 1  # tarfile fills up to 10,240 bytes
+        content[content.rindex(b"1.cls") - 1000] = 1
+        rewrite(bytes(content))
+        with pytest.raises(UsageError, match=r"a\.tar has changed since its index was made"):
+            data[1]
 
 
 def test_a_block_is_read_once_while_it_is_kept(tmp_path: Path) -> None:
