@@ -11,35 +11,62 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 
+from elastic_ps.data.blocks import BlockDataset
+from elastic_ps.data.columnar import ParquetDataset
 from elastic_ps.data.order import Order
+from elastic_ps.data.tar import TarDataset
 from elastic_ps.data.text import TextDataset
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, events, make_mlp, running_job
 from tests.testing.histories import check_histories
 from tests.testing.oracle import assert_each_record_once, ranges_of
+from tests.unit.data.test_tar import write_tar
 
-LINES, PER_FILE, FILES = 240, 60, 4
+LINES, PER_FILE, FILES, PER_BLOCK = 240, 60, 4, 20
 
 
-def write(folder: Path) -> str:
-    """Text files whose lines are numbers, all of them of 4 bytes, in blocks of 20; returns their pattern."""
+def write(folder: Path, kind: str = "txt") -> str:
+    """Files whose records are numbers, in blocks of 20; returns their pattern. Lines of text have 4 bytes."""
     for number in range(FILES):
-        first = number * PER_FILE
-        lines = "".join(f"{line:03}\n" for line in range(first, first + PER_FILE))
-        (folder / f"{number}.txt").write_text(lines)
-    return f"{folder}/*.txt"
+        path, first = folder / f"{number}.{kind}", number * PER_FILE
+        lines = [f"{line:03}" for line in range(first, first + PER_FILE)]
+        if kind == "txt":
+            path.write_text("".join(f"{line}\n" for line in lines))
+        elif kind == "tar":
+            write_tar(path, {f"{line}.txt": line.encode() for line in lines})
+        else:
+            pyarrow.parquet.write_table(pyarrow.table({"line": lines}), path, row_group_size=PER_BLOCK)
+    return f"{folder}/*.{kind}"
 
 
-def numbers(pattern: str, folder: Path) -> TextDataset:
-    return TextDataset(pattern, transform=int, block_bytes=80, index=folder / "index")
+def numbers(pattern: str, folder: Path) -> BlockDataset:
+    index = folder / "index"
+    if pattern.endswith("tar"):  # a header and some content, in 512 bytes each
+        size = PER_BLOCK * 1024
+        return TarDataset(pattern, transform=lambda r: int(r["txt"]), block_bytes=size, index=index)
+    if pattern.endswith("parquet"):
+        return ParquetDataset(pattern, transform=lambda r: int(r["line"]), index=index)
+    return TextDataset(pattern, transform=int, block_bytes=80, index=index)
+
+
+def cost(data: BlockDataset) -> tuple[float, int]:
+    """How many bytes are read for a block, and in addition when the files are opened."""
+    read = [0]
+    for _ in range(2):
+        data.__getitems__(range(LINES))
+        read.append(data.bytes_read)
+    again = read[2] - read[1]
+    return again / len(data.block_sizes()), read[1] - again
 
 
 def trains(
-    data: TextDataset, epochs: int, *, seen: list[int], between: Callable[[Session, int], bool] | None = None
+    data: Any, epochs: int, *, seen: list[int], between: Callable[[Session, int], bool] | None = None
 ) -> Callable[[Session], None]:
     """A worker's script; `between` may do something in a step, and ends the script if it is True."""
 
@@ -119,12 +146,20 @@ def _are_there(job: Job, workers: int, _: Session, step: int) -> bool:
     return False
 
 
-def test_the_records_of_an_epoch_are_the_lines_of_the_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["txt", "tar", "parquet"])
+def test_the_records_of_an_epoch_are_the_lines_of_the_files(tmp_path: Path, kind: str) -> None:
     """In the same order as without a job, and each worker reads its share and at most two blocks more."""
-    pattern = write(tmp_path)
+    epochs = 2
+    pattern = write(tmp_path, kind)
     numbers(pattern, tmp_path)  # makes the index
+    of_block, opening = cost(numbers(pattern, tmp_path))
+    tail, size = 4096, (tmp_path / f"0.{kind}").stat().st_size
+    most = {"txt": 80, "tar": PER_BLOCK * 1024, "parquet": size * PER_BLOCK / PER_FILE + min(size, tail)}
+    assert of_block <= most[kind]
+    assert opening == 0 or kind == "parquet"
     for workers in (1, 3):
         data = [numbers(pattern, tmp_path) for _ in range(workers)]
+        assert all(each.block_sizes() == [PER_BLOCK] * (LINES // PER_BLOCK) for each in data)
         seen: list[list[int]] = [[] for _ in range(workers)]
         with running_job(
             tmp_path / str(workers), worker={"replicas": workers}, data={"shardRecords": 5}
@@ -132,17 +167,18 @@ def test_the_records_of_an_epoch_are_the_lines_of_the_files(tmp_path: Path) -> N
             everyone = partial(_are_there, job, workers)
 
             for worker in range(workers):
-                job.start(worker, trains(data[worker], 1, seen=seen[worker], between=everyone))
+                job.start(worker, trains(data[worker], epochs, seen=seen[worker], between=everyone))
             job.join()
-            commits = check_histories(job.history, records=LINES, epochs=1)
-        assert sorted(itertools.chain(*seen)) == list(range(LINES))
-        order = Order(LINES, data[0].block_sizes()).of_epoch(0)
-        trained = [order[i] for each in commits for r in ranges_of(each) for i in range(r.start, r.stop)]
-        assert Counter(trained) == Counter(range(LINES))
+            commits = check_histories(job.history, records=LINES, epochs=epochs)
+        assert sorted(itertools.chain(*seen)) == sorted([*range(LINES)] * epochs)
+        orders = [Order(LINES, data[0].block_sizes()).of_epoch(epoch) for epoch in range(epochs)]
+        trained = [orders[r.epoch][r.start : r.stop] for each in commits for r in ranges_of(each)]
+        assert Counter(itertools.chain(*trained)) == Counter([*range(LINES)] * epochs)
         if workers == 1:
-            assert seen[0] == list(order)
+            assert seen[0] == [*itertools.chain(*orders)]
         for own, lines in zip(data, seen, strict=True):
-            assert own.bytes_read <= 4 * len(lines) + 2 * 80
+            blocks = len(lines) / PER_BLOCK + 2 * epochs
+            assert own.bytes_read <= of_block * blocks + opening
 
 
 def test_a_file_that_changes_under_a_job_is_refused(tmp_path: Path) -> None:
