@@ -23,9 +23,10 @@ from elastic_ps.data.tar import TarDataset
 from elastic_ps.data.text import TextDataset
 from elastic_ps.errors import InvalidModel, UsageError
 from elastic_ps.worker.session import Session
-from tests.testing.harness import Job, events, make_mlp, running_job
+from tests.testing.harness import Indexes, Job, events, make_mlp, running_job
 from tests.testing.histories import check_histories
 from tests.testing.oracle import assert_each_record_once, ranges_of
+from tests.unit.data.test_stream import Stream
 from tests.unit.data.test_tar import write_tar
 
 LINES, PER_FILE, FILES, PER_BLOCK = 240, 60, 4, 20
@@ -179,6 +180,43 @@ def test_the_records_of_an_epoch_are_the_lines_of_the_files(tmp_path: Path, kind
         for own, lines in zip(data, seen, strict=True):
             blocks = len(lines) / PER_BLOCK + 2 * epochs
             assert own.bytes_read <= of_block * blocks + opening
+
+
+class Counted(Stream):
+    """A stream of so many numbers."""
+
+    def __len__(self) -> int:
+        return self.items or 0
+
+
+@pytest.mark.parametrize("make", [Indexes, Counted])
+def test_records_are_in_the_blocks_that_the_job_says(tmp_path: Path, make: Callable[[int], Any]) -> None:
+    """Also those of a worker that is lost. A stream keeps its order."""
+    epochs, records = 2, 100
+    seen: tuple[list[int], list[int]] = ([], [])
+    with running_job(tmp_path, data={"order": {"blocks": 7, "buffer": 2}, "shardRecords": 5}) as job:
+
+        def lost(session: Session, step: int) -> bool:
+            _are_there(job, 2, session, step)
+            return step == 6
+
+        job.start(0, trains(make(records), epochs, seen=seen[0], between=partial(_are_there, job, 2)))
+        job.start(1, trains(make(records), epochs, seen=seen[1], between=lost))
+        job.join()
+        commits = job.commits()
+    assert_each_record_once(commits, records=records, epochs=epochs)
+    order = Order(records, 7, 2, make is Indexes, job.spec.data.seed)
+    trained: tuple[list[int], list[int]] = ([], [])
+    runs = dict[tuple[int, int], set[int]]()
+    for each in (c for commit in commits for c in commit["contributions"]):
+        for epoch, start, stop in each["records"]:
+            trained[each["worker"]].extend(order.of_epoch(epoch)[start:stop])
+            for position in range(start, stop):
+                runs.setdefault((epoch, order.run_end(epoch, position)), set()).add(each["worker"])
+    assert trained[0] == seen[0]
+    assert trained[1] == seen[1][: len(trained[1])] != []
+    shared = sum(len(workers) > 1 for workers in runs.values())
+    assert shared <= 2 < len(runs), "the last group of an epoch may be shared, and that of the lost worker"
 
 
 def test_a_file_that_changes_under_a_job_is_refused(tmp_path: Path) -> None:
