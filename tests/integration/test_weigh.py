@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from elastic_ps.data.shuffle import permutation
 from elastic_ps.errors import UsageError
 from elastic_ps.worker.loader import ElasticLoader
 from elastic_ps.worker.session import Session
@@ -165,12 +167,13 @@ def threes(loader: ElasticLoader) -> Iterator[list[tuple[torch.Tensor, torch.Ten
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_accumulated_gradients_weigh_what_was_said_for_each(tmp_path: Path, overlap: bool) -> None:
+@pytest.mark.parametrize("way", ["one call", "all-reduce", "group of processes"])
+def test_accumulated_gradients_weigh_what_was_said_for_each(tmp_path: Path, way: str, overlap: bool) -> None:
     """Worker 1 says it once for all batches of a step, worker 0 for each of them."""
     models = Models()
 
-    def script(session: Session) -> None:
-        models[session.worker, 0] = model = mlp()
+    def script(session: Session, rank: int = 0) -> None:
+        models[session.worker, rank] = model = mlp()
         optimizer = session.optimizer(adam(model), model, overlap=overlap)
         for group in threes(session.loader(DATA, 3)):
             await_training(job, 0, 1)
@@ -185,9 +188,44 @@ def test_accumulated_gradients_weigh_what_was_said_for_each(tmp_path: Path, over
                     (total_loss(model, x, y) / whole).backward()
             optimizer.step()
 
-    with running_job(tmp_path, data={"shardRecords": 9}) as job:
-        job.run(script, workers=2)
+    with running_job(tmp_path, data={"shardRecords": 9}, **WAYS[way]) as job:
+        for worker in range(2):
+            job.start_processes(worker, script)
+        job.join()
         check(models[0, 0], job.commits(), job.spec, adam)
+
+
+def test_a_contribution_of_local_steps_weighs_the_sum_of_their_weights(tmp_path: Path) -> None:
+    """The average of the workers' values is weighed by it."""
+    models, expected, most = Models(), mlp(), 0
+    consistency = {"mode": "local", "steps": 3, "outer": "average"}
+    with running_job(tmp_path, consistency=consistency, data={"shardRecords": 10}) as job:
+        job.run(trainer(job, models, sgd), workers=2)
+        commits = job.commits()
+    assert_each_record_once(commits, records=len(DATA), epochs=1)
+    for commit in commits:
+        moved, total = [torch.zeros_like(p) for p in expected.parameters()], 0
+        for each in commit["contributions"]:
+            own, weight = copy.deepcopy(expected), 0
+            optimizer = sgd(own)
+            for epoch, start, stop in each["records"]:  # of a batch
+                indexes = permutation(len(DATA), epoch, shuffle=True, seed=0)[start:stop]
+                x, y = (torch.stack(column) for column in zip(*(DATA[i] for i in indexes), strict=True))
+                optimizer.zero_grad()
+                mean_loss(own, x, y).backward()
+                optimizer.step()
+                weight += tokens(y)
+            assert each["weight"] == weight
+            total, most = total + weight, max(most, len(each["records"]) * len(commit["contributions"]))
+            with torch.no_grad():
+                for sum_, mine, base in zip(moved, own.parameters(), expected.parameters(), strict=True):
+                    sum_.add_(mine - base, alpha=weight)
+        with torch.no_grad():
+            for parameter, sum_ in zip(expected.parameters(), moved, strict=True):
+                parameter.add_(sum_ / total)
+    assert most == 6, "two workers have exchanged three steps each"
+    for ours, theirs in zip(models[0, 0].parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_the_steps_of_an_exchange_are_all_weighed_or_none(tmp_path: Path) -> None:
