@@ -11,11 +11,15 @@ import pytest
 import torch
 
 from elastic_ps.checkpoint.plain import export, load_checkpoint
+from elastic_ps.collectives.groups import Group
 from elastic_ps.errors import ModelMismatch, UsageError
+from elastic_ps.transport import calls
+from elastic_ps.transport.base import Frame
 from elastic_ps.worker.session import Session
-from tests.testing.harness import Job, Numbers, running_job
+from tests.testing.harness import Numbers, running_job
 from tests.testing.oracle import assert_each_record_once, of_the_end, replay
 from tests.testing.trained import adam, await_training, failing
+from tests.testing.watched import Watched
 
 WIDTH = 256
 DATA = Numbers(64)
@@ -29,7 +33,7 @@ class Adapted(torch.nn.Module):
         torch.manual_seed(seed)
         self.first, self.second = torch.nn.Linear(6, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
         self.second.register_buffer("scales", torch.randn(WIDTH))
-        packed = torch.nn.Parameter(torch.arange(64, dtype=torch.uint8), requires_grad=False)
+        packed = torch.nn.Parameter(torch.arange(seed, seed + 64, dtype=torch.uint8), requires_grad=False)
         self.second.register_parameter("packed", packed)
         self.requires_grad_(False)
         torch.manual_seed(1)
@@ -125,26 +129,50 @@ def test_adapters_of_two_workers_are_those_of_one_process(
     assert export(kept, tmp_path / "adapters.safetensors") == (len(commits), 2)
 
 
-def received(job: Job) -> int:
-    return sum(member.traffic.pulled_bytes for member in job.status().members)
+@pytest.mark.parametrize("strategy", ["parameter-server", "all-reduce"])
+def test_workers_send_and_receive_the_adapters_only(
+    tmp_path: Path, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that joins when the job has trained some steps."""
+    sent, added = list[int](), list[int]()
+    all_reduce = Group.all_reduce
 
+    def adds(group: Group, tensor: torch.Tensor, **options: bool) -> None:
+        added.append(tensor.nbytes)
+        all_reduce(group, tensor, **options)
 
-def test_a_worker_that_joins_receives_the_adapters_only(tmp_path: Path) -> None:
-    """Also later, when the job has trained some steps."""
+    def sends(method: str, frame: Frame) -> None:
+        if method != calls.PROBE.name:
+            sent.append(frame.body.nbytes)
 
     def script(session: Session) -> None:
         fit(session, copy.deepcopy(ONE), lambda step: await_training(job, 0, 1) if step == 3 else None)
 
-    with running_job(tmp_path) as job:
+    monkeypatch.setattr(Group, "all_reduce", adds)
+    with running_job(tmp_path, strategy=strategy) as job:
+        job.through = lambda _, inner: Watched(inner, sends)
         job.start(0, script)
         job.until(lambda: job.version == 3, "worker 0 has trained 3 steps")
         job.start(1, script)
         job.join()
         adapters = sum(8 * p.numel() for p in ONE.parameters() if p.requires_grad)
-        assert 0 < received(job) <= 2 * (job.version + 1) * adapters
+        traffic = [member.traffic for member in job.status().members]
+        steps = sum(len(commit["contributions"]) for commit in job.commits())
+        assert 0 < sum(each.pulled_bytes for each in traffic) <= 2 * (job.version + 1) * adapters
+    pushed = sum(each.pushed_bytes for each in traffic)
+    if strategy == "all-reduce":
+        assert (pushed, {*added}) == (0, {adapters, 24}), "and how many have each gradient"
+        assert 0 < sum(sent) <= 20 * adapters, "some versions, with Adam's moments"
+    else:
+        assert {*sent} == {0, adapters}
+        assert (pushed >= steps * adapters, pushed % adapters) == (True, 0)
 
 
-def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("differs", ["first.weight", "second.packed"])
+def test_another_base_is_refused_by_name(tmp_path: Path, differs: str) -> None:
+    other = copy.deepcopy(ONE)
+    other.load_state_dict({differs: OTHER.state_dict()[differs]}, strict=False)
+
     def first(session: Session) -> None:
         fit(
             session,
@@ -156,7 +184,7 @@ def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
 
     def second(session: Session) -> None:
         with pytest.raises(ModelMismatch) as told:
-            fit(session, copy.deepcopy(OTHER))
+            fit(session, other)
         refused.append(str(told.value))
 
     with running_job(tmp_path) as job:
@@ -164,7 +192,7 @@ def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
         await_training(job, 0)
         job.start(1, second)
         job.join()
-    assert "first.weight: this worker has " in refused[0]
+    assert f"{differs}: this worker has " in refused[0]
     assert "all workers need the same frozen values" in refused[0]
 
 
