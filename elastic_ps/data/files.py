@@ -93,7 +93,7 @@ class File:
         return type(self._place[0]).__name__ in ("LocalFileSystem", "MemoryFileSystem")
 
     def _stamp_now(self) -> dict[str, str]:
-        """What its filesystem says of its version, and its size."""
+        """Return its size, and its version in the words of its filesystem."""
         info = self._place[2]
         return {name: str(info[name]) for name in (*_VERSIONS, "size") if info.get(name)}
 

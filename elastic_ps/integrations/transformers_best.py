@@ -22,7 +22,7 @@ class Best:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is something to keep."""
+        """True once there is something to keep."""
         return self._trainer.state.best_metric is not None
 
     def keep(self) -> None:

@@ -220,7 +220,7 @@ def test_records_are_in_the_blocks_that_the_job_says(tmp_path: Path, make: Calla
 
 
 def test_a_file_that_changes_under_a_job_is_refused(tmp_path: Path) -> None:
-    """What was trained before stays as it was, and none of the changed records is trained."""
+    """The job keeps what it has trained, and trains none of the changed records."""
     pattern, seen, changed = write(tmp_path), list[int](), list[int]()
 
     def changes(session: Session, step: int) -> bool:
