@@ -56,7 +56,7 @@ class Loop(enum.Enum):
 
     @property
     def is_over(self) -> bool:
-        """Whether the loop has come to its end; its last step may be missing."""
+        """True once the loop has ended; its last step may be missing."""
         return self in (Loop.ENDED, Loop.UNFINISHED)
 
 
