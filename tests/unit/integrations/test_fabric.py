@@ -206,17 +206,20 @@ def test_a_script_skips_the_last_batch_of_an_epoch(tmp_path: Path) -> None:
     assert_same(models[0], alone)
 
 
-def test_several_optimizers_step_in_turn(tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_several_optimizers_step_in_turn(tmp_path: Path, workers: int) -> None:
     """One of them clips, as the critic of a GAN does."""
 
-    def turns(fabric: Any) -> torch.nn.Module:
+    def turns(fabric: Any, session: Session | None = None) -> torch.nn.Module:
         both = torch.nn.ModuleDict({"first": make_mlp(), "second": make_mlp(seed=1)}).double()
         optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in both.values()]
         both, *optimizers = fabric.setup(both, *optimizers)
-        loader = fabric.setup_dataloaders(DataLoader(Numbers(16), BATCH))
+        batch = BATCH if session is not None else workers * BATCH
+        loader = fabric.setup_dataloaders(DataLoader(Numbers(4 * workers * BATCH), batch))
         for _ in range(EPOCHS):
             for number, (x, y) in enumerate(loader):
-                name, optimizer = ("first", "second")[number % 2], optimizers[number % 2]
+                turn = (number if session is None else session.version) % 2
+                name, optimizer = ("first", "second")[turn], optimizers[turn]
                 optimizer.zero_grad()
                 fabric.backward(torch.nn.functional.mse_loss(both.module[name](x.double()), y.double()))
                 if name == "first":
@@ -225,9 +228,17 @@ def test_several_optimizers_step_in_turn(tmp_path: Path) -> None:
         return both.module  # type: ignore[no-any-return]
 
     alone, models = turns(of_fabric()), dict[int, torch.nn.Module]()
-    with running_job(tmp_path, data=IN_ORDER) as job:
-        job.run(lambda session: models.update({0: turns(elastic(session, max_grad_norm=1.0))}), workers=1)
-    assert_same(models[0], alone)
+
+    def script(session: Session) -> None:
+        models[session.worker] = turns(elastic(session, max_grad_norm=1.0), session)
+
+    consistency = {"globalBatchSize": workers * BATCH}
+    with running_job(tmp_path, consistency=consistency, data=IN_ORDER) as job:
+        job.run(script, workers=workers)
+        assert_each_record_once(job.commits(), records=4 * workers * BATCH, epochs=EPOCHS)
+    assert sorted(models) == [*range(workers)]
+    for ours in models.values():
+        assert_same(ours, alone)
 
 
 def test_a_break_ends_the_training_where_the_script_ends_after_it(tmp_path: Path) -> None:
