@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
+import pytorch_lightning
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
+from elastic_ps.integrations import pytorch_lightning as other
 from elastic_ps.integrations.lightning import ElasticStrategy
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Numbers, make_mlp
@@ -26,8 +27,12 @@ MARKS = [
 ]
 
 
-class Net(pl.LightningModule):  # type: ignore[misc]
-    """`interval` and `frequency` are of its schedule."""
+class Regression:
+    """What modules of both packages are. `interval` and `frequency` are of its schedule."""
+
+    trainer: Any
+    log: Any
+    parameters: Any
 
     def __init__(self, interval: str = "step", frequency: int = 1) -> None:
         super().__init__()
@@ -59,13 +64,63 @@ class Net(pl.LightningModule):  # type: ignore[misc]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, **self.schedule}}
 
 
+class Net(Regression, pl.LightningModule):  # type: ignore[misc]
+    pass
+
+
+class InTurn(Net):
+    """Two optimizers that step in turn. The first one clips where there is a `limit`."""
+
+    limit: float | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        number = self.number_of(batch_idx) % 2
+        optimizer = self.optimizers()[number]
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        if self.limit is not None and number == 0:
+            self.clip_gradients(optimizer, gradient_clip_val=self.limit, gradient_clip_algorithm="norm")
+        optimizer.step()
+        self.losses.append(loss.item())
+        return loss
+
+    def number_of(self, batch_idx: int) -> int:
+        return batch_idx
+
+    def configure_optimizers(self) -> Any:
+        first, *rest = self.mlp
+        return torch.optim.Adam(first.parameters(), 0.01), torch.optim.SGD(
+            torch.nn.ModuleList(rest).parameters(), 0.1, momentum=0.9
+        )
+
+
+class OtherNet(Regression, pytorch_lightning.LightningModule):  # type: ignore[misc]
+    pass
+
+
+class Package(NamedTuple):
+    """`lightning` has a copy of `pytorch_lightning`, with classes of its own."""
+
+    library: Any
+    strategy: Any
+    net: Any
+
+
+PACKAGES = [Package(pl, ElasticStrategy, Net), Package(pytorch_lightning, other.ElasticStrategy, OtherNet)]
+
+
 def trainer_of(strategy: Any, *, package: Any = pl, **options: Any) -> Any:
     usual = {
         "max_epochs": EPOCHS,
         "accelerator": "cpu",
         "num_sanity_val_steps": 0,
         "enable_checkpointing": any(
-            isinstance(each, ModelCheckpoint) for each in options.get("callbacks", [])
+            isinstance(each, package.callbacks.ModelCheckpoint) for each in options.get("callbacks", [])
         ),
         "enable_progress_bar": False,
         "enable_model_summary": False,
@@ -82,12 +137,18 @@ def fit(strategy: Any, module: Any, *, records: int = RECORDS, batch: int = BATC
 
 
 def in_job(
-    job: Any, make: Callable[[], Any] = Net, *, workers: int = 1, options: Any = None, **of_strategy: Any
+    job: Any,
+    make: Callable[[], Any] = Net,
+    *,
+    workers: int = 1,
+    options: Any = None,
+    kind: Any = ElasticStrategy,
+    **of_strategy: Any,
 ) -> dict[int, Any]:
     trained = dict[int, Any]()
 
     def script(session: Session) -> None:
-        strategy = ElasticStrategy(session=session, **of_strategy)
+        strategy = kind(session=session, **of_strategy)
         trained[session.worker] = fit(strategy, make(), **(options or {}))
 
     job.run(script, workers=workers)

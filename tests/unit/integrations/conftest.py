@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import warnings
 
@@ -13,7 +14,9 @@ from tests.testing.trainers import have_workers_as_threads
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message=".*deprecated - use", category=DeprecationWarning)
     import lightning.pytorch  # noqa: F401  it imports matplotlib, whose version 3.7 uses what pyparsing deprecates
-    from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+    import pytorch_lightning  # noqa: F401
+
+PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 
 
 @pytest.fixture(autouse=True)
@@ -35,13 +38,14 @@ def _is_no_rank_of_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
 def _crashes_leave_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning's Trainer resets all signals in the end, those of `faulthandler`, too."""
     own = staticmethod(lambda: {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
-    monkeypatch.setattr(_SignalConnector, "_valid_signals", own)
+    for package in PACKAGES:
+        where = f"{package}.trainer.connectors.signal_connector._SignalConnector._valid_signals"
+        monkeypatch.setattr(where, own)
 
 
 @pytest.fixture
 def workers_may_be_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning changes `DataLoader` itself while it asks for one, which is not for several threads."""
-    for loop in ("fit_loop", "evaluation_loop"):
-        monkeypatch.setattr(
-            f"lightning.pytorch.loops.{loop}._request_dataloader", lambda source: source.dataloader()
-        )
+    for package, loop in itertools.product(PACKAGES, ["fit_loop", "evaluation_loop"]):
+        where = f"{package}.loops.{loop}._request_dataloader"
+        monkeypatch.setattr(where, lambda source: source.dataloader())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import threading
 from collections.abc import Callable
@@ -36,8 +37,11 @@ from tests.testing.lightning import (
     EPOCHS,
     IN_ORDER,
     MARKS,
+    PACKAGES,
     RECORDS,
+    InTurn,
     Net,
+    Package,
     assert_same_model,
     fit,
     in_job,
@@ -49,6 +53,10 @@ from tests.testing.tiers import per_change
 pytestmark = MARKS
 
 
+in_both_packages = pytest.mark.parametrize("package", PACKAGES, ids=lambda each: each.library.__name__)
+
+
+@in_both_packages
 @pytest.mark.parametrize(
     ("steps", "interval", "frequency"),
     per_change(
@@ -57,13 +65,18 @@ pytestmark = MARKS
     ),
 )
 def test_the_curve_is_that_of_lightning_alone(
-    tmp_path: Path, steps: int, interval: str, frequency: int
+    tmp_path: Path, steps: int, interval: str, frequency: int, package: Package
 ) -> None:
     """50 records in batches of 4: the last batch of an epoch is smaller, and the last step has fewer."""
-    options: dict[str, Any] = {"accumulate_grad_batches": steps, "gradient_clip_val": 0.1}
-    alone = fit("auto", Net(interval, frequency), **options)
+    options: dict[str, Any] = {
+        "accumulate_grad_batches": steps,
+        "gradient_clip_val": 0.1,
+        "package": package.library,
+    }
+    alone = fit("auto", package.net(interval, frequency), **options)
     with running_job(tmp_path, data=IN_ORDER) as job:
-        ours = in_job(job, lambda: Net(interval, frequency), options=options)[0]
+        make = functools.partial(package.net, interval, frequency)
+        ours = in_job(job, make, kind=package.strategy, options=options)[0]
         assert_each_record_once(job.commits(), records=RECORDS, epochs=EPOCHS)
         assert len(job.commits()) == EPOCHS * math.ceil(13 / steps)
         progress = job.status().progress
@@ -93,16 +106,18 @@ def test_schedules_count_the_records_that_drop_last_leaves(tmp_path: Path, inter
     assert rates[1] == rates[0]
 
 
+@in_both_packages
 @pytest.mark.parametrize("workers", [1, 2])
-def test_workers_share_the_batches_of_lightning_alone(tmp_path: Path, workers: int) -> None:
+def test_workers_share_the_batches_of_lightning_alone(tmp_path: Path, workers: int, package: Package) -> None:
     records = 48  # the last batch of an epoch is as large as the others
-    options: dict[str, Any] = {"records": records, "gradient_clip_val": 0.1}
-    alone = fit("auto", Net(), batch=2 * BATCH, **options)
+    options: dict[str, Any] = {"records": records, "gradient_clip_val": 0.1, "package": package.library}
+    alone = fit("auto", package.net(), batch=2 * BATCH, **options)
     trained, lock = dict[int, Any](), threading.Lock()
 
     def script(session: Session) -> None:
-        saving = ModelCheckpoint(tmp_path / f"of-{session.worker}", "{epoch}", save_top_k=-1)
-        module = fit(ElasticStrategy(session=session), Net(), callbacks=[saving], **options)
+        checkpoints = package.library.callbacks.ModelCheckpoint
+        saving = checkpoints(tmp_path / f"of-{session.worker}", "{epoch}", save_top_k=-1)
+        module = fit(package.strategy(session=session), package.net(), callbacks=[saving], **options)
         with lock:
             trained[session.worker] = module
 
@@ -117,7 +132,7 @@ def test_workers_share_the_batches_of_lightning_alone(tmp_path: Path, workers: i
     saved = {path.name: path for path in tmp_path.glob("of-*/*.ckpt")}
     assert sorted(saved) == [f"epoch={epoch}.ckpt" for epoch in range(EPOCHS)], "the chief saves"
     last = torch.load(saved["epoch=2.ckpt"], weights_only=False)
-    module = Net()
+    module = package.net()
     module.load_state_dict(last["state_dict"])
     assert_same_model(module, alone)
     adam = torch.optim.AdamW(module.parameters())
@@ -302,33 +317,6 @@ def test_a_scheduler_heeds_one_evaluation_of_each_epoch(tmp_path: Path, mode: st
         trained = in_job(job, Plateau, workers=2, options=options)
         assert_each_record_once(job.commits(), records=records, epochs=6)
     assert 5 <= max(module.lr_schedulers().last_epoch for module in trained.values()) <= 6
-
-
-class InTurn(Net):
-    """Two optimizers, each of which steps with every second batch."""
-
-    limit: float | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        optimizer = self.optimizers()[batch_idx % 2]
-        optimizer.zero_grad()
-        loss = self.loss(batch)
-        self.manual_backward(loss)
-        if self.limit is not None and batch_idx % 2 == 0:
-            self.clip_gradients(optimizer, gradient_clip_val=self.limit, gradient_clip_algorithm="norm")
-        optimizer.step()
-        self.losses.append(loss.item())
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        first, *rest = self.mlp
-        return torch.optim.Adam(first.parameters(), 0.01), torch.optim.SGD(
-            torch.nn.ModuleList(rest).parameters(), 0.1, momentum=0.9
-        )
 
 
 class Limited(InTurn):

@@ -13,7 +13,18 @@ from elastic_ps.errors import UsageError
 from elastic_ps.integrations.lightning import ElasticStrategy
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job
-from tests.testing.lightning import EPOCHS, IN_ORDER, MARKS, RECORDS, Net, assert_same_model, fit, in_job
+from tests.testing.lightning import (
+    BATCH,
+    EPOCHS,
+    IN_ORDER,
+    MARKS,
+    RECORDS,
+    InTurn,
+    Net,
+    assert_same_model,
+    fit,
+    in_job,
+)
 from tests.testing.oracle import assert_each_record_once
 
 pytestmark = MARKS
@@ -96,6 +107,26 @@ def test_other_schedules_are_as_alone(tmp_path: Path, kind: type[ByHand]) -> Non
     assert_same_model(ours, alone)
 
 
+class ByVersion(InTurn):
+    """Chooses as the cookbook has it."""
+
+    limit = 0.01
+
+    def number_of(self, batch_idx: int) -> int:
+        strategy = self.trainer.strategy
+        return strategy.session.version if isinstance(strategy, ElasticStrategy) else batch_idx
+
+
+def test_two_workers_choose_the_same_of_several_optimizers(tmp_path: Path) -> None:
+    records = 6 * 2 * BATCH
+    alone = fit("auto", ByVersion(), records=records, batch=2 * BATCH)
+    with running_job(tmp_path, consistency={"globalBatchSize": 2 * BATCH}, data=IN_ORDER) as job:
+        trained = in_job(job, ByVersion, workers=2, options={"records": records}, max_grad_norm=0.01)
+        assert_each_record_once(job.commits(), records=records, epochs=EPOCHS)
+    for worker in range(2):
+        assert_same_model(trained[worker], alone)
+
+
 class Gan(Net):
     """As Lightning's example has it: both optimizers make a step with each batch."""
 
@@ -124,5 +155,7 @@ def test_a_second_step_with_a_batch_is_refused_in_the_words_of_lightning(tmp_pat
     def script(session: Session) -> None:
         fit(ElasticStrategy(session=session), Gan())
 
-    with running_job(tmp_path) as job, pytest.raises(UsageError, match=said):
-        job.run(script, workers=1)
+    with running_job(tmp_path) as job:
+        with pytest.raises(UsageError, match=said):
+            job.run(script, workers=1)
+        assert len(job.commits()) == 1, "its first batch is refused"
