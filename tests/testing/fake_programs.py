@@ -1,7 +1,8 @@
 """A parameter server and a worker without torch, to test the launcher with: they count and do not train.
 
-They keep the process contract (environment variables, exit codes, lifeline, /status). A worker's step is
-a POST to the server. `spec.arguments` says how the run goes:
+They keep the process contract (environment variables, exit codes, lifeline, /status), and import almost
+nothing, as tests start hundreds of them. A worker's step is a POST to the server. `spec.arguments` says
+how the run goes:
 
     records: how many records there are (default: no data; each worker makes `steps` steps)
     pace: seconds for a step
@@ -21,6 +22,7 @@ import http.client
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -31,88 +33,113 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from elastic_ps.api.status import MemberStatus, Progress, ServerStatus
-from elastic_ps.contract import env, exits
-from elastic_ps.process.lifecycle import Alarm, end_now
+from elastic_ps.contract import exits
 
 BATCH = 8
 
 
-def watch(lifeline: int | None) -> None:
+def variable(name: str) -> str:
+    return os.environ.get(f"ELASTIC_PS_{name}", "")
+
+
+SPEC: dict[str, Any] = json.loads(variable("SPEC") or "{}")
+ARGUMENTS: dict[str, Any] = SPEC.get("arguments", {})
+
+
+class Alarm:
+    """An event that a signal sets."""
+
+    def __init__(self) -> None:
+        self._awake, self._wake = os.pipe()
+
+    def set(self) -> None:
+        os.write(self._wake, b"!")
+
+    def wait(self, seconds: float) -> bool:
+        return bool(select.select([self._awake], [], [], seconds)[0])
+
+
+def watch() -> None:
     def wait() -> None:
-        assert lifeline is not None
-        os.read(lifeline, 1)
+        os.read(int(variable("LIFELINE")), 1)
         os._exit(3)
 
-    if lifeline is not None:
+    if variable("LIFELINE"):
         threading.Thread(target=wait, daemon=True).start()
 
 
 class Server:
-    def __init__(self, environment: env.ProcessEnvironment) -> None:
-        self.environment = environment
+    def __init__(self) -> None:
         self.lock = threading.Lock()
-        arguments: Any = environment.spec.arguments
-        self.expected: int | None = arguments.get("records")
-        self.status = ServerStatus(
-            job=environment.job,
-            shard=environment.index,
-            shards=environment.spec.parameter_server.replicas,
-            term=1,
-            ready=False,
-            progress=Progress(
-                records_expected=self.expected,
-                epochs=1,
-                durable_version=arguments.get("durable"),
-            ),
-            value_bytes=arguments.get("value_bytes", 0),
-        )
+        self.expected: int | None = ARGUMENTS.get("records")
+        self.progress: dict[str, Any] = {
+            "version": 0,
+            "recordsApplied": 0,
+            "recordsExpected": self.expected,
+            "epochs": 1,
+            "durableVersion": ARGUMENTS.get("durable"),
+            "finished": False,
+        }
+        self.members = list[dict[str, Any]]()
+        self.status: dict[str, Any] = {
+            "job": variable("JOB"),
+            "shard": int(variable("INDEX")),
+            "shards": SPEC.get("parameterServer", {}).get("replicas", 1),
+            "term": 1,
+            "ready": False,
+            "progress": self.progress,
+            "members": self.members,
+            "valueBytes": ARGUMENTS.get("value_bytes", 0),
+        }
         self.loss: list[tuple[int, float]] = []
         self.began = time.monotonic()
 
     def post(self, path: str, body: dict[str, int]) -> dict[str, Any]:
         with self.lock:
-            progress = self.status.progress
             if path == "/join":
-                keep(self.environment, 0)  # before training begins; one that is killed cannot at its end
-                self.status.ready = True
-                self.status.members.append(
-                    MemberStatus(
-                        worker=body["worker"],
-                        incarnation=len(self.status.members),
-                        pid=body["pid"],
-                        host="localhost",
-                        state="training",
-                        joined_version=progress.version,
-                    )
-                )
-                return {"incarnation": len(self.status.members) - 1}
-            member = self.status.members[body["incarnation"]]
+                keep(0)  # before training begins; one that is killed cannot at its end
+                self.status["ready"] = True
+                member = {
+                    "worker": body["worker"],
+                    "pid": body["pid"],
+                    "host": "localhost",
+                    "incarnation": len(self.members),
+                    "joinedVersion": self.progress["version"],
+                    "state": "training",
+                    "steps": 0,
+                    "records": 0,
+                }
+                self.members.append(member)
+                return {"incarnation": member["incarnation"]}
+            member = self.members[body["incarnation"]]
             if path == "/leave":
-                member.state, member.left_version = "left", progress.version
-            elif not progress.finished and not self.waits():
+                member |= {"state": "left", "leftVersion": self.progress["version"]}
+            elif not self.progress["finished"] and not self.waits():
                 self.step(member)
-            return {"finished": progress.finished}
+            return {"finished": self.progress["finished"]}
 
     def waits(self) -> bool:
-        first: Any = self.environment.spec.arguments.get("pair_from")
-        return first is not None and self.status.progress.version >= first and len(self.status.members) < 2
+        first = ARGUMENTS.get("pair_from")
+        return first is not None and self.progress["version"] >= first and len(self.members) < 2
 
-    def step(self, member: MemberStatus) -> None:
-        progress = self.status.progress
-        count = min(BATCH, self.expected - progress.records_applied) if self.expected else BATCH
-        progress.version += 1
-        progress.records_applied += count
-        progress.loss = 2.3 / (1 + 0.02 * progress.version)
-        progress.samples_per_second = progress.records_applied / (time.monotonic() - self.began)
-        self.loss.append((progress.version, progress.loss))
-        member.steps += 1
-        member.records += count
+    def step(self, member: dict[str, Any]) -> None:
+        version, applied = self.progress["version"] + 1, self.progress["recordsApplied"]
+        count = min(BATCH, self.expected - applied) if self.expected else BATCH
+        applied += count
+        loss = 2.3 / (1 + 0.02 * version)
+        self.loss.append((version, loss))
+        self.progress |= {
+            "version": version,
+            "recordsApplied": applied,
+            "loss": loss,
+            "samplesPerSecond": applied / (time.monotonic() - self.began),
+        }
+        member["steps"] += 1
+        member["records"] += count
         if self.expected:
-            progress.percent = int(100 * progress.records_applied / self.expected)
-            progress.finished = progress.records_applied >= self.expected
-            if progress.finished:
-                progress.epoch, progress.metrics = 1, {"test_accuracy": 0.975}
+            self.progress |= {"percent": 100 * applied // self.expected, "finished": applied >= self.expected}
+            if self.progress["finished"]:
+                self.progress |= {"epoch": 1, "metrics": {"test_accuracy": 0.975}}
 
     def serve(self) -> None:
         server = self
@@ -121,7 +148,7 @@ class Server:
             def do_GET(self) -> None:
                 with server.lock:
                     if self.path == "/status":
-                        self.answer(server.status.model_dump_json(by_alias=True))
+                        self.answer(json.dumps(server.status))
                     elif self.path == "/loss":
                         self.answer(json.dumps(server.loss))
                     else:
@@ -139,30 +166,30 @@ class Server:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        host, _, port = self.environment.http.rpartition(":")
+        host, _, port = variable("HTTP").rpartition(":")
         listener = ThreadingHTTPServer((host, int(port)), Handler)
         listener.daemon_threads = True
         threading.Thread(target=listener.serve_forever, daemon=True).start()
 
 
-def run_server(environment: env.ProcessEnvironment) -> int:
+def run_server() -> int:
     stopped = Alarm()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    watch(environment.lifeline)
-    if environment.spec.arguments.get("server_fails"):
+    watch()
+    if ARGUMENTS.get("server_fails"):
         print("the fake server cannot start", file=sys.stderr)
         return 4
-    Server(environment).serve()
-    print("serving", environment.resume, environment.durable, environment.checkpoints)
+    Server().serve()
+    print("serving", variable("RESUME"), variable("DURABLE") or None, variable("CHECKPOINTS") or None)
     while not stopped.wait(1):
         pass
-    keep(environment, 1)
+    keep(1)
     return 0
 
 
-def keep(environment: env.ProcessEnvironment, version: int) -> None:
-    if environment.checkpoints is not None:
-        checkpoint = environment.checkpoints / f"version-{version}"
+def keep(version: int) -> None:
+    if variable("CHECKPOINTS"):
+        checkpoint = Path(variable("CHECKPOINTS"), f"version-{version}")
         checkpoint.mkdir(parents=True, exist_ok=True)
         (checkpoint / "manifest.json").write_text("{}")
 
@@ -188,41 +215,40 @@ def join(address: str, index: int) -> int:
             time.sleep(0.02)
 
 
-def run_worker(environment: env.ProcessEnvironment) -> int:
-    arguments: dict[str, Any] = environment.spec.arguments
+def run_worker() -> int:
     leaving = Alarm()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if arguments.get("stubborn") else lambda *_: leaving.set())
-    watch(environment.lifeline)
-    if arguments.get("child"):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if ARGUMENTS.get("stubborn") else lambda *_: leaving.set())
+    watch()
+    if ARGUMENTS.get("child"):
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-    index, address = environment.index, environment.http
-    if index == arguments.get("apart"):
+    index, address = int(variable("INDEX")), variable("HTTP")
+    if index == ARGUMENTS.get("apart"):
         while not leaving.wait(1):
             pass
         return exits.LEFT
     incarnation = join(address, index)
     print(f"worker {index} has {os.environ['OMP_NUM_THREADS']} threads")
     print(f"worker {index} runs on cores {sorted(os.sched_getaffinity(0))}")
-    if environment.trace is not None:
+    if variable("TRACE"):
         event = {"name": "step", "ph": "X", "ts": 1, "dur": 2, "pid": os.getpid(), "tid": 1}
-        path = environment.trace / f"worker-{index}-{os.getpid()}.jsonl"
+        path = Path(variable("TRACE"), f"worker-{index}-{os.getpid()}.jsonl")
         path.write_text(json.dumps(event) + '\n{"cut')
-    if (crash := arguments.get("crash", {}).get(str(index))) is not None:
+    if (crash := ARGUMENTS.get("crash", {}).get(str(index))) is not None:
         signal.signal(crash, signal.SIG_DFL)
         os.kill(os.getpid(), crash)
-    if index == arguments.get("stops") and incarnation < 2:
+    if index == ARGUMENTS.get("stops") and incarnation < 2:
         os.kill(os.getpid(), signal.SIGSTOP)
-    status, step = arguments.get("fail", {}).get(str(index), 0), 0
-    while not leaving.is_set():
+    status, step = ARGUMENTS.get("fail", {}).get(str(index), 0), 0
+    while not leaving.wait(0):
         step += 1
         if step == 3 and status:
             print(f"fake worker {index} ends with {status}", file=sys.stderr)
             return int(status)
-        time.sleep(arguments.get("pace", 0.01))
+        time.sleep(ARGUMENTS.get("pace", 0.01))
         finished = call(address, "/step", incarnation=incarnation)["finished"]
-        if finished or step == arguments.get("steps"):
+        if finished or step == ARGUMENTS.get("steps"):
             break
-    if leaving.is_set():
+    if leaving.wait(0):
         call(address, "/leave", incarnation=incarnation)
         return exits.LEFT
     return 0
@@ -243,4 +269,6 @@ if __name__ == "__main__":
     if sys.argv[1:3] == ["worker", "--check"]:
         sys.exit(check(json.loads(sys.argv[3])["entrypoint"]))
     exits.print_stacks_on_request()
-    end_now((run_server if sys.argv[1] == "ps" else run_worker)(env.read()))
+    status = run_server() if sys.argv[1] == "ps" else run_worker()
+    sys.stdout.flush()
+    os._exit(status)
