@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,6 @@ from tests.testing.addresses import addresses
 from tests.testing.scripts import together
 from tests.testing.tiers import per_change
 
-CHECKS = [name for name in vars(together) if name.startswith("check_")]
 LIMIT = 300
 """Seconds that the processes may take; it only ends a test that has failed."""
 MODULE = together.__name__
@@ -22,12 +22,10 @@ Found = list[dict[str, str]]
 """For each process, check -> its traceback, or ""."""
 
 
-@pytest.fixture(scope="module", params=per_change(["torch", "mpi"], keep=["mpi"]))
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What became of the checks; all of them run in one start of the processes."""
-    directory = tmp_path_factory.mktemp("together")
+def run(directory: Path, way: str) -> Found:
+    """What became of the checks, which run one after the other."""
     variables = {**mpirun.variables(directory), "OMP_NUM_THREADS": "1"}
-    if request.param == "mpi":
+    if way == "mpi":
         commands = [(mpirun.command(together.SIZE, MODULE, directory), variables)]
     else:
         (address,) = addresses(1)
@@ -51,9 +49,13 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return [json.loads(file.read_text()) for file in files]
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_an_operation_gives_what_mpi_defines(found: Found, check: str) -> None:
-    if all(check not in of for of in found):
-        pytest.skip("an operation before it has failed")
-    failed = {rank: text for rank, of in enumerate(found) if (text := of.get(check, "it was not called"))}
-    assert not failed, "\n".join(f"rank {rank}: {text}" for rank, text in failed.items())
+@pytest.mark.parametrize("way", per_change(["torch", "mpi"], keep=["mpi"]))
+def test_an_operation_gives_what_mpi_defines(tmp_path: Path, way: str) -> None:
+    """One test for all operations: only one process of pytest starts the ranks."""
+    found = run(tmp_path, way)
+    expected = [name for name in vars(together) if name.startswith("check_")]
+    failed = [
+        f"rank {rank}, {check}: {text}" for rank, of in enumerate(found) for check, text in of.items() if text
+    ]
+    assert not failed, "\n".join(failed)
+    assert [sorted(of) for of in found] == [sorted(expected)] * together.SIZE

@@ -523,6 +523,7 @@ os.kill(os.getpid(), signal.SIGUSR1)
 """
 
 
+@pytest.mark.nightly
 def test_lightning_notes_a_sigterm_as_alone() -> None:
     """Stacks are still printed on SIGUSR1 after that, though Lightning resets signals in the end."""
     done = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=500)
