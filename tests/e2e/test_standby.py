@@ -47,7 +47,7 @@ def wait_unsaved(jobs: Jobs, rounds: int) -> None:
 def test_no_round_is_lost_with_the_parameter_server(
     operator: OperatorProcess, jobs: Jobs, local_cluster: Cluster
 ) -> None:
-    job = digits(epochs=30)
+    job = digits(epochs=200)
     job["spec"]["parameterServer"]["durability"] = "standby"
     job["spec"]["parameterServer"]["checkpoint"]["interval"] = "1h"
     jobs.cluster.apply(job, namespace=jobs.namespace)

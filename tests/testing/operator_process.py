@@ -211,12 +211,20 @@ class Jobs:
         return {item["reason"]: item["message"] for item in items}
 
     def wait_status(self, name: str, *, timeout: timedelta = LIMIT, **wanted: object) -> None:
-        """Wait until fields of the status are as given: `phase="Running"`, `workers="2/2"`."""
+        """Wait until fields of the status are as given: `phase="Running"`, `workers="2/2"`.
+
+        Fails at once when the job ends before.
+        """
 
         def reached() -> bool:
             status = self.job(name).get("status") or {}
             seen = {"phase": status.get("phase"), "workers": status.get("summary", {}).get("workers")}
-            return all(seen[key] == value for key, value in wanted.items())
+            if all(seen[key] == value for key, value in wanted.items()):
+                return True
+            assert seen["phase"] not in ("Succeeded", "Failed") or seen["phase"] == wanted.get("phase"), (
+                status
+            )
+            return False
 
         def explain() -> str:
             return str(self.job(name).get("status"))
