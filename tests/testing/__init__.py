@@ -19,8 +19,8 @@ A rig is a part of the product, started inside the test's process and told what 
 | `fake_programs` | a server and a worker that count and do not train | the launcher |
 
 The oracles say what is right: `oracle` replays the recorded rounds with plain torch, and
-`histories` compares what both sides have recorded. `trained`, `gan`, `optimizers`, `trainers` and
-`lightning` are models and scripts to train; `scripts/` are scripts that `mpirun` or a launcher starts.
+`histories` compares what both sides have recorded. `trained`, `gan`, `optimizers`, `trainers`, `trl_trainers`
+and `lightning` are models and scripts to train; `scripts/` are scripts that `mpirun` or a launcher starts.
 
 What breaks things: `faulty_api` (an API server in trouble), `talking` (a server that says what no server
 would), `watched` (a connection on which calls are noted, late, or fail), `impatient` (a client that does not
