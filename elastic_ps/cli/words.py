@@ -173,7 +173,7 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
         name = ""
     if succeeded and progress.durable_version is not None:
         kept = outcome.status.checkpoints
-        left = f" (deleted after {KEEP_RUNS - 1} more runs)" if is_of_run(Path(kept)) else ""
+        left = f" (kept for {KEEP_RUNS - 1} more runs)" if is_of_run(Path(kept)) else ""
         yield "checkpoints", f"{kept}{left}"
     for at in outcome.unreached:
         yield "warning", f"--scale {at.version}:{at.workers} had no effect: the job ended before that version"

@@ -351,7 +351,7 @@ def test_the_summary_names_the_directory_that_has_the_model() -> None:
     assert summary_of(Progress(version=39, durable_version=39))["checkpoints"] == "/kept/run-3"
     default = "/state/j/checkpoints/run-3"
     said = summary_of(Progress(version=39, durable_version=39), checkpoints=default)["checkpoints"]
-    assert said == f"{default} (deleted after 2 more runs)"
+    assert said == f"{default} (kept for 2 more runs)"
     assert "checkpoints" not in summary_of(Progress(version=39))
     failed = summary_of(Progress(version=39, durable_version=39), phase="Failed")
     assert "checkpoints" not in failed, "the line about --resume names it"
