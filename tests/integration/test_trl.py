@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,20 +32,22 @@ def trl(monkeypatch: pytest.MonkeyPatch) -> Any:
     return trl_trainers
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "sft accumulates",
-        "sft packs",
-        "sft of adapters",
-        "dpo accumulates",
-        "dpo computes first",
-        "dpo of adapters",
-        "reward",
-    ],
-)
-def test_the_model_and_the_curve_are_those_of_the_trainer_alone(trl: Any, tmp_path: Path, name: str) -> None:
-    make = trl.TRAINERS[name]
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sft accumulates": ("sft", {"gradient_accumulation_steps": 2}),
+    "sft packs": ("sft", {"packing": True, "max_length": 16}),
+    "sft of adapters": ("sft", {"adapters": True}),
+    "dpo accumulates": ("dpo", {"gradient_accumulation_steps": 2}),
+    "dpo computes first": ("dpo", {"precompute_ref_log_probs": True}),
+    "dpo of adapters": ("dpo", {"adapters": True}),
+    "reward": ("reward", {}),
+}
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES.values(), ids=CASES)
+def test_the_model_and_the_curve_are_those_of_the_trainer_alone(
+    trl: Any, tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    make = functools.partial(getattr(trl, kind), **options)
     alone = make(tmp_path / "alone")
     alone.train()
     trainers = list[Any]()

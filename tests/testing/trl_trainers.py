@@ -85,23 +85,23 @@ def arguments(kind: Any, directory: Path, **options: Any) -> Any:
     return kind(output_dir=str(directory), **(usual | options))
 
 
-def sft(directory: Path, given: Any = None, **options: Any) -> Any:
+def sft(directory: Path, *, adapters: bool = False, **options: Any) -> Any:
     return trl.SFTTrainer(
         model(),
         arguments(trl.SFTConfig, directory, **options),
         train_dataset=texts("prompt", "completion"),
         processing_class=tokenizer(),
-        **(given or {}),
+        **(LORA if adapters else {}),
     )
 
 
-def dpo(directory: Path, given: Any = None, **options: Any) -> Any:
+def dpo(directory: Path, *, adapters: bool = False, **options: Any) -> Any:
     return trl.DPOTrainer(
         model(),
         args=arguments(trl.DPOConfig, directory, **options),
         train_dataset=texts("prompt", "chosen", "rejected"),
         processing_class=tokenizer(),
-        **({"ref_model": model()} if given is None else given),
+        **(LORA if adapters else {"ref_model": model()}),
     )
 
 
@@ -112,17 +112,6 @@ def reward(directory: Path, **options: Any) -> Any:
         train_dataset=texts("chosen", "rejected"),
         processing_class=tokenizer(),
     )
-
-
-TRAINERS: dict[str, Callable[[Path], Any]] = {
-    "sft accumulates": lambda directory: sft(directory, gradient_accumulation_steps=2),
-    "sft packs": lambda directory: sft(directory, packing=True, max_length=16),
-    "sft of adapters": lambda directory: sft(directory, LORA),
-    "dpo accumulates": lambda directory: dpo(directory, gradient_accumulation_steps=2),
-    "dpo computes first": lambda directory: dpo(directory, precompute_ref_log_probs=True),
-    "dpo of adapters": lambda directory: dpo(directory, LORA),
-    "reward": reward,
-}
 
 
 class Losing(TrainerCallback):  # type: ignore[misc]
