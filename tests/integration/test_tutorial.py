@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +13,9 @@ import yaml
 from safetensors.numpy import load_file
 
 from elastic_ps.api.job import TrainingJob
+from tests.testing.tutorial import blocks
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 RECORDS = 1437
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.S | re.M)
 
 
 @pytest.mark.nightly
