@@ -44,7 +44,7 @@ test-unit: $(UNIT)/ready
 	PYTHONPATH=$(CURDIR):$(CURDIR)/operator nice -n 8 $(UNIT)/bin/python $(PYTEST) $(PARALLEL) --numprocesses=logical --maxprocesses=4 tests/unit
 
 test-integration: $(INTEGRATION)/ready
-	PYTHONPATH=$(CURDIR):$(CURDIR)/operator nice -n 3 $(INTEGRATION)/bin/python $(PYTEST) $(PARALLEL) --numprocesses=4 tests/integration
+	PYTHONPATH=$(CURDIR):$(CURDIR)/operator nice -n 3 $(INTEGRATION)/bin/python $(PYTEST) $(PARALLEL) --numprocesses=3 tests/integration
 
 test-docs: $(VENV)/ready  ## The tests that read documentation
 	$(BIN)/python $(PYTEST) $(PARALLEL) --numprocesses=2 $(shell grep -rl --include='test_*.py' '/ "docs" /' tests)

@@ -233,6 +233,7 @@ def test_a_script_stops_the_training_when_its_step_has_come_too_late(tmp_path: P
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("durability", ["checkpoint", "standby"])
 def test_parameter_servers_are_lost(tmp_path: Path, durability: str) -> None:
     data = Numbers(600)

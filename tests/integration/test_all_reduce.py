@@ -674,6 +674,7 @@ def steady(hurry: Path, records: int, **worker: Any) -> Any:
     return make_job(spec=spec, records=records, batch_size=4, seconds=0.05, hurry=str(hurry))
 
 
+@pytest.mark.nightly
 def test_workers_are_killed_and_their_number_changes(tmp_path: Path) -> None:
     """Nobody starts again but who was killed, and each record is in the model once."""
     hurry, records = tmp_path / "hurry", 3000

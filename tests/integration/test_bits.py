@@ -166,7 +166,8 @@ def test_the_parameter_server_dies_again_and_again(undisturbed: Undisturbed, tmp
     assert torch.equal(final_parameters(tmp_path, disturb), undisturbed(1, "SGD"))
 
 
-@pytest.mark.parametrize("lossless", per_change(["zstd", "blosc"], keep=["zstd"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("lossless", ["zstd", "blosc"])
 def test_what_is_compressed_without_loss_has_the_same_bits(
     undisturbed: Undisturbed, tmp_path: Path, lossless: str
 ) -> None:
@@ -178,7 +179,8 @@ def test_what_is_compressed_without_loss_has_the_same_bits(
     assert torch.equal(found, undisturbed(1, "SGD"))
 
 
-@pytest.mark.parametrize("durability", per_change(["checkpoint", "standby"], keep=["checkpoint"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("durability", ["checkpoint", "standby"])
 def test_rounded_values_are_the_same_when_the_parameter_server_has_died(
     tmp_path: Path, durability: str
 ) -> None:

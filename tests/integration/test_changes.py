@@ -117,6 +117,7 @@ def test_a_job_goes_through_all_modes(tmp_path: Path, shards: int) -> None:
     assert max(len(c["contributions"]) for c in terms[5]) == 5
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("durability", ["checkpoint", "standby"])
 def test_a_parameter_server_that_dies_at_a_change(tmp_path: Path, durability: str) -> None:
     """It comes back with the newest wish, or takes that over as soon as it is back."""
@@ -370,6 +371,7 @@ def test_a_running_job_is_changed_and_begins_so_when_its_parameter_server_is_kil
     assert [event.text for event in outcome.record.events if event.kind == "changed"]
 
 
+@pytest.mark.nightly
 def test_the_server_keeps_an_objective_of_staleness_by_itself(tmp_path: Path) -> None:
     """One worker is slow as long as nobody waits for it; the parameter server dies in between."""
     desired = {"mode": "async", "maxStalenessP99": 20}

@@ -7,8 +7,6 @@ import sys
 
 import pytest
 
-from tests.testing.tiers import per_change
-
 PRELUDE = """
 import sys, torch
 from elastic_ps.process import compiler
@@ -66,11 +64,10 @@ assert torch.equal(torch.compile(lambda x: own(x) * 2, backend="eager")(torch.on
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "script",
-    per_change(
-        [COMPILES, LOOKS_THROUGH_ALL_MODULES_AND_IMPORTS_A_PART, EXCLUDES_A_FUNCTION], keep=[COMPILES]
-    ),
+    [COMPILES, LOOKS_THROUGH_ALL_MODULES_AND_IMPORTS_A_PART, EXCLUDES_A_FUNCTION],
     ids=["compile", "submodule", "disable"],
 )
 def test_it_is_there_when_it_is_used(script: str) -> None:

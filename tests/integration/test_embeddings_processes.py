@@ -196,7 +196,8 @@ def trained(directory: Path, *, processes: int, faults: bool) -> State:
     return rows_of(model)
 
 
-@pytest.mark.parametrize("processes", per_change([1, 2], keep=[2]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("processes", [1, 2])
 def test_the_rows_are_the_same_bit_for_bit_after_faults_and_a_resume(tmp_path: Path, processes: int) -> None:
     found, expected = (
         trained(tmp_path / str(faults), processes=processes, faults=faults) for faults in (True, False)

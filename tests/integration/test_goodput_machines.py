@@ -26,6 +26,8 @@ from benchmarks.goodput_machines import (
 from benchmarks.goodput_torchrun import TUNED, command, last_error
 from tests.testing.polling import eventually
 
+pytestmark = pytest.mark.nightly  # the benchmark's means, which no user has
+
 WITH_A_SESSION = (
     "import subprocess, sys, time\n"
     "if len(sys.argv) > 1: subprocess.Popen([sys.executable, '-c', sys.argv[1]], start_new_session=True)\n"

@@ -36,7 +36,6 @@ from tests.testing.oracle import (
     mse,
 )
 from tests.testing.polling import LIMIT, eventually
-from tests.testing.tiers import per_change
 from tests.testing.trained import alone, sgd, training
 
 BATCH = 4
@@ -338,12 +337,10 @@ def test_a_worker_that_is_asked_to_leave_exchanges_what_it_has(tmp_path: Path) -
     assert [w.tolist() for w in finals] == [[-1.0] * 40]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("outer", "durability"),
-    per_change(
-        [("diloco", "standby"), ("delayed", "standby"), ("easgd", "checkpoint")],
-        keep=[("diloco", "standby")],
-    ),
+    [("diloco", "standby"), ("delayed", "standby"), ("easgd", "checkpoint")],
 )
 def test_parameter_servers_are_lost(tmp_path: Path, durability: str, outer: str) -> None:
     data = Numbers(600)

@@ -35,6 +35,7 @@ def test_a_worker_is_killed_at_every_boundary_of_a_step(
     assert [fate for _, fate in job.deaths] == fates
 
 
+@pytest.mark.nightly
 def test_the_parameter_server_is_killed_while_it_writes_and_while_it_loads(
     undisturbed: Callable[[int], torch.Tensor], tmp_path: Path
 ) -> None:

@@ -25,7 +25,6 @@ from tests.testing.oracle import (
     of_the_end,
     replay,
 )
-from tests.testing.tiers import per_change
 from tests.testing.trained import Models, failing
 
 OWN = ["tests.testing.optimizers:Lion", "tests.testing.optimizers:Counted"]
@@ -69,8 +68,9 @@ def test_it_is_that_of_plain_torch(tmp_path: Path, name: str, shards: int) -> No
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("durability", ["checkpoint", "standby"])
-@pytest.mark.parametrize("name", per_change(KINDS, keep=["Counted"]))
+@pytest.mark.parametrize("name", KINDS)
 def test_it_goes_on_when_the_parameter_server_is_lost(tmp_path: Path, name: str, durability: str) -> None:
     data, models, make, once = Numbers(1600), Models(), KINDS[name], threading.Lock()
     server = {

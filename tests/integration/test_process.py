@@ -145,6 +145,7 @@ def test_a_module_that_ends_the_process_when_it_is_imported_is_named(
         import_own(f"{name}:Codec", what="the codec", whose="the workers")
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
 def test_the_memory_of_freed_gradients_is_there_for_the_next_step() -> None:
     """Else the system fills it with zeros, page by page, in each step again."""

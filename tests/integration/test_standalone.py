@@ -165,6 +165,7 @@ print([each() is not None for each in first + second])
 """
 
 
+@pytest.mark.nightly
 def test_a_cell_that_runs_again_does_not_keep_the_model_before(folder: Path) -> None:
     (folder / "cells.py").write_text(CELLS)
     done = run(folder, "cells.py")

@@ -121,6 +121,7 @@ def test_a_thief_of_a_workers_certificate_harms_that_worker_only(tmp_path: Path,
     assert check(read(history), Data(RECORDS, 1)) == []
 
 
+@pytest.mark.nightly
 def test_certificates_end_during_a_run_and_nobody_notices(tmp_path: Path) -> None:
     """They last for seconds. A worker and a parameter server are killed meanwhile, so all connect anew."""
     history, life = tmp_path / "history", timedelta(seconds=6)

@@ -16,6 +16,7 @@ from tests.testing.harness import running_job
 from tests.testing.oracle import assert_each_record_once, of_the_end
 
 pytestmark = [
+    pytest.mark.nightly,  # its import takes longer than its tests
     pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed"),
     # TRL gives and reads what transformers has named otherwise since.
     pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"),

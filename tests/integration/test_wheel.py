@@ -10,12 +10,15 @@ import zipfile
 from email.parser import Parser
 from pathlib import Path
 
+import pytest
+
 from elastic_ps import __version__
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("elastic_ps", "operator/elastic_operator")
 
 
+@pytest.mark.nightly
 def test_the_wheel_is_pure_and_complete(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     for name in SOURCES:

@@ -29,5 +29,5 @@ wait), `forked` (a child that has open what the test has open), `jitter` (thread
 Tools: `polling` (wait with a deadline), `inside` (what no script may reach), `machine` (what a test says of
 the machine), `tiers` (what runs with each change, what each night), `virtual`
 (time that passes at once), `addresses`, `certificates`, `datafiles`, `templates`, `devices`, `launching`,
-`mpirun`, `relays`, `recorded_job`.
+`mpirun`, `relays`, `recorded_job`, `tutorial`.
 """
