@@ -40,8 +40,7 @@ examples:
   elastic-ps stop digits                     write a checkpoint and stop
   elastic-ps drill job.yaml --seed 7         inject faults, and check that nothing is lost
 
-A version is the model after one more optimizer step. Values that a script assigns count as one
-step.
+A version is the model after one more optimizer step. A call of session.assign counts as a step.
 
 exit codes:
   0    done; for run: the job succeeded
@@ -55,10 +54,11 @@ Run a job as processes on this machine until it succeeds, fails or is stopped.
 First the command checks the file, imports the entrypoint once, and compares its signature with the
 arguments, so that mistakes show at once. Then it starts the parameter servers and the workers. A
 worker that is killed is replaced. A worker whose script fails, or that keeps crashing before its
-first step, is replaced, too, until there are more such failures than runPolicy.backoffLimit. At the
-first Ctrl-C the workers leave and the parameter servers write a checkpoint. A second Ctrl-C kills
-all processes. Under mpirun, which may end the ranks before that, use `elastic-ps stop` on rank 0's
-host instead.
+first step, is replaced, too, until there are more such failures than runPolicy.backoffLimit.
+
+At the first Ctrl-C the workers leave and the parameter servers write a checkpoint. A second Ctrl-C
+kills all processes. Under mpirun, use `elastic-ps stop` on rank 0's host instead: at Ctrl-C, mpirun
+may end the ranks before the checkpoint is written.
 
 JOB may also be a Python script. The job is then named after the script, and every worker runs the
 script as `python` would, with the arguments that follow --. To train in a single process, run
@@ -193,7 +193,7 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         action="append",
         default=[],
         metavar="FIELD=VALUE",
-        help="set a field by its path below spec, or by metadata.NAME; may be repeated",
+        help="set a field of spec, as in worker.minReplicas=2, or metadata.name; may be repeated",
     )
     _add_running(run)
 
@@ -225,7 +225,7 @@ def _add_running(run: argparse.ArgumentParser) -> None:
         type=_output,
         default="worker-0",
         metavar="WHICH",
-        help="whose output to show: worker-N, ps-N, evaluator-0, all or none (default: worker-0)",
+        help="whose output to show: worker-N, ps-N, standby-N, evaluator-0, all or none (default: worker-0)",
     )
     run.add_argument(
         "--detach",

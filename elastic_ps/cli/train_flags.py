@@ -8,10 +8,10 @@ from pathlib import Path
 from elastic_ps.contrib.zoo.catalog import DATA_SETS, TRAINED
 
 DESCRIPTION = """\
-Train a network of the zoo on one of its data sets, without a job file. The flags have the names of
-ps_pytorch's flags, and mostly their defaults. The job's parameter server and workers are
-processes on this machine, as with `elastic-ps run`; under mpirun, each rank but the first runs a
-worker.
+Train a network of the zoo on one of its data sets, without a job file. The flags and most of their
+defaults are those of ps_pytorch, an earlier parameter server for PyTorch. The job's parameter
+server and workers are processes on this machine, as with `elastic-ps run`; under mpirun, each rank
+but the first runs a worker.
 
 --dry-run prints the job file that the flags stand for, so that you can edit it and run it with
 `elastic-ps run`. --apply creates the job on the Kubernetes cluster of the current kubeconfig.
@@ -70,7 +70,9 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--seed", type=int, metavar="N", help="the seed of initial values and augmentation (default: 1)"
     )
-    how.add_argument("--log-interval", type=_count, metavar="N", help="steps between two losses in the log")
+    how.add_argument(
+        "--log-interval", type=_count, metavar="N", help="print the loss every N steps (default: 10)"
+    )
     how.add_argument(
         "--enable-gpu",
         type=_switch,
@@ -123,7 +125,8 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
     job.add_argument(
         "--compress-grad",
         metavar="CODEC",
-        help="the codec of gradients: none, bf16, int8, topk, ..., or the lossless compress (default: none)",
+        help="the codec of gradients: none, bf16, int8, topk, ..., or compress, which is lossless "
+        "(default: none)",
     )
     job.add_argument(
         "--name", metavar="NAME", help="the job's name (default: the names of network and data set)"
