@@ -530,8 +530,8 @@ def _explain(model: type[BaseModel], item: Any) -> str:
         return f"{location} is missing"
     message = item["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
     said = f"{location or 'job'}: {message[0].lower()}{message[1:]}"
-    if item["type"] == "value_error" and isinstance(item["input"], Mapping):
-        return said  # the sentence of a rule about several fields names the given values
+    if item["type"] == "value_error" and (isinstance(item["input"], Mapping) or repr(item["input"]) in said):
+        return said  # the sentence names the given values already
     return f"{said}, got {item['input']!r}"[:500]
 
 

@@ -105,7 +105,7 @@ def local(steps: int, outer: str | None = None, **options: Any) -> dict[str, Any
         (local(2, quorum=0), "quorum: input should be greater than or equal to 1, got 0"),
         (local(2, "easgd", quorum=1), "quorum 1 has no meaning with outer easgd"),
         (local(2, grace="1s"), "grace has no meaning without quorum"),
-        (local(2, quorum=1, grace="soon"), "'soon' is not a duration; .* 500ms, or auto"),
+        (local(2, quorum=1, grace="soon"), "'soon' is not a duration; .* 500ms, or auto$"),
         ({"quorum": 1}, "quorum 1 has no meaning with mode sync"),
         ({"grace": "auto"}, "grace auto has no meaning with mode sync"),
         # overlap

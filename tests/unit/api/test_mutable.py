@@ -197,6 +197,7 @@ def test_a_compression_that_cannot_be_set_is_said_before_anything_happens(
     with pytest.raises(UserError) as refused:
         encoded({}, text, **spec)
     assert says in str(refused.value)
+    assert str(refused.value).count("int9") <= 1, "the given value is said once"
 
 
 def compressed(generation: int = 0, **compression: Any) -> MutableFields:
