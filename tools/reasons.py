@@ -311,8 +311,8 @@ EVENTS = (
     Reason(
         "Warning",
         ("RolledBack",),
-        "Training continues from an earlier version, the newest that was kept: the parameter server was "
-        "lost, or with all-reduce every worker that had a later version.",
+        "The parameter server was lost, or with all-reduce every worker that had the newest version. "
+        "Training continues from the newest version that was kept.",
     ),
     Reason(
         "Normal",

@@ -45,8 +45,8 @@ The operator writes the status of a TrainingJob. `kubectl describe tj NAME` show
 
 ## Conditions
 
-The column REASON of `kubectl get tj` shows the reason of the condition that says most. A condition's message
-explains the reason.
+The column REASON of `kubectl get tj` shows why the job does not run as its spec asks, or how it ended: the
+reason of one of these conditions. A condition's message explains its reason.
 """
 _METRICS = """\
 # Metrics

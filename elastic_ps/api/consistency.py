@@ -205,9 +205,9 @@ class Consistency(CamelModel):
     balance: Annotated[Literal["even", "speed"] | None, _BALANCES, _WAITS, _MEASURED, NOT_LOCALLY] = Field(
         default=None,
         description="How work is divided among workers: evenly (the default), or in proportion to their "
-        "measured speed. Only with globalBatchSize, which divides the records of each version, or with mode "
-        "local and outer diloco or average, which give the fastest worker as many local steps as the field "
-        "steps sets, and the others fewer.",
+        "measured speed. Only with globalBatchSize, or with mode local and outer diloco or average. With "
+        "globalBatchSize, the records of each version are divided. In mode local with speed, the fastest "
+        "worker makes consistency.steps local steps, and slower ones make fewer.",
     )
     reads: Annotated[Literal["consistent", "inconsistent"] | None, OnlyWith("mode", ("async",))] = Field(
         default=None,
@@ -246,8 +246,8 @@ class Consistency(CamelModel):
         default=None,
         ge=1,
         description="Only with mode local; 1 if unset: the number of parts of the model, which are "
-        "exchanged in turn. Each part is exchanged once in the number of steps that the field "
-        "steps sets, so exchanges are more frequent and smaller. A tensor is not divided, so "
+        "exchanged in turn. Each part is exchanged once every consistency.steps steps, so exchanges "
+        "are more frequent and smaller. A tensor is not divided, so "
         "there are at most as many parts as tensors.",
     )
     overlap: Annotated[int | None, _LOCAL, _OWN_VALUES, _OVERLAPS, NOT_LOCALLY] = Field(
@@ -280,8 +280,8 @@ class Consistency(CamelModel):
         description="Only with mode local; diloco if unset: how the parameter server combines the "
         "workers' exchanges. With diloco, the mean of their changes is the gradient of a step "
         "with Nesterov momentum. With average, a version is the mean of their values. Both "
-        "wait for all workers. With delayed, each worker's change is such a gradient as soon "
-        "as it comes, and the momentum changes once in worker.replicas exchanges. With "
+        "wait for all workers. With delayed, each worker's change is the gradient of such a "
+        "step as soon as it comes, and the momentum changes once in worker.replicas exchanges. With "
         "downpour, each worker's change is added when it comes. With easgd, a worker keeps "
         "its own values, and each exchange moves them and the job's values towards each "
         "other.",

@@ -89,15 +89,17 @@ class ParameterServer(CamelModel):
     overlap: Annotated[OverlapSetting, rules.NEVER] = Field(
         default="auto",
         description="Whether workers send gradients during backward. With auto they do if the gradients fill "
-        "several buckets; if the workers take every core of a host, its buckets have 64 MiB. With always, "
-        "buckets stay small. With never, gradients are sent in optimizer.step(), as they are in modes "
-        "bounded and async, and if the script passes overlap=False or several optimizers to "
-        "session.optimizer. The status says what a job does, and why.",
+        "several buckets. If the workers run on the parameter server's host and take every core of it, "
+        "buckets have 64 MiB, because nothing can run beside backward there. With always, buckets stay "
+        "small. With never, gradients are sent in optimizer.step(), as they are in modes bounded and async, "
+        "and if the script passes overlap=False or several optimizers to session.optimizer. The status "
+        "says what a job does, and why.",
     )
     drafts: Annotated[bool, rules.NEW_PODS] = Field(
         default=True,
         description="With true, in mode sync, a parameter server computes and sends the next values of a "
-        "bucket (a draft) as soon as all gradients of the bucket are there, while others still arrive. It "
+        "bucket (a draft) as soon as it has all gradients of that bucket, while those of other buckets "
+        "still arrive. It "
         "keeps the old values until the step is complete, which takes a second copy of values, sums and "
         "optimizer state. No drafts are made for workers on its own host.",
     )

@@ -87,7 +87,7 @@ class RunPolicy(CamelModel):
         "the loss is far above its best for a tenth of the job; or in the second half of the "
         "job the loss is no better than at the start. With warn, the condition Diverged says "
         "so, and what to change. With stop, the job also fails, and no worker is started "
-        "again. The loss is what scripts report as loss.",
+        "again. The loss is the value that scripts pass to session.report(loss=...).",
     )
     active_deadline_seconds: int | None = Field(
         default=None,
