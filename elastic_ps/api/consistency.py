@@ -101,7 +101,7 @@ _OBJECTIVE: list[OnlyWith | NotWith] = [
 _TURNS = AtMost(
     "steps",
     do=": each part is exchanged once in {bound} steps, one at a time. Set fragments to {bound} or less, or "
-    "more steps",
+    "increase steps",
 )
 _STAYS_LOCAL = Rule(
     cel="(self.mode == 'local') == (oldSelf.mode == 'local')",
@@ -133,7 +133,7 @@ _OVERLAPS = Rule(
     says=lambda c: (
         f"overlap {c.overlap} is too large: there are {c.steps_between} steps between two exchanges, and an "
         f"exchange has to end before the next one begins. Set overlap to {c.steps_between - 1} or less, or "
-        "more steps"
+        "increase steps"
     ),
 )
 _GRACE = Rule(

@@ -221,7 +221,7 @@ def _require_same(
     ]
     if wrong:
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        hint = ". What the script names in own=[...], name here, too" if absent else ""
+        hint = ". If the script passes own=[...] to session.optimizer, pass it here, too" if absent else ""
         raise ModelMismatch(f"the model does not fit the checkpoint: {'; '.join(wrong[:8])}{more}{hint}")
 
 

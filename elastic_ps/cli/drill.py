@@ -34,7 +34,8 @@ def drill(parsed: argparse.Namespace, programs: Programs | None) -> int:
     """Run the drill; returns the exit code."""
     if script.is_script(parsed.job):
         raise UserError(
-            f"a drill takes a job's YAML file, and {parsed.job} is a script: name it in entrypoint"
+            f"a drill takes a job's YAML file, but {parsed.job} is a script. Write a job file whose "
+            "entrypoint is a function of the script, as in entrypoint: train:main"
         )
     job = load_job(parsed.job)
     if parsed.workers is not None:

@@ -190,12 +190,15 @@ def _evaluated(evaluation: EvaluationStatus) -> Iterator[tuple[str, str]]:
 
 
 def traffic(counts: Traffic) -> str:
-    """`310.2 MB of gradients (26.1% of plain), 1.2 GB of values`; "" if nothing was sent."""
+    """`310.2 MB of gradients (26.1% of the plain size), 1.2 GB of values`; "" if nothing was sent."""
     ways = [
         ("gradients", counts.pushed_bytes, counts.pushed_plain_bytes),
         ("values", counts.pulled_bytes, counts.pulled_plain_bytes),
     ]
-    shares = {name: "" if sent == plain else f" ({sent / plain:.1%} of plain)" for name, sent, plain in ways}
+    shares = {
+        name: "" if sent == plain else f" ({sent / plain:.1%} of the plain size)"
+        for name, sent, plain in ways
+    }
     said = [f"{size(sent)} of {name}{shares[name]}" for name, sent, plain in ways if plain]
     if said and counts.codec:
         said.append(f"sent as {counts.codec}")

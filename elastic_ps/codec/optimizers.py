@@ -100,7 +100,7 @@ def second_momentum(groups: Iterable[Mapping[str, Any]], sent: float) -> str:
                 return (
                     f"{name} is {own} in parameter group {number} of the optimizer, but compression.options "
                     f"has momentum {sent} already, and there cannot be two. Use torch.optim.SGD(..., "
-                    "momentum=0), and no scheduler that sets one, or leave it out of the options"
+                    "momentum=0), and no scheduler that sets one, or leave it out of compression.options"
                 )
     return ""
 

@@ -114,10 +114,10 @@ class Chiefs:
         if again and self.now is None and not self.of:
             self.now = member.worker
         if member.worker != self.now and not any(notified is member for notified in self.notified.values()):
-            chief = "no worker is yet" if self.now is None else f"worker {self.now} is"
+            chief = "there is none yet" if self.now is None else f"that is worker {self.now}"
             raise Refused(
                 RefusalCode.INVALID,
-                f"session.state is written by the chief, which {chief}, but this is worker {member.worker}. "
+                f"worker {member.worker} writes session.state, but only the chief may, and {chief}. "
                 "Write it under `if session.is_chief:`, after the loop over an epoch or at the end",
             )
 

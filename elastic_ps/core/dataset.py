@@ -16,7 +16,7 @@ def other(ledger: Ledger | FixedSchedule, records: int, epochs: int, *, resumed:
     """
     if (ledger.records, ledger.epochs) == (records, epochs):
         return ""
-    advice = ""
+    advice = ". All workers must call session.loader(...) with the same data set and epochs"
     if resumed and records != ledger.records:
         advice = (
             ". A job that continues from a checkpoint must have as many records as before, because the "

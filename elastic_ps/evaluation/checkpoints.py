@@ -68,8 +68,9 @@ def _source_of(directory: Path | str | None) -> Source:
         return _source
     if not env.in_job():
         raise UsageError(
-            "this process evaluates for no job. Give a directory, as in elastic_ps.checkpoints('DIR'), start "
-            "it with `elastic-ps evaluate DIR`, or name it in the job's spec.evaluator"
+            "this process is not the evaluator of a job. Give a directory, as in "
+            "elastic_ps.checkpoints('DIR'), start it with `elastic-ps evaluate DIR`, or name it in the job's "
+            "spec.evaluator"
         )
     environment = env.read()
     if environment.role != "evaluator":

@@ -24,8 +24,8 @@ _LACKS = (
     "job that goes on from a checkpoint (`elastic-ps run --resume DIR`) skips those already trained"
 )
 _NO_MORE = (
-    "this worker has no further batch of the epoch. len(loader) is the number for a single worker, and "
-    "several share them: end at the last batch, with a for loop or next(iterator, None)"
+    "this worker has no further batch of the epoch. The workers of a job share the len(loader) batches of an "
+    "epoch. End the loop after this worker's last batch: use a for loop, or next(iterator, None)"
 )
 _LEFT = "the script left its loop over the training data"
 

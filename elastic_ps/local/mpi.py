@@ -144,8 +144,10 @@ class World:
                 sock.connect((others[0], 9))  # sends nothing, but selects an address of this host
                 address: str = sock.getsockname()[0]
         except OSError as error:
-            text = f"rank {self.rank} does not know an address of {others[0]}, where another rank is: {error}"
-            raise UserError(text) from error
+            raise UserError(
+                f"rank {self.rank} finds no address of the host {others[0]} of another rank: {error}. "
+                "The hosts of all ranks have to reach each other by these names"
+            ) from error
         return address
 
     def abort(self) -> None:

@@ -150,7 +150,7 @@ class Reconfiguration:
         if "compression" in wanted.news(self._job.mutable):
             sent = Plan(wanted.compression).momentum
             if problem := second_momentum(state.settings.groups, sent):
-                return f"compression cannot change so: {problem}"
+                return f"compression cannot change like this: {problem}"
         wanted_steps, ledger = wanted.consistency.gradients or 0, state.ledger
         if ledger is None or not state.batch:
             return ""

@@ -270,7 +270,7 @@ class GrpcServer(Server):
         if any(version != _VERSION for version in shown.get("ssl_tls_version", ())):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "TLS 1.3 is expected")
         if peer is None:
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the certificate is none of this job")
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the certificate does not belong to this job")
         return peer
 
     def _messages(self, requests: _Requests, peer: Identity | None) -> Iterator[bytes]:

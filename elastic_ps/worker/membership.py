@@ -474,7 +474,10 @@ def _check_same(models: Sequence[tuple[Sequence[TensorSpec], str]]) -> None:
                     "the same model and optimizer"
                 )
         if name != optimizer:
-            raise ModelMismatch(f"process {rank} of this worker has {name}, process 0 has {optimizer}")
+            raise ModelMismatch(
+                f"process {rank} of this worker has the optimizer {name}, but process 0 has {optimizer}. "
+                "Every process must build the same model and optimizer"
+            )
 
 
 class Heartbeat:

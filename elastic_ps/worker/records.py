@@ -43,7 +43,7 @@ def _check_same(processes: Sequence[DataSet]) -> None:
             raise InvalidModel(
                 f"process {rank} of this worker has a loader of {other.records} records for {other.epochs} "
                 f"epochs in batches of {other.batch}; process 0 has {first.records} for {first.epochs} in "
-                f"batches of {first.batch}"
+                f"batches of {first.batch}. Every process must pass session.loader(...) the same"
             )
         if names := differing(first.data, other.data):
             raise InvalidModel(

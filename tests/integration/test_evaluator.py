@@ -287,7 +287,7 @@ def test_the_example_evaluates_what_a_script_of_the_digits_has_left(
 
 
 def test_what_cannot_work_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(elastic_ps.UsageError, match="evaluates for no job"):
+    with pytest.raises(elastic_ps.UsageError, match="is not the evaluator of a job"):
         elastic_ps.checkpoints()
     with pytest.raises(elastic_ps.UserError, match="has no checkpoint"):
         elastic_ps.checkpoints(tmp_path)

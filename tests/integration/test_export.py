@@ -267,7 +267,7 @@ def test_what_belongs_to_each_worker_keeps_its_values(tmp_path: Path) -> None:
     model.get_buffer("seen").fill_(5)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(
-        ModelMismatch, match=r"probe.weight is not in the .*names in own=\[\.\.\.\], name here"
+        ModelMismatch, match=r"probe.weight is not in the .*passes own=\[\.\.\.\] to .*, pass it here, too"
     ):
         elastic_ps.load_checkpoint(directory, model)
     with pytest.raises(ModelMismatch, match=r"body\.weight is in the checkpoint, but named in own"):

@@ -192,7 +192,7 @@ def test_a_running_job_whose_optimizer_has_momentum_gets_no_second_one(tmp_path:
     with running_job(tmp_path, checkpoints=tmp_path / "checkpoints") as job:
         job.run(script, workers=1)
         assert job.status().term == 1
-    assert "compression cannot change so: momentum is 0.5 in parameter group 0" in told[0]
+    assert "compression cannot change like this: momentum is 0.5 in parameter group 0" in told[0]
 
 
 class Heavy(SignSGD):

@@ -102,7 +102,9 @@ def test_what_the_chief_has_written_outlives_the_parameter_server(tmp_path: Path
         assert dict(session.state) == {}
         model = Tally(8)
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
-        with pytest.raises(UsageError, match=r"written by the chief, .* `if session\.is_chief:`"):
+        with pytest.raises(
+            UsageError, match=r"writes session\.state, but only the chief may, and .* `if session\.is_chief:`"
+        ):
             session.state["best"] = 0.1
         for epoch in (loader := session.loader(Indexes(8), 8, epochs=3)).epochs():
             for batch in loader:

@@ -183,8 +183,8 @@ def _template(flags: Flags, name: str = "worker") -> dict[str, Any]:
         directory = flags.arguments.get("data_dir")
         if directory is None or not Path(directory).is_absolute():
             raise UserError(
-                "--data-claim mounts a volume into the workers' pods; give --data-dir, too, the absolute "
-                f"path at which it is to be there (it is {directory or 'not given'})"
+                "--data-claim needs --data-dir, the absolute path at which the workers' pods mount the "
+                f"claim; given: {directory or 'nothing'}"
             )
         container["volumeMounts"] = [{"name": "data", "mountPath": directory, "readOnly": True}]
         spec["volumes"] = [{"name": "data", "persistentVolumeClaim": {"claimName": flags.data_claim}}]

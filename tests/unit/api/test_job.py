@@ -69,7 +69,10 @@ def test_a_key_may_stand_in_two_mappings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("  consistency: {mode: local, steps: 9, overlap: 9}\n", "Set overlap to 8 or less, or more steps"),
+        (
+            "  consistency: {mode: local, steps: 9, overlap: 9}\n",
+            "Set overlap to 8 or less, or increase steps",
+        ),
         ("  consistency: {mode: local, steps: 9, quorum: 3}\n", "to 3 or more, or a smaller quorum"),
     ],
 )

@@ -149,7 +149,7 @@ def test_the_status_says_why_the_job_learns_nothing() -> None:
         ({"pushed": (2000, 2000), "pulled": (999, 999)}, "2.0 kB of gradients, 999 B of values"),
         (
             {"pushed": (25_100_000, 100_000_000), "pulled": (15 * 10**8, 3 * 10**9)},
-            "25.1 MB of gradients (25.1% of plain), 1.5 GB of values (50.0% of plain), "
+            "25.1 MB of gradients (25.1% of the plain size), 1.5 GB of values (50.0% of the plain size), "
             "2.5 s to encode and decode",
         ),
     ],
@@ -168,7 +168,7 @@ def test_the_codecs_that_workers_have_chosen_are_said_once() -> None:
         Traffic(pushed_bytes=1, pushed_plain_bytes=2, codec=name) for name in ("topk", "", "int8", "topk")
     ]
     together = sum(chosen, Traffic())
-    said = "4 B of gradients (50.0% of plain), sent as int8, topk"
+    said = "4 B of gradients (50.0% of the plain size), sent as int8, topk"
     assert words.traffic(together) == said
 
 

@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "codec": ({"compress_grad": "zip"}, "--compress-grad is 'zip'; expected one of compress, none, bf16"),
     "claim": (
         {"data_claim": "mnist", "arguments": {"data_dir": "here"}},
-        "the absolute path .*it is here",
+        "needs --data-dir, the absolute path .*; given: here",
     ),
 }
 

@@ -299,7 +299,9 @@ def write(server: Server, member: Member, text: str, *, call: int) -> None:
 
 def test_the_chief_alone_writes_what_scripts_keep(server: Server) -> None:
     first, other = start(server.coordinator, 0), start(server.coordinator, 1)
-    with pytest.raises(Refused, match="the chief, which no worker is yet, but this is worker 0"):
+    with pytest.raises(
+        Refused, match=r"worker 0 writes session\.state, but only the chief may, and there is none yet"
+    ):
         write(server, first, "{}", call=1)
     assert asks(server, first, 0)
     write(server, first, '{"best": 1}', call=2)
@@ -307,7 +309,9 @@ def test_the_chief_alone_writes_what_scripts_keep(server: Server) -> None:
     with pytest.raises(Refused) as late:
         write(server, first, '{"best": 1}', call=2)
     assert late.value.code is RefusalCode.STALE_CALL, "the network delivers it a second time"
-    with pytest.raises(Refused, match="which worker 0 is, but this is worker 1"):
+    with pytest.raises(
+        Refused, match=r"worker 1 writes session\.state, but only the chief may, and that is worker 0"
+    ):
         write(server, other, '{"best": 3}', call=1)
     assert server.coordinator.read_state() == '{"best": 2}'
 
@@ -322,7 +326,7 @@ def test_a_chief_of_before_does_not_replace_what_later_ones_have_written(server:
     write(server, other, '{"best": 2}', call=1)
     server.coordinator.leave(1, other.incarnation, call=2)
     again = start(server.coordinator, 0, instance="a", call=2)
-    with pytest.raises(Refused, match=r"no worker is yet"):
+    with pytest.raises(Refused, match="and there is none yet"):
         server.coordinator.write_state(0, again.incarnation, '{"best": 1}', call=1, again=True)
     assert server.coordinator.read_state() == '{"best": 2}'
 

@@ -264,7 +264,10 @@ def test_a_resumed_job_may_train_more_epochs_and_nothing_else() -> None:
     assert not state.stopped, "the end is another one"
     assert not state.resumed
     wrong = state.match_ledger(100, 6, 4)
-    assert wrong.endswith("the job trains 100 records for 5 epochs"), "it is not resumed any more"
+    assert wrong.endswith(
+        "the job trains 100 records for 5 epochs. All workers must call session.loader(...) with the "
+        "same data set and epochs"
+    ), "it is not resumed any more"
 
 
 def test_the_first_worker_says_which_records_the_job_has() -> None:
