@@ -43,7 +43,7 @@ class Compression(CamelModel):
     codec: CODEC_OR_AUTO = Field(
         default="none",
         description="How workers encode gradients. With none, they are sent as they are. bf16 and fp16 take "
-        "half the bytes, int8 a quarter, int4 an eighth, signsgd a twentieth, topk sends only the largest "
+        "half the bytes, int8 a quarter, int4 an eighth, signsgd 1/21, topk sends only the largest "
         "elements, and powersgd a matrix of low rank. With the last three, what a step does not send is "
         "added to the worker's next step. With auto, each worker tries several, and uses the fastest that "
         "loses no more than maxError. A codec of your own is named as module:Class.",

@@ -1,8 +1,8 @@
 """Decides which deaths of processes on one machine count against `runPolicy.backoffLimit`. Pure.
 
 A process that is killed from outside (by preemption, a drained node or a person) never counts. A script that
-fails by itself does. A crash, such as a segmentation fault or an unknown exit status, may be the machine's
-fault once. It counts if the previous process died in the same way, and this one had done nothing for the job.
+fails by itself does. A crash (a segmentation fault, a lack of memory, an unknown exit status) may be the
+machine's fault once. It counts if the previous process died in the same way, and this one had done nothing.
 
 On a cluster, disruptions are marked, and everything else counts (`elastic_operator.failures`).
 """
@@ -20,7 +20,7 @@ Kind: TypeAlias = Literal["failed", "crashed", "killed"]
 """`failed`: the program reports a failure. `killed`: from outside. `crashed`: neither is known."""
 
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
-"""Signals that come from outside. SIGKILL may also mean that the memory was not enough."""
+"""Signals that come from outside. The kernel sends SIGKILL for lack of memory, too: that is a crash."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ def kind_of(status: int) -> Kind:
         return "failed"
     from_outside = _signal(status) in _FROM_OUTSIDE or status in (exits.FENCED, exits.LEFT, exits.LOST)
     return "killed" if from_outside else "crashed"
+
+
+def is_sigkill(status: int) -> bool:
+    """Whether a process with this exit status was killed by SIGKILL."""
+    return _signal(status) is signal.SIGKILL
 
 
 def describe_exit(status: int) -> str:

@@ -44,6 +44,7 @@ class Process:
         killed: whether it was killed because it did not end when asked.
         ended: when it was seen to have ended.
         exit: its exit status; negative: the signal that killed it. None while it is alive.
+        starved: whether the kernel killed it because the host had no memory left.
         output: the last lines of its output, if it failed.
         useful: whether it has done anything for the job: a step in the model, or an answer.
         joined: whether it is or was a member of the job (workers only).
@@ -61,6 +62,7 @@ class Process:
     killed: bool = False
     ended: float | None = None
     exit: int | None = None
+    starved: bool = False
     output: str = ""
     useful: bool = False
     joined: bool = False
@@ -99,12 +101,18 @@ class Process:
         return "failed" if 0 < self.exit < 128 else "killed"
 
     @property
+    def how(self) -> str:
+        """Its end in words: `exited with 1`."""
+        words = describe_exit(self.exit or 0)
+        return f"{words}, because there was no memory left" if self.starved else words
+
+    @property
     def death(self) -> Death | None:
         """Its death; None if it is alive or ended as expected."""
         if self.exit is None or self.ending not in ("failed", "killed"):
             return None
-        kind: Kind = "failed" if self.ending == "failed" else kind_of(self.exit)
-        return Death(kind, describe_exit(self.exit), self.useful)
+        kind: Kind = "crashed" if self.starved else kind_of(self.exit)
+        return Death("failed" if self.ending == "failed" else kind, self.how, self.useful)
 
 
 @dataclass(frozen=True, order=True)
@@ -367,7 +375,7 @@ def _failed_too_often(desired: Desired, observed: Observed) -> Verdict | None:
         return None
     last = failed[-1]
     times = "once" if count == 1 else f"{count} times"
-    ended = f"{last.name} {describe_exit(last.exit or 0)}"
+    ended = f"{last.name} {last.how}"
     cause = cause_of(last.output)
     message = (
         f"{f'{cause.splitlines()[0]} ({ended})' if cause else ended}. Processes have failed {times}, more "
@@ -432,7 +440,7 @@ def _start_servers(role: Role, desired: Desired, observed: Observed, now: float)
         if before is None:
             yield Start(role, shard, "the job starts")
         elif before.exit is not None and _may_replace(observed, before, now):
-            yield Start(role, shard, f"the previous process {describe_exit(before.exit)}", before.pid)
+            yield Start(role, shard, f"the previous process {before.how}", before.pid)
 
 
 def _may_replace(observed: Observed, before: Process, now: float) -> bool:
@@ -460,8 +468,7 @@ def _workers(desired: Desired, observed: Observed, now: float) -> Iterator[Actio
                 elsewhere = before is not None and before.asked is None  # somebody else asked
                 yield Start("worker", index, wanted, before.pid if before and elsewhere else None)
         elif before.ending in ("killed", "failed") and _may_replace(observed, before, now):
-            reason = f"pid {before.pid} {describe_exit(before.exit or 0)}"
-            yield Start("worker", index, reason, before.pid)
+            yield Start("worker", index, f"pid {before.pid} {before.how}", before.pid)
     for process in latest.values():
         if process.alive and (process.stuck or process.overstays) and not process.killed:
             yield Kill(process.pid, process.stuck or process.overstays)
@@ -508,7 +515,7 @@ def _evaluator(desired: Desired, observed: Observed, now: float) -> Iterator[Sta
         if not observed.progress.finished or any(w.ending == "done" for w in observed.of("worker")):
             yield Start("evaluator", 0, "the job has an evaluator")
     elif before.ending in ("killed", "failed", "left") and _may_replace(observed, before, now):
-        yield Start("evaluator", 0, f"pid {before.pid} {describe_exit(before.exit or 0)}", before.pid)
+        yield Start("evaluator", 0, f"pid {before.pid} {before.how}", before.pid)
 
 
 def _close(desired: Desired, observed: Observed, verdict: Verdict, now: float) -> Iterator[Action]:

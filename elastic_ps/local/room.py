@@ -17,6 +17,9 @@ from elastic_ps.api.job import TrainingJobSpec
 PROCESS = 300_000_000
 """The bytes of a process with Python, torch and its libraries."""
 
+LATELY = 3.0
+"""Seconds in which the end of a process is seen."""
+
 
 class Room(NamedTuple):
     """Bytes of memory and of disk."""
@@ -41,6 +44,24 @@ def free_memory(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgro
         used -= _field(cgroup / "memory.stat", "inactive_file")
         free = min(free, max(0, limit - used))
     return free
+
+
+class Kills:
+    """Notices that the kernel of this host kills processes because there is no memory left."""
+
+    def __init__(self, *, proc: Path = Path("/proc")) -> None:
+        self._counters, self._seen, self._last = proc / "vmstat", 0, -math.inf
+        self.lately(-math.inf)
+
+    def lately(self, now: float) -> bool:
+        """Whether it has killed one in the last seconds; false if the system does not tell.
+
+        It is to be called more often than that: the end of a process is seen later than its cause.
+        """
+        with contextlib.suppress(OSError, StopIteration, ValueError):
+            before, self._seen = self._seen, _field(self._counters, "oom_kill ")
+            self._last = now if self._seen > before else self._last
+        return now - self._last < LATELY
 
 
 def _field(path: Path, name: str) -> int:

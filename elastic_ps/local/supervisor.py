@@ -26,7 +26,7 @@ from elastic_ps.api.mutable import MutableFields
 from elastic_ps.api.status import ServerStatus
 from elastic_ps.checkpoint import files
 from elastic_ps.contract import exits
-from elastic_ps.contract.deaths import cause_of, describe_exit
+from elastic_ps.contract.deaths import cause_of, is_sigkill
 from elastic_ps.contract.env import ProcessEnvironment, Resume, Role, inherited
 from elastic_ps.contract.words import amount
 from elastic_ps.errors import ElasticPSError, InvalidJob, UserError
@@ -106,7 +106,7 @@ class Launcher:
         self._http: tuple[str, ...] = ()
         self._standbys_http: tuple[str, ...] = ()
         self._began = time.time()
-        self._free_memory = room.free_memory()
+        self._free_memory, self._kills = room.free_memory(), room.Kills()
         self._measured = False  # whether the job has been found to fit, or not
         self._written = -1.0
         self._answered_last = False
@@ -319,14 +319,15 @@ class Launcher:
 
     def _reap(self, now: float) -> bool:
         """Note the processes that have ended."""
-        processes, changed = list(self._observed.processes), False
+        processes, changed, starving = list(self._observed.processes), False, self._kills.lately(now)
         for position, process in enumerate(processes):
             child = self._children.get(process.pid) if process.alive else None
             status = child.poll() if child else None
             if child is None or status is None:
                 continue
             del self._children[process.pid]
-            changed, ended = True, replace(process, ended=now, exit=status)
+            starved = starving and is_sigkill(status) and not process.killed
+            changed, ended = True, replace(process, ended=now, exit=status, starved=starved)
             if ended.ending in ("failed", "invalid", "killed") or ended.role != "worker":
                 ended = replace(ended, output=child.output() if status else "")
                 if self._stops_diverged:  # a job that has diverged starts no other process
@@ -347,8 +348,7 @@ class Launcher:
         if status != 0 and not (process.killed or process.asked):
             said = cause_of(process.output).splitlines()[:1] or process.output.splitlines()[-1:]
             last = said if process.ending != "killed" else []
-            words = describe_exit(status)
-            self._event("died", ": ".join([f"{process.name} (pid {process.pid}) {words}", *last]))
+            self._event("died", ": ".join([f"{process.name} (pid {process.pid}) {process.how}", *last]))
             if process.role == "evaluator" and process.ending == "invalid":
                 self._event("warning", "the evaluator is not started again; the job trains without it")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastic_ps.local.room import PROCESS, Room, disk_for, free_memory, needed, shortages
+from elastic_ps.local.room import LATELY, PROCESS, Kills, Room, disk_for, free_memory, needed, shortages
 from tests.testing.harness import make_spec
 
 MODEL = 500_000_000
@@ -74,6 +74,17 @@ def test_memory_is_what_the_host_and_the_container_have_left(tmp_path: Path) -> 
     assert free_memory(proc=proc, cgroup=cgroup) == 0
     (cgroup / "memory.stat").write_text("anon 501\ninactive_anon 7\ninactive_file 2500\n")
     assert free_memory(proc=proc, cgroup=cgroup) == 2499
+
+
+def test_the_kernel_counts_the_processes_that_had_no_memory(tmp_path: Path) -> None:
+    counters = tmp_path / "vmstat"
+    counters.write_text("oom_kill 3\nunevictable_pgs_culled 9\n")
+    kills = Kills(proc=tmp_path)
+    assert not kills.lately(1.0), "those of before are not ours"
+    counters.write_text("oom_kill 5\n")
+    assert [kills.lately(now) for now in (2.0, 3.0, 2.0 + LATELY)] == [True, True, False]
+    counters.unlink()
+    assert not kills.lately(9.0)
 
 
 def test_the_disk_of_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
