@@ -69,12 +69,12 @@ class RunPolicy(CamelModel):
     backoff_limit: int = Field(
         default=3,
         ge=0,
-        description="The job fails when its workers have failed more often than this. On a cluster, each "
-        "exit status other than 0 counts, and so do signals and a lack of memory. Disruptions do not: "
-        "eviction, preemption, deletion, a lost node. On one machine, scripts that fail count. A "
-        "crash, such as a segmentation fault or a lack of memory, counts if the same worker's last crash "
-        "had the same cause and the worker has trained nothing since. A worker that is killed from outside "
-        "does not count.",
+        description="The job fails when its workers and parameter servers have failed more often than this. "
+        "On a cluster, each exit status other than 0 counts, and so do signals and a lack of memory. "
+        "Disruptions do not: eviction, preemption, deletion, a lost node. On one machine, scripts that fail "
+        "count. A crash, such as a segmentation fault or a lack of memory, counts if the same worker's last "
+        "crash had the same cause and the worker has trained nothing since. A worker that is killed from "
+        "outside does not count.",
     )
     pod_failure_policy: PodFailurePolicy | None = Field(
         default=None,

@@ -87,7 +87,7 @@ job has recovered from the previous one, so the job has to be long enough for al
 
 DRILL_EXAMPLES = """\
 examples:
-  elastic-ps drill job.yaml                  five common faults, with a new seed
+  elastic-ps drill job.yaml                  common faults, with a new seed
   elastic-ps drill job.yaml --seed 7 --faults kill-ps,kill-ps,freeze-worker --report out
 
 exit codes:
@@ -386,7 +386,8 @@ def _add_drill(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--faults",
         type=_faults,
         metavar="F,F,...",
-        help="the faults to inject; a fault that you name twice is injected twice",
+        help="the faults to inject; a fault that you name twice is injected twice (default: kill-worker, "
+        "kill-ps and stop-worker; without --histories also freeze-worker and corrupt-checkpoint)",
     )
     drill.add_argument(
         "--workers", type=_number_of("workers"), metavar="N", help="start N workers, whatever the file says"
