@@ -1,7 +1,7 @@
 """Run the benchmarks one after the other, and write what they find to a page of docs/reports with the date.
 
 `python -m benchmarks` takes some 15 minutes; nothing else should run meanwhile. Names of benchmarks run those
-alone, and print the page instead of writing it.
+alone, and print the page; with a title, they write it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -158,16 +159,14 @@ def run(name: str, benchmark: Benchmark) -> list[Figure]:
         return read(file)
 
 
-def page(found: Mapping[str, Sequence[Figure]], day: str) -> str:
-    """The page, as Markdown."""
+def page(found: Mapping[str, Sequence[Figure]], heading: str, command: str) -> str:
+    """The page that a command writes, as Markdown."""
     lines = [
-        f"# Benchmarks of {day}",
+        f"# {heading}",
         "",
-        "`make bench` wrote this page. Timings depend on the machine: compare the ratios.",
+        f"`{command}` wrote this page. Timings depend on the machine: compare the ratios.",
         "",
         f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}.",
-        "",
-        f"![Ratios](../images/benchmarks-{day}.png)",
     ]
     for name, figures in found.items():
         benchmark = BENCHMARKS[name]
@@ -180,9 +179,9 @@ def page(found: Mapping[str, Sequence[Figure]], day: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def list_report(index: Path, day: str) -> None:
+def list_report(index: Path, name: str, heading: str) -> None:
     """Name a report in the index, above the earlier ones."""
-    text, line = index.read_text(), f"- [{day}]({day}.md): the benchmarks of `make bench`\n"
+    text, line = index.read_text(), f"- [{heading}]({name}.md)\n"
     if line not in text:
         index.write_text(text.replace("- [", f"{line}- [", 1))
 
@@ -218,7 +217,9 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; all of them if none is named")
-    names = parser.parse_args().names
+    parser.add_argument("--title", help="write the page of these benchmarks, too, under this title")
+    parsed = parser.parse_args()
+    names, title = parsed.names, parsed.title
     if unknown := [name for name in names if name not in BENCHMARKS]:
         parser.error(f"there is no benchmark {unknown[0]!r}; expected one of {', '.join(BENCHMARKS)}")
     began = time.monotonic()
@@ -227,14 +228,16 @@ def main() -> None:
         print(f"=== {name}", flush=True)
         found[name] = run(name, BENCHMARKS[name])
     day = date.today().isoformat()
-    text = page(found, day)
-    if names:
+    heading = f"{title or 'Benchmarks'}, {day}"
+    text = page(found, heading, " ".join(["python -m benchmarks", *names]))
+    if names and not title:
         print(text)
         return
-    draw(found, DOCS / "images" / f"benchmarks-{day}.png")
-    report = DOCS / "reports" / f"{day}.md"
-    report.write_text(text)
-    list_report(DOCS / "reports" / "index.md", day)
+    name = f"{day}-{re.sub('[^a-z0-9]+', '-', (title or 'benchmarks').lower())}"
+    draw(found, DOCS / "images" / f"{name}.png")
+    report = DOCS / "reports" / f"{name}.md"
+    report.write_text(f"{text}\n![Ratios](../images/{name}.png)\n")
+    list_report(DOCS / "reports" / "index.md", name, heading)
     print(f"{report.relative_to(ROOT)} is written, after {(time.monotonic() - began) / 60:.0f} minutes")
 
 
