@@ -291,7 +291,8 @@ class Reader:
         if name in self._verified:
             return
         file, size, digest = self._files[name], self._described[name].size, hashlib.sha256()
-        buffers, before = itertools.cycle((bytearray(CHUNK), bytearray(CHUNK))), memoryview(b"")
+        two = [bytearray(min(CHUNK, size - at)) for at in range(0, size, CHUNK)[:2]]
+        buffers, before = itertools.cycle(two), memoryview(b"")
         for at in range(0, size, CHUNK):
             part = memoryview(next(buffers))[: size - at]
             with _digesting(digest, before):
