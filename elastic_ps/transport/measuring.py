@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from elastic_ps.core.sizing import Link
@@ -19,19 +20,23 @@ may be slow by chance, and the size of buckets follows from it for good."""
 EMPTY_CALLS = 3
 """Calls without a body; the fastest counts, since the first one may open a connection."""
 
+NOISE = 256 * 1024
+"""Random bytes of a body, which repeats them: a tunnel that compresses does not look back so far."""
+
 SHORT = 1e-6
 """Seconds that a body takes at least, whatever the clock says."""
 
 
-def measure(call: Callable[[int], float]) -> Link:
+def measure(call: Callable[[memoryview], float]) -> Link:
     """The network as it is now.
 
     Args:
-        call: makes a call with so many bytes, and returns how many seconds it took. Blocks.
+        call: makes a call with this body, and returns how many seconds it took. Blocks.
     """
-    empty = min(call(0) for _ in range(EMPTY_CALLS))
+    body = memoryview(os.urandom(NOISE) * (BODIES[-1] // NOISE))
+    empty = min(call(body[:0]) for _ in range(EMPTY_CALLS))
     for nbytes in BODIES:
-        took = max(SHORT, min(call(nbytes) for _ in range(BODY_CALLS)) - empty)
+        took = max(SHORT, min(call(body[:nbytes]) for _ in range(BODY_CALLS)) - empty)
         if took >= LONG:
             break
     return Link(nbytes / took, empty)

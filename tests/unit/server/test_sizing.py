@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -100,18 +101,18 @@ def test_the_size_is_within_bounds_and_costs_little(rate: float, seconds: float)
         assert BUCKET_SECONDS * rate <= SHARE * size * (1 + 1e-9)
 
 
-def network(rate: float, seconds: float, *, at_once: int = 0) -> Callable[[int], float]:
+def network(rate: float, seconds: float, *, at_once: int = 0) -> Callable[[memoryview], float]:
     """Calls over a network that lets so many bytes pass without delay."""
-    return lambda nbytes: seconds + max(0, nbytes - at_once) / rate
+    return lambda body: seconds + max(0, len(body) - at_once) / rate
 
 
 @pytest.mark.parametrize("rate", [1e6, 12.5e6, 125e6, 1.25e9])
 def test_the_rate_is_that_of_a_body_that_takes_long(rate: float) -> None:
     sent: list[int] = []
 
-    def call(nbytes: int) -> float:
-        sent.append(nbytes)
-        return network(rate, 0.001)(nbytes)
+    def call(body: memoryview) -> float:
+        sent.append(len(body))
+        return network(rate, 0.001)(body)
 
     found = measure(call)
     assert found.rate == pytest.approx(rate)
@@ -130,8 +131,8 @@ def test_one_call_that_comes_late_changes_nothing(rate: float, late: int) -> Non
     """Many processes start at the same time as the one that measures, and a call may open a connection."""
     calls = itertools.count()
 
-    def call(nbytes: int) -> float:
-        return network(rate, 0.001)(nbytes) + (0.5 if next(calls) == late else 0.0)
+    def call(body: memoryview) -> float:
+        return network(rate, 0.001)(body) + (0.5 if next(calls) == late else 0.0)
 
     assert measure(call) == pytest.approx(Link(rate, 0.001))
 
@@ -141,6 +142,11 @@ def test_what_passes_at_once_and_a_clock_that_stands_still_do_no_harm() -> None:
     assert 12.5e6 <= found.rate < 20e6
     assert bucket_bytes(found)[0] <= 128 * KIB
     assert bucket_bytes(measure(lambda _: 0.0))[0] == LARGEST
+
+
+def test_a_tunnel_that_compresses_takes_as_long() -> None:
+    found = measure(lambda body: 0.001 + len(zlib.compress(body, 1)) / 12.5e6)
+    assert found.rate == pytest.approx(12.5e6, rel=0.01)
 
 
 def test_bodies_are_not_larger_than_the_server_takes() -> None:
