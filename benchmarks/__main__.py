@@ -10,6 +10,7 @@ import argparse
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 from benchmarks.figures import Figure, read
 
+COMMAND = ("python", "-m", "benchmarks")
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 
@@ -229,7 +231,7 @@ def main() -> None:
         found[name] = run(name, BENCHMARKS[name])
     day = date.today().isoformat()
     heading = f"{title or 'Benchmarks'}, {day}"
-    text = page(found, heading, " ".join(["python -m benchmarks", *names]))
+    text = page(found, heading, shlex.join([*COMMAND, *names, *(["--title", title] if title else [])]))
     if names and not title:
         print(text)
         return

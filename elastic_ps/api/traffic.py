@@ -29,8 +29,8 @@ class Traffic(CamelModel):
     )
     hidden_seconds: float = Field(
         default=0.0,
-        description="The part of that time that overlaps with backward, before the script called "
-        "optimizer.step(), in seconds.",
+        description="The part of the time for encoding and sending gradients that overlaps with backward, "
+        "before the script called optimizer.step(), in seconds.",
     )
     codec: str = Field(default="", description="The codecs that workers have chosen, with codec auto.")
     overlap: str = Field(

@@ -11,7 +11,7 @@ INVALID (78)     the job cannot work as it is specified (`UserError`), or the sc
                  process is not replaced, on a cluster only before the first step
 1 to 127         the script failed; counts against `runPolicy.backoffLimit`
 HUNG (124)       a worker that kept the others waiting for too long ended itself; counts, too
-128 to 255,      killed from outside (out of memory, preemption) or crashed; replaced. On a cluster
+128 to 255,      killed from outside (preemption) or crashed (also: out of memory); replaced. On a cluster
 a signal         it counts unless the pod was disrupted. On one machine being killed never counts,
                  and a crash counts if the one before had the same cause and the process had done
                  nothing yet (`elastic_ps.contract.deaths`)

@@ -72,7 +72,7 @@ def bucket_bytes(link: Link, *, sent: float = 1.0, crowded: bool = False) -> tup
     size = min(LARGEST, max(least, filling))
     size = max(1, math.ceil(size / SMALLEST)) * SMALLEST
     why = f"{link.rate / 1e6:.1f} MB/s, {link.seconds * 1e3:.1f} ms for a call without a body"
-    return size, f"the first worker measured {why}, and sends {sent:.0%} of the bytes"
+    return size, f"{why}, {sent:.0%} of the bytes are sent"
 
 
 class Turn:

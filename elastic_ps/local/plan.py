@@ -44,7 +44,7 @@ class Process:
         killed: whether it was killed because it did not end when asked.
         ended: when it was seen to have ended.
         exit: its exit status; negative: the signal that killed it. None while it is alive.
-        starved: whether the kernel killed it because the host had no memory left.
+        starved: whether the kernel killed it, it seems, because the host had no memory left.
         output: the last lines of its output, if it failed.
         useful: whether it has done anything for the job: a step in the model, or an answer.
         joined: whether it is or was a member of the job (workers only).
@@ -104,7 +104,7 @@ class Process:
     def how(self) -> str:
         """Its end in words: `exited with 1`."""
         words = describe_exit(self.exit or 0)
-        return f"{words}, because there was no memory left" if self.starved else words
+        return f"{words}, probably because there was no memory left" if self.starved else words
 
     @property
     def death(self) -> Death | None:

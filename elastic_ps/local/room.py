@@ -18,7 +18,7 @@ PROCESS = 300_000_000
 """The bytes of a process with Python, torch and its libraries."""
 
 LATELY = 3.0
-"""Seconds in which the end of a process is seen."""
+"""Seconds in which the end of a process that the kernel has killed is seen."""
 
 
 class Room(NamedTuple):
@@ -47,17 +47,26 @@ def free_memory(*, proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgro
 
 
 class Kills:
-    """Notices that the kernel of this host kills processes because there is no memory left."""
+    """Notices that the kernel of this host kills processes because there is no memory left.
+
+    It counts those of all containers of the host, and does not tell which.
+    """
 
     def __init__(self, *, proc: Path = Path("/proc")) -> None:
-        self._counters, self._seen, self._last = proc / "vmstat", 0, -math.inf
-        self.lately(-math.inf)
+        self._counters, self._seen = proc / "vmstat", math.inf
+        self._looked = self._last = -math.inf
+
+    def look(self, now: float) -> None:
+        """Read the count, if that was not done in the last second."""
+        if now - self._looked >= 1.0:
+            self.lately(now)
 
     def lately(self, now: float) -> bool:
         """Whether it has killed one in the last seconds; false if the system does not tell.
 
-        It is to be called more often than that: the end of a process is seen later than its cause.
+        A process may take a while to end then, so that its end is seen later.
         """
+        self._looked = now
         with contextlib.suppress(OSError, StopIteration, ValueError):
             before, self._seen = self._seen, _field(self._counters, "oom_kill ")
             self._last = now if self._seen > before else self._last

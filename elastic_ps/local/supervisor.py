@@ -319,14 +319,16 @@ class Launcher:
 
     def _reap(self, now: float) -> bool:
         """Note the processes that have ended."""
-        processes, changed, starving = list(self._observed.processes), False, self._kills.lately(now)
+        processes, changed = list(self._observed.processes), False
+        self._kills.look(now)
         for position, process in enumerate(processes):
             child = self._children.get(process.pid) if process.alive else None
             status = child.poll() if child else None
             if child is None or status is None:
                 continue
             del self._children[process.pid]
-            starved = starving and is_sigkill(status) and not process.killed
+            here = self.options.slots is None and not process.killed
+            starved = here and is_sigkill(status) and self._kills.lately(now)
             changed, ended = True, replace(process, ended=now, exit=status, starved=starved)
             if ended.ending in ("failed", "invalid", "killed") or ended.role != "worker":
                 ended = replace(ended, output=child.output() if status else "")

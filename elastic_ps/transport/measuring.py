@@ -20,9 +20,6 @@ may be slow by chance, and the size of buckets follows from it for good."""
 EMPTY_CALLS = 3
 """Calls without a body; the fastest counts, since the first one may open a connection."""
 
-NOISE = 256 * 1024
-"""Random bytes of a body, which repeats them: a tunnel that compresses does not look back so far."""
-
 SHORT = 1e-6
 """Seconds that a body takes at least, whatever the clock says."""
 
@@ -33,7 +30,7 @@ def measure(call: Callable[[memoryview], float]) -> Link:
     Args:
         call: makes a call with this body, and returns how many seconds it took. Blocks.
     """
-    body = memoryview(os.urandom(NOISE) * (BODIES[-1] // NOISE))
+    body = memoryview(os.urandom(BODIES[-1]))  # a tunnel may compress what is alike
     empty = min(call(body[:0]) for _ in range(EMPTY_CALLS))
     for nbytes in BODIES:
         took = max(SHORT, min(call(body[:nbytes]) for _ in range(BODY_CALLS)) - empty)

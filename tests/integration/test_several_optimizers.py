@@ -57,7 +57,7 @@ def test_two_classes_have_the_bits_of_plain_torch(tmp_path: Path, shards: int) -
     assert not any(same_bits(plain[name], first[name]) for name in ("generator", "critic"))
 
 
-@pytest.mark.nightly
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("durability", ["checkpoint", "standby"])
 @pytest.mark.parametrize("version", [7, 14])
 def test_a_lost_parameter_server_loses_neither_state(tmp_path: Path, durability: str, version: int) -> None:

@@ -82,9 +82,13 @@ def test_the_kernel_counts_the_processes_that_had_no_memory(tmp_path: Path) -> N
     kills = Kills(proc=tmp_path)
     assert not kills.lately(1.0), "those of before are not ours"
     counters.write_text("oom_kill 5\n")
+    kills.look(1.5)
     assert [kills.lately(now) for now in (2.0, 3.0, 2.0 + LATELY)] == [True, True, False]
+    counters.write_text("oom_kill 6\n")
+    kills.look(9.0)
+    assert [kills.lately(9.0 + more) for more in (LATELY / 2, LATELY)] == [True, False]
     counters.unlink()
-    assert not kills.lately(9.0)
+    assert not kills.lately(20.0)
 
 
 def test_the_disk_of_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
