@@ -15,11 +15,13 @@ from elastic_ps.transport.credentials import Credentials
 
 JOB = "job-1"
 HOUR = timedelta(hours=1)
+DAY = timedelta(days=1)
+"""Longer than a night of tests, which share certificates."""
 
 
 def authority(job: str = JOB) -> KeyPair:
     """A new one."""
-    return make_authority(job, now=datetime.now(UTC), lifetime=HOUR)
+    return make_authority(job, now=datetime.now(UTC), lifetime=DAY)
 
 
 def write(
@@ -29,7 +31,7 @@ def write(
     index: int = 0,
     *,
     job: str = JOB,
-    lifetime: timedelta = HOUR,
+    lifetime: timedelta = DAY,
     trusts: Sequence[KeyPair] = (),
 ) -> Path:
     """A certificate in `directory`, which is returned; what was there is replaced in one step, as in a pod.
