@@ -80,7 +80,7 @@ def test_the_kernel_counts_the_processes_that_had_no_memory(tmp_path: Path) -> N
     counters = tmp_path / "vmstat"
     counters.write_text("oom_kill 3\nunevictable_pgs_culled 9\n")
     kills = Kills(proc=tmp_path)
-    assert not kills.lately(1.0), "those of before are not ours"
+    assert not kills.lately(1.0), "earlier kills are not ours"
     counters.write_text("oom_kill 5\n")
     kills.look(1.5)
     assert [kills.lately(now) for now in (2.0, 3.0, 2.0 + LATELY)] == [True, True, False]
