@@ -71,11 +71,10 @@ class RunPolicy(CamelModel):
         ge=0,
         description="The job fails when its workers have failed more often than this; on one machine, its "
         "parameter servers count, too. On a cluster, each exit status of a worker other than 0 counts, and "
-        "so do signals and a lack of memory. "
-        "Disruptions do not: eviction, preemption, deletion, a lost node. On one machine, scripts that fail "
-        "count. A crash, such as a segmentation fault or a lack of memory, counts if the same worker's last "
-        "crash had the same cause and the worker has trained nothing since. A worker that is killed from "
-        "outside does not count.",
+        "so do signals and a lack of memory. Disruptions do not: eviction, preemption, deletion, a lost "
+        "node. On one machine, scripts that fail count. A crash, such as a segmentation fault or a lack of "
+        "memory, counts if the same worker's last crash had the same cause and the worker has trained "
+        "nothing since. A worker that is killed from outside does not count.",
     )
     pod_failure_policy: PodFailurePolicy | None = Field(
         default=None,

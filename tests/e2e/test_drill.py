@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 import yaml
 
 from tests.e2e.cluster import GivenCluster
-from tests.e2e.cluster.base import find_kubectl
 from tests.testing.operator_process import HISTORIES, ROOT, TRAINING_IMAGE, Jobs, OperatorProcess, digits
 
 pytestmark = pytest.mark.usefixtures("definition", "training_images")
@@ -31,8 +29,7 @@ def test_a_drill_loses_nothing(operator: OperatorProcess, jobs: Jobs, tmp_path: 
     command = [sys.executable, "-m", "elastic_ps.cli", "drill", str(tmp_path / "job.yaml"), "--seed", "3"]
     command += ["--faults", "kill-worker,kill-ps", "--histories", "histories"]
     command += ["--namespace", jobs.namespace, "--report", str(tmp_path / "report")]
-    path = f"{find_kubectl().parent}{os.pathsep}{os.environ['PATH']}"
-    variables = {**os.environ, "KUBECONFIG": str(jobs.cluster.kubeconfig), "PATH": path}
+    variables = jobs.cluster.environment()
     done = subprocess.run(
         command, env=variables, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600
     )

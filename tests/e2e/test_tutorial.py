@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.e2e.cluster import Cluster, build_image
-from tests.e2e.cluster.base import find_kubectl
 from tests.e2e.cluster.images import find_image
 from tests.testing.operator_process import ROOT, TRAINING_IMAGE, Jobs
 from tests.testing.tutorial import blocks, commands
@@ -33,8 +31,7 @@ def shell(jobs: Jobs, tmp_path: Path) -> Shell:
     """Runs commands in a directory with the project's manifests, as a user whose namespace is the test's."""
     config = tmp_path / "kubeconfig"
     config.write_text(jobs.cluster.kubeconfig.read_text())
-    path = f"{find_kubectl().parent}{os.pathsep}{os.environ['PATH']}"
-    variables = {**os.environ, "KUBECONFIG": str(config), "PATH": path}
+    variables = jobs.cluster.environment(config)
     (tmp_path / "manifests").symlink_to(ROOT / "manifests")
 
     def run(text: str) -> str:
@@ -72,9 +69,8 @@ def test_a_script_of_ones_own_trains(
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "Dockerfile").write_text(dockerfile)
     (tmp_path / "mine.yaml").write_text(job.replace("epochs: 200", "epochs: 20"))
-    # In place of `docker build` and `kind load`, as the page says.
-    base = {"TRAINING_IMAGE": find_image(TRAINING_IMAGE).digest}
-    build_image(tmp_path / "Dockerfile", tmp_path, image, base)
+    # In place of `docker build` and `kind load`, as the page says; anew on another training image.
+    build_image(tmp_path / "Dockerfile", tmp_path, image, {"BASE_DIGEST": find_image(TRAINING_IMAGE).digest})
     local_cluster.load_image(image)
     said = shell(commands("kubectl apply -f mine.yaml"))
     assert "accuracy on held-out digits: " in said

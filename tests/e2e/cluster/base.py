@@ -58,6 +58,11 @@ class GivenCluster:
         command = [find_kubectl(), f"--kubeconfig={self.kubeconfig}", *arguments]
         return run(command, stdin=stdin, check=check, timeout=timeout)
 
+    def environment(self, kubeconfig: Path | None = None) -> dict[str, str]:
+        """The variables of a program that calls `kubectl`, for this cluster or as another kubeconfig says."""
+        path = os.pathsep.join([str(find_kubectl().parent), os.environ.get("PATH", "")])
+        return {**os.environ, "KUBECONFIG": str(kubeconfig or self.kubeconfig), "PATH": path}
+
     def get(self, *arguments: str) -> Any:
         """`kubectl get ... -o json`, parsed."""
         return json.loads(self.kubectl("get", *arguments, "-o", "json").stdout)
