@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import queue
 import threading
 import time
 import weakref
 from collections.abc import Collection, Iterator
 from datetime import timedelta
 
-from elastic_ps.errors import ConnectionLost, DeadlineExceeded, Malformed, TransportError
+from elastic_ps.errors import ConnectionLost, DeadlineExceeded, TransportError
 from elastic_ps.transport.base import Connection, Frame, Handler, Incoming, Limits, Server
 from elastic_ps.transport.refusal import Refusal, answers
 from elastic_ps.transport.views import flat, target_of
@@ -29,7 +30,7 @@ JOIN = timedelta(seconds=10)
 
 
 class InprocServer(Server):
-    """Answers calls in threads of this process, one for each call. Thread-safe."""
+    """Answers calls in threads of this process; a thread goes from call to call. Thread-safe."""
 
     def __init__(self, *, limits: Limits | None = None) -> None:
         """`limits`: the limits for clients, which may be replaced later."""
@@ -38,6 +39,7 @@ class InprocServer(Server):
         self._handler: Handler | None = None
         self._lock = threading.Lock()
         self._calls: dict[_Call, threading.Thread] = {}
+        self._idle: dict[threading.Thread, _Work] = {}
 
     @property
     def address(self) -> str:
@@ -53,11 +55,13 @@ class InprocServer(Server):
         """Take no new calls, and end the running ones; see `Server.close`."""
         with self._lock:
             self._handler = None
-            running = dict(self._calls)
+            running, idle, self._idle = dict(self._calls), self._idle, {}
+        for work in idle.values():
+            work.put(None)
         _join(running.values(), grace)
         for call in running:
             call.end(ConnectionLost(f"{call.what}: the server was closed"))
-        left = _join(running.values(), JOIN)
+        left = _join([*running.values(), *idle], JOIN)
         if left:
             _LOG.warning("%d handlers on %s did not end; their threads are left", left, self._address)
 
@@ -71,16 +75,29 @@ class InprocServer(Server):
             handler = self._handler
             if handler is None:
                 raise ConnectionLost(f"{call.what}: nobody serves there")
-            thread = threading.Thread(
-                target=self._answer, args=(call, handler), name=f"{self._address} {call.what}", daemon=True
-            )
+            if self._idle:
+                thread, work = self._idle.popitem()
+            else:
+                work = queue.SimpleQueue()
+                thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+                thread.start()
+            thread.name = f"{self._address} {call.what}"
             self._calls[call] = thread
-            thread.start()
+            work.put((call, handler))
+
+    def _run(self, work: _Work) -> None:
+        while item := work.get():
+            self._answer(*item)
+            with self._lock:
+                del self._calls[item[0]], item
+                if self._handler is None:
+                    return
+                self._idle[threading.current_thread()] = work
 
     def _answer(self, call: _Call, handler: Handler) -> None:
         try:
             incoming = _Received(call, call.request, self.limits)
-        except Malformed as error:
+        except TransportError as error:
             call.offer(Refusal.of(error))
         else:
             with contextlib.closing(answers(handler, call.method, incoming, alive=call.alive)) as items:
@@ -88,8 +105,6 @@ class InprocServer(Server):
                     if not call.offer(item):
                         break
         call.finish()
-        with self._lock:
-            del self._calls[call]
 
 
 class InprocConnection(Connection):
@@ -143,7 +158,7 @@ class _Call:
         self._offered: Frame | Refusal | None = None
         self._finished = False
         self._error: TransportError | None = None
-        self._copying = 0
+        self._readers = 0
 
     def alive(self) -> bool:
         """Whether the client still waits for answers."""
@@ -159,7 +174,7 @@ class _Call:
             if self._error is None and not self._finished:
                 self._error = error
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._copying)
+            self._changed.wait_for(lambda: not self._readers)
 
     def offer(self, item: Frame | Refusal) -> bool:
         """On the server, hand `item` to the client, and wait until it is done; False if it has left."""
@@ -170,7 +185,7 @@ class _Call:
                 self._changed.wait_for(
                     lambda: self._offered is None or self._error is not None, self._remaining()
                 )
-            self._changed.wait_for(lambda: not self._copying)
+            self._changed.wait_for(lambda: not self._readers)
             return self._error is None and self._offered is None
 
     def finish(self) -> None:
@@ -197,16 +212,17 @@ class _Call:
             self._offered = None
             self._changed.notify_all()
 
-    def copy(self, source: memoryview, target: memoryview) -> None:
-        """Copy between the two sides, unless the call has ended."""
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """While it is entered, the other side's memory may be read: the call does not end meanwhile."""
         with self._changed:
             self._check()
-            self._copying += 1
+            self._readers += 1
         try:
-            target[:] = source
+            yield
         finally:
             with self._changed:
-                self._copying -= 1
+                self._readers -= 1
                 self._changed.notify_all()
 
     def _remaining(self) -> float:
@@ -220,6 +236,10 @@ class _Call:
             raise type(self._error)(str(self._error))
 
 
+_Work = queue.SimpleQueue[tuple[_Call, Handler] | None]
+"""What a thread of a server is to answer next; None: it is to end."""
+
+
 class _Received:
     """A frame for the receiver; the body is still in the sender's memory."""
 
@@ -228,7 +248,8 @@ class _Received:
 
     def __init__(self, call: _Call, frame: Frame, limits: Limits) -> None:
         self._call = call
-        self._body = flat(frame.body)
+        with call.reading():
+            self._body = flat(frame.body)
         self.header, self.size = frame.header, len(self._body)
         limits.check(call.what, header=len(self.header), body=self.size)
         self._available = True
@@ -243,7 +264,8 @@ class _Received:
         if not self._available:
             raise ValueError("the body has been read or discarded already")
         self._available = False
-        self._call.copy(self._body, target)
+        with self._call.reading():
+            target[:] = self._body
 
     def discard(self) -> None:
         """The sender may change its memory from now on."""
