@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, JsonValue, model_validator
 
+from elastic_ps.api.codecs import check_options
 from elastic_ps.api.fields import AUTO, CamelModel, check_named
 from elastic_ps.api.rules import OnlyWith
 
@@ -35,6 +36,11 @@ class CompressionRule(CamelModel):
     )
     codec: CODEC = Field(description="As compression.codec.")
     options: dict[str, JsonValue] = Field(default_factory=dict, description="As compression.options.")
+
+    @model_validator(mode="after")
+    def _check_options(self) -> CompressionRule:
+        check_options(self.codec, self.options)
+        return self
 
 
 class Compression(CamelModel):
@@ -108,7 +114,19 @@ class Compression(CamelModel):
         return next((momentum for momentum in known if momentum), 0)
 
     @model_validator(mode="after")
-    def _check_auto(self) -> Compression:
+    def _check_options(self) -> Compression:
         if self.codec == AUTO and self.options:
             raise ValueError(f"codec auto takes no options but maxError; given: {', '.join(self.options)}")
+        check_options(self.codec, self.options)
+        if self.values_options and self.values in ("none", "bf16"):
+            raise ValueError(
+                f"valuesOptions {self.values_options} has no meaning with values {self.values}. Leave it "
+                "out, or set values to one of changed, int8, int4, topk, signsgd"
+            )
+        check_options(self.values, self.values_options)
+        if momentum := self.values_options.get("momentum"):
+            raise ValueError(
+                f"valuesOptions has momentum {momentum}, but only gradients have momentum. Leave it out, or "
+                "set it in compression.options"
+            )
         return self

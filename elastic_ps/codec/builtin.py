@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
+from elastic_ps.api import codecs
 from elastic_ps.codec.base import Codec, Encoded, Sparse, require
+from elastic_ps.codec.memory import dtype_of
 from elastic_ps.codec.places import LOW, of_large, packed, unpacked
 
 FLOATS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
@@ -57,7 +58,7 @@ class Fp16(Codec):
         return 2.0 ** max(exponent, _SMALLEST)
 
 
-_NOISE = 1 << 16
+_NOISE = codecs.MOST_OF_INTEGERS
 """The number of different random numbers, and of elements that are rounded at a time."""
 
 _SAMPLE = 1 << 12
@@ -75,8 +76,7 @@ class _Integers(Codec):
 
     def __init__(self, block: int = 256) -> None:
         """`block`: the number of elements that share a scale."""
-        if not 2 <= block <= _NOISE or block % 2:
-            raise ValueError(f"block is {block}; expected an even number from 2 to {_NOISE}")
+        codecs.integers(block)
         self._block = block
         random = torch.Generator()
         random.manual_seed(0)
@@ -156,13 +156,6 @@ class Int4(_Integers):
         self._restore(integers, encoded.tensors["scale"], out)
 
 
-_VALUES: Mapping[str, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-"""The dtypes in which `topk` may send elements."""
-
-_AT_FIRST = 0.25
-"""The share of the elements that `topk` sends for version 0, if it warms up."""
-
-
 class TopK(Codec):
     """The elements of largest magnitude, with their places; the others wait in the worker.
 
@@ -192,27 +185,15 @@ class TopK(Codec):
             momentum: see `Codec`; for an optimizer without momentum.
             dtype: `bfloat16` or `float32`, in which elements are sent.
         """
-        if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
-            raise ValueError(f"ratio is {ratio!r}; expected a number above 0, at most 1")
-        if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
-            raise ValueError(f"warmup is {warmup!r}; expected a number of versions, 0 or more")
-        if warmup and ratio >= _AT_FIRST:
-            raise ValueError(
-                f"warmup is {warmup}, but it starts with a ratio of {_AT_FIRST}, and ratio is {ratio}. Leave "
-                "warmup out, or lower ratio"
-            )
-        if isinstance(momentum, bool) or not isinstance(momentum, int | float) or not 0 <= momentum < 1:
-            raise ValueError(f"momentum is {momentum!r}; expected a number from 0 to below 1, such as 0.9")
-        if not isinstance(dtype, str) or dtype not in _VALUES:
-            raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(_VALUES)}")
+        codecs.largest(ratio, warmup, momentum, dtype)
         self._ratio, self._warmup, self.momentum = ratio, warmup, momentum
-        self._dtype = _VALUES[dtype]
+        self._dtype = dtype_of(dtype)
 
     def share(self, version: int) -> float:
         """The share of the elements to send in a step on this version."""
         if version >= self._warmup:
             return self._ratio
-        return float(_AT_FIRST * (self._ratio / _AT_FIRST) ** (version / self._warmup))
+        return float(codecs.AT_FIRST * (self._ratio / codecs.AT_FIRST) ** (version / self._warmup))
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:
         ratio = self.share(state.get("version", self._warmup))
@@ -268,8 +249,7 @@ class SignSGD(Codec):
 
     def __init__(self, block: int = 64) -> None:
         """`block`: the number of elements that share a magnitude."""
-        if not 8 <= block <= 1 << 24 or block % 8:
-            raise ValueError(f"block is {block}; expected a multiple of 8 from 8 to {1 << 24}")
+        codecs.signs(block)
         self._block = block
 
     def encode(self, tensor: torch.Tensor, state: dict[str, Any], random: torch.Generator) -> Encoded:  # noqa: ARG002

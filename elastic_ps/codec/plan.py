@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from elastic_ps.api.codecs import with_options
 from elastic_ps.api.compression import MAX_ERROR, Compression
 from elastic_ps.api.fields import AUTO
 from elastic_ps.codec import NONE
@@ -95,20 +95,10 @@ class Plan:
         chosen = compression.values
         changes = chosen in DELTAS
         values = VALUES[chosen]() if chosen in VALUES else None
-        if compression.values_options and not changes:
-            raise InvalidJob(
-                f"compression.valuesOptions {dict(compression.values_options)} has no meaning with values "
-                f"{chosen}. Leave it out, or set values to one of {', '.join(DELTAS)}"
-            )
         self.values, self._values = self._followed(NONE if changes else chosen, values)
         self.deltas, self._deltas = NONE, None
         if changes:
             deltas = _build(chosen, DELTAS[chosen], compression.values_options)
-            if deltas.momentum:
-                raise InvalidJob(
-                    f"compression.valuesOptions has momentum {deltas.momentum}, but only gradients have "
-                    "momentum. Leave it out, or set it in compression.options"
-                )
             self.deltas, self._deltas = self._followed(*_named(chosen, deltas))
 
     def _followed(self, name: str, codec: Codec | None) -> tuple[str, Codec | None]:
@@ -260,14 +250,9 @@ def make(name: str, options: Mapping[str, Any]) -> Codec | None:
 def _build(name: str, kind: type[Codec], options: Mapping[str, Any]) -> Codec:
     """Create a codec. Raises InvalidJob if it does not take these options."""
     try:
-        inspect.signature(kind).bind(**options)
-        codec = kind(**options)
-    except (TypeError, ValueError) as error:
-        takes = ", ".join(str(p).partition(":")[0] for p in inspect.signature(kind).parameters.values())
-        raise InvalidJob(
-            f"compression: the codec {name} does not take the options {dict(options)}: {error}. It takes: "
-            f"{takes or 'none'}"
-        ) from error
+        codec = with_options(kind, name, options)
+    except ValueError as error:
+        raise InvalidJob(f"compression: {error}") from error
     _check_momentum(name, codec)
     return codec
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from elastic_ps.api import codecs
 from elastic_ps.codec.base import Codec, Encoded, require
 from elastic_ps.codec.builtin import FLOATS
 
@@ -29,8 +30,7 @@ class PowerSGD(Codec):
 
     def __init__(self, rank: int = 4) -> None:
         """`rank`: the number of columns. A matrix of m by n elements becomes rank * (m + n) elements."""
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= 1024:
-            raise ValueError(f"rank is {rank!r}; expected a whole number from 1 to 1024")
+        codecs.low_rank(rank)
         self._rank = rank
         self._rows = self._columns = 0
 

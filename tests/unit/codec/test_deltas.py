@@ -20,7 +20,7 @@ from elastic_ps.codec.changes import Changed, FewChanges, difference, follow, ma
 from elastic_ps.codec.optimizers import PULLED, VALUE
 from elastic_ps.codec.plan import DELTAS, Plan, make
 from elastic_ps.core.partition import Rule, partition
-from elastic_ps.errors import InvalidJob, Malformed
+from elastic_ps.errors import Malformed
 from elastic_ps.process.telemetry import Trace
 from elastic_ps.server.pulls import Pull, Pulled
 from elastic_ps.server.shard_service import answer_of
@@ -464,21 +464,3 @@ def test_a_delta_of_what_a_worker_does_not_have_is_refused() -> None:
     server.step(numbers(1))
     with pytest.raises(Malformed, match="of which this worker has no values"):
         Worker(plan()).pull(server, held=0)
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ({"values": "bf16", "valuesOptions": {"block": 2}}, "valuesOptions .* no meaning with values bf16"),
-        ({"values": "int8", "valuesOptions": {"block": 3}}, "block is 3"),
-        (
-            {"values": "topk", "valuesOptions": {"momentum": 0.9}},
-            "momentum 0.9, but only gradients have momentum",
-        ),
-        ({"values": "changed", "valuesOptions": {"ratio": 0.1}}, "changed does not take .*: none"),
-        ({"values": "topk", "valuesOptions": {"block": 8}}, "It takes: ratio"),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(spec: dict[str, Any], words: str) -> None:
-    with pytest.raises(InvalidJob, match=words):
-        Plan(Compression.model_validate(spec))
