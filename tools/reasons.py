@@ -294,7 +294,7 @@ EVENTS = (
         "Warning",
         ("DegradedREASON", "DivergedREASON", "FailedREASON"),
         "The condition has turned True, or its reason has changed. REASON is the condition's reason, as in "
-        "`DegradedUnschedulable`.",
+        "`DegradedUnschedulable`. If it is the end of a pod that has an Event itself, there is no other.",
     ),
     Reason("Normal", ("Recovered",), "The job is not Degraded any more."),
     Reason(

@@ -382,7 +382,7 @@ def _summaries(done: Sequence[Action]) -> Iterator[Note]:
     now = stamp(datetime.now(UTC))
     for kind, word in ((Create, "Created"), (DeletePod, "Deleted")):
         parts = []
-        of_kind = [action for action in done if isinstance(action, kind)]
+        of_kind = [a for a in done if isinstance(a, kind) and not (isinstance(a, DeletePod) and a.told)]
         for reason, group in groupby(of_kind, key=lambda action: action.reason):
             items = [
                 f"{a.kind.lower()} {a.name}" if isinstance(a, Create) else f"pod {a.name}" for a in group

@@ -105,6 +105,11 @@ def has_to_be_counted(pod: Pod) -> bool:
     return pod.role == "worker" or pod.ending in ("invalid", "failed")
 
 
+def deaths(observed: Observed) -> list[Problem]:
+    """Why the pods have ended that are counted, so that each has an Event."""
+    return [describe(pod) for pod in observed.pods if pod.over and has_to_be_counted(pod)]
+
+
 def counted(
     status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime
 ) -> tuple[TrainingJobStatus, list[Note]]:

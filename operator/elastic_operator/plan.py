@@ -140,7 +140,7 @@ class DeletePod:
     """Delete exactly this pod (by uid).
 
     `force`: without waiting for its node. `version`: the version that was seen; if the pod has changed, the
-    deletion fails and another pass looks at it first.
+    deletion fails and another pass looks at it first. `told`: another Event tells of the removal.
     """
 
     name: str
@@ -148,10 +148,11 @@ class DeletePod:
     reason: str
     force: bool = False
     version: str = ""
+    told: bool = False
 
     @classmethod
-    def of(cls, pod: Pod, reason: str, *, force: bool = False) -> DeletePod:
-        return cls(pod.name, pod.uid, reason, force=force, version=pod.version)
+    def of(cls, pod: Pod, reason: str, *, force: bool = False, told: bool = False) -> DeletePod:
+        return cls(pod.name, pod.uid, reason, force=force, version=pod.version, told=told)
 
 
 @dataclass(frozen=True)

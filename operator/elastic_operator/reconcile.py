@@ -24,7 +24,7 @@ from elastic_operator.desired import (
     tuning_to_tell,
 )
 from elastic_operator.documents import read_status
-from elastic_operator.failures import counted, given_up, has_to_be_counted
+from elastic_operator.failures import counted, deaths, given_up, has_to_be_counted
 from elastic_operator.plan import (
     Action,
     Create,
@@ -129,7 +129,7 @@ def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Op
     return Plan(
         actions=tuple(actions),
         status=status,
-        notes=(*notes, *turned(old, status)),
+        notes=(*notes, *turned(old, status, dead=deaths(observed))),
         requeue=next_look(job, status, desired, observed, now, options),
     )
 
@@ -402,7 +402,8 @@ def _workers(
             if pod.uid in old.worker.counted_pods and restart == ZERO:
                 yield DeletePod.of(pod, "it has ended, and a new one takes its place")
         elif pod.active and (why := given_up(pod, desired, status, observed, now)) is not None:
-            yield DeletePod.of(pod, why.message)
+            # A hung worker is counted, and has an Event.
+            yield DeletePod.of(pod, why.message, told=pod.uid in status.worker.counted_pods)
         elif index not in wanted:
             yield DeletePod.of(pod, f"scaled down to {amount(desired.replicas, 'worker')}")
         elif pod.active and finished and pod.unbegun:
@@ -456,6 +457,6 @@ def _lingering(observed: Observed, now: datetime, options: Options) -> Iterator[
         if pod.held_by:
             continue
         if pod.deleting is not None and pod.stopped:
-            yield DeletePod.of(pod, "the processes have ended", force=True)
+            yield DeletePod.of(pod, "the processes have ended", force=True, told=True)
         elif pod.unheard or (pod.deleting is not None and now - pod.deleting > options.force_after):
             yield DeletePod.of(pod, "its node does not confirm that it ended", force=True)

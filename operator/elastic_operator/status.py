@@ -8,7 +8,7 @@ counts one twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, TypeAlias
 
@@ -191,11 +191,11 @@ def _summary(worker: WorkerStatus, progress: Progress, replicas: int) -> Summary
     )
 
 
-def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
+def turned(old: TrainingJobStatus, new: TrainingJobStatus, *, dead: Sequence[Problem] = ()) -> list[Note]:
     """An Event for each condition that has turned True since `old`, and for the end of Degraded.
 
     Also for new results of the evaluator, for checkpoints that it missed, and for a change of consistency or
-    compression.
+    compression. Ends of pods that have Events of their own are `dead`.
     """
     notes = list(_evaluated(old.progress.evaluation or EvaluationStatus(), new.progress.evaluation))
     was, now = old.parameter_server, new.parameter_server
@@ -214,6 +214,9 @@ def turned(old: TrainingJobStatus, new: TrainingJobStatus) -> list[Note]:
                 continue
             since = before.last_transition_time
         key = f"{after.type}/{after.status}/{after.reason}/{since}"
+        about = [end for end in dead if end.reason == after.reason]
+        if after.type == "Degraded" and any(after.message.startswith(end.message[:2000]) for end in about):
+            continue
         if after.status == "True" and after.type != "Created":
             bad = after.type in ("Degraded", "Diverged", "Failed")
             plain = after.reason in (after.type, "Finished")

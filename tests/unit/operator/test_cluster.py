@@ -420,6 +420,9 @@ def test_pods_are_deleted_by_uid_and_one_that_is_gone_is_none_to_worry_about(
     assert "digits-worker-0" not in server.names("pods")
     assert "gracePeriodSeconds" not in server.asked("DELETE", "pods")[-1].body
     assert "Deleted pod digits-worker-0: it has ended" in operator.messages()
+    events = operator.messages()
+    operator.cluster.execute(job, [DeletePod("digits-worker-0", uid, "it is gone", force=True, told=True)])
+    assert operator.messages() == events
     server.refuse = refusing("DELETE", "digits-ps-0", Refusal(403, "Forbidden", "a policy forbids it"))
     refused, made = DeletePod("digits-ps-0", uid, "it has ended"), server.get("pods", "digits-ps-0")
     again = {**made, "metadata": {**made["metadata"], "name": "digits-worker-0"}}

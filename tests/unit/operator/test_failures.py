@@ -37,6 +37,7 @@ def test_how_a_worker_ends(code: int, reason: str, failures: int, condition: str
     assert simulation.condition("Degraded")["status"] == "True"
     assert simulation.condition("Degraded")["reason"] == condition
     assert condition in simulation.notes.values()
+    assert f"Degraded{condition}" not in simulation.notes.values(), "one end, one Event"
     simulation.settle()
     assert simulation.pods["digits-worker-1"]["metadata"]["uid"] != old
     assert simulation.status["worker"]["failures"] == failures
@@ -110,6 +111,8 @@ def test_a_worker_that_is_hung_and_does_not_end_is_deleted_and_its_successor_is_
     assert isinstance(action, DeletePod)
     assert action.name == name
     assert "declared hung" in action.reason
+    assert action.told, "one removal, one Event"
+    assert "WorkerHung" in simulation.notes.values()
     assert simulation.status["worker"]["failures"] == 1, "it counts as one that has ended by itself"
     assert "digits-worker-1 is deleted: it was declared hung" in simulation.status["worker"]["lastFailure"]
     simulation.step()

@@ -845,7 +845,7 @@ def test_pod_whose_processes_have_ended_is_not_waited_for() -> None:
     sidecar = {"name": "sidecar", "state": {"running": {}}}
     simulation.pods["digits-worker-1"]["status"]["containerStatuses"].append(sidecar)
     forced = [a for a in simulation.plan().actions if isinstance(a, DeletePod)]
-    assert [(a.name, a.force) for a in forced] == [("digits-worker-0", True)]
+    assert [(a.name, a.force, a.told) for a in forced] == [("digits-worker-0", True, True)]
     lost = {"state": {"waiting": {}}, "lastState": {"terminated": {"reason": "ContainerStatusUnknown"}}}
     simulation.pods["digits-ps-0"]["status"]["containerStatuses"] = [lost]
     forced = [a for a in simulation.plan().actions if isinstance(a, DeletePod)]
@@ -898,7 +898,7 @@ def test_a_job_that_recovers_says_so_until_it_has_all_that_it_asks_for() -> None
     assert degraded["message"] == text
     simulation.settle()
     assert simulation.condition("Degraded")["status"] == "False"
-    assert sorted(simulation.notes.values()).count("DegradedWorkerFailed") == 1
+    assert list(simulation.notes.values()) == ["Running", "WorkerFailed", "Recovered"]
 
 
 @pytest.mark.parametrize("named", [{"storageClassName": "nope"}, {}])
