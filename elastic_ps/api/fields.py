@@ -99,11 +99,22 @@ def check_named(name: str, known: Sequence[str], *, what: str, own: str) -> str:
 
 
 class CamelModel(BaseModel):
-    """A model with camel-case fields in YAML and JSON. It refuses unknown fields and broken rules."""
+    """A model with camel-case fields in YAML and JSON. It refuses unknown fields and broken rules.
+
+    A null means what leaving the field out means, as for the API server.
+    """
 
     model_config = ConfigDict(
         extra="forbid", populate_by_name=True, alias_generator=to_camel, validate_default=True
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_nulls(cls, given: object) -> object:
+        if not isinstance(given, dict) or all(value is not None for value in given.values()):
+            return given
+        known = {*cls.model_fields, *(field.alias for field in cls.model_fields.values())}
+        return {name: value for name, value in given.items() if value is not None or name not in known}
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:

@@ -151,7 +151,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     *(
         ("resumeFrom needs either job or claim", {"parameterServer": {"checkpoint": {"resumeFrom": source}}})
-        for source in ({}, {"job": "earlier", "claim": "mine"})
+        for source in ({}, {"claim": None}, {"job": "earlier", "claim": "mine"})
     ),
     (
         "order.buffer works only with blocks of several records",

@@ -133,3 +133,35 @@ def test_a_document_that_is_written_is_read_as_it_was() -> None:
     document = {"texts": texts, "numbers": [1, 0.001, 1e30], "b": True, "a": None}
     assert manifest.read(manifest.write(document)) == document
     assert list(manifest.read(manifest.write(document))) == list(document)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "worker:",
+        "worker: {replicas: null, template: null}",
+        "parameterServer: {checkpoint: {volumeClaim: null, interval: ~}}",
+        "compression: {codec: null, options: null, rules: null}",
+        "arguments:",
+        "runPolicy: {podFailurePolicy: null, backoffLimit: null}",
+        "evaluator: null",
+        "unencryptedAllReduce: null",
+    ],
+)
+def test_a_null_means_what_leaving_the_field_out_means(tmp_path: Path, text: str) -> None:
+    """As the API server reads it."""
+    assert load(tmp_path, f"{JOB}  {text}\n") == load(tmp_path, JOB)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("parameterServer: {checkpoint: {resumeFrom: {claim: null}}}", "needs either job or claim"),
+        ("wroker: null", "unknown field 'spec.wroker'; did you mean 'worker'"),
+        ("evaluator: {entrypoint: null}", "evaluator.entrypoint is missing"),
+        ("compression: {rules: [null]}", "compression.rules.0"),
+    ],
+)
+def test_a_null_is_refused_where_leaving_the_field_out_is(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(InvalidJob, match=words):
+        load(tmp_path, f"{JOB}  {text}\n")
