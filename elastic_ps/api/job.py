@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 import yaml
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
@@ -149,16 +150,30 @@ MOST_WORKERS = 10_000
 """The largest number of workers: more than a parameter server can serve, and few enough for the operator."""
 
 
+def _check_any(replicas: object) -> object:
+    if replicas == 0 and isinstance(replicas, int):
+        raise ValueError(
+            "expected 1 or more, got 0. To stop all workers of a job on a cluster until later, set "
+            "runPolicy.suspend: true"
+        )
+    return replicas
+
+
 class Worker(CamelModel):
     """The processes that compute gradients."""
 
-    replicas: Annotated[int, rules.AtLeast("min_replicas"), rules.AtMost("max_replicas"), rules.SCALE] = (
-        Field(
-            default=1,
-            ge=1,
-            le=MOST_WORKERS,
-            description="The number of workers. It may change while the job runs.",
-        )
+    replicas: Annotated[
+        int,
+        BeforeValidator(_check_any),
+        rules.AtLeast("min_replicas", do="; set replicas to {bound} or more, or a smaller minReplicas"),
+        rules.AtMost("max_replicas", do="; set replicas to {bound} or less, or a larger maxReplicas"),
+        rules.SCALE,
+    ] = Field(
+        default=1,
+        ge=1,
+        le=MOST_WORKERS,
+        description="The number of workers. It may change while the job runs. To have none for a while, set "
+        "runPolicy.suspend.",
     )
     min_replicas: Annotated[int, rules.PATCH] = Field(
         default=1,

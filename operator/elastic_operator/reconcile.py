@@ -162,8 +162,11 @@ def _conclude(
     old: TrainingJobStatus, status: TrainingJobStatus, end: Verdict, notes: list[Note], now: datetime
 ) -> Plan:
     """Write the verdict to the status; the next pass cleans up."""
+    why = end.why
+    if why.reason == "InvalidSpec":  # see `is_corrected`
+        why = replace(why, message=f"{why.message.rstrip('.')}. Correct the spec, and the job starts")
     status = status.model_copy(update={"phase": end.phase, "completion_time": stamp(now)})
-    status = with_condition(status, end.phase, True, end.why, now=now)
+    status = with_condition(status, end.phase, True, why, now=now)
     over = Problem(end.phase, "the job is over")
     for kind in ("Running", "Degraded"):
         if condition(status, kind) is not None:

@@ -453,6 +453,7 @@ def test_invalid_spec_fails_once_and_is_looked_at_again_when_edited(spec: dict[s
     assert simulation.pods == {}
     assert simulation.condition("Failed")["reason"] == "InvalidSpec"
     assert word in simulation.condition("Failed")["message"]
+    assert simulation.condition("Failed")["message"].endswith(". Correct the spec, and the job starts")
     assert simulation.job is not None
     simulation.job["spec"] = job_document()["spec"]
     simulation.job["metadata"]["generation"] += 1
@@ -479,6 +480,30 @@ def test_an_edit_of_what_may_change_that_is_invalid_is_told_and_the_job_goes_on_
     assert "keeps its last valid spec until you correct this: " in degraded["message"]
     assert "backoffLimit" in degraded["message"]
     assert "DegradedInvalidSpec" in simulation.notes.values()
+
+
+@pytest.mark.parametrize(
+    ("replicas", "remedy"),
+    [
+        (0, "To stop all workers of a job on a cluster until later, set runPolicy.suspend: true"),
+        (1, "replicas 1 is below minReplicas 2; set replicas to 2 or more, or a smaller minReplicas"),
+        (5, "replicas 5 is above maxReplicas 4; set replicas to 4 or less, or a larger maxReplicas"),
+    ],
+)
+def test_a_number_of_workers_that_cannot_be_is_told_with_what_to_do(replicas: int, remedy: str) -> None:
+    limits = {"minReplicas": 2, "maxReplicas": 4}
+    simulation = running(worker={"replicas": 3, **limits})
+    simulation.scale(replicas)
+    simulation.settle()
+    assert remedy in simulation.condition("Degraded")["message"]
+    assert len(simulation.workers()) == 3
+    simulation.scale(4)
+    simulation.settle()
+    assert simulation.condition("Degraded")["status"] == "False"
+    assert len(simulation.workers()) == 4
+    fails = Simulation(job_document(worker={"replicas": replicas, **limits}))
+    fails.settle()
+    assert remedy in fails.condition("Failed")["message"]
 
 
 def forbid(simulation: Simulation) -> None:
