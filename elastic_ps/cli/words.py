@@ -125,14 +125,14 @@ def summary(outcome: Outcome) -> Iterator[tuple[str, str]]:
     """The rows (name, value) of the summary. A row with an empty name continues the previous one."""
     server = outcome.record.last
     succeeded = outcome.verdict.phase == "Succeeded"
+    if outcome.verdict.phase == "Failed":
+        first_line = outcome.verdict.message.partition("\n")[0]
+        yield "cause", first_line.partition(". The last output of ")[0]
     if server is None or not server.ready:
         if succeeded:
             yield "warning", NOTHING_TRAINED
         return
     progress = server.progress
-    if outcome.verdict.phase == "Failed":
-        first_line = outcome.verdict.message.partition("\n")[0]
-        yield "cause", first_line.partition(". The last output of ")[0]
     if progress.stopped:
         yield "stopped early", progress.stopped
     for name, value in sorted(progress.metrics.items()):

@@ -359,4 +359,4 @@ def test_the_summary_names_the_directory_that_has_the_model() -> None:
 
 def test_the_summary_of_a_job_that_no_worker_has_joined_says_so() -> None:
     assert summary_of(Progress(), ready=False) == {"warning": words.NOTHING_TRAINED}
-    assert summary_of(Progress(), ready=False, phase="Failed") == {}
+    assert summary_of(Progress(), ready=False, phase="Failed", message="one\ntwo") == {"cause": "one"}
