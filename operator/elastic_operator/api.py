@@ -74,6 +74,12 @@ class Api:
         found: client.Configuration = self._client.configuration
         return found
 
+    @property
+    def proxy(self) -> str | None:
+        """The URL of the proxy to the API server, which the client has found; None if there is none."""
+        through = self._client.rest_client.pool_manager.proxy
+        return through.url if through is not None else None
+
     def authorization(self) -> str | None:
         """The value of the Authorization header now. A token in a file is read again when it expires."""
         bearer: Any = self.configuration.auth_settings().get("BearerToken")

@@ -102,5 +102,6 @@ def session(api: Api, listings: Listings) -> kopf.AiohttpSession:
         aiohttp_session=aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
             middlewares=[ask],
+            proxy=api.proxy,
         ),
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,13 @@ import kopf
 import pytest
 
 from elastic_operator.api import Api, read_error
+from elastic_operator.listings import Listings
 from elastic_operator.metrics import Metrics
-from elastic_operator.session import connection
+from elastic_operator.session import connection, session
 from elastic_operator.settings import Settings
+from elastic_operator.store import Store
 from elastic_ps.errors import UsageError
+from tests.testing.api_server import ApiServer
 
 TERMINATING = {
     "kind": "Status",
@@ -80,3 +85,47 @@ def test_kopf_reaches_the_api_server_as_our_own_client_does(
     api = Api(Settings(kubeconfig=tmp_path / "config"), Metrics())
     assert api.authorization() == (f"Bearer {token}" if token else None)
     assert connection(api) == kopf.ConnectionInfo(server="https://here:6443", insecure=insecure)
+
+
+@pytest.mark.parametrize(
+    ("named", "variables", "since"),
+    [
+        (True, {}, 37),
+        (False, {"HTTP_PROXY": ""}, 34),
+        (False, {"HTTP_PROXY": "", "NO_PROXY": "elsewhere.invalid"}, None),
+        (False, {}, None),
+    ],
+)
+def test_kopf_uses_the_proxy_that_our_own_client_uses(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    named: bool,
+    variables: dict[str, str],
+    since: int | None,
+) -> None:
+    """`since`: the first version of our client that finds the proxy there."""
+    through = since is not None and int(version("kubernetes").partition(".")[0]) >= since
+    proxy = ApiServer()
+    try:
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value or proxy.url)
+        cluster = {"proxy-url": proxy.url} if named else {}
+        config = config_of("http://elsewhere.invalid:6443", {}, **cluster)
+        (tmp_path / "config").write_text(json.dumps(config))
+        settings = Settings(kubeconfig=tmp_path / "config")
+        api = Api(settings, Metrics())
+        assert api.proxy == (proxy.url if through else None)
+
+        async def ask() -> int:
+            kopfs = session(api, Listings(api, Store(), settings)).aiohttp_session
+            async with kopfs, kopfs.get("http://elsewhere.invalid:6443/api/v1/pods") as answer:
+                return answer.status
+
+        if through:
+            assert asyncio.run(ask()) == 200
+            assert api.request("list", "pods", "/api/v1/pods")["items"] == []
+        assert [request.path for request in proxy.requests] == ["/api/v1/pods"] * 2 * through
+    finally:
+        proxy.close()
