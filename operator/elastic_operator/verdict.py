@@ -183,7 +183,7 @@ def health(
     problems += _problems(desired, observed, now, options)
     problems += _silence(status, desired, observed, now, options)
     made = Problem("Created", "the operator has created the job's pods, Services and volume claims")
-    refusal = next(iter(observed.keeping_back), None)
+    refusal = next(iter(observed.keeping_back), gone)
     status = with_condition(status, "Created", refusal is None, refusal or made, now=now)
     counts = f"{present} of {desired.replicas} workers and {servers} of {shards} parameter servers are ready"
     if running:

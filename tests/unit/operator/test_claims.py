@@ -165,6 +165,8 @@ def test_a_job_whose_claim_is_gone_says_so_and_goes_on_when_it_is_there_again(su
     assert "parameterServer.checkpoint.existingClaim" in degraded["message"]
     assert simulation.status["summary"]["reason"] == "CheckpointsGone"
     assert list(simulation.notes.values()).count("DegradedCheckpointsGone") == 1
+    created = simulation.condition("Created")
+    assert (created["status"], created["reason"]) == ("False", "CheckpointsGone")
     simulation.claims.add("digits-ps-0")
     simulation.settle()
     told = simulation.pods["digits-ps-0"]["metadata"]["annotations"]
