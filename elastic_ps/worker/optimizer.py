@@ -21,16 +21,10 @@ from elastic_ps.worker.flat import Flat
 from elastic_ps.worker.gradients import Gradients
 from elastic_ps.worker.local_steps import LocalSteps
 from elastic_ps.worker.runtime import Runtime
+from elastic_ps.worker.schedule import OTHER_GROUPS
 from elastic_ps.worker.strategy import Strategy
 
 logger = logging.getLogger(__name__)
-
-_OTHER_GROUPS = (
-    "the parameter groups are no longer those that session.optimizer(...) got, because param_groups or the "
-    "params of a group were changed, or add_param_group() or load_state_dict() of the torch optimizer was "
-    "called. The job trains with the first groups. Change them before session.optimizer(...). To begin with "
-    "an optimizer's state, pass it as session.optimizer(..., state=...), or in mode local load it before"
-)
 
 _SCALED = (
     "a GradScaler divides gradients in scaler.step(optimizer), but they had been sent before, during "
@@ -214,7 +208,7 @@ class ElasticOptimizer(_Wrapping):
     def step_of(self, part: torch.optim.Optimizer | None, closure: Callable[[], Any] | None) -> Any:
         """Step the parameters of one of the wrapped optimizers alone; None: of all."""
         if [*map(id, self._groups_now())] != [*map(id, self._groups)]:
-            raise UsageError(_OTHER_GROUPS)
+            raise UsageError(OTHER_GROUPS)
         if self._parts:
             self._require_batch()
         if self._local is not None and not self._runtime.batches.lost:

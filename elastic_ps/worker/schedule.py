@@ -30,6 +30,13 @@ Interval: TypeAlias = Literal["step", "epoch", "sample"] | Callable[[int], int]
 Or as many steps as a function gives for the number of records that are trained or skipped.
 """
 
+OTHER_GROUPS = (
+    "the parameter groups are no longer those that session.optimizer(...) got, because param_groups or the "
+    "params of a group were changed, or add_param_group() or load_state_dict() of the torch optimizer was "
+    "called. The job trains with the first groups. Change them before session.optimizer(...). To begin with "
+    "an optimizer's state, pass it as session.optimizer(..., state=...), or in mode local load it before"
+)
+
 _NAMED = ("step", "epoch", "sample")
 
 _JUMPING = (LambdaLR, OneCycleLR, CyclicLR)
@@ -172,15 +179,11 @@ class Schedule:
             for key in sorted(ours.keys() & first.keys()):
                 # In mode local, what the parameter server steps with comes from the job's file.
                 if ours[key] != first[key] and not self._own:
+                    values = index, key, ours[key], first[key], index, key
                     logger.warning(
                         "param_groups[%d] has %s=%r, but the job began with %r and keeps that value. To "
                         "change it now, set optimizer.param_groups[%d][%r] after session.optimizer(...)",
-                        index,
-                        key,
-                        ours[key],
-                        first[key],
-                        index,
-                        key,
+                        *values,
                     )
         self.take_over(settings, keeps=False)
 
@@ -200,12 +203,14 @@ class Schedule:
             keeps: what the script has changed, and this worker has not sent yet, stays.
 
         Raises:
-            UsageError: the script has stepped a scheduler, or one makes no more steps.
+            UsageError: the script has stepped a scheduler or changed the groups, or one makes no more steps.
         """
         changed = self._changed(settings) if keeps else []
         if not self._own:
             # Settings of version 0 were made before there was a scheduler.
             groups = settings.groups if len(settings.schedulers) >= len(self._schedulers) else self._first
+            if len(self._wrapped.param_groups) != len(groups):
+                raise UsageError(OTHER_GROUPS)
             for group, values in zip(self._wrapped.param_groups, groups, strict=True):
                 for key, value in values.items():
                     group[key] = tuple(value) if isinstance(group.get(key), tuple) else value

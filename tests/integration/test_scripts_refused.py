@@ -63,6 +63,27 @@ def test_other_parameter_groups(tmp_path: Path, change: str, several: bool) -> N
     failing(tmp_path, script, UsageError, "the parameter groups are no longer those that")
 
 
+def test_a_parameter_group_is_added_before_the_worker_joins_again(tmp_path: Path) -> None:
+    """The settings that it gets then have fewer groups than its optimizer."""
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        wrapped = sgd(model[0])
+        optimizer = session.optimizer(wrapped, model)
+        for step, (x, y) in enumerate(session.loader(Numbers(20), 4)):
+            assert step < 2
+            mse(model, x, y).backward()
+            optimizer.step()
+            if step == 1:
+                wrapped.add_param_group({"params": list(model[2].parameters())})
+                job.declare_gone(session.worker)
+
+    with running_job(tmp_path, data={"shardRecords": 4}) as job:
+        job.start(0, script)
+        with pytest.raises(UsageError, match="the parameter groups are no longer those that"):
+            job.join()
+
+
 def forget(optimizer: torch.optim.Optimizer) -> None:
     for parameter in optimizer.param_groups[0]["params"]:
         if "momentum_buffer" in optimizer.state[parameter]:
