@@ -8,6 +8,7 @@ never delays it.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -117,7 +118,7 @@ class Launcher:
         self._wake = Alarm()
         self._error: BaseException | None = None
         self._status = self._build_status(ended=False)
-        self._thread: threading.Thread | None = None
+        self._over = threading.Event()  # no process is left
         self._pid: int | None = None  # the pid of the launcher, once it has started
 
     def start(self) -> None:
@@ -132,17 +133,24 @@ class Launcher:
             self.issuer.own()  # at once: later the disk may be full
         self._status = self._build_status(ended=False)
         self.directory.write_status(self._status)
-        # Created here: a thread object from before a fork counts as ended after it.
-        self._thread = threading.Thread(target=self._run, name="supervisor")
-        self._thread.start()
         self._pid = os.getpid()
+        try:
+            threading.Thread(target=self._run, name="supervisor").start()
+        except RuntimeError:  # the system has room for no other thread
+            self._over.set()
+            raise
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the job is over and no process of it is left; False if `timeout` came first."""
-        if self._thread is None:
+        if self._pid != os.getpid():
             return True
-        self._thread.join(None if timeout is None else timeout.total_seconds())
-        return not self._thread.is_alive()
+        until = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
+        # Again and again: a signal that comes just before a wait does not end it. Not with Thread.join: if
+        # a signal's handler raises there, Python 3.11 takes the thread for ended.
+        while not self._over.wait(max(0, min(TICK.total_seconds(), until - time.monotonic()))):
+            if time.monotonic() >= until:
+                return False
+        return True
 
     def stop(self, why: str, *, at_once: bool = False) -> None:
         """End the job: workers leave, parameter servers write a checkpoint; or kill all of them at once.
@@ -215,36 +223,37 @@ class Launcher:
 
     def _run(self) -> None:
         """The supervisor thread. No process outlives it, whatever happens."""
-        self._lifeline, self._poller = Lifeline(), Poller(self._http)
-        self._notices = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-gone")
-        self._forks, own = self.options.forks, None
-        try:
-            if self._forks is None and self.options.programs.forkable:
-                self._forks = own = ForkServer(self._variables())
-            while self._forks is not None and self._stop is None and not self._forks.ready(TICK):
-                pass
-            while self._observed.verdict is None or self._children:
-                self._tick()
-                self._wake.wait(TICK.total_seconds())
-                self._wake.clear()
-        except BaseException as error:  # noqa: BLE001 - raised again by outcome()
-            self._error = error
-        finally:
-            for child in self._children.values():
-                child.kill()
-            if own is not None:
-                own.close()
-            self._lifeline.close()
-            self._poller.close()
-            self._ports.close()
-            self._notices.shutdown(wait=True, cancel_futures=True)
-            self._finish()
+        with contextlib.ExitStack() as last:
+            last.callback(self._over.set)
+            self._lifeline, self._poller = Lifeline(), Poller(self._http)
+            self._notices = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker-gone")
+            self._forks, own = self.options.forks, None
+            try:
+                if self._forks is None and self.options.programs.forkable:
+                    self._forks = own = ForkServer(self._variables())
+                while self._forks is not None and self._stop is None and not self._forks.ready(TICK):
+                    pass
+                while self._observed.verdict is None or self._children:
+                    self._tick()
+                    self._wake.wait(TICK.total_seconds())
+                    self._wake.clear()
+            except BaseException as error:  # noqa: BLE001 - raised again by outcome()
+                self._error = error
+            finally:
+                for child in self._children.values():
+                    child.kill()
+                if own is not None:
+                    own.close()
+                self._lifeline.close()
+                self._poller.close()
+                self._ports.close()
+                self._notices.shutdown(wait=True, cancel_futures=True)
+                self._finish()
 
     def _tick(self) -> None:
         now = time.monotonic()
         changed = self._read_edits() | self._reap(now) | self._read_answers(now)
-        if self._stop is not self._observed.stop:
-            self._observed = replace(self._observed, stop=self._stop)
+        self._observed = replace(self._observed, stop=self._stop)
         for action in planning.plan(self._desired(), self._observed, now):
             if isinstance(action, planning.Start) and now < self._start_at.get(action.name, now):
                 continue
@@ -272,15 +281,11 @@ class Launcher:
             standbys=spec.parameter_server.durability == "standby",
             backoff_limit=spec.run_policy.backoff_limit,
             deadline=None if seconds is None else timedelta(seconds=seconds),
-            stop_diverged=self._stops_diverged,
+            stop_diverged=spec.run_policy.on_divergence == "stop",
             schedule=self._schedule,
             evaluator_grace=None if spec.evaluator is None else spec.evaluator.finish_timeout,
             finished_grace=self.options.finished_grace,
         )
-
-    @property
-    def _stops_diverged(self) -> bool:
-        return self.job.spec.run_policy.on_divergence == "stop"
 
     def _read_edits(self) -> bool:
         """Apply a new number of workers, and other changes of the running job (`tuning`)."""
@@ -302,10 +307,8 @@ class Launcher:
         before, wanted = self.job.spec.worker.replicas, edited.spec.worker.replicas
         if wanted != before:
             self.job.spec.worker.replicas = wanted
-            self._event(
-                "scale",
-                f"scaled from {before} to {wanted} workers at version {self._observed.progress.version}",
-            )
+            version = self._observed.progress.version
+            self._event("scale", f"scaled from {before} to {wanted} workers at version {version}")
         return wanted != before
 
     def _change(self, edited: TrainingJob) -> None:
@@ -332,7 +335,7 @@ class Launcher:
             changed, ended = True, replace(process, ended=now, exit=status, starved=starved)
             if ended.ending in ("failed", "invalid", "killed") or ended.role != "worker":
                 ended = replace(ended, output=child.output() if status else "")
-                if self._stops_diverged:  # a job that has diverged starts no other process
+                if self.job.spec.run_policy.on_divergence == "stop":  # then it may start no other process
                     self._poller.ask()
             processes[position] = ended
             self._tell_end(ended)
@@ -396,9 +399,8 @@ class Launcher:
         was = was_finished(status, self.record.last, self._observed.was_finished, resumed=self._resumed)
         if was and not self._observed.was_finished:
             epochs = status.progress.epochs
-            self._event(
-                "checkpoint", f"the checkpoint is of a finished job: all {epochs} epochs are in the model"
-            )
+            text = f"the checkpoint is of a finished job: all {epochs} epochs are in the model"
+            self._event("checkpoint", text)
         self._observed = replace(self._observed, was_finished=was)
 
     def _execute(self, action: planning.Action, now: float) -> None:
@@ -549,10 +551,8 @@ class Launcher:
 
     def _update(self, pid: int, *, asked: float, killed: bool = False) -> None:
         found = self._process(pid)
-        processes = tuple(
-            replace(process, asked=asked, killed=killed) if process is found else process
-            for process in self._observed.processes
-        )
+        updated = replace(found, asked=asked, killed=killed)
+        processes = tuple(updated if each is found else each for each in self._observed.processes)
         self._observed = replace(self._observed, processes=processes)
 
     def _event(self, kind: str, text: str) -> None:

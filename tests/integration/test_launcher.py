@@ -430,6 +430,42 @@ def test_a_forked_process_that_leaves_the_with_block_gives_nothing_back(tmp_path
     assert launcher.directory.launcher() is None
 
 
+@pytest.mark.parametrize("heard_by", ["who waits", "another thread"])
+def test_an_exception_of_a_signals_handler_ends_the_wait_but_not_the_job(
+    tmp_path: Path, heard_by: str
+) -> None:
+    """Python runs handlers in the main thread, also of a signal that does not wake that thread.
+
+    So it is with a signal that comes just before the wait. The job goes on until the `with` block ends.
+    """
+    waiting, main = threading.Event(), threading.get_ident()
+
+    def interrupt() -> None:
+        waiting.wait(LIMIT)
+        signal.pthread_kill(main if heard_by == "who waits" else threading.get_ident(), signal.SIGINT)
+
+    def give_up() -> None:
+        launcher.stop("nobody heard the signal")
+
+    def wait() -> None:
+        waiting.set()
+        launcher.wait()
+
+    with launched(make_job(records=FOREVER), tmp_path) as launcher:
+        training(launcher, 2)
+        thread, impatient = threading.Thread(target=interrupt), threading.Timer(LIMIT / 4, give_up)
+        thread.start()
+        impatient.start()
+        with pytest.raises(KeyboardInterrupt):
+            wait()
+        impatient.cancel()
+        thread.join()
+        assert not launcher.stopping
+        assert not launcher.wait(timedelta(0))
+        training(launcher, 2)
+    assert launcher.outcome().verdict.reason == "Stopped"
+
+
 def test_a_trace_of_all_processes_is_one_file(tmp_path: Path) -> None:
     target = tmp_path / "trace.json"
     options = Options(root=tmp_path / "state", programs=PROGRAMS, trace=target)
