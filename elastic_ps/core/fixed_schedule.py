@@ -69,7 +69,9 @@ class FixedSchedule:
         """Hand the next records of worker `worker`'s share to `holder`."""
         if worker >= len(self._shares):
             return []
-        self._share_of[holder] = worker
+        if holder not in self._share_of:  # others that hold nothing may be gone
+            holding = {each: own for each, own in self._share_of.items() if self._shares[own].held(each)}
+            self._share_of = {**holding, holder: worker}
         return self._outside(worker, self._shares[worker].take(holder, batch=batch, workers=1))
 
     def held(self, holder: int, *, besides: Iterable[Range] = ()) -> list[Range]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from elastic_ps.core.fixed_schedule import FixedSchedule
@@ -82,6 +84,23 @@ def test_whoever_has_taken_nothing_holds_nothing() -> None:
     schedule.give_back_some(7, [])
     with pytest.raises(LedgerError):
         schedule.apply(7, [Range(0, 0, 4)])
+
+
+def test_holders_that_have_come_and_gone_leave_nothing_behind() -> None:
+    """A job may replace its workers for weeks. What a gone worker's finished step holds stays until it is
+    applied.
+    """
+    schedule = FixedSchedule(records=16, epochs=1, shard_records=4, shares=2)
+    [kept] = schedule.take(1000, worker=1, batch=4)
+    schedule.give_back(1000, keep=[kept])
+    sizes = []
+    for holder in range(1001, 1100):
+        schedule.take(holder, worker=1, batch=4)
+        sizes.append(len(pickle.dumps(schedule)))
+        schedule.give_back(holder)
+    assert len(set(sizes)) == 1
+    schedule.apply(1000, [kept])
+    assert schedule.applied == 4
 
 
 def test_a_step_that_is_void_gives_its_records_back_to_their_share() -> None:
