@@ -17,13 +17,17 @@ from elastic_ps.api.status import EvaluationStatus
 ATTEMPTS = 3
 """The number of evaluator processes that may fail on a checkpoint before it is given up."""
 
+MOST = 1024
+"""The largest number of results, and of versions that were given up, that are remembered."""
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of a version: finite numbers by name."""
+    """The result of a version: finite numbers by name. `number`: of the evaluation, from 1."""
 
     version: int
     metrics: Mapping[str, float]
+    number: int = 0
 
 
 @dataclass
@@ -37,8 +41,10 @@ class Evaluations:
         highest: whether the highest value is the best.
         waiting: the versions that wait, oldest first.
         begun: the number of evaluator processes that have begun each of them.
-        results: the results, in the order of evaluation.
-        missed: the versions that were given up.
+        results: the results, in the order of evaluation. If there are too many, every second one is dropped,
+            but neither the best nor the last.
+        missed: the last versions that were given up.
+        missed_before: the number of versions that were given up before those.
         newest: the newest version that has ever waited.
     """
 
@@ -50,6 +56,7 @@ class Evaluations:
     begun: dict[int, int] = field(default_factory=dict)
     results: list[Evaluation] = field(default_factory=list)
     missed: list[int] = field(default_factory=list)
+    missed_before: int = 0
     newest: int = 0
     _holder: tuple[int, str] | None = None  # the version that was begun last, and its process
 
@@ -98,8 +105,11 @@ class Evaluations:
             return None
         self._forget(version)
         finite = {name: value for name, value in sorted(metrics.items()) if math.isfinite(value)}
-        result = Evaluation(version, finite)
+        result, stride = Evaluation(version, finite, self._evaluated + 1), 1
         self.results.append(result)
+        while len(self.results) > MOST:
+            stride, kept = 2 * stride, (self.best, result)
+            self.results = [each for each in self.results if each.number % stride == 0 or each in kept]
         return result
 
     def give_up(self, version: int) -> None:
@@ -107,6 +117,9 @@ class Evaluations:
         if version in self.waiting:
             self._forget(version)
             self.missed.append(version)
+            if len(self.missed) > MOST:
+                del self.missed[0]
+                self.missed_before += 1
 
     def go_back(self, version: int, kept: Iterable[int]) -> None:
         """Go back to a checkpoint of this version; `kept`: the versions on disk.
@@ -118,11 +131,17 @@ class Evaluations:
             self._forget(lost)
         self.results = [evaluation for evaluation in self.results if evaluation.version <= version]
         self.missed = [v for v in self.missed if v <= version]
+        self.missed_before = self.missed_before if self.missed else 0
         self.newest = min(self.newest, version)
 
     def _forget(self, version: int) -> None:
         self.waiting.remove(version)
         self.begun.pop(version, None)
+
+    @property
+    def _evaluated(self) -> int:
+        """The number of results so far; after going back about that."""
+        return self.results[-1].number if self.results else 0
 
     @property
     def best(self) -> Evaluation | None:
@@ -147,9 +166,9 @@ class Evaluations:
             metrics=dict(last.metrics) if last else {},
             best_version=best.version if best else None,
             best=best.metrics[str(self.metric)] if best else None,
-            evaluated=len(self.results),
+            evaluated=self._evaluated,
             waiting=len(self.waiting),
-            missed=len(self.missed),
+            missed=self.missed_before + len(self.missed),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -159,6 +178,7 @@ class Evaluations:
             "begun": {str(version): times for version, times in self.begun.items()},
             "results": [asdict(result) for result in self.results],
             "missed": self.missed,
+            "missedBefore": self.missed_before,
             "newest": self.newest,
         }
 
@@ -167,9 +187,11 @@ class Evaluations:
         waiting, missed = [int(v) for v in data["waiting"]], [int(v) for v in data["missed"]]
         begun = {int(version): int(times) for version, times in data["begun"].items()}
         results = [
-            Evaluation(int(r["version"]), {str(k): float(v) for k, v in r["metrics"].items()})
+            Evaluation(
+                int(r["version"]), {str(k): float(v) for k, v in r["metrics"].items()}, int(r["number"])
+            )
             for r in data["results"]
         ]
-        newest = int(data["newest"])
+        before, newest = int(data["missedBefore"]), int(data["newest"])
         self.waiting, self.begun, self.results = waiting, begun, results
-        self.missed, self.newest = missed, newest
+        self.missed, self.missed_before, self.newest = missed, before, newest

@@ -160,10 +160,10 @@ class EvaluationQueue:
         """Change the state, log the versions that were given up, and write the state."""
         with self._writing:
             with self._lock:
-                before, missed = self._text(), len(self._work.missed)
-                answer = change(self._work)
-                given_up, after = self._work.missed[missed:], self._text()
-            for version in given_up:
+                before, missed = self._text(), set(self._work.missed)
+                answer, after = change(self._work), self._text()
+                given_up = set(self._work.missed) - missed
+            for version in sorted(given_up):
                 logger.warning("the checkpoint of version %d will not be evaluated", version)
             if after != before or self._unwritten:
                 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_ps.evaluation.decisions import ATTEMPTS, Evaluations
+from elastic_ps.evaluation.decisions import ATTEMPTS, MOST, Evaluations
 
 
 def test_a_checkpoint_is_wanted_once_for_each_stretch_of_versions() -> None:
@@ -115,6 +116,32 @@ def test_going_back_forgets_what_is_made_anew() -> None:
     assert work.best is not None
     assert (work.waiting, work.best.version, work.newest) == ([], 10, 15)
     assert work.wants(20)
+
+
+def test_a_long_job_remembers_some_of_its_results_and_counts_all() -> None:
+    """The best and the last are among them, and first and last show how the training went."""
+    work = Evaluations(metric="loss")
+    for version in range(1, 10_001):
+        work.add(version)
+        if version % 5 == 0:
+            work.give_up(version)
+        else:
+            work.finish(version, {"loss": 0.0 if version == 1234 else 1.0})
+    left, status = [each.version for each in work.results], work.status()
+    assert len(left) <= MOST
+    assert len(work.missed) <= MOST
+    assert {1234, 9999} <= set(left)
+    assert left == sorted(left)
+    assert max(after - before for before, after in itertools.pairwise([0, *left])) <= 20
+    assert (status.best_version, status.version) == (1234, 9999)
+    assert (status.evaluated, status.missed) == (8000, 2000)
+    again = Evaluations(metric="loss")
+    again.restore(json.loads(json.dumps(work.to_json())))
+    assert (again.status(), again.held) == (status, work.held)
+    work.go_back(5000, [])
+    assert 3950 <= work.status().evaluated <= 4000
+    work.go_back(0, [])
+    assert (work.status().evaluated, work.status().missed) == (0, 0)
 
 
 @given(st.lists(st.sampled_from(["write", "begin", "finish", "die"]), max_size=60), st.integers(1, 3))
