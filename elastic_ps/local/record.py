@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from elastic_ps.api.status import (
     Divergence,
@@ -47,7 +47,7 @@ class Point:
 
 @dataclass
 class Record:
-    """The record of a run so far. One thread adds to it; others may read it."""
+    """The record of a run so far. One thread adds to it; others may read it, at any moment."""
 
     events: list[Event] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
@@ -92,20 +92,25 @@ class Record:
     def _go_back(self, version: int) -> None:
         """Forget the later versions: training makes them again."""
         self.points = [point for point in self.points if point.version <= version]
-        for curve in self.metrics.values():
-            curve.points = [point for point in curve.points if point[0] <= version]
-        self.metrics = {name: curve for name, curve in self.metrics.items() if curve.points}
+        kept = {
+            name: replace(curve, points=[point for point in curve.points if point[0] <= version])
+            for name, curve in self.metrics.items()
+        }
+        self.metrics = {name: curve for name, curve in kept.items() if curve.points}
 
     def _add_metrics(self, progress: Progress) -> None:
         before = self.last.progress.metrics if self.last else {}
         for name, value in progress.metrics.items():
             if value != before.get(name):
-                self.metrics.setdefault(name, Curve()).add(progress.version, value)
+                curve = self.metrics.get(name, Curve())
+                curve.add(progress.version, value)
+                self.metrics[name] = curve
 
     @property
     def training_seconds(self) -> float:
         """The time from the first answer with a model to the last one with a newer version."""
-        return self.points[-1].elapsed - self.points[0].elapsed if self.points else 0.0
+        points = self.points  # it may be replaced meanwhile
+        return points[-1].elapsed - points[0].elapsed if points else 0.0
 
     @property
     def samples_per_second(self) -> float | None:
@@ -113,10 +118,10 @@ class Record:
 
         Also None if the model went back to its first version or before, which gives no speed.
         """
-        if self.training_seconds <= 0:
-            return None
-        records = self.points[-1].records - self.points[0].records
-        return records / self.training_seconds if records > 0 else None
+        points = self.points
+        seconds = points[-1].elapsed - points[0].elapsed if points else 0.0
+        records = points[-1].records - points[0].records if points else 0
+        return records / seconds if seconds > 0 and records > 0 else None
 
     def loss_curve(self) -> list[tuple[int, float]]:
         """The loss by version, as precisely as it is known."""

@@ -8,6 +8,8 @@ import json
 import math
 import os
 import shutil
+import sys
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -138,6 +140,38 @@ def test_versions_that_are_made_again_are_recorded_once() -> None:
     assert min(rate for _, rate in speeds(record.points)) == 0, "the server did nothing between"
     record.add(status(0), elapsed=9)
     assert record.metric_curves() == {"lr": [(0, 1.0)]}
+
+
+def test_a_record_is_read_while_the_model_goes_back() -> None:
+    """A program may read it in its own thread, at any moment."""
+    record, over, failed = Record(), threading.Event(), list[Exception]()
+
+    def read() -> None:
+        while not over.is_set():
+            try:
+                assert all(record.metric_curves().values())
+                assert record.samples_per_second is None or record.samples_per_second > 0
+            except Exception as error:  # noqa: BLE001 (the test tells of it)
+                failed.append(error)
+                return
+
+    def said(version: int, accuracy: float) -> ServerStatus:
+        progress = Progress(version=version, records_applied=8 * version, metrics={"accuracy": accuracy})
+        return ServerStatus(job="j", shard=0, shards=1, term=1, ready=True, progress=progress)
+
+    before, reader = sys.getswitchinterval(), threading.Thread(target=read)
+    sys.setswitchinterval(1e-6)
+    try:
+        reader.start()
+        for number in range(500):
+            record.add(said(5, number), 0.0)
+            record.add(said(7, number + 0.5), 1.0)
+            record.add(said(1, number + 0.5), 2.0)
+    finally:
+        over.set()
+        reader.join()
+        sys.setswitchinterval(before)
+    assert failed == []
 
 
 def test_number_of_workers_by_version() -> None:
