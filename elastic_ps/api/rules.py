@@ -7,6 +7,7 @@ are made from these marks. A `Rule`, written in both languages, expresses what m
 from __future__ import annotations
 
 import functools
+import json
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -66,12 +67,13 @@ class Operand:
     """A field's name in rules. `path` has Python names, with dots for a field further below."""
 
     def __init__(self, model: type[BaseModel], path: str) -> None:
-        *parents, field = path.split(".")
+        self.names = path.split(".")
+        *parents, field = self.names
         for parent in parents:
             model = part_of(model.model_fields[parent]) or model
         self.default = model.model_fields[field].default
         self.of: Callable[[Any], Any] = operator.attrgetter(path)
-        self.name = ".".join(map(to_camel, path.split(".")))
+        self.name = ".".join(map(to_camel, self.names))
         self.cel = f"self.{self.name}"
         self.absent = f"{self.cel} == {self.default}"
         """CEL: the field is left out, or has its default."""
@@ -82,9 +84,13 @@ class Operand:
         return bool(self.of(part) != self.default)
 
     def say(self, part: Any) -> str:
-        """The name and the value of a field, for messages."""
-        value = self.of(part)
-        return f"{self.name} {value:g}" if isinstance(value, float) else f"{self.name} {value}"
+        """The name and the value of a field, for messages, as in YAML."""
+        written: Any = part.model_dump(mode="json")
+        for name in self.names:
+            written = written[name]
+        if isinstance(written, bool):
+            return f"{self.name}: {json.dumps(written)}"
+        return f"{self.name} {written:g}" if isinstance(written, float) else f"{self.name} {written}"
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,7 @@ class NotWith:
             return not (meant and other.given(part))
 
         def says(part: Any) -> str:
-            both = f"{own.say(part)} cannot be combined with {other.say(part)}".replace(" True", ": true")
+            both = f"{own.say(part)} cannot be combined with {other.say(part)}"
             return f"{both}, because {self.because}; leave one of the two out"
 
         message = f"{path}{name} and {other.name} cannot be combined: {self.because}"

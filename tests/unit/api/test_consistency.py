@@ -108,6 +108,8 @@ def local(steps: int, outer: str | None = None, **options: Any) -> dict[str, Any
         (local(2, quorum=1, grace="soon"), "'soon' is not a duration; .* 500ms, or auto$"),
         ({"quorum": 1}, "quorum 1 has no meaning with mode sync"),
         ({"grace": "auto"}, "grace auto has no meaning with mode sync"),
+        ({"grace": "90s"}, "grace 90s has no meaning with mode sync"),
+        (local(2, "delayed", outerNesterov=False), "outerNesterov: false has no meaning with outer delayed"),
         # overlap
         (
             local(4, overlap=4),
