@@ -14,6 +14,7 @@ from elastic_ps.api.status import (
     ServerStatus,
     TuningStatus,
 )
+from elastic_ps.contract.words import amount
 from elastic_ps.core.progress import Curve
 
 MAX_POINTS = 4000
@@ -184,11 +185,9 @@ def evaluation_changes(
     if new.version is not None and new.evaluated > old.evaluated:
         yield "evaluated", new.version, str(new)
     if new.missed > old.missed:
-        count = new.missed - old.missed
-        text = (
-            f"{count} checkpoint{'s' if count > 1 else ''} will not be evaluated: the evaluator is too slow, "
-        )
-        yield "warning", new.version or 0, text + "or crashes on them (spec.evaluator.backlog)"
+        text = f"{amount(new.missed - old.missed, 'checkpoint')} will not be evaluated: the evaluator is "
+        text += "too slow, or crashes on them. Speed it up, or set a larger evaluator.backlog in the next run"
+        yield "warning", new.version or 0, text
 
 
 def problem_changes(before: str, after: ServerStatus) -> Iterator[tuple[str, int, str]]:

@@ -256,5 +256,5 @@ def _evaluated(old: EvaluationStatus, new: EvaluationStatus | None) -> Iterator[
         yield Note(f"Evaluated/{new.version}", "Normal", "Evaluated", str(new))
     if new.missed > old.missed:
         text = f"the evaluator is too slow or keeps failing: it gave up {amount(new.missed, 'checkpoint')} "
-        text += "in total. Speed it up, or raise evaluator.backlog"
+        text += "in total. Speed it up, or set a larger evaluator.backlog in the next job"
         yield Note(f"Missed/{new.missed}", "Warning", "EvaluationMissed", text)

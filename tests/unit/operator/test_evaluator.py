@@ -10,9 +10,12 @@ import pytest
 from elastic_operator import builders
 from elastic_operator.plan import DeletePod, stamp
 from elastic_operator.pods import read
+from elastic_operator.status import turned
 from elastic_ps.api.job import TrainingJobSpec
-from elastic_ps.api.status import EvaluationStatus, Progress
+from elastic_ps.api.rules import NEVER, fields
+from elastic_ps.api.status import EvaluationStatus, Progress, TrainingJobStatus
 from elastic_ps.contract import env
+from elastic_ps.local.record import evaluation_changes
 from tests.testing.simulation import Simulation, finish, job_document, running, tell
 
 EVALUATOR = {"entrypoint": "examples.digits.evaluate:main", "every": 10}
@@ -188,6 +191,18 @@ def test_what_it_finds_is_in_the_status_and_in_events() -> None:
         "Evaluated",
         "EvaluationMissed",
     ]
+
+
+def test_the_backlog_that_cannot_change_is_for_the_next_job() -> None:
+    [backlog] = [field for field in fields(TrainingJobSpec) if field.path == "evaluator.backlog"]
+    assert backlog.change is NEVER
+    missed = EvaluationStatus(version=10, missed=2)
+    [note] = turned(TrainingJobStatus(), TrainingJobStatus(progress=Progress(evaluation=missed)))
+    assert "set a larger evaluator.backlog in the next job" in note.message
+    [(kind, _, text)] = evaluation_changes(None, missed)
+    assert kind == "warning"
+    assert "2 checkpoints will not be evaluated" in text
+    assert "set a larger evaluator.backlog in the next run" in text
 
 
 def test_its_template_changes_while_the_job_runs() -> None:
