@@ -261,8 +261,8 @@ class Cluster:
             )
         text = f"{resource}/{name} exists already and does not belong to this job"
         if resource == "persistentvolumeclaims":
-            text += f"; to continue from it, set parameterServer.checkpoint.resumeFrom: {{claim: {name}}}"
-            text += ". To train from the start, delete it"
+            text += ". To continue from it, create the job again with parameterServer.checkpoint.resumeFrom: "
+            text += f"{{claim: {name}}} in place of volumeClaim. To train from the start, delete the claim"
         return Problem("NameTaken", text)
 
     def _delete(self, job: Mapping[str, Any], action: DeletePod | DeleteJob) -> None:

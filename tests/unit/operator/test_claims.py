@@ -72,7 +72,8 @@ def test_a_retained_claim_is_the_jobs_and_is_not_taken_by_the_next_of_the_same_n
     operator.turns()
     degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
     assert degraded.reason == "NameTaken"
-    assert "resumeFrom: {claim: digits-ps-0}. To train from the start, delete it" in degraded.message
+    way = "create the job again with parameterServer.checkpoint.resumeFrom: {claim: digits-ps-0} in place of"
+    assert f"{way} volumeClaim. To train from the start, delete the claim" in degraded.message
     assert server.names("pods") == ["digits-worker-0"], "no server uses the claim while it is another job's"
     server.remove("persistentvolumeclaims", "digits-ps-0")
     operator.turns()
