@@ -169,7 +169,8 @@ def _of_mode(consistency: Consistency) -> list[str]:
     steps, staleness = consistency.steps or 1, consistency.max_staleness or 1
     if consistency.mode == "local":
         fewer = [f"set consistency.steps to fewer than {steps}"] if steps > 1 else []
-        return [*fewer, *(["set consistency.outer: average"] if consistency.outer != "average" else [])]
+        other = "start a new job with consistency.outer: average"
+        return [*fewer, *([other] if consistency.outer != "average" else [])]
     if not consistency.may_be_stale:
         return ["limit the norm of the gradient with max_grad_norm of session.optimizer"]
     ways = ["set consistency.stalenessScale: damped"] if consistency.scale != "damped" else []

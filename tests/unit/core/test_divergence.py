@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import Consistency
+from elastic_ps.api.rules import NOT_LOCALLY, names_of
 from elastic_ps.core.divergence import Finding, Trend, advice
 
 STEPS = 1000
@@ -190,4 +192,6 @@ def test_the_advice_names_what_a_job_of_that_kind_can_change(
         ]
     )
     assert text.count(";") == len(said), "and nothing else"
+    fixed = names_of(Consistency, NOT_LOCALLY) if parts[0].mode == "local" else ()
+    assert not {*re.findall(r"set consistency\.(\w+)", text)} & {*fixed}, "a running job can change that"
     assert "look for the record" in advice(Finding("LossNotFinite", ""), *parts)
