@@ -348,10 +348,7 @@ def _deadline_exceeded(desired: Desired, observed: Observed, now: float) -> Verd
     if desired.deadline is None or now - observed.started <= desired.deadline.total_seconds():
         return None
     seconds = desired.deadline.total_seconds()
-    message = (
-        f"the job did not finish within activeDeadlineSeconds ({seconds:g} s). Raise the limit, or run the "
-        "job again"
-    )
+    message = f"the job did not finish within activeDeadlineSeconds ({seconds:g} s). Raise the limit"
     return Verdict("Failed", "DeadlineExceeded", message)
 
 

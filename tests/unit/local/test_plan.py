@@ -311,7 +311,9 @@ def test_a_parameter_server_that_never_answers_fails_the_job() -> None:
 
 def test_the_deadline_fails_the_job() -> None:
     desired = replace(DESIRED, deadline=timedelta(seconds=9))
-    assert verdict(worker(0), worker(1), desired=desired).reason == "DeadlineExceeded"
+    exceeded = verdict(worker(0), worker(1), desired=desired)
+    assert exceeded.reason == "DeadlineExceeded"
+    assert exceeded.message.endswith("Raise the limit"), "a run from the start would exceed it, too"
 
 
 @pytest.mark.parametrize("progress", [HALF, FINISHED])
