@@ -99,11 +99,11 @@ class ElasticLoader:
             )
         if not is_count(epochs):
             raise UsageError(f"epochs is {epochs}; expected a whole number from 1 to {MOST}")
-        least = consistency.global_batch_size or source.batch_size
-        if source.drop_last and source.records < least:
+        if source.drop_last and source.records < source.batch_size and not consistency.global_batch_size:
             raise UsageError(
-                f"drop_last is set, and the data set has {source.records} records, fewer than the {least} of "
-                "a batch, so no batch would be left. Leave drop_last out, or make batches smaller"
+                f"drop_last is set, and the data set has {source.records} records, fewer than the "
+                f"{source.batch_size} of a batch, so no batch would be left. Leave drop_last out, or make "
+                "batches smaller"
             )
         self._renew = not source.options.get("persistent_workers")
         self._placed = isinstance(source.readable, IndexedStream)

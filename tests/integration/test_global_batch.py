@@ -364,6 +364,7 @@ def test_a_worker_that_is_busy_between_epochs_has_its_part(tmp_path: Path) -> No
     assert difference(models[1], plain(DATA, size=30, epochs=3)) < 1e-6
 
 
-def test_more_records_than_an_epoch_has_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"drop_last": True}], ids=str)
+def test_more_records_than_an_epoch_has_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidModel, match="globalBatchSize is 101, but the data set has only 100 records"):
-        alone(tmp_path, script_of({}), consistency={"globalBatchSize": 101})
+        alone(tmp_path, script_of({}, **options), consistency={"globalBatchSize": 101})
