@@ -105,7 +105,8 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
         default="normal",
         metavar="M",
         help="normal: workers wait for each other; kill: as normal, but slow workers' steps are dropped "
-        "(needs --num-aggregate); bounded: workers do not wait (default: normal)",
+        "(needs --num-aggregate); bounded: workers wait only for one that is --max-staleness versions behind "
+        "(default: normal)",
     )
     job.add_argument(
         "--max-staleness",
@@ -114,7 +115,10 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
         help="with --mode bounded: how many versions old a gradient may be",
     )
     job.add_argument(
-        "--eval-freq", type=_count, metavar="N", help="write a checkpoint every N steps (default: every 30 s)"
+        "--eval-freq",
+        type=_count,
+        metavar="N",
+        help="write a checkpoint every N steps, besides one every 30 s",
     )
     job.add_argument(
         "--evaluate",

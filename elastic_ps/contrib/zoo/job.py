@@ -132,8 +132,8 @@ def _consistency(flags: Flags, workers: int) -> dict[str, Any]:
             )
         if backup:
             raise UserError(
-                f"--mode bounded waits for nobody, so --num-aggregate {flags.num_aggregate} has no meaning; "
-                "leave one of the two out"
+                "--mode bounded makes a version as soon as one worker has made a step, so --num-aggregate "
+                f"{flags.num_aggregate} has no meaning; leave one of the two out"
             )
         return {"mode": mode, "maxStaleness": flags.max_staleness}
     if flags.max_staleness is not None:
