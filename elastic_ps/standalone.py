@@ -40,9 +40,9 @@ def connect(job: str | os.PathLike[str] | None = None) -> Session:
     session and begins another job.
 
     Args:
-        job: a job's YAML file. A job of its own uses its `data` and `consistency`, and ignores its numbers of
-            workers and parameter servers and its checkpoints. In a process that a job started, the file is
-            not read.
+        job: a YAML file for the job of its own, such as its `data` and `consistency`. What the file says of
+            numbers of workers and parameter servers and of checkpoints is ignored. In a process that a job
+            started, the file is not read.
 
     Raises:
         InvalidJob: the file cannot be read, or is not a valid TrainingJob.

@@ -207,8 +207,9 @@ class LazyAdam(RowOptimizer):
 class FTRL(RowOptimizer):
     """FTRL-Proximal (McMahan et al. 2013, "Ad Click Prediction: a View from the Trenches", algorithm 1).
 
-    There rows begin with 0. Here a row moves on from its first values, whatever they are. The learning rate
-    counts for past steps, too. So a scheduler, and the staleness of a step, multiply the gradient instead.
+    In the paper rows begin with 0. Here a row begins with its first values, whatever they are. The learning
+    rate counts for past steps, too. So a scheduler, and the staleness of a step, multiply the gradient
+    instead.
 
     Args:
         l1: the larger, the more values are exactly 0.

@@ -59,16 +59,15 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
 
     The first DataLoader that is prepared has the records of the job; others are for evaluation, and each
     worker reads all of them. `gather`, `gather_for_metrics` and `reduce` return this worker's values.
-    `is_main_process` is true on worker 0, but after a loop over the training data on the chief
-    (see `Session.is_chief`), for which it may block. `wait_for_everyone` returns at once.
+    `is_main_process` is true on worker 0. After a loop over the training data it is true on the chief
+    instead, and may block until that is known (see `Session.is_chief`). `wait_for_everyone` returns at once.
 
     Args:
         epochs: how many loops over the training data the script makes.
         records: the items that make an epoch, if the data are a stream; see `Session.loader`.
         max_grad_norm: what the script passes to `clip_grad_norm_`, if it calls that.
         overlap: send gradients while backward runs, for scripts that use `accumulate`; see
-            `Session.optimizer`. With False a script may change gradients before the step, those of its
-            worker.
+            `Session.optimizer`. With False a script may change its own worker's gradients before the step.
         session: by default the process's own, see `elastic_ps.connect`.
         base: see `Session.optimizer`.
         options: those of `Accelerator`.

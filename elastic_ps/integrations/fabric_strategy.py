@@ -39,8 +39,8 @@ class FabricInJob(OneDevice):
 
     The first DataLoader that is set up has the records of the job; others are for evaluation, and each worker
     reads all of them. `fabric.all_gather` and `all_reduce` return this worker's values, and `barrier` returns
-    at once. `fabric.is_global_zero` is true on worker 0, but after a loop over the training data on the chief
-    (see `Session.is_chief`), for which it may block.
+    at once. `fabric.is_global_zero` is true on worker 0. After a loop over the training data it is true on
+    the chief instead, and may block until that is known (see `Session.is_chief`).
 
     Args:
         epochs: how many loops over the training data the script makes.

@@ -105,9 +105,8 @@ def prepare_trainer(
 class ElasticMixin:
     """A mixin for a class of one's own: `class MyTrainer(ElasticMixin, Trainer)`.
 
-    It takes the arguments of the other class, and those of `prepare_trainer`, which is not to be called. In a
-    worker of several processes it also keeps transformers from beginning a
-    process group.
+    It takes the arguments of the other class and those of `prepare_trainer`, which is not needed then. In a
+    worker of several processes it also keeps transformers from beginning a process group.
     """
 
     _uploads = False  # it is the chief, and uploads at the moment

@@ -67,8 +67,8 @@ class ElasticLoader:
         epoch: the epoch that the last batch belongs to, from 0.
         dataset: the data set or stream, with all records.
         batch_size: records in a batch.
-        records: in an epoch.
-        batches: that no step was made with.
+        records: the number of records in an epoch.
+        batches: those in hand, which no step was made with yet.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class ElasticLoader:
         script that leaves the loop over the loader with `break` continues with the next epoch; other workers
         train the records that are left, or this one does in the next epoch. An epoch is yielded again only if
         another worker gives back records of it after this worker's loop over it has ended. The chief of an
-        epoch is the chief of the next one, too: if others have trained that meanwhile, it is yielded all the
-        same, and the loop over the loader is empty.
+        epoch is the chief of the next one, too. So the chief gets the next epoch even if others have trained
+        all of it meanwhile; the loop over the loader is empty then.
 
         Raises:
             UsageError: training is over, and an earlier loop has trained all epochs.

@@ -448,8 +448,8 @@ class Session:
                 versions in an epoch depends on the number of workers, the number of samples does not. So with
                 "sample" a schedule of `len(dataset) * epochs` steps ends with the job. Or a function: given
                 that number of samples, it returns how many steps the scheduler should have taken. For
-                ReduceLROnPlateau leave interval out: each worker steps it with its value after an epoch, of
-                which one counts, and workers that join receive its state.
+                ReduceLROnPlateau leave interval out: each worker steps it with its value after an epoch.
+                One worker's value counts for all, and workers that join receive the scheduler's state.
 
         Raises:
             UsageError: another interval, `session.optimizer` was not called before, or the scheduler is of

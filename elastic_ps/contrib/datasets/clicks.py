@@ -28,7 +28,7 @@ def clicks(
     exponent: float = 1.2,
     seed: int = 0,
 ) -> tuple[TensorDataset, TensorDataset]:
-    """A training set and a test set. A record is the same however many there are.
+    """A training set and a test set. A record is the same in sets of any size.
 
     Args:
         records, test: how many records are for training and for the test.
@@ -81,8 +81,8 @@ def auc(scores: torch.Tensor, labels: torch.Tensor) -> float:
 
     Args:
         scores: of shape (records,).
-        labels: of the same shape, 1 and 0; or probabilities of 1, for the expected area. That of scores which
-            are these probabilities is the largest possible one, the Bayes AUC.
+        labels: of the same shape, 1 and 0; or probabilities of 1, which give the expected area. Scores that
+            equal these probabilities give the largest possible one, the Bayes AUC.
     """
     positive, order = labels.double(), scores.argsort()
     negative = 1 - positive

@@ -11,8 +11,8 @@ from elastic_ps.errors import InvalidModel
 class LeNet(nn.Sequential):
     """Two convolutions with pooling, three linear layers; ReLU and maxima in place of the original's.
 
-    The kernels have 5 x 5 pixels, as the paper's, and for images below 16 pixels, which are too small for
-    these, 3 x 3.
+    The kernels have 5 x 5 pixels, as the paper's. For images below 16 pixels, which are too small for these,
+    they have 3 x 3.
 
     Takes (batch, channels, size, size) float images and returns (batch, classes) logits.
 
@@ -49,7 +49,7 @@ class LeNet(nn.Sequential):
 
 
 def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """The share of `images` (batch, ...) that `model` gives the right one of `labels` (batch,), 0 to 1."""
+    """The share, 0 to 1, of `images` (batch, ...) whose class by `model` is that in `labels` (batch,)."""
     model.eval()
     with torch.no_grad():
         correct = int((model(images).argmax(1) == labels).sum())
