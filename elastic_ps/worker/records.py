@@ -169,9 +169,9 @@ class Records:
         elif granted.finished:
             if not granted.version and not self._stopped.reason:
                 raise UsageError(
-                    "no step was made: no backward() ran for any batch of this job, so all records were "
-                    "skipped. Check that the loss depends on the parameters of the model that was passed to "
-                    "session.optimizer(...)"
+                    "no step was made, and all records were skipped: each batch had no backward(), or the "
+                    "script skipped it. Check that the loss is finite, and depends on the parameters of the "
+                    "model that was passed to session.optimizer(...)"
                 )
             if not strategy.has(granted.version):
                 strategy.fetch(granted.version, contributor=False)

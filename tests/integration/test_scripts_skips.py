@@ -326,14 +326,17 @@ def test_one_of_several_optimizers_makes_no_step_without_gradients(tmp_path: Pat
     assert (progress.records_applied, progress.records_skipped) == (RECORDS - len(SKIPPED), len(SKIPPED))
 
 
-@pytest.mark.parametrize("steps", [False, True])
-def test_a_job_that_trains_nothing_fails(tmp_path: Path, steps: bool) -> None:
+@pytest.mark.parametrize("does", ["nothing", "step", "skip"])
+def test_a_job_that_trains_nothing_fails(tmp_path: Path, does: str) -> None:
     def script(session: Session) -> None:
         model = Pair()
         optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
         for batch in session.loader(Indexes(RECORDS), BATCH):
-            model(batch)
-            if steps:
+            loss = model(batch)
+            if does == "skip":
+                loss.backward()
+                optimizer.skip()
+            elif does == "step":
                 optimizer.step()
 
-    failing(tmp_path, script, UsageError, "no step was made")
+    failing(tmp_path, script, UsageError, r"no step was made.* had no backward\(\), or the script skipped")
