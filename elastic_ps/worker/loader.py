@@ -35,9 +35,9 @@ _NO_EPOCH = -1
 """The script asks for epochs, and has not been given one yet."""
 
 _OVER = (
-    "training is over: an earlier loop over session.loader(...) has trained all epochs. To train 5 epochs, "
-    "call session.loader(..., epochs=5) once, and write `for epoch in loader.epochs()` instead of "
-    "`for epoch in range(5)`. To read the data again, for example to evaluate, use a "
+    "training is over: one loop over session.loader(...) trains all epochs, and that loop has ended. To "
+    "train 5 epochs, call session.loader(..., epochs=5) once, and write `for epoch in loader.epochs()` "
+    "instead of `for epoch in range(5)`. To read the data again, for example to evaluate, use a "
     "torch.utils.data.DataLoader of your own. To train anew in a notebook, run the cells from "
     "elastic_ps.connect() on again"
 )
@@ -154,7 +154,7 @@ class ElasticLoader:
         all of it meanwhile; the loop over the loader is empty then.
 
         Raises:
-            UsageError: training is over, and an earlier loop has trained all epochs.
+            UsageError: training is over, because a loop over all epochs has ended.
         """
         records = self._runtime.records
         if records.over:

@@ -227,6 +227,22 @@ def test_a_loop_around_the_loop_over_the_loader_is_refused(tmp_path: Path, accum
     assert begun == 2
 
 
+def test_a_loop_after_the_training_was_stopped_is_refused(tmp_path: Path) -> None:
+    """No loop has trained all epochs then."""
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        loader = session.loader(Numbers(40), batch_size=4)
+        for _ in range(2):
+            for x, y in loader:
+                mse(model, x, y).backward()
+                optimizer.step()
+                session.stop("it is good enough")
+
+    failing(tmp_path, script, UsageError, "one loop .* trains all epochs, and that loop has ended")
+
+
 def test_a_batch_from_elsewhere_is_refused(tmp_path: Path) -> None:
     def script(session: Session) -> None:
         model, data = make_mlp(), Numbers(40)
