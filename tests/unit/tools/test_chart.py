@@ -332,6 +332,13 @@ def test_the_notes_name_the_training_image_beside_the_operators(registry: str) -
     assert f"  image: {registry}/elastic-ps:{__version__}\n" in notes
 
 
+@pytest.mark.parametrize(("served", "where"), [([], ""), (["team-a", "team-b"], " -n team-a")])
+def test_the_job_of_the_notes_is_created_where_it_is_served(served: list[str], where: str) -> None:
+    notes = render({"namespaces": served})["NOTES.txt"]
+    assert f"\nkubectl{where} apply -f -" in notes
+    assert f" kubectl{where} get tj -w\n  kubectl{where} scale tj/digits --replicas=4\n" in notes
+
+
 @pytest.mark.parametrize("name", ["rbac", "global", "imagePullSecrets"])
 def test_values_of_a_release_that_lack_a_part_render_as_before(name: str) -> None:
     """`helm upgrade --reuse-values` brings the values of an older chart."""
