@@ -76,7 +76,10 @@ def stop(parsed: argparse.Namespace) -> int:
     while directory.launcher() == launcher:
         if time.monotonic() > deadline:
             limit = f"{STOP_LIMIT.total_seconds():g} s"
-            raise ElasticPSError(f"{directory.job} (launcher pid {launcher}) is still running after {limit}")
+            raise ElasticPSError(
+                f"{directory.job} (launcher pid {launcher}) is still running after {limit}. A second "
+                "`elastic-ps stop` kills all of its processes"
+            )
         time.sleep(0.1)
     found = status_of(directory)
     if found.phase == "Succeeded":

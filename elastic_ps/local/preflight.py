@@ -162,7 +162,10 @@ def check_entrypoint(job: TrainingJob, programs: Programs, forks: ForkServer | N
         )
     except subprocess.TimeoutExpired as error:
         minutes = CHECK_TIMEOUT.total_seconds() / 60
-        raise UserError(f"importing the entrypoint {entrypoint} takes more than {minutes:g} min") from error
+        raise UserError(
+            f"importing the entrypoint {entrypoint} takes more than {minutes:g} min. Move what its module "
+            "does on import into the function"
+        ) from error
     if done.returncode == exits.INVALID:
         raise UserError(
             done.stderr.strip().removeprefix("error: ") or f"the entrypoint {entrypoint} cannot be used"
