@@ -98,10 +98,10 @@ def read_source(
     """
     dataset, shuffle = given, data.shuffle
     if isinstance(given, DataLoader):
-        if batch_size is not None or options:
+        if own := ["batch_size"] * (batch_size is not None) + [*options]:
             raise UsageError(
-                "session.loader(DataLoader) takes its options from the DataLoader; pass only epochs, and "
-                "records if it is over a stream without a length"
+                f"session.loader got a DataLoader and {', '.join(own)}, but takes its options from the "
+                "DataLoader; set them there"
             )
         shuffle, batch_size, dataset = _shuffles(given), given.batch_size, given.dataset
         options = {key: getattr(given, key) for key in _CARRIED}

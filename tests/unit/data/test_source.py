@@ -72,8 +72,8 @@ def test_any_object_with_a_length_and_an_index_is_a_data_set(given: Any) -> None
 
 
 def test_a_dataloader_has_its_options_already() -> None:
-    with pytest.raises(UsageError, match="takes its options from the DataLoader"):
-        read(DataLoader(RECORDS, batch_size=4), batch_size=2)
+    with pytest.raises(UsageError, match=r"and batch_size, num_workers, but takes its options from the D"):
+        read(DataLoader(RECORDS, batch_size=4), batch_size=2, num_workers=1)
 
 
 def blocks_of(given: Any, **order: int) -> tuple[Any, int, bool] | None:
