@@ -498,8 +498,7 @@ def _is_due(state: Any, every: int | None) -> bool:
 def _check(trainer: Any, session: Session) -> None:
     """Raises UsageError: what the trainer is set up for cannot work in this job."""
     args, kind = trainer.args, type(trainer).__name__.removeprefix("Elastic")
-    sampling = getattr(args, "train_sampling_strategy", "random")
-    by_length = getattr(args, "group_by_length", False) or sampling not in ("random", "sequential")
+    sampling = args.train_sampling_strategy
     whole = float(args.num_train_epochs).is_integer() or args.max_steps > 0
     steps_here = session.spec.consistency.mode == "local"
     with_standby = session.spec.parameter_server.durability == "standby" and not steps_here
@@ -521,9 +520,9 @@ def _check(trainer: Any, session: Session) -> None:
             "deepspeed and fsdp",
         ),
         (
-            by_length,
-            "group_by_length chooses records itself, and a job trains every record once in each epoch. "
-            "Leave it out, or sort the data set by length and set `data.shuffle: false`",
+            sampling not in ("random", "sequential"),
+            f"train_sampling_strategy is {sampling!r}, which chooses records itself, but a job trains every "
+            "record once in each epoch. Leave it out, or sort the data set by length and set 'sequential'",
         ),
         (
             args.auto_find_batch_size,

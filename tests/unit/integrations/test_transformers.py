@@ -578,7 +578,10 @@ class OwnLoader(Trainer):  # type: ignore[misc]
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "group_by_length": ("chooses records itself", {"train_sampling_strategy": "group_by_length"}),
+    "group_by_length": (
+        "'group_by_length', which chooses records itself.* by length and set 'sequential'",
+        {"train_sampling_strategy": "group_by_length"},
+    ),
     "auto_find_batch_size": ("set per_device_train_batch_size", {"auto_find_batch_size": True}),
     "half an epoch": ("a job counts whole epochs", {"num_train_epochs": 1.5}),
     "best model": (
