@@ -74,7 +74,8 @@ class Kubectl:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise UserError(f"kubectl {arguments[0]} did not answer within {CALL_TIMEOUT}") from error
+            seconds = CALL_TIMEOUT.total_seconds()
+            raise UserError(f"kubectl {arguments[0]} did not answer within {seconds:g} s") from error
         if done.returncode:
             raise UserError(f"kubectl {arguments[0]}: {done.stderr.strip()}")
         return done.stdout

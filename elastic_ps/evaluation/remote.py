@@ -142,5 +142,5 @@ class JobSource:
         try:
             return retry(call, (ConnectionLost, DeadlineExceeded, Refused), patience=PATIENCE, pause=RETRY)
         except (ConnectionLost, DeadlineExceeded) as error:
-            text = f"the parameter server has not answered for {PATIENCE}: {error}"
+            text = f"the parameter server has not answered for {PATIENCE.total_seconds():g} s: {error}"
             raise ConnectionLost(text) from error

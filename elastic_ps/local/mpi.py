@@ -308,7 +308,9 @@ class Slots:
                     raise OSError(remote.errno, f"rank {rank}: {remote.problem}")
                 raise ElasticPSError(f"rank {rank} cannot start worker {index}: {remote.problem}")
             if time.monotonic() > deadline:
-                raise ElasticPSError(f"rank {rank} has not started worker {index} within {ANSWER}")
+                raise ElasticPSError(
+                    f"rank {rank} has not started worker {index} within {ANSWER.total_seconds():g} s"
+                )
             time.sleep(0.001)
         self._refused[rank] = 0
         return remote
