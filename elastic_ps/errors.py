@@ -174,8 +174,8 @@ class CheckpointUnreadable(CheckpointCorrupt):
     def __init__(self, what: str) -> None:
         super().__init__(
             f"{what}. The checkpoint is complete, so another version of elastic-ps, or a person, has written "
-            "it. It stays where it is. Continue with the version that has written it, or move it out of its "
-            "directory to continue from the previous checkpoint"
+            "it. It stays where it is. Continue with the version that has written it, or rename its "
+            "directory from version-NUMBER to corrupt-NUMBER-1 to continue from the previous checkpoint"
         )
 
 

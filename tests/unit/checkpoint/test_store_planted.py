@@ -96,9 +96,13 @@ def test_a_manifest_of_another_format_is_refused_and_left_where_it_is(store: Sto
     rewrite(store, 2, {"format": 3})
     with pytest.raises(
         CheckpointUnreadable, match=r"has format 3, but .* reads format 2\. .*It stays where it is"
-    ):
+    ) as refused:
         store.newest()
     assert names(store) == ["version-0000000001", "version-0000000002"]
+    assert "rename its directory from version-NUMBER to corrupt-NUMBER-1 to continue" in str(refused.value)
+    store.path(2).rename(store.directory / "corrupt-0000000002-1")
+    assert store.newest()[0].version == 1
+    store.require_version(2)  # as of a job on a cluster, whose parameter server knows that it was on disk
 
 
 @pytest.mark.parametrize(
