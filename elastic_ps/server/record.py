@@ -121,11 +121,11 @@ class JobRecord(BaseModel):
             InvalidJob: `data` has another order of records, so other ones would have been trained.
         """
         for key, before in self.order.items():
-            if getattr(data, key) != before:
+            if (given := getattr(data, key)) != before:
                 raise InvalidJob(
-                    f"data.{key} is {getattr(data, key)}, and the checkpoint of version {version} was made "
-                    f"with {before}. In the new order some records would be trained again, and others never; "
-                    f"set data.{key} to {before} to continue from the checkpoint"
+                    f"data.{key} is {json.dumps(given)}, and the checkpoint of version {version} was made "
+                    f"with {json.dumps(before)}. In the new order some records would be trained again, and "
+                    f"others never; set data.{key} to {json.dumps(before)} to continue from the checkpoint"
                 )
         state_holders = StateHolders(version) if all_reduce else None
         state = JobState(term, lease, consistency, data, model=model, state_holders=state_holders)

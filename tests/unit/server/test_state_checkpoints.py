@@ -85,7 +85,7 @@ def test_members_of_a_finished_job_have_left(state: JobState) -> None:
     ("data", "match"),
     [
         ({"seed": 2}, "data.seed is 2, .* made with 1"),
-        ({"seed": 1, "shuffle": False}, "data.shuffle is False"),
+        ({"seed": 1, "shuffle": False}, "data.shuffle is false, .*; set data.shuffle to true to continue"),
     ],
 )
 def test_a_checkpoint_goes_on_in_the_order_of_records_that_it_was_made_with(
