@@ -109,11 +109,9 @@ class ModelDescription:
         names = [*parameters, *buffers]
         said = _named({"averaged": averaged, "broadcast": broadcast, "own": own, "summed": summed}, names)
         _check_normalisation(model)
-        _check_embeddings(model, {*parameters} - said.keys())
+        _check_embeddings(model, {*parameters} - said.keys(), stepped_here=not tables)
         if base not in (None, "external"):
-            raise InvalidModel(
-                f"base is {base!r}; expected 'external', or None to let the job keep all tensors"
-            )
+            raise InvalidModel(f"base is {base!r}; expected 'external', or None: the job keeps all tensors")
         trained = {id(p) for p in parameters.values() if id(p) in group_of and p.requires_grad}
         frozen = Base(model, trained=trained, besides=said) if base else None
         outside = frozen.tensors if frozen is not None else {}
@@ -312,16 +310,17 @@ def _sparse_weights(model: torch.nn.Module) -> set[int]:
     }
 
 
-def _check_embeddings(model: torch.nn.Module, names: Collection[str]) -> None:
+def _check_embeddings(model: torch.nn.Module, names: Collection[str], *, stepped_here: bool) -> None:
     """Raise InvalidModel if `forward` would change a parameter with one of these names."""
     for name, module in model.named_modules():
         weight = uncompiled(f"{name}.weight" if name else "weight")
         embedding = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
         if embedding and module.max_norm is not None and weight in names:
+            advice = "limit its rows in the script, after optimizer.step()"
+            if not stepped_here:
+                advice = f'give its weight a parameter group of its own, with "{MAX_NORM}": {module.max_norm}'
             raise InvalidModel(
-                f"{name or type(model).__name__} is a {type(module).__name__} with max_norm="
-                f"{module.max_norm}, whose forward changes its weight, but only the parameter server "
-                "changes parameters. Make it without max_norm, and put its weight into a parameter group "
-                f'of its own with the limit: {{"params": [...], "{MAX_NORM}": {module.max_norm}}}. The '
-                "parameter server then limits the 2-norm of each row after each step"
+                f"{name or type(model).__name__} is a {type(module).__name__} with max_norm, whose forward "
+                "changes its weight, but only the optimizer changes parameters. Make it without max_norm, "
+                f"and {advice}"
             )

@@ -196,8 +196,11 @@ def test_rows_that_are_too_long_for_a_bucket_are_refused(tmp_path: Path) -> None
         alone(tmp_path, script, parameterServer={"replicas": 2, "bucketBytes": 1024})
 
 
+@pytest.mark.parametrize("mode", [{"mode": "local", "steps": 2}, {}], ids=["local", "sync"])
 @pytest.mark.parametrize("averaged", [False, True])
-def test_an_embedding_that_limits_its_rows_itself_is_refused(tmp_path: Path, averaged: bool) -> None:
+def test_an_embedding_that_limits_its_rows_itself_is_refused(
+    tmp_path: Path, averaged: bool, mode: dict[str, Any]
+) -> None:
     """Unless its weight is one that the script changes."""
 
     def script(session: Session) -> None:
@@ -205,7 +208,10 @@ def test_an_embedding_that_limits_its_rows_itself_is_refused(tmp_path: Path, ave
         names = ["embedding"] if averaged else []
         session.optimizer(sgd(model.body), model, averaged=names)
 
+    advice = 'without max_norm, and give its weight a parameter group of its own, with "max_norm": 0.5'
+    if mode:
+        advice = "without max_norm, and limit its rows in the script, after optimizer.step"
     if averaged:
-        alone(tmp_path, script)
+        alone(tmp_path, script, consistency=mode)
     else:
-        failing(tmp_path, script, InvalidModel, r'"max_norm": 0.5\}. The parameter server then limits')
+        failing(tmp_path, script, InvalidModel, advice, consistency=mode)
