@@ -38,7 +38,7 @@ from elastic_ps.errors import InvalidModel, UsageError
 
 _PARAMETER = (
     "Do all pruning, parametrizing, loading with assign=True and replacing of layers before "
-    "session.optimizer(...). Later, change values in place, within torch.no_grad(), and call "
+    "session.optimizer(...). Later, in mode sync, change values in place, within torch.no_grad(), and call "
     "session.assign(model); to keep pruned weights at zero, use the option keep_zeros of a parameter group. "
     "If each worker keeps values of its own there, name the tensor in session.optimizer(..., own=[...])"
 )

@@ -328,10 +328,10 @@ class Flat:
             )
         raise UsageError(
             f"the script has changed {which} since the last optimizer.step(). Only the parameter server "
-            "changes parameters, so the change would be lost. To make it the next version of the model, call "
-            "session.assign(model). Load values before session.optimizer(...). To keep values within "
-            "limits, use the options clamp, max_norm and keep_zeros of a parameter group. If the optimizer "
-            "does not train a tensor, name it in session.optimizer(..., averaged=[...])"
+            "changes parameters, so the change would be lost. To make it the next version of the model in "
+            "mode sync, call session.assign(model). Load values before session.optimizer(...). To keep them "
+            "within limits, use the options clamp, max_norm and keep_zeros of a parameter group. If the "
+            "optimizer does not train a tensor, name it in session.optimizer(..., averaged=[...])"
         )
 
     def take_values(self) -> None:

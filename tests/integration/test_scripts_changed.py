@@ -73,7 +73,8 @@ def test_values_changed_between_steps_are_refused(
     tmp_path: Path, make: Callable[[], torch.nn.Module], change: Change, at: int
 ) -> None:
     match = (
-        r"the script has changed .* since .* session.assign\(model\). Load values before session.optimizer"
+        r"the script has changed .* since .* in mode sync, call session.assign\(model\). "
+        r"Load values before session.optimizer"
     )
     failing(tmp_path, lambda s: train(s, change, at=at, make=make), UsageError, match)
 
