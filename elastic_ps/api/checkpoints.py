@@ -10,7 +10,8 @@ from pydantic import Field
 from elastic_ps.api import rules
 from elastic_ps.api.fields import CamelModel, Duration
 
-_CLAIM = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
+CLAIM = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
+STORAGE = r"^[0-9]+(\.[0-9]+)?([EPTGM]i?|Ki|k)?$"
 
 
 class VolumeClaim(CamelModel):
@@ -18,7 +19,7 @@ class VolumeClaim(CamelModel):
 
     storage: str = Field(
         default="1Gi",
-        pattern=r"^[0-9]+(\.[0-9]+)?([EPTGM]i?|Ki|k)?$",
+        pattern=STORAGE,
         description="The size to request. It has to hold checkpoint.keep checkpoints and one more. With an "
         "evaluator, it also has to hold evaluator.backlog checkpoints and the best one.",
     )
@@ -50,10 +51,10 @@ class ResumeFrom(CamelModel):
 
     job: Annotated[str | None, _ONE_SOURCE] = Field(
         default=None,
-        pattern=_CLAIM,
+        pattern=CLAIM,
         description="The earlier job, whose volumeClaim had retain: true. It must have ended.",
     )
-    claim: str | None = Field(default=None, pattern=_CLAIM, description="The PersistentVolumeClaim itself.")
+    claim: str | None = Field(default=None, pattern=CLAIM, description="The PersistentVolumeClaim itself.")
 
 
 class Times(CamelModel):
@@ -112,7 +113,7 @@ class Checkpoint(Times):
     )
     existing_claim: Annotated[str | None, rules.NEVER] = Field(
         default=None,
-        pattern=_CLAIM,
+        pattern=CLAIM,
         description="A PersistentVolumeClaim that exists already, to write checkpoints to. It is not deleted "
         "with the job. If it holds checkpoints of a job of the same name, this job continues from them.",
     )

@@ -27,7 +27,7 @@ from pydantic import (
 )
 
 from elastic_ps.api import manifest, rules
-from elastic_ps.api.checkpoints import Checkpoint
+from elastic_ps.api.checkpoints import CLAIM, STORAGE, Checkpoint
 from elastic_ps.api.compression import Compression
 from elastic_ps.api.consistency import Consistency
 from elastic_ps.api.fields import AUTO, CamelModel, Duration, PodTemplate
@@ -42,6 +42,15 @@ KIND = "TrainingJob"
 _ENTRYPOINT = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*$"
 ImportPath: TypeAlias = Annotated[str, Field(pattern=_ENTRYPOINT, max_length=253)]
 """A user's class or function, as `module:name`."""
+
+_NAME = r"^[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?$"
+_FORMS = {
+    _ENTRYPOINT: "expected module:name, such as train:main",
+    _NAME: "expected at most 52 characters of a-z, 0-9 and '-', and no '-' at the ends",
+    CLAIM: "expected at most 253 characters of a-z, 0-9, '-' and '.', with a letter or digit at the ends",
+    STORAGE: "expected a size, such as 500Mi or 10Gi",
+}
+"""The messages for strings that do not match these patterns."""
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -467,7 +476,7 @@ class ObjectMeta(BaseModel):
     """The metadata that a job needs. Other fields of Kubernetes' metadata are kept and ignored."""
 
     model_config = ConfigDict(extra="allow")
-    name: str = Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,50}[a-z0-9])?$")
+    name: str = Field(pattern=_NAME)
 
 
 class TrainingJob(CamelModel):
@@ -546,6 +555,7 @@ def _explain(model: type[BaseModel], item: Any) -> str:
     if item["type"] == "missing":
         return f"{location} is missing"
     message = item["msg"].removeprefix("Value error, ").partition(", unable to parse")[0]
+    message = _FORMS.get(item.get("ctx", {}).get("pattern"), message)
     said = f"{location or 'job'}: {message[0].lower()}{message[1:]}"
     if item["type"] == "value_error" and (isinstance(item["input"], Mapping) or repr(item["input"]) in said):
         return said  # the sentence names the given values already

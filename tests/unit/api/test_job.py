@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from elastic_ps.api import manifest
 from elastic_ps.api.job import load_job
@@ -87,6 +90,25 @@ def test_a_rule_about_several_fields_does_not_repeat_all_that_was_given(
 def test_a_field_s_error_says_what_was_given(tmp_path: Path) -> None:
     with pytest.raises(InvalidJob, match=r"spec\.consistency\.steps: .* got 0$"):
         load(tmp_path, JOB + "  consistency: {mode: local, steps: 0}\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("spec.entrypoint", "train.py", "expected module:name, such as train:main, got 'train.py'"),
+        ("metadata.name", "My_Job", "expected at most 52 characters of a-z, 0-9 and '-', .*, got 'My_Job'"),
+        ("spec.parameterServer.checkpoint.existingClaim", "A", "expected at most 253 characters .*, got 'A'"),
+        ("spec.parameterServer.checkpoint.volumeClaim.storage", "1GB", "such as 500Mi or 10Gi, got '1GB'"),
+    ],
+)
+def test_a_text_of_another_form_is_refused_without_a_regular_expression(
+    tmp_path: Path, path: str, value: str, said: str
+) -> None:
+    document = yaml.safe_load(JOB)
+    *parents, name = path.split(".")
+    functools.reduce(lambda part, each: part.setdefault(each, {}), parents, document)[name] = value
+    with pytest.raises(InvalidJob, match=rf": {re.escape(path)}: [^^]*{said}$"):
+        load(tmp_path, yaml.safe_dump(document))
 
 
 @pytest.mark.parametrize(
