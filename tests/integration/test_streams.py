@@ -24,7 +24,7 @@ from elastic_ps.local import Launcher, Options
 from elastic_ps.worker.dialogue import WorkerLimits
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Job, Numbers, Tally, events, make_mlp, running_job
-from tests.testing.launching import forks, make_job, version_of, wait_for_end, wait_for_workers
+from tests.testing.launching import make_job, version_of, wait_for_end, wait_for_workers
 from tests.testing.oracle import (
     Commit,
     assert_each_record_once,
@@ -63,6 +63,22 @@ class Divided(Counted):
         info = get_worker_info()
         processes, process = (info.num_workers, info.id) if info is not None else (1, 0)
         return iter(range(process, self.items, processes))
+
+
+@pytest.fixture
+def short_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where processes keep sockets while they live; a killed one leaves them.
+
+    A socket's path may have 107 bytes, for which pytest's directories may be too deep.
+    """
+    del tmp_path  # pytest has made its own directory
+    with TemporaryDirectory(dir="/tmp") as path:
+        # A documented name of tempfile, which reads TMPDIR only once.
+        monkeypatch.setattr("tempfile.tempdir", path)
+        # Another test may have made this process's own directory, which forked processes share.
+        config = current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001
+        monkeypatch.delitem(config, "tempdir", raising=False)
+        yield Path(path)
 
 
 def trainer(models: dict[Any, torch.nn.Module], source: Any, **options: Any) -> Callable[..., None]:
@@ -303,6 +319,7 @@ def test_what_three_workers_read(tmp_path: Path) -> None:
     assert together < 1.1 * records * epochs, "a batch or less is passed over"
 
 
+@pytest.mark.usefixtures("short_directory")
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
     ("items", "match"), [(18, "has ended after 18 items"), (21, "has more than 20 items")]
@@ -333,26 +350,14 @@ def test_the_first_items_of_a_stream_without_an_end(tmp_path: Path) -> None:
         assert_in_the_model(counted[0], job.commits(), records=50, epochs=2)
 
 
-@pytest.fixture
-def short_directory() -> Iterator[Path]:
-    """For sockets: their path may have 107 bytes, for which pytest's directories may be too deep."""
-    with TemporaryDirectory(dir="/tmp") as path:
-        yield Path(path)
-
-
 @pytest.mark.parametrize("leaves", [False, True])
 def test_the_processes_that_read_a_stream_end_with_the_session(
-    tmp_path: Path, short_directory: Path, monkeypatch: pytest.MonkeyPatch, leaves: bool
+    tmp_path: Path, short_directory: Path, leaves: bool
 ) -> None:
     """They live as long as the job, and clean up behind themselves, which a killed process does not."""
     before = set(active_children())
     seen: list[list[Path]] = []
     kept, kind = short_directory, "pymp-*"
-    # A documented name of tempfile, which reads TMPDIR only once.
-    monkeypatch.setattr("tempfile.tempdir", str(kept))
-    # Another test may have made this process's own directory, which forked processes share.
-    config = current_process()._config  # type: ignore[attr-defined]  # noqa: SLF001
-    monkeypatch.delitem(config, "tempdir", raising=False)
 
     def script(session: Session) -> None:
         model = Tally(40)
@@ -415,8 +420,9 @@ def test_a_session_does_not_wait_for_a_record_that_does_not_come(tmp_path: Path)
 @pytest.mark.parametrize(("seeks", "processes"), per_change([(False, 0), (True, 2)], keep=[(True, 2)]))
 @pytest.mark.nightly
 def test_a_worker_is_killed_and_the_job_continues_from_a_checkpoint(
-    tmp_path: Path, seeks: bool, processes: int
+    tmp_path: Path, short_directory: Path, monkeypatch: pytest.MonkeyPatch, seeks: bool, processes: int
 ) -> None:
+    monkeypatch.setenv("TMPDIR", str(short_directory))  # so no `forks()`, which other tests use afterwards
     records, epochs = 900, 2
     hurry, checkpoints, counts = tmp_path / "hurry", tmp_path / "checkpoints", tmp_path / "counts"
     counts.mkdir()
@@ -435,7 +441,7 @@ def test_a_worker_is_killed_and_the_job_continues_from_a_checkpoint(
         seconds=0.05,
         hurry=str(hurry),
     )
-    with Launcher(job, Options(forks=forks(), root=tmp_path / "state", history=tmp_path / "1")) as launcher:
+    with Launcher(job, Options(root=tmp_path / "state", history=tmp_path / "1")) as launcher:
         launcher.start()
         workers = wait_for_workers(launcher, lambda w: len(w) == 3, "3 workers train")
         eventually(lambda: version_of(launcher) > 5, "some steps")
@@ -448,7 +454,7 @@ def test_a_worker_is_killed_and_the_job_continues_from_a_checkpoint(
     first = [e for e in events(tmp_path / "1", "ps-0") if e["event"] == "commit"]
     hurry.touch()
     with Launcher(
-        job, Options(forks=forks(), root=tmp_path / "state", history=tmp_path / "2", resume=checkpoints)
+        job, Options(root=tmp_path / "state", history=tmp_path / "2", resume=checkpoints)
     ) as launcher:
         launcher.start()
         wait_for_end(launcher)
