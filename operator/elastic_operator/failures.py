@@ -100,9 +100,9 @@ def has_to_be_counted(pod: Pod) -> bool:
     """Whether the end of a pod is counted.
 
     It is for a worker, and for a server that reports an invalid job or was evicted for a limit of its own.
-    The kubelet restarts other servers in place.
+    The kubelet restarts other servers in place. An evaluator's end never counts.
     """
-    return pod.role == "worker" or pod.ending in ("invalid", "failed")
+    return pod.role == "worker" or (pod.role != "evaluator" and pod.ending in ("invalid", "failed"))
 
 
 def deaths(observed: Observed) -> list[Problem]:

@@ -129,6 +129,25 @@ def test_what_keeps_it_from_working_is_told() -> None:
     assert "no such file" in simulation.condition("Degraded")["message"]
 
 
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        ({"phase": "Failed", "reason": "Evicted", "message": "it exceeds the total limit"}, "Evicted"),
+        (
+            {"containerStatuses": [{"name": "evaluator", "state": {"terminated": {"exitCode": 78}}}]},
+            "InvalidJob",
+        ),
+    ],
+)
+def test_its_end_is_told_though_it_is_not_counted(status: dict[str, Any], reason: str) -> None:
+    simulation = training()
+    simulation.pods[NAME]["status"] |= status
+    simulation.step()
+    assert simulation.condition("Degraded")["reason"] == reason
+    assert f"Degraded{reason}" in simulation.notes.values()
+    assert simulation.status["worker"]["failures"] == 0
+
+
 def test_the_job_ends_when_the_evaluator_has_ended() -> None:
     simulation = finished()
     assert simulation.status["phase"] == "Running"
