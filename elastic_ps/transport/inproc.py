@@ -158,7 +158,7 @@ class _Call:
         self._offered: Frame | Refusal | None = None
         self._finished = False
         self._error: TransportError | None = None
-        self._readers = 0
+        self._readers: set[int] = set()  # threads
 
     def alive(self) -> bool:
         """Whether the client still waits for answers."""
@@ -174,7 +174,8 @@ class _Call:
             if self._error is None and not self._finished:
                 self._error = error
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._readers)
+            # A garbage collection in a reader may drop the call, too, and must not wait for itself.
+            self._changed.wait_for(lambda: self._readers <= {threading.get_ident()})
 
     def offer(self, item: Frame | Refusal) -> bool:
         """On the server, hand `item` to the client, and wait until it is done; False if it has left."""
@@ -217,12 +218,12 @@ class _Call:
         """While it is entered, the other side's memory may be read: the call does not end meanwhile."""
         with self._changed:
             self._check()
-            self._readers += 1
+            self._readers.add(threading.get_ident())
         try:
             yield
         finally:
             with self._changed:
-                self._readers -= 1
+                self._readers.discard(threading.get_ident())
                 self._changed.notify_all()
 
     def _remaining(self) -> float:
