@@ -460,6 +460,7 @@ def _lingering(observed: Observed, now: datetime, options: Options) -> Iterator[
         if pod.held_by:
             continue
         if pod.deleting is not None and pod.stopped:
-            yield DeletePod.of(pod, "the processes have ended", force=True, told=True)
+            # Nobody has told of one that is drained or preempted.
+            yield DeletePod.of(pod, "the processes have ended", force=True, told=not pod.disruption)
         elif pod.unheard or (pod.deleting is not None and now - pod.deleting > options.force_after):
             yield DeletePod.of(pod, "its node does not confirm that it ended", force=True)

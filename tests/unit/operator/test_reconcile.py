@@ -871,6 +871,10 @@ def test_pod_whose_processes_have_ended_is_not_waited_for() -> None:
     simulation.pods["digits-worker-1"]["status"]["containerStatuses"].append(sidecar)
     forced = [a for a in simulation.plan().actions if isinstance(a, DeletePod)]
     assert [(a.name, a.force, a.told) for a in forced] == [("digits-worker-0", True, True)]
+    drained = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+    simulation.pods["digits-worker-0"]["status"]["conditions"] = [drained]
+    forced = [a for a in simulation.plan().actions if isinstance(a, DeletePod)]
+    assert [(a.name, a.force, a.told) for a in forced] == [("digits-worker-0", True, False)]
     lost = {"state": {"waiting": {}}, "lastState": {"terminated": {"reason": "ContainerStatusUnknown"}}}
     simulation.pods["digits-ps-0"]["status"]["containerStatuses"] = [lost]
     forced = [a for a in simulation.plan().actions if isinstance(a, DeletePod)]
