@@ -111,7 +111,7 @@ class CamelModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_nulls(cls, given: object) -> object:
-        if not isinstance(given, dict) or all(value is not None for value in given.values()):
+        if not isinstance(given, dict) or None not in given.values():
             return given
         known = {*cls.model_fields, *(field.alias for field in cls.model_fields.values())}
         return {name: value for name, value in given.items() if value is not None or name not in known}
