@@ -34,7 +34,8 @@ class Decoder:
         self._name, self._patience = plan.name, patience
         self._runs = {bucket.index: plan.runs(layout, bucket) for bucket in layout.pushed}
         self._widths = {bucket.index: layout.width(bucket) for bucket in layout.pushed}
-        self._places: queue.SimpleQueue[tuple[Scratch, Scratch]] = queue.SimpleQueue()
+        # Not a SimpleQueue: see `process.lifecycle.Alarm`.
+        self._places: queue.Queue[tuple[Scratch, Scratch]] = queue.Queue()
         for _ in range(AT_A_TIME):
             self._places.put((Scratch(), Scratch()))
 

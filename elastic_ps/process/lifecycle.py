@@ -11,7 +11,6 @@ import importlib
 import io
 import logging
 import os
-import queue
 import resource
 import signal
 import sys
@@ -43,7 +42,10 @@ class Alarm:
 
     def __init__(self) -> None:
         self._set = False
-        self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()  # its `put` may interrupt itself
+        # It is held unless a `set` is news. Not a SimpleQueue: before Python 3.13 a `get` of one may wait for
+        # ever if its thread stands still until the timeout is over.
+        self._news = threading.Lock()
+        self._news.acquire()
 
     def is_set(self) -> bool:
         """Whether it is set."""
@@ -52,14 +54,13 @@ class Alarm:
     def set(self) -> None:
         """Set it, which wakes the waiting thread. Does not block."""
         self._set = True
-        self._calls.put(None)
+        with contextlib.suppress(RuntimeError):  # it is news already
+            self._news.release()
 
     def clear(self) -> None:
         """Clear it. For the waiting thread only."""
         self._set = False
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._calls.get_nowait()
+        self._news.acquire(blocking=False)
 
     def wait(self, timeout: float) -> bool:
         """Block until it is set, or for so many seconds. Returns whether it is set.
@@ -68,8 +69,7 @@ class Alarm:
         not wake it, so its handler runs when the time is over.
         """
         if not self._set:
-            with contextlib.suppress(queue.Empty):
-                self._calls.get(timeout=timeout)
+            self._news.acquire(timeout=timeout)
         return self._set
 
 

@@ -22,7 +22,8 @@ class Buffers:
     """Memory to receive buckets of up to `nbytes` bytes. Thread-safe."""
 
     def __init__(self, nbytes: int) -> None:
-        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        # Not a SimpleQueue: see `process.lifecycle.Alarm`.
+        self._free: queue.Queue[memoryview] = queue.Queue()
         for _ in range(RECEIVE_BUFFERS):
             self._free.put(as_bytes(torch.empty(nbytes, dtype=torch.uint8)))
 

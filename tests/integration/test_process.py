@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -97,6 +98,19 @@ def test_an_alarm_is_set_until_it_is_cleared() -> None:
         alarm.clear()
         assert not alarm.is_set()
         assert not alarm.wait(0.01)
+
+
+def test_an_alarm_waits_no_longer_than_it_is_told() -> None:
+    """Its thread may stand still until the time is over, at any moment of the wait."""
+
+    def wait() -> None:
+        for _ in range(1000):
+            lifecycle.Alarm().wait(1e-6)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(LIMIT)
+    assert not waiting.is_alive()
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ class SimpleQueue:
 class Queue:
     """What stands in a module's `queue`."""
 
-    SimpleQueue = SimpleQueue
+    SimpleQueue = Queue = SimpleQueue
     Empty = real_queue.Empty
 
 
