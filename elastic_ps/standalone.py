@@ -40,8 +40,8 @@ def connect(job: str | os.PathLike[str] | None = None) -> Session:
     session and begins another job.
 
     Args:
-        job: a YAML file for the job of its own, such as its `data` and `consistency`. What the file says of
-            numbers of workers and parameter servers and of checkpoints is ignored. In a process that a job
+        job: a job's YAML file. A script that trains alone uses fields such as `data` and `consistency`. It
+            ignores the numbers of workers and parameter servers, and checkpoints. In a process that a job
             started, the file is not read.
 
     Raises:

@@ -238,7 +238,7 @@ class _Call:
 
 
 _Work = queue.SimpleQueue[tuple[_Call, Handler] | None]
-"""What a thread of a server is to answer next; None: it is to end."""
+"""Calls for a thread of a server to answer. None ends the thread."""
 
 
 class _Received:
