@@ -178,8 +178,9 @@ class JobState:
 
     @property
     def values_are_here(self) -> bool:
-        """Whether the shards have the values of the version. They may lack them only with all-reduce."""
-        return self.state_holders is None or self.state_holders.version == self.version
+        """Whether the shards have the values of the version: a worker may still have to send them."""
+        arrived = self.initialised or self.stage is Stage.ARRIVED
+        return arrived and (self.state_holders is None or self.state_holders.version == self.version)
 
     @property
     def orphaned(self) -> bool:

@@ -65,6 +65,7 @@ class Rig:
         self.job = Guarded(spec, self.term, clock=lambda: self.now, limits=limits)
         self.job.state.model = Model(LAYOUT, "SGD")
         self.job.state.settings = Settings(LR.groups)
+        self.job.state.stage = Stage.TRAINING
         self.checkpoints.serve(self.job, self)
 
     @contextmanager
@@ -113,6 +114,7 @@ def full() -> None:
 
 
 def test_the_first_version_is_on_disk_before_training_begins(rig: Rig) -> None:
+    rig.job.state.stage = Stage.LOADING
     rig.checkpoints.keep_what_must_be()
     assert not rig.job.state.initialised, "its values have not arrived"
     assert rig.written == 0
@@ -234,6 +236,23 @@ def test_a_call_that_is_lost_is_made_again(rig: Rig) -> None:
     rig.lost_calls = 2
     assert rig.checkpoints.write()
     assert rig.disk.newest()[0].version == 0
+
+
+@pytest.mark.parametrize("stage", [Stage.EMPTY, Stage.LAID_OUT, Stage.LOADING])
+def test_a_repeated_order_is_not_about_values_that_were_lost_meanwhile(rig: Rig, stage: Stage) -> None:
+    """A shard was lost before the first checkpoint, so the others have blank values in the new term."""
+    rig.job.state.stage = Stage.ARRIVED
+
+    @contextmanager
+    def turn() -> Iterator[Advance]:
+        if rig.lost_calls == 0:
+            rig.job.state.stage = stage
+        yield Advance(0, 0, {}, term=rig.term)
+
+    rig.turn, rig.lost_calls = turn, 1  # type: ignore[method-assign]
+    rig.checkpoints.keep_what_must_be()
+    assert rig.written == 0
+    assert not rig.checkpoints.writing
 
 
 def test_an_order_that_not_all_shards_got_is_repeated_as_it_was(rig: Rig) -> None:
