@@ -122,15 +122,19 @@ PAGE = 4096
 PARTS = 8
 """How many parts each `PAGE` bytes have; the other times one of them is looked at."""
 
+LITTLE = 64 * 1024
+"""Bytes. Memory that is not larger is copied in less time than torch takes to begin a sum."""
+
 MUCH = 1024 * 1024
 """Bytes. Smaller memory is always looked at as a whole, which takes no time."""
 
 
 class Bits:
-    """The bits of flat memory, of which a part can be summed up."""
+    """The bits of flat memory, of which a part can be looked at."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         raw = flat.view(torch.uint8)
+        self._small = as_bytes(raw) if len(raw) <= LITTLE else None
         paged = len(raw) // PAGE * PAGE if len(raw) >= MUCH else 0
         pages = raw[:paged].view(torch.int64).view(-1, PAGE // 8)
         self._parts = pages.chunk(PARTS, dim=1)
@@ -138,11 +142,13 @@ class Bits:
         whole = len(tail) // 8 * 8
         self._pages, self._words, self._rest = pages, tail[:whole].view(torch.int64), tail[whole:]
 
-    def sum(self, part: int | None = None) -> int:
-        """A checksum of the bits.
+    def now(self, part: int | None = None) -> int | bytes:
+        """A checksum of the bits, or a copy of little memory.
 
         Args:
             part: of this part of each page alone, if there are many, and of the bytes after the last page.
         """
+        if self._small is not None:
+            return bytes(self._small)
         pages = self._pages if part is None else self._parts[part]
         return sum(int(each.sum()) for each in (pages, self._words, self._rest) if each.numel())

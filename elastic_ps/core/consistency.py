@@ -23,7 +23,7 @@ from operator import attrgetter
 from typing import Any, Self
 
 from elastic_ps.core.ledger import Range
-from elastic_ps.core.transitions import Transitions
+from elastic_ps.core.transitions import Symbol, Transitions
 from elastic_ps.errors import RefusalCode, Refused
 
 
@@ -110,7 +110,7 @@ class After(enum.Enum):
     """The round has started again: it pushes the step once more."""
 
 
-class Phase(enum.Enum):
+class Phase(Symbol):
     """The phase of the open round."""
 
     OPEN = "open"
@@ -123,7 +123,7 @@ class Phase(enum.Enum):
     Nobody is admitted to the round, and only `undecide` can start it again."""
 
 
-class Event(enum.Enum):
+class Event(Symbol):
     """An event that changes the phase of a round."""
 
     SHUT = "shut"

@@ -6,12 +6,10 @@ and whether the shards are informed (`OrderState`).
 
 from __future__ import annotations
 
-import enum
-
-from elastic_ps.core.transitions import Transitions
+from elastic_ps.core.transitions import Symbol, Transitions
 
 
-class Stage(enum.Enum):
+class Stage(Symbol):
     """How the job gets a model that can be trained."""
 
     EMPTY = "empty"
@@ -32,7 +30,7 @@ class Stage(enum.Enum):
     """They are kept."""
 
 
-class StageEvent(enum.Enum):
+class StageEvent(Symbol):
     """The events that change the stage of a model."""
 
     CONFIGURE = "configure"
@@ -65,7 +63,7 @@ STAGES = Transitions(
 )
 
 
-class Course(enum.Enum):
+class Course(Symbol):
     """Whether shard 0 makes versions and answers calls."""
 
     RUNNING = "running"
@@ -80,7 +78,7 @@ class Course(enum.Enum):
     """It ends instead of going back, so there is nothing to save."""
 
 
-class CourseEvent(enum.Enum):
+class CourseEvent(Symbol):
     """The events that change the course of shard 0."""
 
     PAUSE = "pause"
@@ -118,7 +116,7 @@ COURSES = Transitions(
 )
 
 
-class OrderState(enum.Enum):
+class OrderState(Symbol):
     """Whether the shards know the workers of the open round. One thread at a time sends them orders."""
 
     SENT = "sent"
@@ -130,7 +128,7 @@ class OrderState(enum.Enum):
     """A thread sends an order, but something has changed that the order lacks."""
 
 
-class OrderEvent(enum.Enum):
+class OrderEvent(Symbol):
     """The events that change what the shards know."""
 
     CHANGE = "change"
@@ -158,7 +156,7 @@ ORDER_STATES = Transitions(
 )
 
 
-class StandbyState(enum.Enum):
+class StandbyState(Symbol):
     """How much of a shard's model its standby has."""
 
     AWAY = "away"
@@ -171,7 +169,7 @@ class StandbyState(enum.Enum):
     """It has every round before the shard applies it."""
 
 
-class StandbyEvent(enum.Enum):
+class StandbyEvent(Symbol):
     """The events that change the state of a standby."""
 
     TELL = "tell"

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import enum
-
-from elastic_ps.core.transitions import Transitions
+from elastic_ps.core.transitions import Symbol, Transitions
 
 
-class State(enum.Enum):
+class State(Symbol):
     """The activity of a worker, as far as it matters to the parameter server."""
 
     OUT = "not in the job"
@@ -24,7 +22,7 @@ class State(enum.Enum):
     LEFT = "gone"
 
 
-class Event(enum.Enum):
+class Event(Symbol):
     """The events that change the state."""
 
     JOIN = "join"

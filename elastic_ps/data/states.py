@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import enum
-
-from elastic_ps.core.transitions import Transitions
+from elastic_ps.core.transitions import Symbol, Transitions
 
 
-class Part(enum.Enum):
+class Part(Symbol):
     """A worker's part in the rounds, as far as it knows."""
 
     IDLE = "in no round"
@@ -18,7 +16,7 @@ class Part(enum.Enum):
     """All records are in the model, or the training was stopped."""
 
 
-class PartEvent(enum.Enum):
+class PartEvent(Symbol):
     """An event that changes a worker's part."""
 
     ASK = "ask for records"
@@ -44,7 +42,7 @@ PARTS = Transitions(
 )
 
 
-class Loop(enum.Enum):
+class Loop(Symbol):
     """Where a script is: its loop is over the records of all epochs, or of one at a time."""
 
     BEFORE = "before a loop"
@@ -60,7 +58,7 @@ class Loop(enum.Enum):
         return self in (Loop.ENDED, Loop.UNFINISHED)
 
 
-class LoopEvent(enum.Enum):
+class LoopEvent(Symbol):
     """An event that changes where a script is."""
 
     BEGIN = "begin"
@@ -97,7 +95,7 @@ LOOPS = Transitions(
 )
 
 
-class Hand(enum.Enum):
+class Hand(Symbol):
     """What a script does with the batch that it was handed last, as far as is known."""
 
     EMPTY = "between two batches"
@@ -109,7 +107,7 @@ class Hand(enum.Enum):
     GIVEN_BACK_OUTDATED = "after a batch that it has given back, where others have been handed the rest"
 
 
-class HandEvent(enum.Enum):
+class HandEvent(Symbol):
     """An event that decides what becomes of a batch."""
 
     HAND_OUT = "hand out a batch"

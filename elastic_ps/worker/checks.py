@@ -86,7 +86,7 @@ class Registered:
         self._noted = self._now()
 
     def _now(self) -> list[Any]:
-        return [*chain.from_iterable(place.values() for place in self._places)]
+        return [*chain.from_iterable(map(operator.methodcaller("values"), self._places))]
 
     def settle(self) -> None:
         """Take over what was assigned to buffers. Raises UsageError if anything else is not as it was."""
@@ -196,8 +196,8 @@ class WriteDetector:
         self._random = random.Random(0)  # what a script does every so many steps must not always miss it
         self._whole = True  # all is looked at of the values that have arrived last
         self._part: int | None = None  # what `_sums` are of
-        self._sums: list[int] = []
-        self._constant_sums: list[int] = []
+        self._sums: list[int | bytes] = []
+        self._constant_sums: list[int | bytes] = []
         self._counters: list[int] = []
 
     def open(self) -> None:
@@ -209,9 +209,9 @@ class WriteDetector:
         self._arrivals += 1
         self._whole = self._arrivals <= ALWAYS or self._arrivals % EVERY == 0
         self._part = None if self._whole or self._written else self._random.randrange(PARTS)
-        self._sums = [bits.sum(self._part) for bits in self._trained]
+        self._sums = [bits.now(self._part) for bits in self._trained]
         if not self._constant_sums:
-            self._constant_sums = [bits.sum() for bits in self._constant]
+            self._constant_sums = [bits.now() for bits in self._constant]
         self._counters = self._versions()
         self._closed = True
 
@@ -230,9 +230,9 @@ class WriteDetector:
         ]
         self._written |= bool(touched)
         broken = not self._tables.isdisjoint(touched)
-        broken |= self._sums != [bits.sum(self._part) for bits in self._trained]
+        broken |= self._sums != [bits.now(self._part) for bits in self._trained]
         if thorough or touched or self._whole:
-            broken |= self._constant_sums != [bits.sum() for bits in self._constant]
+            broken |= self._constant_sums != [bits.now() for bits in self._constant]
             different = self._different()
             touched = [i for i in touched if i not in self._apart or i in different]
             broken |= bool(different)
@@ -242,7 +242,7 @@ class WriteDetector:
     def changed_constants(self) -> list[int] | None:
         """Like `changed`, of the tensors without optimizer alone."""
         different = [i for i in self._different() if i in self._fixed]
-        if not different and self._constant_sums == [bits.sum() for bits in self._constant]:
+        if not different and self._constant_sums == [bits.now() for bits in self._constant]:
             return None
         now = dict(zip(self._watched, self._versions(), strict=True))
         before = dict(zip(self._watched, self._counters, strict=True))

@@ -171,6 +171,13 @@ def test_one_bit_that_is_changed_is_noticed(elements: int, place: int, dtype: to
     assert writes.changed() is None
 
 
+def test_values_of_little_memory_that_change_places_are_noticed() -> None:
+    values = torch.arange(16.0)
+    writes = watched(values)
+    values.data.copy_(values.view(8, 2).flip(0).reshape(-1).clone())
+    assert writes.changed() == []
+
+
 @pytest.mark.parametrize("after", [0, ALWAYS, ALWAYS + 3, EVERY])
 def test_a_row_of_much_memory_that_is_changed_is_noticed_at_once(after: int) -> None:
     values = torch.randn(MUCH // 2)
