@@ -126,11 +126,11 @@ LITTLE = 64 * 1024
 """Bytes. Memory that is not larger is copied in less time than torch takes to begin a sum."""
 
 MUCH = 1024 * 1024
-"""Bytes. Smaller memory is always looked at as a whole, which takes no time."""
+"""Bytes. Smaller memory is always looked at as a whole."""
 
 
 class Bits:
-    """The bits of flat memory, of which a part can be looked at."""
+    """The bits of flat memory, of which a part can be compared."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         raw = flat.view(torch.uint8)
@@ -142,8 +142,8 @@ class Bits:
         whole = len(tail) // 8 * 8
         self._pages, self._words, self._rest = pages, tail[:whole].view(torch.int64), tail[whole:]
 
-    def now(self, part: int | None = None) -> int | bytes:
-        """A checksum of the bits, or a copy of little memory.
+    def digest(self, part: int | None = None) -> int | bytes:
+        """A sum of the bits, or a copy of little memory.
 
         Args:
             part: of this part of each page alone, if there are many, and of the bytes after the last page.

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 
 class Symbol(enum.Enum):
-    """A state or an event. As a key of a table it takes less time than an ordinary member of an Enum."""
+    """A state or an event. It is hashed by identity: an Enum hashes the name, in a call of Python."""
 
     __hash__ = object.__hash__
 

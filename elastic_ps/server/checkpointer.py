@@ -514,8 +514,9 @@ class Checkpointer:
         """Raise Refused (NOT_READY) unless the shards have the values of the current version."""
         with self._job.lock:
             if not self._job.state.values_are_here:
-                text = f"no worker has sent the values of version {version} yet"
-                raise Refused(RefusalCode.NOT_READY, text)
+                raise Refused(
+                    RefusalCode.NOT_READY, f"a worker has yet to send the values of version {version}"
+                )
 
     def _order(self, current: Advance) -> tuple[int, int, int, str] | None:
         """Have the shards write the current version, in this thread's turn. Returns `JobState.end` then.

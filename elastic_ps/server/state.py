@@ -178,7 +178,7 @@ class JobState:
 
     @property
     def values_are_here(self) -> bool:
-        """Whether the shards have the values of the version: a worker may still have to send them."""
+        """Whether workers have sent the shards the first values, and with all-reduce those of the version."""
         arrived = self.initialised or self.stage is Stage.ARRIVED
         return arrived and (self.state_holders is None or self.state_holders.version == self.version)
 

@@ -5,8 +5,9 @@ A buffer that was assigned anew (`self.center = ...`) is copied to the job's buf
 the model again, so that it is part of the job as with DistributedDataParallel. All else is refused.
 
 `WriteDetector`: the script has changed values that the next version would overwrite. The bits of values are
-summed up when they arrive, and again before they are replaced. Of large memory most steps take a part of
-each page, chosen at random: a change of 4 KiB or more is noticed at once, a smaller one when it is repeated.
+compared when they arrive and before they are replaced: copies of little memory, else sums. Of large memory
+most steps take a part of each page, chosen at random: a change of 4 KiB or more is noticed at once, a smaller
+one when it is repeated.
 Values that a step does not replace, or that are on another device, are looked at less often, and when torch's
 counters say that they were written to. (The counters miss what is written through `.data`.)
 
@@ -195,9 +196,9 @@ class WriteDetector:
         self._arrivals = 0
         self._random = random.Random(0)  # what a script does every so many steps must not always miss it
         self._whole = True  # all is looked at of the values that have arrived last
-        self._part: int | None = None  # what `_sums` are of
-        self._sums: list[int | bytes] = []
-        self._constant_sums: list[int | bytes] = []
+        self._part: int | None = None  # what `_digests` are of
+        self._digests: list[int | bytes] = []
+        self._constant_digests: list[int | bytes] = []
         self._counters: list[int] = []
 
     def open(self) -> None:
@@ -209,9 +210,9 @@ class WriteDetector:
         self._arrivals += 1
         self._whole = self._arrivals <= ALWAYS or self._arrivals % EVERY == 0
         self._part = None if self._whole or self._written else self._random.randrange(PARTS)
-        self._sums = [bits.now(self._part) for bits in self._trained]
-        if not self._constant_sums:
-            self._constant_sums = [bits.now() for bits in self._constant]
+        self._digests = [bits.digest(self._part) for bits in self._trained]
+        if not self._constant_digests:
+            self._constant_digests = [bits.digest() for bits in self._constant]
         self._counters = self._versions()
         self._closed = True
 
@@ -230,9 +231,9 @@ class WriteDetector:
         ]
         self._written |= bool(touched)
         broken = not self._tables.isdisjoint(touched)
-        broken |= self._sums != [bits.now(self._part) for bits in self._trained]
+        broken |= self._digests != [bits.digest(self._part) for bits in self._trained]
         if thorough or touched or self._whole:
-            broken |= self._constant_sums != [bits.now() for bits in self._constant]
+            broken |= self._constant_digests != [bits.digest() for bits in self._constant]
             different = self._different()
             touched = [i for i in touched if i not in self._apart or i in different]
             broken |= bool(different)
@@ -242,7 +243,7 @@ class WriteDetector:
     def changed_constants(self) -> list[int] | None:
         """Like `changed`, of the tensors without optimizer alone."""
         different = [i for i in self._different() if i in self._fixed]
-        if not different and self._constant_sums == [bits.now() for bits in self._constant]:
+        if not different and self._constant_digests == [bits.digest() for bits in self._constant]:
             return None
         now = dict(zip(self._watched, self._versions(), strict=True))
         before = dict(zip(self._watched, self._counters, strict=True))

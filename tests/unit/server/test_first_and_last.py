@@ -238,9 +238,9 @@ def test_a_call_that_is_lost_is_made_again(rig: Rig) -> None:
     assert rig.disk.newest()[0].version == 0
 
 
-@pytest.mark.parametrize("stage", [Stage.EMPTY, Stage.LAID_OUT, Stage.LOADING])
+@pytest.mark.parametrize("stage", [Stage.EMPTY, Stage.CONFIGURING, Stage.LAID_OUT, Stage.LOADING])
 def test_a_repeated_order_is_not_about_values_that_were_lost_meanwhile(rig: Rig, stage: Stage) -> None:
-    """A shard was lost before the first checkpoint, so the others have blank values in the new term."""
+    """A shard was lost before the first checkpoint, so the others have blank values."""
     rig.job.state.stage = Stage.ARRIVED
 
     @contextmanager
