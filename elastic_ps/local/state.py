@@ -311,10 +311,10 @@ def newest_checkpoint(directory: Path) -> int | None:
 
 
 def how_to_continue(checkpoints: str) -> str:
-    """The command that continues from this directory; "" if it has no complete checkpoint."""
+    """How to continue from this directory; "" if it has no complete checkpoint."""
     if not checkpoints or newest_checkpoint(Path(checkpoints)) is None:
         return ""
-    return f"continue from its last checkpoint with: elastic-ps run FILE --resume {shlex.quote(checkpoints)}"
+    return f"to continue from its last checkpoint, start it again with --resume {shlex.quote(checkpoints)}"
 
 
 def being_written(directory: Path) -> tuple[int, int] | None:

@@ -91,7 +91,7 @@ def test_which_checkpoint_is_the_newest(tmp_path: Path) -> None:
     (tmp_path / "version-0000000012").mkdir()
     assert newest_checkpoint(tmp_path) == 10
     assert how_to_continue(f"{tmp_path}") == (
-        f"continue from its last checkpoint with: elastic-ps run FILE --resume {tmp_path}"
+        f"to continue from its last checkpoint, start it again with --resume {tmp_path}"
     )
     assert how_to_continue(f"{tmp_path}/missing") == how_to_continue("") == ""
 
@@ -107,7 +107,7 @@ def test_how_to_continue_is_said_of_a_job_whose_launcher_was_killed(tmp_path: Pa
     )
     status = directory.read_status()
     assert status is not None
-    assert status.message.startswith("the launcher (pid 7) is gone; continue from its last checkpoint with: ")
+    assert status.message.startswith("the launcher (pid 7) is gone; to continue from its last checkpoint, ")
 
 
 @pytest.mark.parametrize(("phase", "shown"), [("Running", True), ("Suspended", False), ("Failed", False)])
