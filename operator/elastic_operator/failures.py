@@ -160,7 +160,7 @@ def fatal(status: TrainingJobStatus, desired: Desired, observed: Observed, now: 
         times = "once" if status.worker.failures == 1 else f"{status.worker.failures} times"
         then = (
             f"Processes have failed {times}, more than backoffLimit {limit} allows. Correct the cause, and "
-            f"restart the job with the annotation {names.RESTART_ANNOTATION}"
+            f"restart the job: `{names.restart_command(desired.name)}`"
         )
         return Problem("BackoffLimitExceeded", _ends(status.worker.last_failure or "", then))
     return None

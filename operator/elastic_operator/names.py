@@ -28,6 +28,12 @@ DURABLE_ANNOTATION = f"{GROUP}/durable"
 RESTART_ANNOTATION = f"{GROUP}/restartedAt"
 """A user sets it on a job, to a time: older pods are replaced."""
 
+
+def restart_command(job: str) -> str:
+    """The command that restarts a job."""
+    return f"kubectl annotate tj/{job} --overwrite {RESTART_ANNOTATION}=$(date -u +%FT%TZ)"
+
+
 RUN_ANNOTATION = f"{GROUP}/run"
 """On a volume claim: the job's uid. A claim that outlives its job has no owner reference."""
 

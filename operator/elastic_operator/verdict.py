@@ -48,7 +48,7 @@ def verdict(status: TrainingJobStatus, desired: Desired, observed: Observed, now
     if deadline is not None and start is not None and now - start >= timedelta(seconds=deadline):
         message = (
             f"the job did not finish within activeDeadlineSeconds ({deadline} s). Raise the limit, and "
-            f"restart the job with the annotation {names.RESTART_ANNOTATION}"
+            f"restart the job: `{names.restart_command(desired.name)}`"
         )
         return Verdict("Failed", Problem("DeadlineExceeded", message))
     return _workers_done(status, desired, observed, now)

@@ -171,8 +171,8 @@ def test_too_many_failures_end_the_job_with_the_cause_what_was_tried_and_what_to
     assert failed["reason"] == "BackoffLimitExceeded"
     assert failed["message"] == (
         "KeyError: 'x' (digits-worker-0 exited with 1). Processes have failed 2 times, more than "
-        "backoffLimit 1 allows. Correct the cause, and restart the job with the annotation "
-        f"elastic-ps.dev/restartedAt. Last output: {output}"
+        "backoffLimit 1 allows. Correct the cause, and restart the job: `kubectl annotate "
+        f"tj/digits --overwrite elastic-ps.dev/restartedAt=$(date -u +%FT%TZ)`. Last output: {output}"
     )
     assert list(simulation.pods) == ["digits-worker-0"], "the failed pod stays for its log"
 
