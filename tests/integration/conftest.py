@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -34,6 +35,14 @@ def world(request: pytest.FixtureRequest, certificates_of_transports: None) -> I
     yield world
     world.close()
     eventually(lambda: set(threading.enumerate()) <= before, "the threads end")
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt; in a shell's background jobs it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import math
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -245,14 +245,6 @@ def test_buffers_that_cannot_be_subtracted_are_taken_over_as_they_are(
     assert torch.equal(state["mask"], torch.full((3, 3), -torch.inf).triu(1))
     assert state["flags"].tolist() == [True, False, True]
     assert int(state["counter"]) == 24
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt; in a shell's background jobs it is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")

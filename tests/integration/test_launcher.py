@@ -430,6 +430,7 @@ def test_a_forked_process_that_leaves_the_with_block_gives_nothing_back(tmp_path
     assert launcher.directory.launcher() is None
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("heard_by", ["who waits", "another thread"])
 def test_an_exception_of_a_signals_handler_ends_the_wait_but_not_the_job(
     tmp_path: Path, heard_by: str
