@@ -194,8 +194,9 @@ def end_now(status: int) -> NoReturn:
     Threads that still serve do so until the end. Python's own shutdown would stop them first, and takes some
     tenths of a second when torch is loaded.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError):  # a script may have closed it, or set None
+            stream.flush()
     os._exit(status)
 
 

@@ -236,6 +236,13 @@ def test_it_is_ended_with_what_it_has_started(forks: ForkServer, tmp_path: Path)
         eventually(lambda child=child: not psutil.pid_exists(child), "that ends, too")  # type: ignore[misc]
 
 
+def test_a_script_may_close_its_outputs(forks: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "closes.py").write_text(
+        "import sys\nsys.stdout.close()\nsys.stderr = None\ndef main(): pass\n"
+    )
+    assert Run(forks, "closes:main", dict(os.environ), directory=tmp_path).ended() == (0, "", "")
+
+
 ENDS = """
 import atexit, logging
 
