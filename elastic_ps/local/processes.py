@@ -151,7 +151,8 @@ class Child:
 
     def terminate(self) -> None:
         """See `Started`."""
-        self._popen.terminate()
+        if self._popen.returncode is None:
+            os.kill(self.pid, signal.SIGTERM)  # Popen.terminate would reap it, and `poll` spare its group
 
     def kill(self) -> None:
         """See `Started`."""

@@ -8,9 +8,10 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -476,6 +477,19 @@ def test_a_trace_of_all_processes_is_one_file(tmp_path: Path) -> None:
     assert {event["name"] for event in events} == {"step"}
     assert len({event["pid"] for event in events}) == 2
     assert not list(launcher.directory.path.glob("trace-*"))
+
+
+def test_a_process_that_ends_when_it_is_told_to_leaves_nothing_behind(tmp_path: Path) -> None:
+    code = "import subprocess; print(subprocess.Popen(['sleep', '1000']).pid, flush=True)"
+    log = tmp_path / "log"
+    with closing(processes.Lifeline()) as lifeline:
+        command = [sys.executable, "-c", code]
+        child = processes.Child(command, variables=os.environ, log=log, lifeline=lifeline)
+        other = eventually(lambda: int(log.read_text() or 0), "it starts another one")
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        child.terminate()
+        assert child.poll() == 0
+    eventually(lambda: gone(other), "the other one ends, too")
 
 
 def test_cores_are_shared_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
