@@ -88,7 +88,7 @@ def write(out: Path, found: Mapping[str, tuple[dict[str, torch.Tensor], str]]) -
         partial = out / folder / f".{WEIGHTS}.partial"
         safetensors.torch.save_file(apart, partial, metadata={"format": "pt"})
         partial.replace(out / folder / WEIGHTS)
-        partial.write_text(config)
+        partial.write_text(config, encoding="utf-8")
         partial.replace(out / folder / CONFIG)
 
 

@@ -517,7 +517,7 @@ def load_job(path: Path | str) -> TrainingJob:
         InvalidJob: the file cannot be read, is not YAML, gives a key twice, or is not a valid TrainingJob.
     """
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise InvalidJob(f"cannot read the job file {path}: {reason}") from error

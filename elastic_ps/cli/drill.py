@@ -85,7 +85,7 @@ def _on_cluster(
 ) -> Drill:
     if job.spec.image is None:
         raise UserError(f"{parsed.job}: a job on a cluster needs spec.image")
-    document = manifest.read(parsed.job.read_text())
+    document = manifest.read(parsed.job.read_text(encoding="utf-8"))
     document["spec"].setdefault("worker", {})["replicas"] = job.spec.worker.replicas
     announce()
     with tempfile.TemporaryDirectory(prefix="elastic-ps-drill-") as temporary:

@@ -180,7 +180,7 @@ class JobDirectory:
         return [path for path in self._checkpoints.glob("run-*") if is_of_run(path)]
 
     def read_job(self) -> TrainingJob:
-        return parse_job(json.loads(self._job_file.read_text()), source=str(self._job_file))
+        return parse_job(json.loads(self._job_file.read_text(encoding="utf-8")), source=str(self._job_file))
 
     def write_job(self, job: TrainingJob) -> None:
         document = job.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -237,7 +237,7 @@ class JobDirectory:
         If the launcher died without ending the job, its phase is Failed, and dead processes are marked.
         """
         try:
-            status = LocalStatus.model_validate_json(self._status_file.read_text())
+            status = LocalStatus.model_validate_json(self._status_file.read_text(encoding="utf-8"))
         except (FileNotFoundError, ValidationError):
             return None
         if status.goes_on and self.launcher() is None:
@@ -358,8 +358,8 @@ def is_stopped(pid: int) -> bool:
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file atomically, so that a reader sees the old or the new content."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        file.write(text)
+    with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(text.encode())  # whatever the locale is
     temporary.replace(path)
 
 

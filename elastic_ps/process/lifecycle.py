@@ -310,7 +310,7 @@ def leave_reason(text: str, log: Path | None = None) -> None:
     log = log or TERMINATION_LOG
     try:
         if log.exists():
-            log.write_text(text)
+            log.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:  # the node's disk may be full; the rest of the shutdown goes on
         print(f"cannot write the reason of this end to {log}: {error}", file=sys.stderr)
 

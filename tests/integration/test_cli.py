@@ -377,6 +377,16 @@ def test_a_name_that_this_locale_cannot_encode_is_a_sentence(place: Place) -> No
     assert "Traceback" not in done.stderr
 
 
+def test_the_status_has_any_character_in_any_locale(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from elastic_ps.local.state import write_atomically\n"
+        f"write_atomically(Path({str(tmp_path / 'status.json')!r}), 'f' + chr(252) + 'r')"
+    )
+    variables = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, **variables}, check=True)
+    assert (tmp_path / "status.json").read_bytes() == b"f\xc3\xbcr"
+
+
 def test_resume_hands_the_directory_to_the_parameter_server(place: Place) -> None:
     place.run("run", place.job(records=80, spec={"parameterServer": {"checkpoint": {"path": "ckpt"}}}))
     again = place.run("run", "job.yaml")
