@@ -204,9 +204,10 @@ def _run(launcher: Launcher, report: Path | None, output: str) -> int:
             print_outcome(console, outcome)
             for path in written:
                 console.print(f"  {'report':<14}{path}", style="dim", soft_wrap=True, markup=False)
-            _tell_failure(outcome)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with contextlib.suppress(OSError):
+            _tell_failure(outcome)
     return code
 
 
@@ -333,7 +334,7 @@ def _wait_until_it_runs(pid: int, directory: JobDirectory) -> int:
                 break
             ended, code = os.waitpid(pid, os.WNOHANG)
             if ended:
-                sys.stderr.write((directory.logs / "launcher.log").read_text())
+                sys.stderr.write((directory.logs / "launcher.log").read_text(errors="replace"))
                 return os.waitstatus_to_exitcode(code)
             time.sleep(0.1)
     print(f"{name} runs in the background (launcher pid {pid})")

@@ -356,6 +356,13 @@ def test_a_full_disk_with_the_output_stops_no_job(place: Place) -> None:
     assert place.status()["phase"] == "Succeeded"
 
 
+def test_a_failure_is_told_although_the_output_cannot_be_written(place: Place) -> None:
+    done = place.run("run", place.job(server_fails=True), through=("sh", "-c", 'exec "$@" >/dev/full', "sh"))
+    assert done.returncode == 1
+    assert "error: job 'fake' failed" in done.stderr
+    assert "the fake server cannot start" in done.stderr
+
+
 def test_a_file_gets_no_live_display_whatever_the_environment_says(place: Place) -> None:
     done = place.run("run", place.job(records=400), through=("env", "FORCE_COLOR=1", "TTY_COMPATIBLE=1"))
     assert done.returncode == 0, done.stderr
