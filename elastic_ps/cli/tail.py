@@ -20,11 +20,12 @@ class Tail:
         self._directory, self._pattern = directory, pattern
         self._places: dict[Path, tuple[int, int]] = {}  # the beginning of a line, and how far it was read
 
-    def new(self, *, last: bool) -> Iterator[str]:
+    def new(self, *, last: bool, final: bool = False) -> Iterator[str]:
         """The lines that were added since the previous call. Raises OSError.
 
         Args:
             last: also return a line without an end.
+            final: return only the final state of a progress bar's line.
         """
         for path in sorted(self._directory.glob(self._pattern), key=_natural):
             with path.open("rb") as file:
@@ -42,14 +43,15 @@ class Tail:
                     begin += len(line)
                     self._places[path] = begin, begin
                     prefix = "" if self._pattern == path.name else f"{path.stem:<10}| "
-                    yield prefix + line.decode(errors="replace").rstrip("\n")
+                    text = line.decode(errors="replace").rstrip("\n")
+                    yield prefix + (text.rstrip("\r").rpartition("\r")[2] if final else text)
 
     def shown(self, *, last: bool = False) -> list[str]:
         """`new`, with only the final state of a progress bar's line; empty if a file cannot be read."""
         lines: list[str] = []
         with contextlib.suppress(OSError):
-            lines.extend(self.new(last=last))
-        return [line.rstrip("\r").rpartition("\r")[2] for line in lines]
+            lines.extend(self.new(last=last, final=True))
+        return lines
 
 
 def _natural(path: Path) -> tuple[str, int]:

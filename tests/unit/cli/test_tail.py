@@ -37,3 +37,5 @@ def test_lines_of_several_processes_say_whose_they_are(tmp_path: Path) -> None:
     for name in ("worker-10", "worker-2", "ps-0"):
         (tmp_path / f"{name}.log").write_text("hello\n")
     assert tail.shown() == ["ps-0      | hello", "worker-2  | hello", "worker-10 | hello"]
+    (tmp_path / "worker-2.log").write_text("hello\n 10 %\r 20 %\n")
+    assert tail.shown() == ["worker-2  |  20 %"]
