@@ -33,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ElasticPSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     for each in warned:
         print(f"warning: {each.message}", file=sys.stderr)
     print(f"{parsed.out}: version {version}, {amount(tensors, 'tensor')}")

@@ -126,8 +126,9 @@ def export(
             files.flush(temporary)
             temporary.replace(out)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError for all
-            temporary.unlink(missing_ok=True)
             raise UserError(f"cannot write {out}: {error}") from error
+        finally:
+            temporary.unlink(missing_ok=True)
         return reader.manifest.version, len(values)
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from elastic_ps.contract import env, exits
 from elastic_ps.errors import CheckpointError, UserError
@@ -86,11 +88,10 @@ def evaluate(argv: list[str]) -> int:
     class Printed(source.DirectorySource):
         def finish(self, checkpoint: source.Checkpoint) -> None:
             if parsed.json:
-                told = {"version": checkpoint.version, "metrics": checkpoint.metrics}
-                print(json.dumps(told), file=out, flush=True)
+                _tell(json.dumps({"version": checkpoint.version, "metrics": checkpoint.metrics}), out)
                 return
             values = [f"{name} {value:.4g}" for name, value in sorted(checkpoint.metrics.items())]
-            print(f"version {checkpoint.version}: {', '.join(values) or 'nothing was reported'}", flush=True)
+            _tell(f"version {checkpoint.version}: {', '.join(values) or 'nothing was reported'}", out)
 
     try:
         checkpoints.use(Printed(parsed.directory, parsed.version))
@@ -103,4 +104,16 @@ def evaluate(argv: list[str]) -> int:
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0
+
+
+def _tell(text: str, out: TextIO) -> None:
+    """Print a line. Raises SystemExit if its reader has gone."""
+    try:
+        print(text, file=out, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+        raise SystemExit(1) from None

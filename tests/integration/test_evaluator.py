@@ -226,6 +226,11 @@ def test_a_directory_is_evaluated_without_a_job(tmp_path: Path, capfd: pytest.Ca
     assert printed.out.startswith('{"version": 20, "metrics": {"total": ')
     assert float(printed.out.rpartition(": ")[2].rstrip("}\n")) == pytest.approx(wanted)
     assert "evaluated 20" in printed.err, "what the script prints is not among the JSON"
+    reader, writer = os.pipe()
+    os.close(reader)  # as `head` does when it has enough
+    assert subprocess.run(command, stdout=writer, check=False).returncode == 1
+    os.close(writer)
+    assert "Traceback" not in capfd.readouterr().err
     (directory / "version-0000000020" / "manifest.json").write_text("{")
     assert subprocess.run([*command, "--version", "20"], check=False).returncode == 1
     assert "error: all checkpoints are damaged, so none is evaluated: " in capfd.readouterr().err
@@ -238,7 +243,10 @@ def test_a_directory_is_evaluated_without_a_job(tmp_path: Path, capfd: pytest.Ca
     assert "had no evaluator" in capfd.readouterr().err
 
 
-def test_whoever_ends_the_command_ends_the_evaluation(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
+def test_whoever_ends_the_command_ends_the_evaluation(
+    tmp_path: Path, interruptible: None, number: signal.Signals, status: int
+) -> None:
     (tmp_path / "endless.py").write_text("""
 import os, time
 def run():
@@ -251,8 +259,10 @@ def run():
     with subprocess.Popen(command, cwd=tmp_path, **outputs) as evaluation:
         assert evaluation.stdout is not None
         process = int(evaluation.stdout.readline().removeprefix("runs as "))
-        os.kill(process, signal.SIGTERM)
-    assert (process, evaluation.returncode) == (evaluation.pid, -signal.SIGTERM)
+        os.kill(process, number)
+        said = evaluation.stdout.read()
+    assert (process, evaluation.returncode) == (evaluation.pid, status)
+    assert said == ("interrupted\n" if number == signal.SIGINT else "")
 
 
 def total(factor: float = 1.0) -> None:

@@ -200,6 +200,21 @@ def test_export_says_what_is_wrong(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_interrupted_export_leaves_what_was_there(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object, path: Path) -> None:
+        path.write_text("a part")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", interrupted)  # no real one takes long enough to be interrupted
+    out = tmp_path / "model.pt"
+    out.write_text("before")
+    assert export_program.main([str(trained.directory), str(out)]) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
+
+
 def test_an_empty_directory_holds_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no checkpoint"):
         elastic_ps.load_checkpoint(tmp_path, Tied(seed=0))
