@@ -15,7 +15,8 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 
-from elastic_ps.integrations.lightning_loop import NAME, Hooks, TrainsInJob
+from elastic_ps.integrations.lightning_loop import Hooks
+from elastic_ps.integrations.lightning_strategy import NAME, TrainsInJob
 
 
 class _Hooks(Hooks, Callback):  # type: ignore[misc]

@@ -15,7 +15,8 @@ from lightning_fabric.plugins.environments import LightningEnvironment
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import SingleDeviceStrategy, StrategyRegistry
 
-from elastic_ps.integrations.lightning_loop import NAME, Hooks, TrainsInJob
+from elastic_ps.integrations.lightning_loop import Hooks
+from elastic_ps.integrations.lightning_strategy import NAME, TrainsInJob
 
 
 class _Hooks(Hooks, Callback):  # type: ignore[misc]
