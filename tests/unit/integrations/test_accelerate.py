@@ -250,6 +250,23 @@ def test_a_break_ends_the_training_where_the_script_ends_after_it(tmp_path: Path
         assert len(job.commits()) == steps
 
 
+def test_held_out_data_that_are_left_at_their_last_batch_change_no_step(tmp_path: Path) -> None:
+    left = list[Any]()
+
+    def train(accelerator: Any) -> Trained:
+        def leave(_: int) -> None:
+            left.append(accelerator.prepare(DataLoader(Numbers(8), batch_size=8)))
+            next(iter(left[-1]))
+
+        return script(accelerator, at_end_of_epoch=leave)
+
+    alone = train(Accelerator(cpu=True, gradient_accumulation_steps=2))
+    with running_job(tmp_path, data=IN_ORDER) as job:
+        ours = in_job(job, lambda session: train(elastic(session, gradient_accumulation_steps=2)))[0]
+        assert len(job.commits()) == EPOCHS * math.ceil(13 / 2)
+    assert_same(ours, alone)
+
+
 @pytest.mark.parametrize(("steps", "at"), [(1, 0), (1, 5), (2, 5)])
 def test_a_script_does_not_count_a_step_that_is_lost(tmp_path: Path, steps: int, at: int) -> None:
     """It ends at as many steps as its epochs have."""
