@@ -468,6 +468,8 @@ class _Flow(TrainerCallback):  # type: ignore[misc]
         session, training = self._trainer.session, self._trainer.accelerator.training
         if not (training.looping or session.stopped):
             state.epoch = training.number + 1.0
+            # The Trainer's own callback has asked with the share that this worker has trained.
+            control.should_evaluate |= args.eval_strategy == "epoch" and args.eval_delay <= state.epoch
         if training.looping:  # a callback has left the epoch; others may train what is left of it
             self._trainer.accelerator.skip_step()
             if training.is_last and not session.stopped:

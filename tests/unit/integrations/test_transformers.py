@@ -396,6 +396,13 @@ def test_a_share_of_the_training_is_one_of_the_workers_own_steps(tmp_path: Path)
     assert len([*tmp_path.glob("checkpoint-*")]) == 1, "the chief saves what was trained"
 
 
+def test_the_first_evaluation_is_that_of_the_epoch_that_was_asked_for(tmp_path: Path) -> None:
+    two, together = {"replicas": 2}, {"globalBatchSize": 2 * BATCH}
+    with running_job(tmp_path / "job", worker=two, consistency=together, data=IN_ORDER) as job:
+        trainers = two_trainers(job, tmp_path, records=48, eval_delay=EPOCHS - 1)
+    assert [len(logged(trainer, "eval_loss")) for trainer in trainers] == [2, 2]
+
+
 def test_a_step_may_want_more_batches_than_there_are(tmp_path: Path) -> None:
     options: dict[str, Any] = {"records": 18, "gradient_accumulation_steps": 8, "eval_strategy": "no"}
     alone = by_itself(tmp_path / "alone", **options)
