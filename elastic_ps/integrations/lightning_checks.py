@@ -23,6 +23,15 @@ _REPEATING = (
 )
 
 
+_OF_BATCH = ("training_step", "on_train_batch_start", "on_train_batch_end")
+
+
+def _names(module: Any, method: str) -> tuple[str, ...]:
+    """The variables and attributes in the code of a method."""
+    code = getattr(getattr(module, method), "__code__", None)
+    return () if code is None else code.co_varnames + code.co_names
+
+
 def check(trainer: Any) -> None:
     """Raises UsageError: what the Trainer is set up for cannot work in a job."""
     strategy, module = trainer.strategy, trainer.lightning_module
@@ -77,9 +86,15 @@ def check(trainer: Any) -> None:
             "made of. Leave it out",
         ),
         (
-            "dataloader_iter" in getattr(module.training_step, "__code__", check.__code__).co_varnames,
+            "dataloader_iter" in _names(module, "training_step"),
             "training_step(dataloader_iter) takes batches itself, but the job says which records make a "
             "batch. Let it take (batch, batch_idx)",
+        ),
+        (
+            bool(asking := [name for name in _OF_BATCH if "is_last_batch" in _names(module, name)]),
+            f"{' and '.join(asking)} reads trainer.is_last_batch, but a worker knows of no batch whether it "
+            "is its last one of the epoch. Use on_train_epoch_end; for a schedule, call "
+            "self.trainer.strategy.session.scheduler(schedule, interval='epoch') in on_train_start",
         ),
         (
             type(module).lr_scheduler_step.__module__.partition(".")[0] not in _PACKAGES,

@@ -20,6 +20,13 @@ from elastic_ps.integrations.lightning_callbacks import SAVING, STOPPING, Callba
 from elastic_ps.integrations.lightning_epochs import Epochs
 
 
+class _Unreached(int):
+    """A limit for scripts to read. Lightning's loop does not reach it: the records of the job count."""
+
+    def __le__(self, _: int, /) -> bool:
+        return False  # `steps >= limit` asks the limit first, whose class is the narrower one
+
+
 class Fetcher:
     """Takes the place of Lightning's fetchers, which need a length or take one batch ahead."""
 
@@ -34,7 +41,6 @@ class Fetcher:
         return self
 
     def __next__(self) -> Any:
-        self._loop.begin_batch()
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -62,7 +68,7 @@ class Loop:
         self._states = CallbackStates(trainer, strategy.session)
         self._run_validation: Callable[[], Any]
         # Of an epoch, after which to validate; None: a number of batches is given.
-        interval = trainer.val_check_interval
+        interval = getattr(trainer, "val_check_interval", None)  # Lightning leaves it out if it is a time
         self._share_of_check = interval if isinstance(interval, float) else None
 
     @property
@@ -99,11 +105,14 @@ class Loop:
 
     def start(self) -> None:
         """Before the first batch. The loop has no length from now on."""
-        trainer, fit = self._trainer, self._trainer.fit_loop
+        trainer, fit, epoch_loop = self._trainer, self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
         fit._data_fetcher = Fetcher(self)  # noqa: SLF001
         iter(fit._data_fetcher)  # noqa: SLF001
-        self._run_validation, fit.epoch_loop.val_loop.run = fit.epoch_loop.val_loop.run, self._validate
-        fit.epoch_loop.max_steps = -1  # the records of the job count
+        self._run_validation, epoch_loop.val_loop.run = epoch_loop.val_loop.run, self._validate
+        fit.max_batches = self._share  # which does not end the epoch
+        progress = epoch_loop.batch_progress
+        epoch_loop._num_ready_batches_reached = lambda: progress.is_last_batch  # noqa: SLF001
+        epoch_loop.max_steps = _Unreached(self._max_steps) if self._max_steps > 0 else -1
         if self._share_of_check == 1:
             trainer.val_check_batch = math.inf
         if env.in_job() and threading.current_thread() is threading.main_thread():
@@ -121,14 +130,15 @@ class Loop:
         if self.epochs.ends():
             raise StopIteration
         self._number(self.epochs.next_number)
-        share = math.ceil(len(self.epochs) / self._strategy.session.world_size)
-        self._trainer.fit_loop.max_batches = share  # for progress bars
+        self._trainer.fit_loop.max_batches = share = self._share
         if self._share_of_check and self._share_of_check < 1:
             self._trainer.val_check_batch = max(1, int(share * self._share_of_check))
 
-    def begin_batch(self) -> None:
-        """Lightning asks for a batch. It does not know how many there are."""
-        self._trainer.fit_loop.max_batches = math.inf
+    @property
+    def _share(self) -> int:
+        """How many batches of an epoch this worker is likely to get."""
+        workers: int = self._strategy.session.world_size
+        return -(-len(self.epochs) // workers)
 
     def _number(self, epoch: int) -> None:
         """Tell Lightning which epoch of the job's it is in."""
@@ -140,7 +150,7 @@ class Loop:
 
     def end_batch(self) -> None:
         """After a batch: the job may have trained the records of as many steps as are wanted."""
-        self._correct_bar()
+        self._correct_length()
         session, most = self._strategy.session, self._max_steps
         if most <= 0 or session.stopped:
             return
@@ -168,11 +178,15 @@ class Loop:
         trainer, epoch_loop = self._trainer, self._trainer.fit_loop.epoch_loop
         self._number(self.epochs.number)
         epoch_loop.batch_progress.is_last_batch = True
-        self._correct_bar(ended=True)
-        complete = epoch_loop.batch_progress.current.ready == len(self.epochs)
-        if trainer.val_check_batch != math.inf or not epoch_loop._should_check_val_epoch():  # noqa: SLF001
+        self._correct_length(ended=True)
+        batches, every = epoch_loop.batch_progress.current.ready, trainer.val_check_batch
+        by_time_or_total = every is None or trainer.check_val_every_n_epoch is None
+        validated = by_time_or_total or batches >= every
+        if validated or not epoch_loop._should_check_val_epoch():  # noqa: SLF001
             return
-        if self._strategy.session.stopped and not complete:
+        session = self._strategy.session
+        complete = batches == len(self.epochs) or self.epochs_of(session.samples, 1) > self.epochs.number
+        if session.stopped and not complete:
             return
         connector = trainer._logger_connector  # noqa: SLF001
         first = connector._first_loop_iter  # noqa: SLF001
@@ -183,13 +197,11 @@ class Loop:
         trainer.training = True
         connector._first_loop_iter = first  # noqa: SLF001
 
-    def _correct_bar(self, *, ended: bool = False) -> None:
-        """Tell the progress bar how many batches this worker has of the epoch, which nobody knows before."""
-        trainer = self._trainer
-        batches, callback = (
-            trainer.fit_loop.epoch_loop.batch_progress.current.ready,
-            trainer.progress_bar_callback,
-        )
+    def _correct_length(self, *, ended: bool = False) -> None:
+        """Tell Lightning how many batches this worker has of the epoch, which nobody knows before."""
+        trainer, fit = self._trainer, self._trainer.fit_loop
+        batches, callback = fit.epoch_loop.batch_progress.current.ready, trainer.progress_bar_callback
+        fit.max_batches = max(1 if ended else fit.max_batches, batches)  # with 0 the training would end
         if not batches or not getattr(callback, "is_enabled", False):
             return
         bar = getattr(callback, "train_progress_bar", None)

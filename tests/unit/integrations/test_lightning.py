@@ -7,6 +7,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -227,8 +228,61 @@ def test_a_share_of_an_epoch_is_one_of_what_a_worker_has_of_it(tmp_path: Path) -
     assert sum(len(module.evaluations) for module in trained.values()) >= EPOCHS
 
 
-@pytest.mark.parametrize("interval", [0.25, 3])
-def test_the_job_reports_a_validation_within_an_epoch(tmp_path: Path, interval: float) -> None:
+TOGETHER = {"globalBatchSize": 2 * BATCH}
+
+
+class Asking(Net):
+    """It reads what scripts divide by, for a schedule of their own or a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.batches = set[tuple[int, int, int]](), list[int]()
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        trainer = self.trainer
+        limits = trainer.num_training_batches, trainer.estimated_stepping_batches, trainer.max_steps
+        self.asked.add(limits)
+        assert trainer.max_steps == -1 or trainer.global_step < trainer.max_steps
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.batches.append(self.trainer.num_training_batches)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"val_check_interval": 8}, {"max_steps": 24}],
+    ids=["more batches than a worker has", "the last step is an epoch's last"],
+)
+def test_each_worker_validates_at_an_epochs_end(tmp_path: Path, options: dict[str, Any]) -> None:
+    """One process has 12 batches of an epoch, and each of two workers has 6."""
+    with running_job(tmp_path, worker={"replicas": 2}, consistency=TOGETHER, data=IN_ORDER) as job:
+        trained = in_job(job, Asking, workers=2, options={"records": 48, **options})
+    for module in trained.values():
+        assert len(module.evaluations) == len(module.batches) > 0, "as many as epochs"
+
+
+@pytest.mark.parametrize("options", [{}, {"max_steps": 16, "max_epochs": -1}], ids=["epochs", "steps"])
+def test_the_trainer_says_how_many_batches_and_steps_there_are(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    alone = fit("auto", Asking(), **options)
+    with running_job(tmp_path, data=IN_ORDER) as job:
+        ours = in_job(job, Asking, options=options)[0]
+    assert ours.asked == alone.asked
+    assert ours.batches[0] == alone.batches[0] == 13
+
+
+def test_the_trainer_says_how_many_batches_a_worker_has(tmp_path: Path) -> None:
+    with running_job(tmp_path, worker={"replicas": 2}, consistency=TOGETHER, data=IN_ORDER) as job:
+        trained = in_job(job, Asking, workers=2, options={"records": 48})
+    for module in trained.values():
+        assert (6, 6 * EPOCHS, -1) in module.asked, "when it knows of the other one"
+        assert sum(module.batches) == len(module.losses)
+
+
+@pytest.mark.parametrize("interval", [0.25, 3, timedelta(milliseconds=1)], ids=str)
+def test_the_job_reports_a_validation_within_an_epoch(tmp_path: Path, interval: Any) -> None:
     with running_job(tmp_path, data=IN_ORDER) as job:
         ours = in_job(job, options={"val_check_interval": interval})[0]
         assert job.status().progress.metrics["val_loss"] == pytest.approx(ours.evaluations[-1])
@@ -477,6 +531,11 @@ class WithoutOptimizer(Net):
         return None
 
 
+class AsksForLast(Net):
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert not self.trainer.is_last_batch
+
+
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "devices": ("start more workers: `elastic-ps run SCRIPT --workers N`", {"devices": 2}),
     "sync_batchnorm": ("averages the statistics of BatchNorm", {"sync_batchnorm": True}),
@@ -499,6 +558,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "finetuning": ("BaseFinetuning", {"callbacks": [BackboneFinetuning()]}),
     "pruning": ("ModelPruning", {"callbacks": [ModelPruning("l1_unstructured", amount=0.2)]}),
     "no optimizer": ("configure_optimizers returns None", {"kind": WithoutOptimizer}),
+    "last batch": ("Use on_train_epoch_end", {"kind": AsksForLast}),
     "two loaders": ("training takes one torch", {"loaders": 2}),
     "ckpt_path": ("--resume DIR", {"ckpt_path": "last.ckpt"}),
 }
