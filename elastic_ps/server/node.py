@@ -162,10 +162,8 @@ class Node:
         if self._log.is_old(order):
             return self._report()
         shard = self.shard
-        if advance.term and not advance.rescue and advance.term != shard.term:
-            text = (
-                f"shard {self.index} has the model of term {shard.term}; the order is of term {advance.term}"
-            )
+        if (term := advance.rescue or advance.term) and term != shard.term:
+            text = f"shard {self.index} has the model of term {shard.term}; the order is of term {term}"
             raise Refused(RefusalCode.NOT_READY, text)
         if advance.next is None and not shard.whole:
             text = f"the standby of shard {self.index} is still catching up"

@@ -310,11 +310,11 @@ class Rescue:
         number = checkpoints.number()
         if "tensors" not in (state := json.loads(order.state)):
             raise Refused(RefusalCode.INVALID, "the standby is of another version than its shard")
-        order = replace(order, term=term, expected={}, prepare=False, state="", rescue=True)
+        order = replace(order, term=term, expected={}, prepare=False, state="", rescue=order.term)
         write = replace(order, checkpoint=number)
         writers = [self._writer(*pair, write) for pair in zip(self.shards, self.standbys, strict=True)]
         checkpoints.begin(order.version, time.monotonic(), state, number=number)
-        probe = Advance(order.version, 0, {}, term=term, rescue=True)
+        probe = Advance(order.version, 0, {}, term=term, rescue=order.rescue)
 
         def ask() -> None:
             for index, writer in enumerate(writers):

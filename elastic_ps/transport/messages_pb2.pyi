@@ -741,8 +741,8 @@ class AdvanceRequest(_message.Message):
     source: str
     number: int
     last: bool
-    rescue: bool
-    def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., expected: _Optional[_Mapping[int, int]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., checkpoint: _Optional[int] = ..., term: _Optional[int] = ..., prepare: bool = ..., state: _Optional[str] = ..., next: _Optional[_Union[AdvanceRequest, _Mapping]] = ..., source: _Optional[str] = ..., number: _Optional[int] = ..., last: bool = ..., rescue: bool = ...) -> None: ...
+    rescue: int
+    def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., expected: _Optional[_Mapping[int, int]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., checkpoint: _Optional[int] = ..., term: _Optional[int] = ..., prepare: bool = ..., state: _Optional[str] = ..., next: _Optional[_Union[AdvanceRequest, _Mapping]] = ..., source: _Optional[str] = ..., number: _Optional[int] = ..., last: bool = ..., rescue: _Optional[int] = ...) -> None: ...
 
 class StateRequest(_message.Message):
     __slots__ = ("job", "term", "bucket", "tensor", "start", "key", "dtype", "scalar", "last", "source", "number")

@@ -145,6 +145,14 @@ def test_an_order_of_a_standby_of_an_earlier_version_is_left_out(setting: Settin
     assert not setting.by().save([replace(each, state="{}") for each in setting.by().held()])
 
 
+def test_a_round_is_not_saved_from_a_model_of_another_term(setting: Setting) -> None:
+    """A standby that was left behind keeps the rounds of a term that the job has given up since."""
+    later = [replace(order, term=2) for order in setting.by().held()]
+    assert later
+    assert not setting.by().save(later)
+    assert setting.checkpoints.durable_version is None
+
+
 def test_what_is_on_disk_is_not_saved_again(setting: Setting) -> None:
     assert setting.rescue()
     assert not setting.rescue()
@@ -245,7 +253,7 @@ def test_a_version_that_a_shard_was_writing_when_it_was_lost_comes_from_its_stan
 
 
 def test_a_shard_that_still_has_the_model_needs_no_standby(setting: Setting) -> None:
-    configure(setting.shard, term=2)
+    configure(setting.shard, term=1)
     order = replace(round_of(0), apply=None)
 
     class Nobody:
