@@ -64,7 +64,9 @@ class ScriptState(MutableMapping[str, Any]):
         self._world.decide("session.state", self._say_again)
 
     def _say_again(self) -> None:
-        if self._said is not None and self._said[0] <= self._member.version:
+        if self._said is not None and self._said[0] > self._member.version:
+            self._said = None
+        if self._said is not None:
             self._say(self._said[1], again=True)
 
     def _read(self) -> dict[str, Any]:

@@ -130,6 +130,37 @@ def test_what_the_chief_has_written_outlives_the_parameter_server(tmp_path: Path
         job.join()
 
 
+def test_what_the_chief_has_written_is_given_up_with_its_version(tmp_path: Path) -> None:
+    """The job comes to the same version again, and the worker joins again then."""
+    versions: list[int] = []
+
+    def script(session: Session) -> None:
+        model = Tally(8)
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        for _ in (loader := session.loader(Indexes(8), 8, epochs=4)).epochs():
+            for batch in loader:
+                optimizer.zero_grad()
+                model(batch).backward()
+                optimizer.step()
+            if session.is_chief and not versions:
+                session.state["best"] = 0.9
+            elif session.version == 2:
+                job.until(lambda: job.status().progress.durable_version == 2, "it is on disk")
+            else:
+                continue
+            versions.append(session.version)
+            job.restart(0)
+        assert dict(session.state) == {}
+
+    checkpoint = {"everyVersions": 2, "interval": "1h"}
+    with running_job(
+        tmp_path, checkpoints=tmp_path / "checkpoints", parameterServer={"checkpoint": checkpoint}
+    ) as job:
+        job.start(0, script)
+        job.join()
+    assert versions == [1, 2]
+
+
 def test_an_answer_of_before_the_job_went_back_counts_no_more(tmp_path: Path) -> None:
     """The checkpoint does not know of the chief that was chosen since. Both were the chief of one epoch."""
     told, other_told = threading.Event(), threading.Event()
