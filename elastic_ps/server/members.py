@@ -46,8 +46,8 @@ class MemberCalls:
     def __init__(self, callers: Callers, shard_zero: ShardZero, shard: Callable[[], Shard]) -> None:
         self._callers, self._job, self._commit = callers, shard_zero.job, shard_zero.commit
         self._checkpoints, self._history, self._shard = shard_zero.checkpoints, shard_zero.history, shard
-        self._turn = Turn()
-        self._join_header = 0
+        self._turn, self._join_header = Turn(), 0
+        self._joining: dict[int, str] = {}  # the last process that has asked, by worker; the later one is it
         self._waste = bytearray()  # all Probes write their bodies here, also at the same time
 
     # --- members
@@ -63,6 +63,7 @@ class MemberCalls:
         link, tensors = _link(request), tensors_from_message(request.tensors)
         optimizer, settings = request.optimizer.name, settings_from_message(request.optimizer.groups)
         job, worker, call = self._job, request.caller.worker, request.caller.call
+        self._joining[worker] = request.instance
         has_to_measure = request.measures and link is None
         with job.settled() as state:
             if known := state.members.known(worker, request.instance, call):
@@ -98,6 +99,8 @@ class MemberCalls:
         with job.settled() as state:
             if known := state.members.known(worker, request.instance, call):
                 return self._joined(state, known, incoming)
+            if self._joining[worker] != request.instance:
+                raise Refused(RefusalCode.SUPERSEDED, f"another process joins as worker {worker}")
             job.drop(worker, "lost")
             if not self._may_join(worker):  # another worker has begun to initialise the model
                 return pb.JoinReply(pending=True)

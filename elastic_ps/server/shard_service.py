@@ -71,10 +71,8 @@ class ShardService:
         except Refused as refusal:
             if refusal.code is RefusalCode.WRONG_VERSION:
                 self._callers.require_member(caller)
-            lost = (
-                refusal.code is RefusalCode.STALE_ATTEMPT and steps is not None and steps.is_applied(request)
-            )
-            if not lost:
+            stale = refusal.code is RefusalCode.STALE_ATTEMPT
+            if not (stale and steps is not None and steps.is_applied(request)):
                 raise
             added = False  # its answer was lost, and the version is made
         else:
@@ -193,9 +191,8 @@ class ShardService:
 
 def answer_of(shard: Shard, pulled: Pulled) -> tuple[pb.PullReply, memoryview]:
     """The answer for a pulled bucket of `shard`, and its body."""
-    packed = None
-    if pulled.delta is not None:
-        packed = pulled.delta.packed
+    packed = pulled.delta.packed if pulled.delta is not None else None
+    if packed is not None:
         packed = packed._replace(codec=packed.codec or shard.codecs.deltas)
     if not (packed or pulled.unchanged or pulled.stands):
         version = pulled.version, pulled.draft

@@ -320,6 +320,23 @@ def test_a_process_that_was_replaced_does_not_expel_the_one_in_its_place(coordin
         coordinator.heartbeat(0, member.incarnation)
 
 
+def test_of_two_processes_that_join_as_one_worker_the_later_one_is_the_worker(shard: Notes) -> None:
+    """The call of the first one, which may have died, is answered after the second one has joined."""
+    joined: list[pb.JoinReply] = []
+
+    class Slow(CommitCoordinator):
+        def configure(self, *arguments: Any, **named: Any) -> None:
+            super().configure(*arguments, **named)
+            joined.append(join(asked, 0, instance="new", call=1))
+
+    with running([shard], orders=Slow) as asked:
+        with pytest.raises(Refused) as refused:
+            join(asked, 0, instance="old", call=1)
+        assert refused.value.code is RefusalCode.SUPERSEDED
+        asked.initialised(0, joined[0].incarnation)
+        assert asked.job.state.members.live[0].instance == "new"
+
+
 def test_a_join_whose_answer_was_lost_is_answered_again(coordinator: Asked) -> None:
     member = start(coordinator, instance="a", call=1)
     again = join(coordinator, 0, instance="a", call=1)
