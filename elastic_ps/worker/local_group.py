@@ -291,7 +291,7 @@ class _Reducer:
         """A step begins. Nothing of an older one is added up any more."""
         with self._changed:
             self._step, self.weights, self._missing = step.number, weights, len(self._flat.layout.pushed)
-            self._weight = step.weight
+            self._weight, self._error = step.weight, None
 
     def forget(self) -> None:
         """The step under way is given up, or has ended. Blocks while a bucket is added up."""
@@ -324,7 +324,7 @@ class _Reducer:
                     self._changed.notify_all()
         except Exception as error:  # noqa: BLE001 (raised in the thread that waits)
             with self._changed:
-                self._error = error
+                self._error = error if part.step == self._step else self._error
                 self._changed.notify_all()
 
     def _await(self, number: int, part: _Part) -> _Told | None:

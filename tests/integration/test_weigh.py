@@ -382,6 +382,29 @@ def test_parts_without_tokens_are_refused_if_no_process_has_any(tmp_path: Path) 
             job.join()
 
 
+def test_a_refused_step_may_be_skipped(tmp_path: Path) -> None:
+    refused: set[int] = set()
+
+    def script(session: Session, rank: int) -> None:
+        model = mlp()
+        optimizer = session.optimizer(sgd(model), model)
+        for x, y in session.loader(DATA, 10):
+            if rank not in refused:
+                session.weigh(0)
+            mean_loss(model, x, y).backward()
+            try:
+                optimizer.step()
+            except UsageError:
+                refused.add(rank)
+                optimizer.skip()
+
+    with running_job(tmp_path, worker={"processes": 2}) as job:
+        job.start_processes(0, script)
+        job.join()
+        assert len(job.commits()) == 7, "of eight steps"
+    assert refused == {0, 1}
+
+
 def test_a_process_without_records_of_the_last_batch_weighs_what_it_said_for_all(tmp_path: Path) -> None:
     """Batches of 5, 5 and 1 records are loaded first, and process 1 has none of the last one."""
     weights: list[float] = []
