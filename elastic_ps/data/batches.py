@@ -300,8 +300,9 @@ class Batches:
 
     @property
     def reductions(self) -> dict[str, str]:
-        """How values are reduced, by their names, if not to their mean."""
-        return {name: how for name, how in self._reductions.items() if how != "mean"}
+        """How the values of `metrics` are reduced, by their names, if not to their mean."""
+        names = {name for name, _ in self._values([*self._computed, *self._open])}
+        return {name: how for name, how in self._reductions.items() if name in names and how != "mean"}
 
 
 def checked(metrics: Mapping[str, Any], reduce: str) -> dict[str, Any]:

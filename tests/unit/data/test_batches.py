@@ -36,6 +36,16 @@ def test_the_loss_of_an_exchange_is_the_mean_over_the_records_of_its_steps() -> 
     assert not batches, "nothing is kept any more"
 
 
+def test_a_step_says_how_its_own_values_are_reduced() -> None:
+    batches = Batches()
+    compute(batches, 0)
+    batches.report({"hits": 1.0}, "sum")
+    assert batches.reductions == {"hits": "sum"}
+    batches.step_made()
+    compute(batches, 1, loss=1.0)
+    assert batches.reductions == {}
+
+
 def test_gradients_that_are_dropped_do_not_touch_the_steps_before() -> None:
     batches = Batches()
     compute(batches, 0)
