@@ -22,7 +22,7 @@ RECORDS = 1437
 def test_the_script_trains_as_a_job_and_leaves_a_model(tmp_path: Path) -> None:
     (script,), (job, _) = blocks("python"), blocks("yaml")
     (tmp_path / "train.py").write_text(script)
-    (tmp_path / "mine.yaml").write_text(job.replace("epochs: 200", "epochs: 2"))
+    (tmp_path / "mine.yaml").write_text(job.replace("epochs: 1500", "epochs: 2"))
 
     def elastic_ps(*arguments: str) -> str:
         done = subprocess.run(
