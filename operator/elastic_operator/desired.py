@@ -122,7 +122,7 @@ def read_last_valid(
         spec = dict(json.loads(observed.valid_spec))
         spec["runPolicy"] = {**(spec.get("runPolicy") or {}), **_suspend(job)}
         known = read_desired({**job, "spec": spec}, observed, policy, secured=secured)
-    except (ValueError, TypeError, InvalidJob):
+    except (ValueError, TypeError, RecursionError, InvalidJob):
         return None
     return replace(known, invalid=kept_valid(why))
 

@@ -122,7 +122,7 @@ def build_registry(
             queue.add(key)
         background.append(asyncio.create_task(queue.run(), name="queue"))
         background.append(asyncio.create_task(passes.poller.run(), name="poller"))
-        background.append(asyncio.create_task(_list(controller, listings, settings), name="listings"))
+        background.append(asyncio.create_task(list_again(controller, listings, settings), name="listings"))
 
     def watch(resource: Resource) -> None:
         @kopf.on.event(group_of(resource), resource, id=resource, registry=registry)
@@ -142,8 +142,8 @@ def build_registry(
     return registry
 
 
-async def _list(controller: Controller, listings: Listings, settings: Settings) -> None:
-    """List everything periodically. This finds missed changes, and watches that are dead."""
+async def list_again(controller: Controller, listings: Listings, settings: Settings) -> None:
+    """List everything periodically, until cancelled. This finds missed changes, and watches that are dead."""
     wait = interval = settings.resync.total_seconds()
     while True:
         with contextlib.suppress(TimeoutError):
@@ -154,6 +154,9 @@ async def _list(controller: Controller, listings: Listings, settings: Settings) 
         try:
             await asyncio.to_thread(controller.list_all)
             wait = interval
-        except (ApiError, ConnectionLost) as error:
+        except Exception as error:  # no error of a listing may end the listings
             wait = min(interval, _AGAIN)
-            logger.warning("cannot list all objects; trying again in %g s: %s", wait, error)
+            known = isinstance(error, ApiError | ConnectionLost)
+            logger.warning(
+                "cannot list all objects; trying again in %g s: %s", wait, error, exc_info=not known
+            )

@@ -307,7 +307,7 @@ def _last_words(metadata: Mapping[str, Any], container: Mapping[str, Any]) -> Se
         return None
     try:
         words = read_server_status(dict(json.loads(text)))
-    except (ValueError, TypeError, ValidationError):
+    except (ValueError, TypeError, RecursionError, ValidationError):
         return None
     return words if words.job == (metadata.get("labels") or {}).get(names.JOB_LABEL) else None
 

@@ -8,6 +8,7 @@ deleted object, known by its uid, does not come back. So the operator reads its 
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +20,8 @@ from elastic_operator.plan import Observed
 from elastic_operator.pods import Pod
 from elastic_operator.queue import Key
 from elastic_ps.api.job import GROUP, VERSION
+
+logger = logging.getLogger(__name__)
 
 Resource: TypeAlias = Literal["trainingjobs", "pods", "services", "persistentvolumeclaims", "networkpolicies"]
 
@@ -68,12 +71,20 @@ class Store:
         self._gone: dict[str, float] = {}
 
     def put(self, resource: Resource, manifest: Mapping[str, Any], *, ours: bool = False) -> None:
-        """Store an object. `ours`: it is the answer to an own write, which needs no pass."""
-        item = _read(resource, manifest)
-        if item is None:
-            return
+        """Store an object. `ours`: it is the answer to an own write, which needs no pass.
+
+        One that cannot be read is logged and left out.
+        """
         metadata = manifest["metadata"]
         place = (resource, metadata["namespace"], metadata["name"])
+        try:
+            item = _read(resource, manifest)
+        except Exception as error:  # one object may not hide the others
+            debug = logger.isEnabledFor(logging.DEBUG)
+            logger.warning("%s %s/%s cannot be read: %r", *place, error, exc_info=debug)
+            return
+        if item is None:
+            return
         with self._lock:
             before = self._items.get(place)
             if item.uid in self._gone or (before is not None and not _newer(item, before)):

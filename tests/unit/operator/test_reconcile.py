@@ -287,7 +287,12 @@ def test_last_words_are_out_of_date_once_a_process_runs_again() -> None:
     assert simulation.status["progress"]["recordsApplied"] == 97
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '{"job": 1}', "text", '{"job":"digits"}'])
+NESTED = f'{{"job": "digits", "more": {"[" * 700}{"]" * 700}}}'
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1]", '{"job": 1}', "text", '{"job":"digits"}', pytest.param(NESTED, id="nested")]
+)
 def test_what_are_no_last_words_are_none(text: str) -> None:
     simulation = running()
     silent_end(simulation, 97)
@@ -575,7 +580,9 @@ def test_what_a_person_edits_while_the_job_is_suspended_is_the_last_valid_spec_t
     assert simulation.workers() == ["digits-worker-0", "digits-worker-1"]
 
 
-@pytest.mark.parametrize("known", ["", "{", "[]", "5", '{"entrypoint": "nonsense"}'])
+@pytest.mark.parametrize(
+    "known", ["", "{", "[]", "5", '{"entrypoint": "nonsense"}', pytest.param("[" * 100_000, id="nested")]
+)
 def test_a_job_of_which_no_valid_spec_is_known_is_left_alone_until_it_has_one(known: str) -> None:
     """It is too long to be kept, or somebody has written into its Service."""
     simulation = running()

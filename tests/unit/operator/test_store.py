@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +15,18 @@ import pytest
 
 from elastic_operator import names
 from elastic_operator.api import Api, ApiError
+from elastic_operator.handlers import list_again
 from elastic_operator.listings import Listings
 from elastic_operator.metrics import Metrics
 from elastic_operator.queue import Key
 from elastic_operator.session import Delays
 from elastic_operator.settings import Settings
 from elastic_operator.store import Resource, Store
+from elastic_ps.errors import ConnectionLost
 from tests.testing.api_server import JOBS, ApiServer, Refusal, Request
 from tests.testing.simulation import job_document
 from tests.testing.virtual import Clock
+from tests.unit.operator.test_cluster import Operator
 
 KEY: Key = ("default", "digits")
 
@@ -260,6 +266,18 @@ def test_a_job_is_over_when_its_status_says_so(store: Store, status: dict[str, A
     assert store.jobs() == {KEY: over}
 
 
+def test_an_object_that_cannot_be_read_hides_no_other(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    deep = job(2, uid="uid-deep")
+    deep["metadata"]["name"] = "deep"
+    deep["spec"]["arguments"] = {"a": nested}
+    store.put("trainingjobs", deep)
+    assert "trainingjobs default/deep cannot be read: RecursionError" in caplog.text
+    assert store.jobs().keys() == {KEY}
+
+
 def test_a_listing_is_of_one_resource_and_of_all_namespaces_if_it_names_none(store: Store) -> None:
     store.put("pods", pod("digits-worker-0", 5))
     store.listed("services", "", {}, "10")
@@ -381,3 +399,28 @@ def test_a_listing_that_fails_is_no_proof_and_the_next_one_is(
 def test_what_kopf_is_refused_it_asks_for_less_and_less_often() -> None:
     first = [delay / 2 for delay in itertools.islice(Delays(lambda low, high: low + high), 10)]
     assert first == [1, 1, 2, 3, 5, 8, 13, 20, 20, 20]
+
+
+def test_no_error_of_a_listing_ends_the_listings(
+    server: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    operator = Operator(server, tmp_path, resync=timedelta(milliseconds=1))
+    errors = [RecursionError("maximum recursion depth exceeded"), ConnectionLost("no route")]
+    listed = threading.Event()
+
+    def list_all() -> None:
+        if errors:
+            raise errors.pop()
+        listed.set()
+
+    async def main() -> None:
+        monkeypatch.setattr(operator.controller, "list_all", list_all)
+        listings = Listings(operator.api, operator.store, operator.settings)
+        task = asyncio.create_task(list_again(operator.controller, listings, operator.settings))
+        assert await asyncio.to_thread(listed.wait, 20), "it has not listed again"
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+    assert "cannot list all objects; trying again in 0.001 s: no route" in caplog.text
+    assert caplog.text.count("Traceback") == 1, "an outage is no bug"
