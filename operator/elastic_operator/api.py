@@ -14,6 +14,7 @@ import urllib3
 from kubernetes import client, config
 from kubernetes.config.config_exception import ConfigException
 
+from elastic_operator.documents import read_json
 from elastic_operator.metrics import Metrics
 from elastic_operator.settings import Settings
 from elastic_ps.errors import ConnectionLost, ElasticPSError, UsageError
@@ -109,7 +110,7 @@ class Api:
             raise self.error(verb, resource, response.status, response.data)
         if counts:
             self._written()
-        answer = json.loads(response.data)
+        answer = read_json(response.data)
         return answer if isinstance(answer, dict) else {}
 
     def _send(
@@ -164,7 +165,7 @@ class Api:
 def read_error(status: int, body: bytes | str | None) -> ApiError:
     """Read a refusal. A proxy in between may have sent any text."""
     try:
-        document = json.loads(body or "{}")
+        document = read_json(body or "{}")
     except ValueError:
         document = {}
     if not isinstance(document, dict):

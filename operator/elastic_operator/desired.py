@@ -82,6 +82,8 @@ def read_desired(
     """
     name = job["metadata"]["name"]
     document = dict(job.get("spec") or {})
+    if documents.too_deep(document):
+        raise InvalidJob(f"spec is nested deeper than {documents.MOST_LEVELS} levels")
     unknown: list[str] = []
     if started(job, observed):
         # A running job goes on after a downgrade of the operator that started it.

@@ -1,12 +1,15 @@
 """Documents that other versions of the operator, or of a job's image, have written or will read. Pure.
 
-Unknown fields are left out when a document is read, and kept when it is written over.
+Unknown fields are left out when a document is read, and kept when it is written over. The API server stores
+objects with up to 10,000 levels, which Python cannot read: what is nested so deeply is cut off.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -15,6 +18,60 @@ from elastic_ps.api.job import TrainingJobSpec
 from elastic_ps.api.status import Condition, ServerStatus, TrainingJobStatus
 
 _M = TypeVar("_M", bound=BaseModel)
+
+MOST_LEVELS = 200
+"""The most levels of a spec."""
+
+_CUT = 500
+"""The levels that are left of a document with more: half of what Python reads, and enough for a spec with too
+many.
+"""
+
+_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[][{}]', re.DOTALL)
+"""The brackets of a JSON text, and its strings, which may have brackets in them."""
+
+
+def read_json(text: str | bytes) -> Any:
+    """Read JSON, without what is nested too deeply to be read.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        return json.loads(shallow(text.encode() if isinstance(text, str) else text))
+
+
+def shallow(text: bytes, levels: int = _CUT) -> bytes:
+    """A JSON text with null in place of each object and list below so many levels."""
+    if text.count(b"{") + text.count(b"[") <= levels:
+        return text
+    kept, begin, depth = bytearray(), 0, 0
+    for found in _BRACKETS.finditer(text):
+        if found[0] in (b"{", b"["):
+            if depth == levels:
+                kept += text[begin : found.start()] + b"null"
+            depth += 1
+        elif found[0] in (b"}", b"]"):
+            depth -= 1
+            if depth == levels:
+                begin = found.end()
+    return bytes(kept + text[begin:])
+
+
+def too_deep(document: Any, levels: int = MOST_LEVELS) -> bool:
+    """Whether a document holds anything below so many levels."""
+    outer = [document]
+    for _ in range(levels + 1):
+        outer = [inner for each in outer for inner in _parts(each)]
+    return bool(outer)
+
+
+def _parts(document: Any) -> Iterable[Any]:
+    if isinstance(document, Mapping):
+        return document.values()
+    return document if isinstance(document, list) else ()
 
 
 def read_status(job: Mapping[str, Any]) -> TrainingJobStatus:

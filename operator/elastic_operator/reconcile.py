@@ -296,8 +296,9 @@ def _network(
 
 def _service(job: Mapping[str, Any], desired: Desired, observed: Observed) -> Iterator[Action]:
     """Create the Service before the other objects: it records the spec, and whether the job uses TLS."""
-    name, valid = names.service(desired.name), json.dumps(job.get("spec"), sort_keys=True)
-    if desired.invalid or len(valid) > _MOST_KEPT:
+    name = names.service(desired.name)
+    valid = "" if desired.invalid else json.dumps(job.get("spec"), sort_keys=True)
+    if len(valid) > _MOST_KEPT:
         valid = ""
     if not observed.service:
         manifest = wiring.service(job, secured=desired.secured)

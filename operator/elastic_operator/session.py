@@ -17,8 +17,10 @@ from typing import Any, cast
 
 import aiohttp
 import kopf
+from aiohttp.typedefs import JSONDecoder
 
 from elastic_operator.api import Api
+from elastic_operator.documents import read_json, shallow
 from elastic_operator.listings import Listings
 
 logger = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ class Delays:
 
 
 class _Lines:
-    """The stream of a watch, in whole lines. A line that is cut off is left out."""
+    """The stream of a watch, in whole lines that can be read. A line that is cut off is left out."""
 
     def __init__(self, content: aiohttp.StreamReader) -> None:
         self._content = content
@@ -59,7 +61,20 @@ class _Lines:
                     logger.warning(
                         "a watch reports an error; listing again: %s", line.decode(errors="replace")
                     )
-                yield (_TOO_OLD if _ERROR.match(line) else line) + b"\n"
+                yield (_TOO_OLD if _ERROR.match(line) else shallow(line)) + b"\n"
+
+
+class _Response(aiohttp.ClientResponse):
+    """An answer that can be read however deeply an object in it is nested."""
+
+    async def json(
+        self,
+        *,
+        encoding: str | None = None,
+        loads: JSONDecoder = read_json,
+        content_type: str | None = "application/json",
+    ) -> Any:
+        return await super().json(encoding=encoding, loads=loads, content_type=content_type)
 
 
 def connection(api: Api) -> kopf.ConnectionInfo:
@@ -102,6 +117,7 @@ def session(api: Api, listings: Listings) -> kopf.AiohttpSession:
         aiohttp_session=aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
             middlewares=[ask],
+            response_class=_Response,
             proxy=api.proxy,
         ),
     )

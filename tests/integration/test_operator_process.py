@@ -261,6 +261,25 @@ def test_a_watch_goes_on_from_where_it_was_and_begins_anew_where_that_is_forgott
         operator.close()
 
 
+def test_jobs_that_are_nested_too_deeply_cost_only_themselves(server: ApiServer, tmp_path: Path) -> None:
+    """One is there before kopf lists, and a watch delivers the other one."""
+    server.texts["DEEP"] = "[" * 10_000 + "]" * 10_000
+    server.add_job("listed", arguments={"a": "DEEP"})
+    operator = start(server, tmp_path, "--resync", "1h")
+    try:
+        eventually(lambda: server.watched(JOBS) and server.watched("pods"), f"it watches: {operator.said}")
+        server.add_job("watched", arguments={"a": "DEEP"})
+        server.add_job()
+        eventually(lambda: "digits-worker-0" in server.names("pods"), f"one is started: {operator.said}")
+        eventually(
+            lambda: server.phase("listed") == server.phase("watched") == "Failed",
+            f"the others are told: {operator.said}",
+        )
+        assert operator.page("/healthz") == (200, "ok")
+    finally:
+        operator.close()
+
+
 def test_kopf_asks_again_though_it_is_not_known(server: ApiServer, listening: Process) -> None:
     """The API server may not have read all accounts yet, or the token be an old one."""
     unknown = [401, 401]

@@ -73,6 +73,7 @@ class ApiServer:
         refuse: looks at each request first, and raises `Refusal` for those that are to fail.
         page: objects in a page of a listing at most; None: as many as the request says.
         discovery: what it says it serves, by path.
+        texts: the JSON that answers have in place of these texts, such as what Python cannot write.
     """
 
     def __init__(self) -> None:
@@ -81,6 +82,7 @@ class ApiServer:
         self.refuse: Callable[[Request], None] = lambda _: None
         self.page: int | None = None
         self.discovery = dict(_DISCOVERY)
+        self.texts: dict[str, str] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.RLock()
         self._watches: list[_Watch] = []
@@ -222,7 +224,7 @@ class ApiServer:
                 if request.query.get("watch") == "true":
                     watch = self._watch(request)
                 else:
-                    return _send(handler, 200, self._answer(request))
+                    return _send(handler, 200, self._encoded(self._answer(request)))
         except Refusal as refusal:
             status = _status(refusal)
             if refusal.streamed:
@@ -230,18 +232,24 @@ class ApiServer:
                 watch.changes.put({"type": "ERROR", "object": status})
                 watch.changes.put(None)
             else:
-                return _send(handler, refusal.code, status)
+                return _send(handler, refusal.code, self._encoded(status))
         handler.send_response(200)
         handler.send_header("Content-Type", "application/json")
         handler.end_headers()
         try:
             while (change := watch.changes.get()) is not None:
-                handler.wfile.write(json.dumps(change).encode() + b"\n")
+                handler.wfile.write(self._encoded(change) + b"\n")
                 handler.wfile.flush()
         except OSError:
             with self._lock:
                 if watch in self._watches:
                     self._watches.remove(watch)
+
+    def _encoded(self, document: Object) -> bytes:
+        text = json.dumps(document)
+        for short, long in self.texts.items():
+            text = text.replace(json.dumps(short), long)
+        return text.encode()
 
     def _watch(self, request: Request) -> _Watch:
         namespace, resource, _, _ = _locate(request.path)
@@ -367,8 +375,7 @@ def _status(refusal: Refusal) -> Object:
     }
 
 
-def _send(handler: BaseHTTPRequestHandler, code: int, document: Object) -> None:
-    body = json.dumps(document).encode()
+def _send(handler: BaseHTTPRequestHandler, code: int, body: bytes) -> None:
     handler.send_response(code)
     handler.send_header("Content-Type", "application/json")
     handler.send_header("Content-Length", str(len(body)))
