@@ -188,8 +188,10 @@ CONDITIONS = (
     Reason(
         "Degraded",
         ("SpecNotFollowed", "InvalidSpec"),
-        "An edit cannot be applied, or the API server refuses a pod made from it. The job keeps its last "
-        "valid spec, except that it is suspended or resumed as the edit says.",
+        "An edit cannot be applied, the API server refuses a pod made from it, or a template is no longer "
+        "permitted. The job keeps its last valid spec, except that it is suspended or resumed as the edit "
+        "says, and gets no new pods from templates that are not permitted. If the operator knows no valid "
+        "spec, which may be too long to be kept, it leaves the job alone.",
         "Correct the spec.",
     ),
     Reason("Degraded=False", ("AsAsked",), "Everything that the spec asks for exists or is starting."),

@@ -28,6 +28,7 @@ class Desired:
         replicas: the number of workers.
         ignored: why `spec` differs from the resource; empty if it does not.
         invalid: why `spec` is an earlier one; "" if the resource's own is valid.
+        withheld: the roles that get no new pods, since their template is no longer permitted.
         restart: pods older than this are to be replaced; None if nobody has asked for a restart.
         generation: the number of the settings that shard 0 is told.
         secured: whether the job's processes use TLS.
@@ -38,6 +39,7 @@ class Desired:
     replicas: int
     ignored: tuple[str, ...] = ()
     invalid: str = ""
+    withheld: frozenset[Role] = frozenset()
     restart: datetime | None = None
     generation: int = 0
     secured: bool = False
@@ -46,6 +48,10 @@ class Desired:
         """Whether a pod was made from another image or template, or before a restart was asked for."""
         changed = pod.template not in ("", builders.template_hash(self.spec, pod.role))
         return changed or pod.older_than(self.restart)
+
+    def renewable(self, pod: Pod) -> bool:
+        """Whether a pod is outdated, and a new one may take its place."""
+        return pod.role not in self.withheld and self.outdated(pod)
 
     def workers(self, observed: Observed) -> list[int]:
         """The indexes of the wanted workers: those of existing ones, then the lowest free ones.
@@ -73,9 +79,16 @@ def _loss(worker: Pod) -> int:
 
 
 def read_desired(
-    job: Mapping[str, Any], observed: Observed, policy: Policy, *, secured: bool = False
+    job: Mapping[str, Any],
+    observed: Observed,
+    policy: Policy,
+    *,
+    secured: bool = False,
+    withhold: bool = False,
 ) -> Desired:
     """Read a job. `policy`: what templates may hold. `secured`: whether jobs that start now use TLS.
+
+    `withhold`: a template that is not permitted does not make the spec invalid; see `Desired.withheld`.
 
     Raises:
         InvalidJob: the spec cannot be followed; each line of the message names a field.
@@ -92,7 +105,7 @@ def read_desired(
         f"this version of the operator does not know {field}, so the field has no effect" for field in unknown
     ]
     spec = parse_spec(document, source="spec")
-    _check_pods(job, spec, policy)
+    withheld = _check_pods(job, spec, policy, withhold=withhold)
     _check_claim(name, spec)
     secured = _is_secured(job, observed, secured)
     if why := spec.refuse_unencrypted(secured=secured):
@@ -103,7 +116,8 @@ def read_desired(
         spec=spec,
         replicas=spec.worker.replicas,
         ignored=tuple(ignored),
-        restart=restart,
+        withheld=withheld,
+        restart=None if withheld else restart,
         generation=builders.generation(job),
         secured=secured,
     )
@@ -114,7 +128,8 @@ def read_last_valid(
 ) -> Desired | None:
     """The last valid spec of a job that has started, while its spec is invalid; None if that is unknown.
 
-    The resource still decides whether the job is suspended.
+    The resource still decides whether the job is suspended. Pods whose template is no longer permitted are
+    withheld.
 
     `why`: what is wrong with the spec. See `read_desired` for the rest.
     """
@@ -123,21 +138,19 @@ def read_last_valid(
     try:
         spec = dict(json.loads(observed.valid_spec))
         spec["runPolicy"] = {**(spec.get("runPolicy") or {}), **_suspend(job)}
-        known = read_desired({**job, "spec": spec}, observed, policy, secured=secured)
+        known = read_desired({**job, "spec": spec}, observed, policy, secured=secured, withhold=True)
     except (ValueError, TypeError, RecursionError, InvalidJob):
         return None
-    return replace(known, invalid=kept_valid(why))
+    kept = "the job keeps its last valid spec"
+    if known.withheld:
+        kept += ", without new pods from templates that are not permitted any more,"
+    return replace(known, invalid=f"{kept} until you correct this: {why}")
 
 
 def _suspend(job: Mapping[str, Any]) -> dict[str, bool]:
     policy = (job.get("spec") or {}).get("runPolicy") or {}
     asked = policy.get("suspend", False) if isinstance(policy, Mapping) else None
     return {"suspend": asked} if isinstance(asked, bool) else {}
-
-
-def kept_valid(why: str) -> str:
-    """The message that a job goes on though its spec is invalid."""
-    return f"the job keeps its last valid spec until you correct this: {why}"
 
 
 def _is_secured(job: Mapping[str, Any], observed: Observed, default: bool) -> bool:
@@ -196,10 +209,16 @@ def tuning_to_tell(desired: Desired, server: Pod) -> str:
     return wanted.to_json() if wanted.differs(told) else ""
 
 
-def _check_pods(job: Mapping[str, Any], spec: TrainingJobSpec, policy: Policy) -> None:
-    """Raise InvalidJob if a template has another shape or no image, or holds what is not permitted."""
+def _check_pods(
+    job: Mapping[str, Any], spec: TrainingJobSpec, policy: Policy, *, withhold: bool
+) -> frozenset[Role]:
+    """Raise InvalidJob if a template has another shape or no image, or holds what is not permitted.
+
+    With `withhold`, return the roles whose template holds what is not permitted.
+    """
     namespace = job["metadata"]["namespace"]
     permitted = policy.of(namespace)
+    withheld: set[Role] = set()
     roles: dict[Role, str] = {"ps": "parameterServer", "worker": "worker"}
     if spec.evaluator is not None:
         roles["evaluator"] = "evaluator"
@@ -223,8 +242,11 @@ def _check_pods(job: Mapping[str, Any], spec: TrainingJobSpec, policy: Policy) -
                 f"spec.{field}.template has a container {without[0]!r} without an image; the job's own "
                 f"container is called {own!r}. Correct the name, or set an image"
             )
-        if forbidden:
+        if forbidden and not withhold:
             raise InvalidJob(refusal(forbidden, f"spec.{field}.template", namespace))
+        if forbidden:
+            withheld |= {*builders.SERVERS} if role == "ps" else {role}
+    return frozenset(withheld)
 
 
 def _check_claim(name: str, spec: TrainingJobSpec) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 from elastic_operator import builders, certificates, names, network, wiring
 from elastic_operator.desired import (
     Desired,
-    kept_valid,
     read_desired,
     read_last_valid,
     started,
@@ -73,6 +72,7 @@ _NEED: dict[Role, str] = {
     "standby": "every shard needs its standby",
 }
 
+_ENDED = "it has ended, and makes room for a new one"
 
 _MOST_KEPT = 200 * 1024
 """The longest spec that is written to the Service's annotation, in characters.
@@ -149,11 +149,15 @@ def _with_counts(status: TrainingJobStatus, observed: Observed, desired: Desired
 def _invalid(
     old: TrainingJobStatus, status: TrainingJobStatus, message: str, *, started: bool, now: datetime
 ) -> Plan:
-    """The plan for an invalid spec: a job that has not started fails, a running one goes on unchanged."""
+    """The plan for an invalid spec: a job that has not started fails, a running one is left alone.
+
+    Its last valid spec is not known, too long to be kept, or not valid for this version of the operator.
+    """
     why = Problem("InvalidSpec", message)
     if started:
-        kept = Problem("InvalidSpec", kept_valid(message))
-        status = with_condition(status, "Degraded", True, kept, now=now)
+        text = "the operator knows no valid spec of the job, and leaves it alone until you correct this: "
+        alone = Problem("InvalidSpec", f"{text}{message}")
+        status = with_condition(status, "Degraded", True, alone, now=now)
         return Plan(status=status, notes=tuple(turned(old, status)))
     return _conclude(old, status, Verdict("Failed", why), [], now)
 
@@ -327,10 +331,10 @@ def _servers(
     for role, shard in builders.servers(spec):
         pod = there.get((role, shard))
         if pod is None:
-            yield _create(job, desired, status, role, shard, _NEED[role])
+            yield from _create(job, desired, status, role, shard, _NEED[role])
         elif pod.ending is not None and pod.deleting is None and _is_counted(pod, old):
             if pause(pod, now, options) == ZERO:
-                yield DeletePod.of(pod, "it has ended, and a new one takes its place")
+                yield DeletePod.of(pod, _ENDED)
         elif pod.active and (why := server_to_renew(pod, desired, observed)):
             yield DeletePod.of(pod, why)
         elif pod.active and pod.tuning:
@@ -368,11 +372,11 @@ def _evaluator(
         ready = observed.word is not None and observed.word.ready
         done = any(worker.ending == "done" for worker in observed.of("worker"))
         if ready and (done or not status.progress.finished):
-            yield _create(job, desired, status, "evaluator", 0, "the job has an evaluator")
+            yield from _create(job, desired, status, "evaluator", 0, "the job has an evaluator")
     elif pod.over and pod.finished:
         if pause(pod, now, options) == ZERO:
-            yield DeletePod.of(pod, "it has ended, and a new one takes its place")
-    elif pod.deleting is None and pod.ending != "done" and desired.outdated(pod):
+            yield DeletePod.of(pod, _ENDED)
+    elif pod.deleting is None and pod.ending != "done" and desired.renewable(pod):
         yield DeletePod.of(pod, "its image or template has changed, or somebody has asked for a restart")
 
 
@@ -397,14 +401,14 @@ def _workers(
     for index in wanted:
         if index not in there and not finished:
             reason = f"the job asks for {amount(desired.replicas, 'worker')}"
-            yield _create(job, desired, status, "worker", index, reason)
+            yield from _create(job, desired, status, "worker", index, reason)
     for index, pod in sorted(there.items(), reverse=True):
         if pod.deleting is not None:
             continue
         if pod.over:
             restart = restart_in(pod, status, desired, now, options)
             if pod.uid in old.worker.counted_pods and restart == ZERO:
-                yield DeletePod.of(pod, "it has ended, and a new one takes its place")
+                yield DeletePod.of(pod, _ENDED)
         elif pod.active and (why := given_up(pod, desired, status, observed, now)) is not None:
             # A hung worker is counted, and has an Event.
             yield DeletePod.of(pod, why.message, told=pod.uid in status.worker.counted_pods)
@@ -414,7 +418,7 @@ def _workers(
             yield DeletePod.of(pod, "the training is finished, and its container has not started")
         elif pod.active and finished and _stays_out(pod, observed, now):
             yield DeletePod.of(pod, f"the training is finished, and {STAYED_OUT}")
-        elif pod.stuck and desired.outdated(pod):
+        elif pod.stuck and desired.renewable(pod):
             yield DeletePod.of(pod, MENDED)
     yield from workers_to_renew(desired, status, observed, now)
     yield from _lingering(observed, now, options)
@@ -435,7 +439,10 @@ def _create(
     role: Role,
     index: int,
     reason: str,
-) -> Create:
+) -> Iterator[Create]:
+    """The pod, unless its template is no longer permitted."""
+    if role in desired.withheld:
+        return
     avoid = sorted(filter(None, status.worker.invalid_on))
     manifest = builders.pod(
         job,
@@ -448,7 +455,7 @@ def _create(
     )
     # If another job has a claim of this name, its checkpoints are not ours.
     needs: Kind | None = "PersistentVolumeClaim" if role in builders.SERVERS else None
-    return Create("Pod", names.pod(desired.name, role, index), manifest, reason, needs=needs)
+    yield Create("Pod", names.pod(desired.name, role, index), manifest, reason, needs=needs)
 
 
 def _lingering(observed: Observed, now: datetime, options: Options) -> Iterator[Action]:

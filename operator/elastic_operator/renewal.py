@@ -63,7 +63,7 @@ def left_over(desired: Desired, observed: Observed) -> tuple[Action, ...]:
 
 def server_to_renew(server: Pod, desired: Desired, observed: Observed) -> str:
     """Why to replace a server that has not ended; "" if it stays. A standby is replaced after the shards."""
-    if server.stuck and desired.outdated(server):
+    if server.stuck and desired.renewable(server):
         return MENDED
     if not server.older_than(desired.restart):
         return ""
@@ -90,11 +90,11 @@ def workers_to_renew(
         if pod is None or not pod.active or not any(m.present for m in member_statuses(pod, observed, now))
     ]
     for pod in absent:
-        if pod is not None and pod.unjoined and observed.server is not None and desired.outdated(pod):
+        if pod is not None and pod.unjoined and observed.server is not None and desired.renewable(pod):
             yield DeletePod.of(pod, "it has not joined, and its image or template has changed")
     if absent:
         return
     for pod in reversed(wanted):
-        if pod is not None and desired.outdated(pod):
+        if pod is not None and desired.renewable(pod):
             yield DeletePod.of(pod, "its image or template has changed, or somebody has asked for a restart")
             return

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_operator import names
 from elastic_operator.documents import read_server_status, read_status
+from elastic_operator.permissions import Permissions, Policy
 from elastic_operator.plan import Create, DeletePod, Observed, Options, Outcome, Plan, stamp
 from elastic_operator.pods import Problem
 from elastic_operator.reconcile import reconcile
@@ -539,6 +541,72 @@ def test_pods_that_end_while_the_spec_is_invalid_are_replaced_as_the_last_valid_
     assert simulation.condition("Degraded")["status"] == "False"
 
 
+def narrowed(**run_policy: Any) -> Simulation:
+    """A job that runs, with a template for workers that the administrator has ceased to permit."""
+    template = {"spec": {"hostNetwork": True}}
+    simulation = Simulation(
+        job_document(worker={"replicas": 2, "template": template}, runPolicy=dict(run_policy))
+    )
+    simulation.options = Options(policy=Policy({"*": Permissions(host_namespaces=True)}))
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
+    simulation.options = Options()
+    return simulation
+
+
+def test_a_job_that_runs_gets_no_new_pods_from_a_template_that_is_not_permitted_any_more() -> None:
+    simulation = narrowed()
+    assert simulation.step().actions == (), "what runs is left alone"
+    simulation.end("digits-worker-1", 1)
+    del simulation.pods["digits-ps-0"]
+    simulation.settle()
+    assert set(simulation.pods) == {"digits-ps-0", "digits-worker-0"}
+    assert simulation.status["worker"]["failures"] == 1
+    requeue = simulation.step().requeue
+    assert requeue is not None
+    assert requeue > timedelta(0), "there is nothing to do"
+    degraded = simulation.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "InvalidSpec")
+    assert degraded["message"].startswith(
+        "the job keeps its last valid spec, without new pods from templates that are not permitted any more, "
+        "until you correct this: spec.worker.template.spec.hostNetwork is not permitted"
+    )
+    finish(simulation)
+    simulation.end("digits-worker-0", 0)
+    simulation.settle()
+    assert simulation.condition("Succeeded")["reason"] == "Finished"
+
+
+def test_a_job_whose_templates_are_not_permitted_any_more_is_suspended_and_ends_in_time() -> None:
+    simulation = narrowed()
+    simulation.edit(runPolicy={"suspend": True})
+    simulation.settle()
+    assert simulation.status["phase"] == "Suspended"
+    assert simulation.pods == {}
+    simulation.edit(runPolicy={"suspend": False})
+    simulation.settle()
+    assert set(simulation.pods) == {"digits-ps-0"}
+    late = narrowed(activeDeadlineSeconds=3600)
+    late.now += timedelta(hours=1)
+    late.settle()
+    assert late.condition("Failed")["reason"] == "DeadlineExceeded"
+
+
+def test_no_pod_is_deleted_for_a_new_one_that_is_not_permitted() -> None:
+    simulation = narrowed()
+    fields: dict[str, Any] = {"incarnation": 1, "pid": 7, "joined_version": 0, "state": "training"}
+    tell(simulation, *(MemberStatus(worker=i, host=f"digits-worker-{i}", **fields) for i in range(2)))
+    simulation.pods["digits-worker-0"]["metadata"]["annotations"][names.TEMPLATE_ANNOTATION] = "older"
+    hold(simulation, "digits-worker-1", **NOT_PLACED)
+    simulation.pods["digits-worker-1"]["metadata"]["annotations"][names.TEMPLATE_ANNOTATION] = "older"
+    simulation.restart(simulation.now)
+    simulation.now += timedelta(minutes=1)
+    assert simulation.step().actions == ()
+    assert simulation.status["worker"]["outdated"] == 2
+    simulation.options = Options(policy=Policy({"*": Permissions(host_namespaces=True)}))
+    assert {"digits-ps-0", "digits-worker-1"} <= {*named(simulation.step())}
+
+
 def test_a_suspended_job_whose_spec_becomes_invalid_stays_suspended_until_it_is_resumed() -> None:
     simulation = running()
     simulation.edit(runPolicy={"suspend": True})
@@ -592,7 +660,11 @@ def test_a_job_of_which_no_valid_spec_is_known_is_left_alone_until_it_has_one(kn
     simulation.now += timedelta(minutes=1)
     for _ in range(3):
         assert simulation.step().actions == ()
-    assert simulation.condition("Degraded")["reason"] == "InvalidSpec"
+    degraded = simulation.condition("Degraded")
+    assert degraded["reason"] == "InvalidSpec"
+    assert degraded["message"].startswith(
+        "the operator knows no valid spec of the job, and leaves it alone until you correct this: spec.worker"
+    )
 
 
 def test_a_deterministic_job_that_names_no_number_of_workers_asks_for_one() -> None:
