@@ -51,7 +51,8 @@ def main() -> int:
         return 2
     store = Store()
     listings = Listings(api, store, given)
-    authority = None if given.tls_secret is None else Authority(api, given.tls_secret)
+    secret = given.tls_secret
+    authority = None if secret is None else Authority(api, secret, given=given.tls_secret_given)
     controller = Controller(Cluster(api, store, authority), store, listings, given, metrics)
     passes = handlers.Passes(controller, given)
     queue = passes.queue

@@ -31,10 +31,14 @@ _KNOWN_FOR = 300.0
 
 
 class Authority:
-    """Signs for jobs. Blocking; thread-safe. `secret`: (namespace, name) of the Secret to sign with."""
+    """Signs for jobs. Blocking; thread-safe.
 
-    def __init__(self, api: Api, secret: tuple[str, str]) -> None:
+    `secret`: (namespace, name) of the Secret to sign with. `given`: somebody else creates it.
+    """
+
+    def __init__(self, api: Api, secret: tuple[str, str], *, given: bool = False) -> None:
         self._api = api
+        self._given = given
         self._namespace, self._name = secret
         self._lock = threading.Lock()
         self._data: dict[str, bytes] = {}
@@ -99,6 +103,8 @@ class Authority:
         except ApiError as error:
             if error.status != 404:
                 raise
+            if self._given:
+                raise UsageError(f"{self} is missing; create it") from error
             found = self._make(path)
         try:
             return {key: base64.b64decode(text) for key, text in (found.get("data") or {}).items()}

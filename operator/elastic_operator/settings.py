@@ -33,6 +33,7 @@ class Settings:
         status_timeout: deadline of a request to a parameter server.
         tls_secret: (namespace, name) of the Secret that signs the certificates of jobs; None: jobs that start
             now use no TLS.
+        tls_secret_given: whether somebody else creates that Secret.
         lease: (namespace, name) of the Lease that this operator must hold to work; None: it works at once.
         lease_duration: the time after which another operator may take a lease that is not renewed.
         identity: this operator's name as a holder of the lease; empty: the host's name.
@@ -48,6 +49,7 @@ class Settings:
     request_timeout: timedelta = timedelta(seconds=15)
     status_timeout: timedelta = timedelta(seconds=2)
     tls_secret: tuple[str, str] | None = None
+    tls_secret_given: bool = False
     lease: tuple[str, str] | None = None
     lease_duration: timedelta = timedelta(seconds=15)
     identity: str = ""
@@ -95,6 +97,11 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         "missing. Without this option, jobs use no TLS",
     )
     add(
+        "--tls-secret-given",
+        action="store_true",
+        help="the Secret is somebody else's: if it is missing, no certificates are issued",
+    )
+    add(
         "--certificate-lifetime",
         type=_lifetime,
         default=defaults.options.certificate_lifetime,
@@ -140,6 +147,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         resync=given.resync,
         watch_limit=given.watch_limit,
         tls_secret=given.tls_secret,
+        tls_secret_given=given.tls_secret_given,
         lease=given.lease,
         lease_duration=given.lease_duration,
         identity=given.identity,

@@ -39,8 +39,8 @@ def server() -> Iterator[ApiServer]:
     server.close()
 
 
-def operator_of(server: ApiServer, tmp_path: Path) -> Operator:
-    return Operator(server, tmp_path, tls_secret=SEED_PLACE, options=SECURED)
+def operator_of(server: ApiServer, tmp_path: Path, **settings: Any) -> Operator:
+    return Operator(server, tmp_path, tls_secret=SEED_PLACE, options=SECURED, **settings)
 
 
 def secured(**spec: Any) -> Simulation:
@@ -387,6 +387,21 @@ def test_an_issuer_signs_in_the_place_of_the_operators_own(
     leaf = file(server, "digits-tls-ps-0", "0.crt")
     x509.load_pem_x509_certificate(leaf).verify_directly_issued_by(ca)
     assert validity_of(leaf)[1] <= ca.not_valid_after_utc
+
+
+def test_a_secret_that_somebody_else_creates_is_not_made(server: ApiServer, tmp_path: Path) -> None:
+    operator = operator_of(server, tmp_path, tls_secret_given=True)
+    server.add_job()
+    operator.turns(2)
+    degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
+    assert (degraded.reason, degraded.message) == (
+        REFUSED,
+        "the Secret system/authority is missing; create it",
+    )
+    assert server.names("secrets") == []
+    server.put("secrets", encoded(seed=b"s" * 32))
+    operator.turns(2)
+    assert server.names("secrets") == ["authority", "digits-tls-ps-0", "digits-tls-worker-0"]
 
 
 @pytest.mark.parametrize(

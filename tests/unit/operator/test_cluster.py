@@ -49,9 +49,9 @@ class Operator:
         self.settings = Settings(kubeconfig=server.kubeconfig(directory), **settings)
         self.api = Api(self.settings, self.metrics)
         self.store = Store()
-        secret = self.settings.tls_secret
+        secret, given = self.settings.tls_secret, self.settings.tls_secret_given
         self.now = 0.0
-        authority = Authority(self.api, secret) if secret else None
+        authority = Authority(self.api, secret, given=given) if secret else None
         self.cluster = Cluster(self.api, self.store, authority, clock=lambda: self.now)
         listings = Listings(self.api, self.store, self.settings)
         self.monitors = listings.monitors

@@ -193,6 +193,7 @@ def test_the_operator_may_read_one_secret_by_its_name() -> None:
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         given = settings.parse([a for a in container["args"] if "tls" in a or "certificate" in a])
         assert given.tls_secret == (deployment["metadata"]["namespace"], name)
+        assert given.tls_secret_given == bool(existing)
         assert given.options.secured
         assert given.options.certificate_lifetime.days == 90
 
@@ -267,15 +268,19 @@ def test_the_admission_policy_is_made_if_asked_for_and_knows_each_permission() -
     assert selector["values"] == EVERYTHING["namespaces"]
 
 
-def test_the_operator_is_held_to_its_own_secrets_if_asked_for() -> None:
-    values = {"admissionPolicy": {"enabled": True}, "tls": {"existingSecret": "issuer"}}
+@pytest.mark.parametrize("existing", ["", "issuer"])
+def test_the_operator_is_held_to_its_own_secrets_if_asked_for(existing: str) -> None:
+    """It never writes one that somebody else creates."""
+    values = {"admissionPolicy": {"enabled": True}, "tls": {"existingSecret": existing}}
     name = "elastic-ps-secrets"
     policy, binding = (d for d in documents(values) if d["metadata"]["name"] == name)
     (condition,) = policy["spec"]["matchConditions"]
     assert "'system:serviceaccount:elastic-ps-system:elastic-ps'" in condition["expression"]
     (rule,) = policy["spec"]["validations"]
-    assert names.SECRET_TYPE in rule["expression"]
-    assert "object.metadata.name == 'issuer'" in rule["expression"]
+    own = "object.metadata.namespace == 'elastic-ps-system' && object.metadata.name == 'elastic-ps-authority'"
+    expected = f"object.type == '{names.SECRET_TYPE}'" + ("" if existing else f" || ({own})")
+    assert rule["expression"] == expected
+    assert ("its own one" in rule["message"]) != bool(existing)
     assert (binding["spec"]["policyName"], binding["spec"]["validationActions"]) == (name, ["Deny"])
     without = documents({"admissionPolicy": {"enabled": True}, "tls": {"enabled": False}})
     assert name not in {d["metadata"]["name"] for d in without}
