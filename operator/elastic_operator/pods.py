@@ -361,9 +361,11 @@ def _ended(manifest: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[E
             return "invalid", Problem(
                 "InvalidJob", _said(f"{name} reports that the job cannot run as specified", end)
             )
-    # A worker's container is not restarted, so its end is the end of the worker, whatever side-cars do.
-    # The containers of other pods are restarted.
-    own = terminated if container.get("name") == names.CONTAINER["worker"] else {}
+    # A worker's container is not restarted, nor an evaluator's that has succeeded. Its end is that of the
+    # pod, whatever side-cars do. Other containers are restarted.
+    called, code = container.get("name"), terminated.get("exitCode")
+    final = called == names.CONTAINER["worker"] or (called == names.CONTAINER["evaluator"] and code == 0)
+    own = terminated if final else {}
     if phase == "Succeeded" or (own and own.get("exitCode") == 0):
         return "done", None
     if phase != "Failed" and not own:

@@ -157,6 +157,32 @@ def test_the_job_ends_when_the_evaluator_has_ended() -> None:
     assert "evaluator" not in simulation.condition("Succeeded")["message"]
 
 
+def with_sidecar(simulation: Simulation) -> None:
+    """The evaluator's pod also has a container that runs on."""
+    status = simulation.pods[NAME]["status"]
+    status["phase"] = "Running"
+    status["containerStatuses"].insert(0, {"name": "sidecar", "state": {"running": {}}})
+
+
+def test_a_side_car_that_runs_on_keeps_no_evaluator_from_being_done() -> None:
+    simulation = finished()
+    simulation.end(NAME, 0)
+    with_sidecar(simulation)
+    simulation.step()
+    assert simulation.condition("Succeeded")["reason"] == "Finished"
+    assert "evaluator" not in simulation.condition("Succeeded")["message"]
+    simulation.settle()
+    assert NAME not in simulation.pods, "its side-car would run for ever"
+
+
+def test_an_evaluator_that_fails_beside_a_side_car_is_left_to_the_kubelet() -> None:
+    simulation = finished()
+    simulation.end(NAME, 1)
+    with_sidecar(simulation)
+    assert simulation.step().actions == ()
+    assert simulation.status["phase"] == "Running"
+
+
 def test_the_job_ends_without_an_evaluator_that_takes_too_long() -> None:
     simulation = finished(finishTimeout="90s")
     simulation.now += timedelta(seconds=89)
