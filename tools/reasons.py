@@ -147,8 +147,10 @@ CONDITIONS = (
     Reason(
         "Degraded",
         ("NoAnswer",),
-        "All workers are done, but the parameter server does not say whether all records are in the model.",
-        "Look at its pod. Let the operator reach its port 8080 (NetworkPolicy).",
+        "The parameter server has not answered the operator for 30 s, although it is ready or all workers "
+        "are done. Training goes on, but the operator does not know how far it is: the job cannot end, and "
+        "no evaluator starts.",
+        "Look at its pod. Let the operator reach its port 8080 (NetworkPolicy, service mesh).",
     ),
     Reason(
         "Degraded",

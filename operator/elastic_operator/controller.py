@@ -55,15 +55,23 @@ class Controller:
             return snapshot, None
         return snapshot, server_of(key[1], snapshot.observed)
 
-    def run_pass(self, key: Key, snapshot: Snapshot, word: ServerStatus | None) -> timedelta | None:
-        """One pass over the job; returns when to look again. `word`: its server's answer after the snapshot.
+    def run_pass(
+        self,
+        key: Key,
+        snapshot: Snapshot,
+        word: ServerStatus | None,
+        unanswered: timedelta | None = None,
+    ) -> timedelta | None:
+        """One pass over the job; returns when to look again.
+
+        `word`: its server's answer after the snapshot. `unanswered`: see `plan.Observed`.
 
         Raises:
             ApiError, ConnectionLost: try again later.
         """
         with self._metrics.duration.time():
             try:
-                again = self._pass(key, snapshot, word)
+                again = self._pass(key, snapshot, word, unanswered)
             except ApiError as error:
                 self._metrics.reconciles.labels("error").inc()
                 if error.status != 409:
@@ -79,8 +87,10 @@ class Controller:
         self._metrics.reconciles.labels("ok").inc()
         return again
 
-    def _pass(self, key: Key, snapshot: Snapshot, word: ServerStatus | None) -> timedelta | None:
-        job, observed = snapshot.job, replace(snapshot.observed, server=word)
+    def _pass(
+        self, key: Key, snapshot: Snapshot, word: ServerStatus | None, unanswered: timedelta | None
+    ) -> timedelta | None:
+        job, observed = snapshot.job, replace(snapshot.observed, server=word, unanswered=unanswered)
         now, options = datetime.now(UTC), self._settings.options
         plan = reconcile(job, observed, now, options)
         outcome = self._cluster.execute(job, plan.actions)

@@ -56,11 +56,12 @@ class Passes:
         self.poller.follow(key, server)
         if snapshot is None:
             return None
-        word = None
+        word, silence = None, None
         if server is not None:
             word = await self.poller.word(key, server, since=snapshot.changed)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._controller.run_pass, key, snapshot, word)
+            silence = self.poller.unanswered(key)
+        loop, run_pass = asyncio.get_running_loop(), self._controller.run_pass
+        return await loop.run_in_executor(self._threads, run_pass, key, snapshot, word, silence)
 
     def close(self) -> None:
         """Block until the passes that have begun are over."""

@@ -30,7 +30,8 @@ class Options:
         poll: the shortest time between two questions to a job's parameter server.
         look: the longest time between two passes over a job.
         retry: how long to wait after the API server refused to create something.
-        answer_limit: how long the PS may be silent after the last worker has ended, before it is a problem.
+        answer_limit: how long the PS may be silent when it is ready, or when all workers are done, before
+            it is a problem.
         restart_base, restart_limit: the delay before a failed worker is replaced doubles with each failure.
         place_limit: how long a pod may fit on no node, before it is a problem; its volume may be on its way.
         start_limit: how long a pod with a node may start no container, before it is a problem. Its status
@@ -70,6 +71,7 @@ class Observed:
         claims: the names of the volume claims.
         policies: the names of the NetworkPolicies; empty if the operator makes none.
         server: the answer of shard 0; None if it did not answer.
+        unanswered: how long shard 0 has not answered although it is ready; None if it has, or is not.
         refusals: what the API server has refused in this pass.
         certified: the end of the certificates that were issued in this pass; None if none were.
     """
@@ -81,6 +83,7 @@ class Observed:
     claims: frozenset[str] = frozenset()
     policies: frozenset[str] = frozenset()
     server: ServerStatus | None = None
+    unanswered: timedelta | None = None
     refusals: tuple[Problem, ...] = ()
     certified: datetime | None = None
 

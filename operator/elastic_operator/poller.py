@@ -87,12 +87,15 @@ class _Answer:
 
 @dataclass
 class _Followed:
+    """Attributes: `silent`: when the first of its `failures` in a row was asked."""
+
     server: Server
     due: float
     written: float
     answer: _Answer | None = None
     asked: float = float("-inf")
     failures: int = 0
+    silent: float | None = None
 
 
 Asking = Callable[..., Awaitable[ServerStatus | None]]
@@ -160,6 +163,13 @@ class Poller:
                 self._plan(key, self._period())  # the next question may be a minute away
         return None if job.answer is None else job.answer.status()
 
+    def unanswered(self, key: Key) -> timedelta | None:
+        """How long the job's server has not answered although it is ready; None if it has, or is not."""
+        job = self._jobs.get(key)
+        if job is None or job.silent is None:
+            return None
+        return timedelta(seconds=self._clock() - job.silent)
+
     async def run(self) -> None:
         """Ask until cancelled."""
         try:
@@ -211,8 +221,11 @@ class Poller:
         status = await self._asking(job.server.host, self._port, job.server.job, timeout=self._timeout)
         if asked >= job.asked:
             job.asked, job.answer = asked, None if status is None else _Answer.of(status)
-            # A server that is not ready may be starting, and is not expected to answer.
-            job.failures = 0 if status is not None or not job.server.ready else job.failures + 1
+            if status is not None or not job.server.ready:
+                # A server that is not ready may be starting, and is not expected to answer.
+                job.failures, job.silent = 0, None
+            else:
+                job.failures, job.silent = job.failures + 1, asked if job.silent is None else job.silent
 
 
 async def ask(host: str, port: int, job: str, *, timeout: float) -> ServerStatus | None:

@@ -69,6 +69,8 @@ def next_look(
     times += [options.place_limit - waits for waits in unplaced if waits < options.place_limit]
     unstarted = [waits for pod in observed.pods if (waits := pod.unstarted(now)) is not None]
     times += [options.start_limit - waits for waits in unstarted if waits < options.start_limit]
+    if observed.unanswered is not None and observed.unanswered < options.answer_limit:
+        times.append(options.answer_limit - observed.unanswered)
     ends = [pod.deleting for pod in observed.pods if pod.deleting is not None]
     times += [max(options.retry, end + options.force_after - now) for end in ends]
     done = [pod for pod in workers if pod.ending == "done"]

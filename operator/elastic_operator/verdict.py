@@ -149,16 +149,19 @@ def _lost(status: TrainingJobStatus) -> str:
 def _silence(
     status: TrainingJobStatus, desired: Desired, observed: Observed, now: datetime, options: Options
 ) -> Iterator[Problem]:
-    """The problem that the parameter server does not answer after the workers are done."""
-    if status.progress.finished or not _all_done(desired, observed):
+    """The problem that the parameter server does not answer, although it is ready or the workers are done."""
+    if status.progress.finished:
         return
-    last = max((pod.ended for pod in observed.of("worker") if pod.ended), default=now)
-    if (observed.word is None or not observed.word.begun) and now - last > options.answer_limit:
+    waits = observed.unanswered or timedelta(0)
+    if _all_done(desired, observed) and (observed.word is None or not observed.word.begun):
+        last = max((pod.ended for pod in observed.of("worker") if pod.ended), default=now)
+        waits = max(waits, now - last)
+    if waits >= options.answer_limit:
         message = (
-            "the parameter server does not answer, so the operator cannot tell whether all records are in "
-            "the model. Every worker has ended its script. See `kubectl describe pod "
-            f"{names.pod(desired.name, 'ps', 0)}`. If the pod is ready, check that no NetworkPolicy "
-            f"keeps the operator from its port {DEFAULT_HTTP_PORT}"
+            "the parameter server does not answer, so the operator cannot tell how far the training is, or "
+            "whether all records are in the model. See `kubectl describe pod "
+            f"{names.pod(desired.name, 'ps', 0)}`. If the pod is ready, check that no NetworkPolicy or "
+            f"service mesh keeps the operator from its port {DEFAULT_HTTP_PORT}"
         )
         yield Problem("NoAnswer", message)
 

@@ -56,6 +56,7 @@ class Simulation:
         self.claims: set[str] = set()
         self.policies: set[str] = set()
         self.server: ServerStatus | None = None
+        self.unanswered: timedelta | None = None
         self.now = START
         self.options = Options()
         self.made = 0
@@ -95,6 +96,7 @@ class Simulation:
             claims=frozenset(self.claims),
             policies=frozenset(self.policies),
             server=self.server,
+            unanswered=self.unanswered,
         )
 
     def plan(self) -> Plan:

@@ -19,9 +19,10 @@ from elastic_operator.authority import Authority
 from elastic_operator.cluster import Cluster, difference
 from elastic_operator.controller import Controller
 from elastic_operator.documents import read_status
+from elastic_operator.handlers import Passes
 from elastic_operator.listings import Listings
 from elastic_operator.metrics import Metrics
-from elastic_operator.plan import Create, DeleteJob, DeletePod, Note, Observed, Outcome
+from elastic_operator.plan import Create, DeleteJob, DeletePod, Note, Observed, Options, Outcome
 from elastic_operator.poller import ask
 from elastic_operator.queue import Key
 from elastic_operator.session import connection
@@ -805,3 +806,21 @@ def test_a_role_that_is_too_old_is_asked_once_and_said(server: ApiServer, operat
     operator.turns()
     assert len(server.asked("PATCH", "digits-servers")) == 2
     assert next(c for c in operator.status.conditions if c.type == "Degraded").reason != "RoleTooOld"
+
+
+def test_a_job_whose_parameter_server_is_ready_and_does_not_answer_says_so(
+    server: ApiServer, tmp_path: Path
+) -> None:
+    options = Options(answer_limit=timedelta(microseconds=1))
+    operator = Operator(server, tmp_path, options=options)
+    server.add_job()
+    operator.turns()
+    for name in server.names("pods"):
+        server.start(name, address=SERVER_ADDRESS)
+    operator.controller.list_all()
+    passes = Passes(operator.controller, operator.settings)
+    asyncio.run(passes.make(KEY))
+    passes.close()
+    degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
+    assert (degraded.status, degraded.reason) == ("True", "NoAnswer")
+    assert operator.status.phase == "Running"

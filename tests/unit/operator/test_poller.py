@@ -327,6 +327,31 @@ def test_one_that_answers_a_pass_is_asked_again_soon_though_it_was_silent_before
     assert near([b - a for a, b in itertools.pairwise(later)], *[10] * (len(later) - 1))
 
 
+def test_a_poller_knows_how_long_a_server_that_is_ready_has_not_answered(world: World) -> None:
+    starting = Server("fast", HOST.host, ready=False)
+    world.say = lambda host, now: told() if now in (0, 60) else None
+
+    async def main() -> None:
+        poller = world.poller()
+        for now, server, seconds in (
+            (0, HOST, None),
+            (10, HOST, 0),
+            (25, HOST, 15),
+            (60, HOST, None),
+            (70, HOST, 0),
+            (80, starting, None),
+            (90, HOST, 0),
+        ):
+            world.clock.now = now
+            poller.follow(FAST, server)
+            await poller.word(FAST, server, since=now)
+            assert poller.unanswered(FAST) == (None if seconds is None else timedelta(seconds=seconds))
+        poller.follow(FAST, None)
+        assert poller.unanswered(FAST) is None
+
+    world.clock.run(main())
+
+
 def test_many_that_do_not_answer_are_asked_no_more_often_than_many_that_do(world: World) -> None:
     world.say = lambda host, now: None
     poller = world.poller(polls=0.1)

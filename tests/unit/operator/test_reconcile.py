@@ -246,6 +246,24 @@ def test_a_job_whose_parameter_server_was_never_reached_does_not_succeed() -> No
     assert simulation.condition("Succeeded")["reason"] == "Finished"
 
 
+def test_a_parameter_server_that_is_ready_and_does_not_answer_is_told_until_it_does() -> None:
+    simulation = running(worker={"replicas": 2})
+    simulation.unanswered = timedelta(seconds=10)
+    again = simulation.step().requeue
+    assert simulation.condition("Degraded")["status"] == "False", "it may be busy"
+    assert again == simulation.options.answer_limit - simulation.unanswered
+    simulation.unanswered += again
+    assert simulation.step().requeue == simulation.options.look
+    assert simulation.status["phase"] == "Running"
+    degraded = simulation.condition("Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "NoAnswer")
+    assert "no NetworkPolicy or service mesh keeps the operator from its port 8080" in degraded["message"]
+    simulation.unanswered = None
+    tell(simulation)
+    simulation.step()
+    assert simulation.condition("Degraded")["status"] == "False"
+
+
 def test_what_was_known_before_the_workers_ended_fails_no_job() -> None:
     simulation = running()
     silent_end(simulation, 97)
