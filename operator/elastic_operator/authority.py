@@ -59,13 +59,18 @@ class Authority:
             UsageError: the Secret is missing or incomplete, or its authority has expired.
             ApiError, ConnectionLost: the Secret cannot be read.
         """
-        signer = self._signer(job, now)
         found = {}
-        for (role, index), names in processes.items():
-            identity = Identity(job, IDENTITIES[role], index)
-            pair = issue(signer.authority, identity, now=now, lifetime=lifetime, names=names)
-            until = validity_of(pair.certificate)[1]
-            found[role, index] = Issued(pair.certificate + signer.chain, pair.key, signer.trusted, until)
+        try:
+            signer = self._signer(job, now)
+            for (role, index), names in processes.items():
+                identity = Identity(job, IDENTITIES[role], index)
+                pair = issue(signer.authority, identity, now=now, lifetime=lifetime, names=names)
+                until = validity_of(pair.certificate)[1]
+                found[role, index] = Issued(pair.certificate + signer.chain, pair.key, signer.trusted, until)
+        except UsageError:
+            with self._lock:
+                self._read = float("-inf")  # the next call reads the Secret, which may be corrected by then
+            raise
         return found
 
     def _signer(self, job: str, now: datetime) -> _Signer:

@@ -412,7 +412,7 @@ def test_a_secret_that_somebody_else_creates_is_not_made(server: ApiServer, tmp_
         ({"tls_crt": b"no", "tls_key": b"no"}, "cannot be read"),
     ],
 )
-def test_a_secret_that_signs_nothing_is_told(
+def test_a_secret_that_signs_nothing_is_told_until_it_is_corrected(
     server: ApiServer, tmp_path: Path, data: dict[str, bytes], words: str
 ) -> None:
     server.put("secrets", encoded(**data))
@@ -421,6 +421,10 @@ def test_a_secret_that_signs_nothing_is_told(
     operator.turns(2)
     degraded = next(c for c in operator.status.conditions if c.type == "Degraded")
     assert (degraded.reason, words in degraded.message) == (REFUSED, True), degraded.message
+    server.put("secrets", encoded(seed=b"s" * 32))
+    operator.turns(2)
+    assert operator.status.certificates is not None
+    assert operator.status.certificates.issued, "the Secret is corrected"
 
 
 def test_certificates_are_renewed_before_an_authority_ends_that_ends_soon(
