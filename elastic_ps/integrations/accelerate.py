@@ -349,9 +349,9 @@ class ElasticAccelerator(Accelerator):  # type: ignore[misc]
         self._accumulates = self._in_accumulate = True
         if self._training is not None and self._training.ends_group:
             self.step = self.batches_of_step - 1  # so that it makes a step, as with accelerate's last batch
-        # A loop over held-out data that was left at its last batch would count as the one under way.
-        for left in [each for each in self.gradient_state.dataloader_references if each is not None]:
-            self.gradient_state._remove_dataloader(left)  # noqa: SLF001
+        for other in self.gradient_state.dataloader_references:
+            if other is not None:
+                other.end_of_dataloader = False  # its last batch, if a script has left it there, ends no step
         try:
             with super().accumulate(*models):
                 yield

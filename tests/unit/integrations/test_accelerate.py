@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -256,9 +256,13 @@ def test_held_out_data_that_are_left_at_their_last_batch_change_no_step(tmp_path
     def train(accelerator: Any) -> Trained:
         def leave(_: int) -> None:
             left.append(accelerator.prepare(DataLoader(Numbers(8), batch_size=8)))
-            next(iter(left[-1]))
+            left.append(iter(left[-1]))
+            next(left[-1])
 
-        return script(accelerator, at_end_of_epoch=leave)
+        trained = script(accelerator, at_end_of_epoch=leave)
+        assert [next(each, None) for each in left if isinstance(each, Iterator)] == [None] * EPOCHS
+        left.clear()
+        return trained
 
     alone = train(Accelerator(cpu=True, gradient_accumulation_steps=2))
     with running_job(tmp_path, data=IN_ORDER) as job:
