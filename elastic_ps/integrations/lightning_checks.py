@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import CodeType
 from typing import Any
 
 from elastic_ps.errors import UsageError
@@ -26,10 +27,8 @@ _REPEATING = (
 _OF_BATCH = ("training_step", "on_train_batch_start", "on_train_batch_end")
 
 
-def _names(module: Any, method: str) -> tuple[str, ...]:
-    """The variables and attributes in the code of a method."""
-    code = getattr(getattr(module, method), "__code__", None)
-    return () if code is None else code.co_varnames + code.co_names
+def _code(module: Any, method: str) -> CodeType:
+    return getattr(getattr(module, method), "__code__", _code.__code__)
 
 
 def check(trainer: Any) -> None:
@@ -86,14 +85,14 @@ def check(trainer: Any) -> None:
             "made of. Leave it out",
         ),
         (
-            "dataloader_iter" in _names(module, "training_step"),
+            "dataloader_iter" in _code(module, "training_step").co_varnames,
             "training_step(dataloader_iter) takes batches itself, but the job says which records make a "
             "batch. Let it take (batch, batch_idx)",
         ),
         (
-            bool(asking := [name for name in _OF_BATCH if "is_last_batch" in _names(module, name)]),
-            f"{' and '.join(asking)} reads trainer.is_last_batch, but a worker knows of no batch whether it "
-            "is its last one of the epoch. Use on_train_epoch_end; for a schedule, call "
+            bool(asking := [name for name in _OF_BATCH if "is_last_batch" in _code(module, name).co_names]),
+            f"trainer.is_last_batch is read in {' and '.join(asking)}, but a worker knows of no batch "
+            "whether it is its last one of the epoch. Use on_train_epoch_end; for a schedule, call "
             "self.trainer.strategy.session.scheduler(schedule, interval='epoch') in on_train_start",
         ),
         (

@@ -137,7 +137,9 @@ class Loop:
     @property
     def _share(self) -> int:
         """How many batches of an epoch this worker is likely to get."""
-        workers: int = self._strategy.session.world_size
+        session = self._strategy.session
+        alone = session.spec.consistency.may_be_stale  # then a version may be that of one worker
+        workers: int = session.spec.worker.replicas if alone else session.world_size
         return -(-len(self.epochs) // workers)
 
     def _number(self, epoch: int) -> None:
@@ -201,7 +203,10 @@ class Loop:
         """Tell Lightning how many batches this worker has of the epoch, which nobody knows before."""
         trainer, fit = self._trainer, self._trainer.fit_loop
         batches, callback = fit.epoch_loop.batch_progress.current.ready, trainer.progress_bar_callback
-        fit.max_batches = max(1 if ended else fit.max_batches, batches)  # with 0 the training would end
+        if ended:
+            fit.max_batches = max(1, batches)  # with 0 the training would end
+        elif batches > fit.max_batches:
+            fit.max_batches = len(self.epochs)  # so that not each of them looks like the last one
         if not batches or not getattr(callback, "is_enabled", False):
             return
         bar = getattr(callback, "train_progress_bar", None)

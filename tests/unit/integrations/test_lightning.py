@@ -249,6 +249,22 @@ class Asking(Net):
         self.batches.append(self.trainer.num_training_batches)
 
 
+class Last(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: list[int] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        is_last_batch = batch_idx + 1 == self.trainer.num_training_batches
+        self.last += [batch_idx] if is_last_batch else []
+
+
+def test_a_worker_that_gets_more_batches_than_its_share_has_few_last_ones(tmp_path: Path) -> None:
+    """It trains all 13 of an epoch, since the other one does not come."""
+    with running_job(tmp_path, worker={"replicas": 2}) as job:
+        assert in_job(job, Last, options={"max_epochs": 1})[0].last == [6, 12]
+
+
 @pytest.mark.parametrize(
     "options",
     [{"val_check_interval": 8}, {"max_steps": 24}],
