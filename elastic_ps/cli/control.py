@@ -105,7 +105,7 @@ def logs(parsed: argparse.Namespace) -> int:
     tail = Tail(directory.logs, pattern)
     while True:
         running = parsed.follow and directory.launcher() is not None
-        for line in tail.new(last=not running):
+        for line in tail.new(last=not running, final=pattern == "*.log"):
             print(line)
         sys.stdout.flush()
         if not running:
