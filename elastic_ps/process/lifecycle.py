@@ -18,7 +18,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from elastic_ps.contract import exits
 from elastic_ps.contract.env import ProcessEnvironment
@@ -215,11 +215,24 @@ def begin(environment: ProcessEnvironment) -> None:
     name = f"{environment.role}-{environment.index}"
     if environment.links:
         name += f"/{environment.local_rank}"
-    ours, handler = logging.getLogger("elastic_ps"), logging.StreamHandler()
+    log_as(name)
+
+
+def log_as(name: str) -> None:
+    """Log to stderr from now on, under this name of the process."""
+    ours, handler = logging.getLogger("elastic_ps"), _Handler()
     handler.setFormatter(logging.Formatter(f"%(asctime)s {name} %(levelname)s %(message)s"))
     ours.handlers = [handler]
     ours.setLevel(logging.INFO)
     ours.propagate = False  # otherwise the script's own handlers would repeat it
+
+
+class _Handler(logging.StreamHandler[TextIO]):
+    """Says nothing any more once the script has closed its stderr."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self.stream.closed:
+            super().handleError(record)
 
 
 class _Lossy(io.FileIO):

@@ -243,6 +243,16 @@ def test_a_script_may_close_its_outputs(forks: ForkServer, tmp_path: Path) -> No
     assert Run(forks, "closes:main", dict(os.environ), directory=tmp_path).ended() == (0, "", "")
 
 
+def test_what_is_logged_after_a_script_has_closed_stderr_fails_nothing() -> None:
+    code = (
+        "import logging, sys\nfrom elastic_ps.process import lifecycle\n"
+        "lifecycle.log_as('worker-0')\nsys.stderr.close()\n"
+        "logging.getLogger('elastic_ps').warning('joins again')\nprint('goes on')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("goes on\n", "")
+
+
 ENDS = """
 import atexit, logging
 
