@@ -86,10 +86,13 @@ def write(out: Path, found: Mapping[str, tuple[dict[str, torch.Tensor], str]]) -
         (out / folder).mkdir(parents=True, exist_ok=True)
         apart = {name: value.clone() for name, value in values.items()}  # no two may share their memory
         partial = out / folder / f".{WEIGHTS}.partial"
-        safetensors.torch.save_file(apart, partial, metadata={"format": "pt"})
-        partial.replace(out / folder / WEIGHTS)
-        partial.write_text(config, encoding="utf-8")
-        partial.replace(out / folder / CONFIG)
+        try:
+            safetensors.torch.save_file(apart, partial, metadata={"format": "pt"})
+            partial.replace(out / folder / WEIGHTS)
+            partial.write_text(config, encoding="utf-8")
+            partial.replace(out / folder / CONFIG)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 # fmt: off
