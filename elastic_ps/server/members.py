@@ -47,7 +47,7 @@ class MemberCalls:
         self._callers, self._job, self._commit = callers, shard_zero.job, shard_zero.commit
         self._checkpoints, self._history, self._shard = shard_zero.checkpoints, shard_zero.history, shard
         self._turn, self._join_header = Turn(), 0
-        self._joining: dict[int, str] = {}  # the last process that has asked, by worker; the later one is it
+        self._joining: dict[int, str] = {}  # the process that was the last to ask, by worker
         self._waste = bytearray()  # all Probes write their bodies here, also at the same time
 
     # --- members

@@ -162,7 +162,7 @@ class Node:
         if self._log.is_old(order):
             return self._report()
         shard = self.shard
-        if (term := advance.rescue or advance.term) and term != shard.term:
+        if (term := advance.rescued_term or advance.term) and term != shard.term:
             text = f"shard {self.index} has the model of term {shard.term}; the order is of term {term}"
             raise Refused(RefusalCode.NOT_READY, text)
         if advance.next is None and not shard.whole:

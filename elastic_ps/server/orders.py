@@ -86,7 +86,7 @@ class Advance:
         prepare: only check that the order can be carried out.
         state: for a standby, the `JobRecord` of the version as JSON; see `Model.complete`.
         last: shard 0 is about to end, and sends no other order.
-        rescue: the term of the round that the order saves, if it is not that of the order; else 0.
+        rescued_term: the term of the round that the order saves, if it is not that of the order; else 0.
     """
 
     version: int
@@ -99,7 +99,7 @@ class Advance:
     state: str = ""
     next: Advance | None = None
     last: bool = False
-    rescue: int = 0
+    rescued_term: int = 0
 
 
 @dataclass(frozen=True)

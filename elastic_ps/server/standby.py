@@ -310,11 +310,11 @@ class Rescue:
         number = checkpoints.number()
         if "tensors" not in (state := json.loads(order.state)):
             raise Refused(RefusalCode.INVALID, "the standby is of another version than its shard")
-        order = replace(order, term=term, expected={}, prepare=False, state="", rescue=order.term)
+        order = replace(order, term=term, expected={}, prepare=False, state="", rescued_term=order.term)
         write = replace(order, checkpoint=number)
         writers = [self._writer(*pair, write) for pair in zip(self.shards, self.standbys, strict=True)]
         checkpoints.begin(order.version, time.monotonic(), state, number=number)
-        probe = Advance(order.version, 0, {}, term=term, rescue=order.rescue)
+        probe = Advance(order.version, 0, {}, term=term, rescued_term=order.rescued_term)
 
         def ask() -> None:
             for index, writer in enumerate(writers):

@@ -706,7 +706,7 @@ class ConfigureRequest(_message.Message):
     def __init__(self, job: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., optimizer: _Optional[str] = ..., settings: _Optional[str] = ..., term: _Optional[int] = ..., load_version: _Optional[int] = ..., source: _Optional[str] = ..., number: _Optional[int] = ..., follows: bool = ..., mutable: _Optional[str] = ...) -> None: ...
 
 class AdvanceRequest(_message.Message):
-    __slots__ = ("job", "version", "attempt", "expected", "apply", "checkpoint", "term", "prepare", "state", "next", "source", "number", "last", "rescue")
+    __slots__ = ("job", "version", "attempt", "expected", "apply", "checkpoint", "term", "prepare", "state", "next", "source", "number", "last", "rescued_term")
     class ExpectedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -727,7 +727,7 @@ class AdvanceRequest(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
-    RESCUE_FIELD_NUMBER: _ClassVar[int]
+    RESCUED_TERM_FIELD_NUMBER: _ClassVar[int]
     job: str
     version: int
     attempt: int
@@ -741,8 +741,8 @@ class AdvanceRequest(_message.Message):
     source: str
     number: int
     last: bool
-    rescue: int
-    def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., expected: _Optional[_Mapping[int, int]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., checkpoint: _Optional[int] = ..., term: _Optional[int] = ..., prepare: bool = ..., state: _Optional[str] = ..., next: _Optional[_Union[AdvanceRequest, _Mapping]] = ..., source: _Optional[str] = ..., number: _Optional[int] = ..., last: bool = ..., rescue: _Optional[int] = ...) -> None: ...
+    rescued_term: int
+    def __init__(self, job: _Optional[str] = ..., version: _Optional[int] = ..., attempt: _Optional[int] = ..., expected: _Optional[_Mapping[int, int]] = ..., apply: _Optional[_Union[Apply, _Mapping]] = ..., checkpoint: _Optional[int] = ..., term: _Optional[int] = ..., prepare: bool = ..., state: _Optional[str] = ..., next: _Optional[_Union[AdvanceRequest, _Mapping]] = ..., source: _Optional[str] = ..., number: _Optional[int] = ..., last: bool = ..., rescued_term: _Optional[int] = ...) -> None: ...
 
 class StateRequest(_message.Message):
     __slots__ = ("job", "term", "bucket", "tensor", "start", "key", "dtype", "scalar", "last", "source", "number")

@@ -478,7 +478,7 @@ def test_an_order_is_not_for_a_model_of_another_term() -> None:
         with pytest.raises(Refused, match="has the model of term 1; the order is of term 2") as refused:
             node.advance(Advance(0, 1, {0: 2}, term=2), OrderId("new", 1))
         assert refused.value.code is RefusalCode.NOT_READY
-        node.advance(Advance(0, 1, {}, term=2, rescue=1), OrderId("new", 2))
+        node.advance(Advance(0, 1, {}, term=2, rescued_term=1), OrderId("new", 2))
     finally:
         node.close()
 

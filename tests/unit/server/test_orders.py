@@ -33,7 +33,9 @@ ORDER = OrderId("a", 7)
     "order",
     [
         Advance(0, 0, {}),
-        Advance(5, 2, {4: 14, 0: 10}, APPLICATION, checkpoint=3, term=2, prepare=True, state="{}", rescue=1),
+        Advance(
+            5, 2, {4: 14, 0: 10}, APPLICATION, checkpoint=3, term=2, prepare=True, state="{}", rescued_term=1
+        ),
         Advance(6, 0, {}, Application(2, ((0, 10, 3),), 640, SETTINGS, norm=0.0)),
         Advance(4, 1, {}, term=2, next=Advance(5, 0, {}, APPLICATION, term=2, state="{}"), last=True),
     ],
