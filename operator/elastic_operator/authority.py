@@ -75,14 +75,15 @@ class Authority:
 
     def _signer(self, job: str, now: datetime) -> _Signer:
         data = self._secret()
-        if SEED in data:
+        certificate, key = data.get(CERTIFICATE_FILE), data.get(KEY_FILE)
+        # An older operator may have made the Secret before its owner has filled it.
+        if SEED in data and not (self._given and certificate and key):
             if len(data[SEED]) < _SEED_BYTES:
                 raise UsageError(
                     f"{self}: {SEED} has {len(data[SEED])} bytes; expected at least {_SEED_BYTES}"
                 )
             made = make_authority(job, now=now, lifetime=_LASTS, seed=data[SEED])
             return _Signer(made, made.certificate, b"")
-        certificate, key = data.get(CERTIFICATE_FILE), data.get(KEY_FILE)
         if not certificate or not key:
             raise UsageError(
                 f"{self} has neither {SEED} nor {CERTIFICATE_FILE} and {KEY_FILE}; add one or the other"

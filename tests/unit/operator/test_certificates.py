@@ -404,6 +404,17 @@ def test_a_secret_that_somebody_else_creates_is_not_made(server: ApiServer, tmp_
     assert server.names("secrets") == ["authority", "digits-tls-ps-0", "digits-tls-worker-0"]
 
 
+def test_the_owners_key_signs_also_where_an_older_operator_has_left_a_seed(
+    server: ApiServer, tmp_path: Path
+) -> None:
+    root = make_authority("root", now=datetime.now(UTC), lifetime=30 * DAY)
+    server.put("secrets", encoded(seed=b"s" * 32, tls_crt=root.certificate, tls_key=root.key))
+    operator = operator_of(server, tmp_path, tls_secret_given=True)
+    server.add_job()
+    operator.turns(1)
+    assert file(server, "digits-tls-ps-0", "ca.crt") == root.certificate
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [
