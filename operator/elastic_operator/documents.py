@@ -27,8 +27,8 @@ _CUT = 500
 many.
 """
 
-_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[][{}]', re.DOTALL)
-"""The brackets of a JSON text, and its strings, which may have brackets in them."""
+_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[][{}]', re.DOTALL)
+"""The brackets of a JSON text, and its strings, which may have brackets in them. It never backtracks."""
 
 
 def read_json(text: str | bytes) -> Any:
