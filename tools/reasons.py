@@ -148,8 +148,8 @@ CONDITIONS = (
         "Degraded",
         ("NoAnswer",),
         "The parameter server has not answered the operator for 30 s, although it is ready or all workers "
-        "are done. Training goes on, but the operator does not know how far it is: the job cannot end, and "
-        "no evaluator starts.",
+        "are done. The operator does not know how far the training is: the job cannot succeed, and no "
+        "evaluator starts.",
         "Look at its pod. Let the operator reach its port 8080 (NetworkPolicy, service mesh).",
     ),
     Reason(

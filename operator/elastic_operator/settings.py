@@ -94,7 +94,7 @@ def parse(arguments: Sequence[str] | None = None) -> Settings:
         "--tls-secret",
         type=_place,
         help="namespace/name of the Secret that signs the certificates of jobs; it is created if it is "
-        "missing. Without this option, jobs use no TLS",
+        "missing, unless --tls-secret-given is set. Without this option, jobs use no TLS",
     )
     add(
         "--tls-secret-given",

@@ -156,7 +156,10 @@ def _silence(
     if _all_done(desired, observed) and (observed.word is None or not observed.word.begun):
         last = max((pod.ended for pod in observed.of("worker") if pod.ended), default=now)
         waits = max(waits, now - last)
-    if waits >= options.answer_limit:
+    known = condition(status, "Degraded")
+    # An operator that was started again has just begun to ask.
+    told = known is not None and known.status == "True" and known.reason == "NoAnswer"
+    if waits >= options.answer_limit or (told and observed.unanswered is not None):
         message = (
             "the parameter server does not answer, so the operator cannot tell how far the training is, or "
             "whether all records are in the model. See `kubectl describe pod "

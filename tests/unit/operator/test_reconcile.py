@@ -258,6 +258,9 @@ def test_a_parameter_server_that_is_ready_and_does_not_answer_is_told_until_it_d
     degraded = simulation.condition("Degraded")
     assert (degraded["status"], degraded["reason"]) == ("True", "NoAnswer")
     assert "no NetworkPolicy or service mesh keeps the operator from its port 8080" in degraded["message"]
+    simulation.unanswered = timedelta(seconds=2)  # of an operator that was started again
+    simulation.step()
+    assert simulation.condition("Degraded") == degraded
     simulation.unanswered = None
     tell(simulation)
     simulation.step()
