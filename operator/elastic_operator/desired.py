@@ -29,7 +29,8 @@ class Desired:
         ignored: why `spec` differs from the resource; empty if it does not.
         invalid: why `spec` is an earlier one; "" if the resource's own is valid.
         withheld: the roles that get no new pods, since their template is no longer permitted.
-        restart: pods older than this are to be replaced; None if nobody has asked for a restart.
+        restart: pods older than this are to be replaced; None if nobody has asked for a restart, or pods are
+            withheld.
         generation: the number of the settings that shard 0 is told.
         secured: whether the job's processes use TLS.
     """

@@ -101,8 +101,9 @@ def _plan(job: Mapping[str, Any], observed: Observed, now: datetime, options: Op
         desired = read_desired(job, observed, options.policy, secured=options.secured)
     except InvalidJob as error:
         last = read_last_valid(job, observed, options.policy, str(error), secured=options.secured)
-        if last is None:
-            return _invalid(old, status, str(error), started=started(job, observed), now=now)
+        if last is None or (last.withheld and ended(old)):  # a job that begins again needs all its pods
+            goes_on = last is None and started(job, observed)
+            return _invalid(old, status, str(error), started=goes_on, now=now)
         desired = last
     if desired.restart is not None and desired.restart > now:
         desired = replace(desired, restart=None)
@@ -397,9 +398,11 @@ def _workers(
     there = {pod.index: pod for pod in observed.of("worker")}
     # If a finished job is resumed, one worker has to find out that nothing is left.
     finished = status.progress.finished and any(pod.ending == "done" for pod in there.values())
-    wanted = desired.workers(observed)
+    wanted, servers = desired.workers(observed), desired.spec.parameter_server.replicas
+    # Without its servers, a worker would wait in vain, and fail.
+    stranded = "ps" in desired.withheld and len(observed.of("ps")) < servers
     for index in wanted:
-        if index not in there and not finished:
+        if index not in there and not finished and not stranded:
             reason = f"the job asks for {amount(desired.replicas, 'worker')}"
             yield from _create(job, desired, status, "worker", index, reason)
     for index, pod in sorted(there.items(), reverse=True):

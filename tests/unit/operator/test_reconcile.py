@@ -562,12 +562,11 @@ def test_pods_that_end_while_the_spec_is_invalid_are_replaced_as_the_last_valid_
     assert simulation.condition("Degraded")["status"] == "False"
 
 
-def narrowed(**run_policy: Any) -> Simulation:
-    """A job that runs, with a template for workers that the administrator has ceased to permit."""
-    template = {"spec": {"hostNetwork": True}}
-    simulation = Simulation(
-        job_document(worker={"replicas": 2, "template": template}, runPolicy=dict(run_policy))
-    )
+def narrowed(part: str = "worker", **run_policy: Any) -> Simulation:
+    """A job that runs, with a template that the administrator has ceased to permit, for this part of it."""
+    spec: dict[str, Any] = {"worker": {"replicas": 2}, "parameterServer": {}, "runPolicy": dict(run_policy)}
+    spec[part]["template"] = {"spec": {"hostNetwork": True}}
+    simulation = Simulation(job_document(**spec))
     simulation.options = Options(policy=Policy({"*": Permissions(host_namespaces=True)}))
     simulation.settle()
     assert simulation.status["phase"] == "Running"
@@ -611,6 +610,33 @@ def test_a_job_whose_templates_are_not_permitted_any_more_is_suspended_and_ends_
     late.now += timedelta(hours=1)
     late.settle()
     assert late.condition("Failed")["reason"] == "DeadlineExceeded"
+
+
+def test_without_a_server_that_is_not_permitted_any_more_no_worker_is_made() -> None:
+    simulation = narrowed("parameterServer")
+    simulation.end("digits-worker-1", 1)
+    simulation.settle()
+    assert simulation.workers() == ["digits-worker-0", "digits-worker-1"], "its server is there"
+    simulation.edit(runPolicy={"suspend": True})
+    simulation.settle()
+    simulation.edit(runPolicy={"suspend": False})
+    simulation.settle()
+    assert simulation.pods == {}
+    assert simulation.condition("Degraded")["reason"] == "InvalidSpec"
+
+
+def test_a_failed_job_whose_templates_are_not_permitted_any_more_does_not_begin_again() -> None:
+    simulation = narrowed(activeDeadlineSeconds=3600)
+    simulation.now += timedelta(hours=1)
+    simulation.settle()
+    assert simulation.condition("Failed")["reason"] == "DeadlineExceeded"
+    simulation.now += timedelta(minutes=1)
+    simulation.restart(simulation.now)
+    simulation.now += timedelta(minutes=1)
+    simulation.settle()
+    failed = simulation.condition("Failed")
+    assert failed["reason"] == "InvalidSpec"
+    assert "spec.worker.template.spec.hostNetwork is not permitted" in failed["message"]
 
 
 def test_no_pod_is_deleted_for_a_new_one_that_is_not_permitted() -> None:
