@@ -162,13 +162,14 @@ def _shuffles(source: DataLoader[Any]) -> bool:
             "which records make a batch, so pass session.loader the data set and batch_size"
         )
     sampler: Any = source.sampler
-    if type(sampler) is SequentialSampler:
+    if type(sampler) is SequentialSampler and _is_of_all(sampler, source.dataset):
         return False
     if (
         (type(sampler) is RandomSampler or (stateful and type(sampler).__name__ == "RandomSampler"))
         and library_of(sampler) in ("torch", "torchdata")
         and not sampler.replacement
         and sampler.num_samples == len(sampler.data_source)
+        and _is_of_all(sampler, source.dataset)
     ):
         return True
     raise UsageError(
@@ -176,6 +177,11 @@ def _shuffles(source: DataLoader[Any]) -> bool:
         "record once in each epoch. Pass session.loader a DataLoader with shuffle=True or False and no "
         "sampler, or a torch.utils.data.Subset of the records that you want"
     )
+
+
+def _is_of_all(sampler: Any, dataset: Any) -> bool:
+    """Whether a sampler of torch's chooses among all records, and not, for example, among `range(1000)`."""
+    return sampler.data_source is dataset or len(sampler.data_source) == len(dataset)
 
 
 def _name_of(given: object) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
 from elastic_ps.api.job import BlockOrder, Data
 from elastic_ps.data.source import Source, read_source
@@ -69,6 +69,14 @@ def test_what_has_a_length_but_no_records_is_refused(given: Any, instead: str) -
 )
 def test_any_object_with_a_length_and_an_index_is_a_data_set(given: Any) -> None:
     assert read(given, batch_size=2).records == len(given)
+
+
+@pytest.mark.parametrize("kind", [SequentialSampler, RandomSampler])
+def test_a_sampler_of_some_of_the_records_is_refused(kind: type[Any]) -> None:
+    dataset = TensorDataset(torch.ones(8))
+    read(DataLoader(dataset, batch_size=2, sampler=kind(range(8))))
+    with pytest.raises(UsageError, match="which chooses records itself"):
+        read(DataLoader(dataset, batch_size=2, sampler=kind(range(5))))
 
 
 def test_a_dataloader_has_its_options_already() -> None:
