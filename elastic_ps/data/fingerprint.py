@@ -5,8 +5,8 @@ some would be trained several times and others never, and nothing else would loo
 
 No record is read for this: a data set may load, decode or augment in `__getitem__`. The fingerprint is of its
 attributes with one entry for each record, whatever their names (`indices` of a Subset, `samples` of an
-ImageFolder, `data`, `targets`), of those of the data sets within it, of a stream's lists of names, and of
-what a stream of Hugging Face's `datasets` shuffles with.
+ImageFolder, `data`, `targets`, a table of Arrow), of those of the data sets within it, of a stream's lists of
+names, and of what a stream of Hugging Face's `datasets` shuffles with.
 """
 
 from __future__ import annotations
@@ -184,6 +184,9 @@ def _entries(value: Any) -> Sequence[Any]:
     if _has(value, "iloc"):  # pandas'
         rows: list[Any] = value.iloc[_spread(len(value), ENTRIES)].to_numpy(dtype=object).tolist()
         return rows
+    if _has(value, "column_names") and _has(value, "combine_chunks"):  # Arrow's, and no single chunk
+        places = _spread(len(value), FEW if value.nbytes <= LARGE else VALUES)
+        return [value.slice(place, 1).to_pylist()[0] for place in places]
     return ()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from elastic_ps.api.job import Data
 from elastic_ps.core.fingerprint import differing
@@ -145,6 +145,24 @@ def test_a_stream_of_hugging_face_begins_anywhere_in_each_epochs_order(shuffled:
             assert float(source[ItemIndex(epoch, number)]["x"]) == orders[epoch][number]
     assert orders[0] != orders[2]
     assert not shuffled or orders[0] != orders[1]
+
+
+def test_a_stream_of_hugging_face_has_the_same_order_in_a_process_of_a_dataloader() -> None:
+    def order(processes: int) -> list[float]:
+        stream = streamed().shuffle(seed=3, buffer_size=10)
+        given = read_source(stream, batch_size=4, records=RECORDS, data=Data(), late=False, options={})
+        batches = [[ItemIndex(0, n) for n in range(start, start + 4)] for start in range(0, RECORDS, 4)]
+        loader = DataLoader[Any](given.readable, batch_sampler=batches, num_workers=processes)
+        return [float(x) for batch in loader for x in batch["x"]]
+
+    assert order(1) == order(0)
+
+
+def test_data_sets_of_hugging_face_with_other_rows_differ() -> None:
+    """`shard` and `from_list` leave no indices, only a table with other rows."""
+    one, same, other = (fingerprint(rows().shard(2, index), RECORDS // 2) for index in (0, 0, 1))
+    assert differing(one, same) == []
+    assert differing(one, other) == ["Dataset._data.table"]
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
