@@ -22,7 +22,7 @@ def seed_everything(base: int, *, worker: int, version: int, local: int = 0, pro
         process: the rank of the worker's process.
     """
     text = f"{base}/{worker}/{version}" + (f"/{local}" if local else "") + (f"/p{process}" if process else "")
-    seed = _mixed(text)
+    seed = seed_of(text)
     torch.manual_seed(seed)
     _seed_python(seed)
     return seed
@@ -52,12 +52,12 @@ class OwnRandom:
 
     def seed(self, text: str) -> None:
         """Begin with the numbers that follow from `text`. To be called within `in_force`."""
-        seed = _mixed(text)
+        seed = seed_of(text)
         torch.default_generator.manual_seed(seed)
         _seed_python(seed)
 
 
-def _mixed(text: str) -> int:
+def seed_of(text: str) -> int:
     """A seed of 63 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 

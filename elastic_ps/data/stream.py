@@ -10,14 +10,16 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from elastic_ps.data.seed import OwnRandom
+from elastic_ps.data.seed import OwnRandom, seed_of
 from elastic_ps.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,8 @@ class IndexedStream(Dataset[Any]):
 
     A copy in another process has a place of its own. `torch.utils.data.get_worker_info()` tells the stream
     that there is one process, so that a stream that shares itself out among a DataLoader's processes is
-    whole in each of them.
+    whole in each of them, and gives it a seed that all of them have. A stream of Hugging Face's, which has
+    another order in a DataLoader's process, is told that it is in none.
 
     Args:
         stream: gives the same items in the same order, whenever and wherever it is begun in an epoch.
@@ -76,6 +79,7 @@ class IndexedStream(Dataset[Any]):
         self._kept: dict[ItemIndex, Any] = {}
         self._seed, self._random = seed, OwnRandom()
         self._items: Iterator[Any] | None = None
+        self._process = os.getpid()
         self._next = ItemIndex(0, 0)  # of the item that comes next
         self._begun = 0  # times in this epoch
         self._sought: int | None = None  # what `iterate_from` was called with; None: it was not
@@ -84,6 +88,9 @@ class IndexedStream(Dataset[Any]):
 
     def __len__(self) -> int:
         return self._records
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_items": None}
 
     def __getitem__(self, index: ItemIndex) -> Any:
         return self.__getitems__([index])[0]
@@ -95,13 +102,17 @@ class IndexedStream(Dataset[Any]):
             UsageError: the stream has fewer items than `records`, or more although it `ends`.
         """
         try:
-            with _undivided(), self._random.in_force():
+            seed = seed_of(f"stream/{self._seed}/{indexes[0].epoch}")  # a batch is of one epoch
+            told = None if isinstance(self._stream, HuggingFaceStream) else seed
+            with _undivided(told), self._random.in_force():
                 return [self._item(index) for index in indexes]
         except BaseException:
             self._items = None  # its position is unknown
             raise
 
     def _item(self, index: ItemIndex) -> Any:
+        if self._process != os.getpid():  # the place in a file is that of all processes which have it open
+            self._items, self._process = None, os.getpid()
         if index in self._kept:
             return copy.deepcopy(self._kept[index])  # the script may change what it gets
         passed = index.number - self._next.number
@@ -270,17 +281,21 @@ def _seed_pipes(stream: IterableDataset[Any], seed: int) -> None:
 
 
 @contextmanager
-def _undivided() -> Iterator[None]:
-    """Within this, torch reports this process as a DataLoader's only one."""
+def _undivided(seed: int | None) -> Iterator[None]:
+    """Within this, torch reports this process as a DataLoader's only one, with this seed; None: as none."""
     info = get_worker_info()
     if info is None:
         yield
         return
-    before = {"id": info.id, "num_workers": info.num_workers}
-    _say(info, {"id": 0, "num_workers": 1})
+    before = {"id": info.id, "num_workers": info.num_workers, "seed": info.seed}
+    if seed is not None:
+        _say(info, {"id": 0, "num_workers": 1, "seed": seed})
+    else:
+        torch_worker._worker_info = None  # noqa: SLF001 (no other way)
     try:
         yield
     finally:
+        torch_worker._worker_info = info  # noqa: SLF001
         _say(info, before)
 
 
