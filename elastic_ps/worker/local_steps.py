@@ -279,8 +279,7 @@ class LocalSteps:
         """Undo these steps: the model gets the values that were pulled last."""
         self.cancel()
         self.made = 0
-        self._trained = [0] * len(self._fragments)
-        self._weights = [0.0] * len(self._fragments)
+        self._trained, self._weights = [0] * len(self._fragments), [0.0] * len(self._fragments)
         self._own.clear()
         self._before.clear()
         self._flat.publish()

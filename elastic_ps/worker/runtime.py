@@ -370,9 +370,10 @@ class Runtime(Membership):
         self.note_skipped(self.batches.skip())
         if self.working.in_step:  # some may be in the sums: this worker leaves the round, and comes again
             self.working.note(Event.GIVE_UP)
-            self.drops += 1
-            self.steps += 1
+            self.drops, self.steps = self.drops + 1, self.steps + 1
             self.strategy.reset()
+            if self.local is not None:
+                self.local.void()
         self.gradients.void()
         if self.records.part is Part.LAST_STEP:
             self.records.stop_computing()

@@ -23,7 +23,7 @@ from elastic_ps.core.ledger import Range
 from elastic_ps.data.shuffle import permutation
 from elastic_ps.drill.history import Data, check
 from elastic_ps.drill.recorded import read
-from elastic_ps.errors import InvalidModel, UsageError
+from elastic_ps.errors import InvalidModel, Refused, UsageError
 from elastic_ps.worker.session import Session
 from tests.testing.harness import Indexes, Job, Numbers, Tally, make_mlp, running_job
 from tests.testing.inside import push_pull_of, vanish
@@ -444,6 +444,26 @@ def test_skipped_batches_and_steps_of_several_batches(tmp_path: Path) -> None:
 
     commits = alone(tmp_path, script, consistency=local(2, "average"))
     assert [c["samples"] for commit in commits for c in commit["contributions"]] == [16, 16, 8]
+
+
+def test_a_worker_goes_on_from_the_jobs_values_after_an_exchange_that_is_not_finite(tmp_path: Path) -> None:
+    refused: list[int] = []
+
+    def script(session: Session) -> None:
+        model = make_mlp()
+        optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        for number, (x, y) in enumerate(session.loader(Numbers(32), 4)):
+            optimizer.zero_grad()
+            (mse(model, x, y) * (math.nan if number == 0 else 1.0)).backward()
+            try:
+                optimizer.step()
+            except Refused:
+                refused.append(number)
+        assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+    commits = alone(tmp_path, script, consistency=local(2, "average"))
+    assert [c["samples"] for commit in commits for c in commit["contributions"]] == [8, 8, 8]
+    assert refused == [1]
 
 
 # --- what stays with the worker
