@@ -102,12 +102,17 @@ def _first(*_: object) -> None:
     pass
 
 
+def _wider(dtype: torch.dtype) -> torch.dtype:
+    """A dtype to add up in; gloo does not know all integers."""
+    return wide(dtype) if dtype.is_floating_point else torch.int64
+
+
 REDUCTIONS: Mapping[Rule, Reduction] = {
     Rule.GRADIENT: Reduction("mean", wide, _add_gradient, _join_gradients),
     # In float64 the mean of equal values is that value, to the bit.
     Rule.MEAN: Reduction("mean", lambda _: torch.float64, _add_to_mean, _join_means),
     Rule.MAXIMUM: Reduction("max", lambda _: torch.int64, _maximum, _by_twos(_maximum)),
-    Rule.SUM: Reduction("sum", wide, _sum, _by_twos(_sum)),
+    Rule.SUM: Reduction("sum", _wider, _sum, _by_twos(_sum)),
     Rule.BROADCAST: Reduction("first", lambda dtype: dtype, _first, _first),
 }
 """The reduction of each rule whose buckets are pushed."""

@@ -261,13 +261,16 @@ class Bank(torch.nn.Module):
         self.fc = make_mlp((1, 1))
         self.rows: Any
         self.count: Any
+        self.short: Any
         self.register_buffer("rows", torch.zeros(32, 1))
         self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("short", torch.tensor([0], dtype=torch.int16))
 
     def forward(self, indexes: torch.Tensor) -> Any:
         x = indexes.view(-1, 1) + 1.0
         self.rows.index_copy_(0, indexes, x)
         self.count.add_(len(indexes))
+        self.short.add_(len(indexes))
         return self.fc(x)
 
 
@@ -289,7 +292,7 @@ def test_each_workers_changes_of_a_memory_bank_are_kept(tmp_path: Path, fields: 
     def script(session: Session) -> None:
         model = models[session.worker] = Bank()
         made = torch.optim.SGD(model.parameters(), lr=1e-5)
-        optimizer = session.optimizer(made, model, summed=["rows", "count"])
+        optimizer = session.optimizer(made, model, summed=["rows", "count", "short"])
         for indexes in session.loader(Indexes(32), batch_size=4):
             optimizer.zero_grad()
             model(indexes).mean().backward()
@@ -300,6 +303,7 @@ def test_each_workers_changes_of_a_memory_bank_are_kept(tmp_path: Path, fields: 
     for model in models.values():
         assert model.get_buffer("rows").flatten().tolist() == [1.0 + i for i in range(32)]
         assert int(model.get_buffer("count")) == 32
+        assert int(model.get_buffer("short")) == 32, "gloo has no int16"
 
 
 def test_the_processes_of_a_worker_change_a_memory_bank_together(tmp_path: Path) -> None:
