@@ -38,16 +38,17 @@ class DelayedNesterov(torch.optim.Optimizer):
     def _step(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         state, every = self.state[parameter], int(group["every"])
         if not state:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0)  # since the last momentum
             state["waiting"] = torch.zeros_like(parameter)
             state["momentum_buffer"] = torch.zeros_like(parameter)
         state["step"] += 1
         state["waiting"] += gradient
         parameter.sub_(gradient, alpha=group["lr"] / every)
-        if int(state["step"]) % every == 0:
+        if (waiting := int(state["step"])) >= every:  # more, if `every` has changed
             momentum = state["momentum_buffer"].mul_(group["momentum"])
-            momentum.add_(state["waiting"], alpha=1 / every)
+            momentum.add_(state["waiting"], alpha=1 / waiting)
             state["waiting"].zero_()
+            state["step"].zero_()
             parameter.sub_(momentum, alpha=group["lr"] * group["momentum"])
 
 

@@ -48,6 +48,16 @@ def test_it_is_the_algorithm_of_the_paper(steps: int) -> None:
     torch.testing.assert_close(found, theta)
 
 
+def test_the_mean_change_enters_the_momentum_although_the_number_of_workers_changes() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = DelayedNesterov([parameter], lr=0.7, momentum=0.9, every=8)
+    for every in (8, 8, 8, 8, 2):
+        optimizer.param_groups[0]["every"] = every
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert optimizer.state[parameter]["momentum_buffer"].item() == pytest.approx(1.0)
+
+
 def test_its_state_is_what_a_checkpoint_needs() -> None:
     """What has stepped three times and is loaded in the middle goes on as it would have."""
     group = {"lr": 0.7, "momentum": 0.9, "every": 2}
