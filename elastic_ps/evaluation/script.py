@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import select
 import signal
 import sys
 from collections.abc import Iterator
@@ -88,10 +89,11 @@ def evaluate(argv: list[str]) -> int:
     class Printed(source.DirectorySource):
         def finish(self, checkpoint: source.Checkpoint) -> None:
             if parsed.json:
-                _tell(json.dumps({"version": checkpoint.version, "metrics": checkpoint.metrics}), out)
+                told = {"version": checkpoint.version, "metrics": checkpoint.metrics}
+                print(json.dumps(told), file=out, flush=True)
                 return
             values = [f"{name} {value:.4g}" for name, value in sorted(checkpoint.metrics.items())]
-            _tell(f"version {checkpoint.version}: {', '.join(values) or 'nothing was reported'}", out)
+            print(f"version {checkpoint.version}: {', '.join(values) or 'nothing was reported'}", flush=True)
 
     try:
         checkpoints.use(Printed(parsed.directory, parsed.version))
@@ -107,13 +109,16 @@ def evaluate(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        if not _has_lost_its_reader(out):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+        return 1
     return 0
 
 
-def _tell(text: str, out: TextIO) -> None:
-    """Print a line. Raises SystemExit if its reader has gone."""
-    try:
-        print(text, file=out, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
-        raise SystemExit(1) from None
+def _has_lost_its_reader(out: TextIO) -> bool:
+    """Whether the other end of a pipe is closed, as by `head` when it has enough."""
+    poll = select.poll()
+    poll.register(out.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
