@@ -15,7 +15,7 @@ from elastic_ps.embedding.module import Embedding, Given, Gradient, LocalSource,
 from elastic_ps.embedding.placing import shard_of
 from elastic_ps.embedding.stored import spec_to_text
 from elastic_ps.embedding.table import TableSpec
-from elastic_ps.embedding.tables import Groups, Tables
+from elastic_ps.embedding.tables import Tables
 from elastic_ps.embedding.wire import gradient_to_bytes, ids_from_bytes
 from elastic_ps.errors import Malformed, Refused, UsageError
 from elastic_ps.tensors.client import Client
@@ -204,6 +204,7 @@ class RemoteTables(Tables):
             caller, step: the incarnation, and its number for the step.
             weight: that of the step in the mean.
         """
+        self.require_finite()  # before one of several shards has its rows
         self.send_rows(self.taken(), caller, step, weight)
         self.sent()
 
@@ -239,9 +240,9 @@ class RemoteTables(Tables):
             if len(self._taken[name].ids):
                 source.used = source.used_ahead = 0
 
-    def ended(self, made: bool, version: int, groups: Groups) -> None:
+    def ended(self, made: bool, version: int) -> None:
         """See `Tables`."""
-        del version, groups
+        del version
         self._taken = {}
         if not made and any(self._sent):  # else another process sends them
             self._lost.append(self._sent)

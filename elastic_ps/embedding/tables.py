@@ -24,7 +24,7 @@ from elastic_ps.embedding.module import (
     mean_of,
 )
 from elastic_ps.embedding.stored import COLUMNS, spec_to_text
-from elastic_ps.errors import InvalidModel, UsageError
+from elastic_ps.errors import InvalidModel, RefusalCode, Refused, UsageError
 from elastic_ps.transport import messages_pb2 as pb
 
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
@@ -72,19 +72,19 @@ class Tables(abc.ABC):
         for source in self._sources.values():
             source.pending.clear()
 
-    def prepare(self) -> None:
-        """Take the gradients of the step that is to be made.
-
-        Raises:
-            InvalidModel: one is not finite. All are dropped.
-        """
+    def prepare(self, groups: Groups) -> None:
+        """Take the gradients of the step that is to be made. `groups`: what it is made with."""
+        del groups  # in a job, the parameter server gets them with the end of the step
         self._taken = {name: source.pending.take() for name, source in self._sources.items()}
+
+    def require_finite(self) -> None:
+        """Raise Refused (NOT_FINITE), as a shard would, if a gradient is not finite."""
         for name, gradient in self._taken.items():
             if not bool(torch.isfinite(gradient.values).all()):
-                self.clear()
-                raise InvalidModel(
+                raise Refused(
+                    RefusalCode.NOT_FINITE,
                     f"the gradient of the table {name!r} holds NaN or Inf. Look at the loss: the learning "
-                    "rate may be too high. To skip a batch, call optimizer.skip()"
+                    "rate may be too high. To skip a batch, call optimizer.skip()",
                 )
 
     def begin(self, groups: Groups, counts: Callable[[], bool]) -> None:
@@ -98,7 +98,7 @@ class Tables(abc.ABC):
         """Before the step is ended: it has this number and weight in the mean. See `RemoteTables`."""
 
     @abc.abstractmethod
-    def ended(self, made: bool, version: int, groups: Groups) -> None:
+    def ended(self, made: bool, version: int) -> None:
         """The step has ended. If it was made, `version` is the newest one, in which it is, or will be."""
 
 
@@ -128,13 +128,21 @@ class LocalTables(Tables):
         self._tables = {name: source.table for name, source in sources.items()}
         self._steps: list[tuple[dict[str, Gradient], float]] = []  # that are in no version
         self._version, self._weight = 0, 1.0
+        self._rates: dict[str, float] = {}
+
+    def prepare(self, groups: Groups) -> None:
+        """See `Tables`. Once the step has ended, a scheduler may have stepped."""
+        super().prepare(groups)
+        tables = self._tables.items()
+        self._rates = {name: t.spec.optimizer.rate_of(groups, self._first) for name, t in tables}
 
     def send(self, caller: pb.Caller, step: int, weight: float) -> None:
-        """See `Tables`."""
+        """See `Tables`. Raises Refused (NOT_FINITE)."""
         del caller, step
+        self.require_finite()
         self._weight = weight
 
-    def ended(self, made: bool, version: int, groups: Groups) -> None:
+    def ended(self, made: bool, version: int) -> None:
         """Make the tables' steps, if there is a new version."""
         if made:
             self._steps.append((self._taken, self._weight))
@@ -145,9 +153,9 @@ class LocalTables(Tables):
         weight = math.fsum(own for _, own in steps) if len(steps) > 1 else None
         for name, table in self._tables.items():
             ids, values, counts = mean_of([(taken[name], own) for taken, own in steps], weight, table.spec)
-            rate = table.spec.optimizer.rate_of(groups, self._first)
             # One that was loaded may have more versions than the session.
-            table.update(ids, values, counts, table.version + 1, rate=rate, now=time.monotonic())
+            next_version = table.version + 1
+            table.update(ids, values, counts, next_version, rate=self._rates[name], now=time.monotonic())
 
 
 def tables_alone(model: torch.nn.Module, spec: TrainingJobSpec) -> LocalTables | None:

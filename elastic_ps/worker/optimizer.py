@@ -229,7 +229,7 @@ class ElasticOptimizer(_Wrapping):
         self._gradients.take_rest(None if part is None else self._trained[id(part)])
         self._gradients.reset()
         if self._tables is not None:
-            self._tables.prepare()
+            self._tables.prepare(self.param_groups)
         made = False
         try:
             made = self._runtime.finish_step()
@@ -237,7 +237,7 @@ class ElasticOptimizer(_Wrapping):
             if not made:  # threads may still send what it has computed
                 self._gradients.own()
         if self._tables is not None:
-            self._tables.ended(made, self._runtime.version, self.param_groups)
+            self._tables.ended(made, self._runtime.version)
         for each in parts_of(self._wrapped):  # for a scheduler that was made before `session.optimizer`
             vars(each)["_opt_called"] = True
         return loss

@@ -19,7 +19,7 @@ import torch
 import elastic_ps
 from elastic_ps.embedding import RowwiseAdagrad, Table, TableSpec, constant, uniform
 from elastic_ps.embedding.optimizers import SGD, RowOptimizer
-from elastic_ps.errors import InvalidModel, ModelMismatch, UsageError
+from elastic_ps.errors import InvalidModel, ModelMismatch, Refused, UsageError
 from elastic_ps.standalone import connect
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job
@@ -277,15 +277,35 @@ def test_a_prefetch_that_gives_no_tables_is_refused(session: Session, wanted: An
         next(iter(loader))
 
 
+def test_rows_alone_step_with_the_rate_of_their_step(session: Session) -> None:
+    """As in a job, where the parameter server knows it before the step."""
+    model = Model(*(layer(SGD(lr=0.5, scheduled=True)) for _ in range(2)))
+    wrapped = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = session.optimizer(wrapped, model)
+    session.scheduler(torch.optim.lr_scheduler.ExponentialLR(wrapped, 0.5), interval="step")
+    batches = iter(session.loader(Clicks(), batch_size=BATCH))
+    one, *_ = next(batches)
+    before = model.one(one[:1]).detach().clone()
+    model.one(one[:1]).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model.one(one[:1]).detach(), before - 0.5)
+
+
 def test_a_gradient_of_a_table_that_is_not_finite_is_an_error(session: Session) -> None:
     model = growing()
     optimizer = session.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     batches = iter(session.loader(Clicks(), batch_size=BATCH))
     batch = next(batches)
     (model.one(batch[0]).sum() * math.inf + model.head.bias.sum()).backward()
-    with pytest.raises(InvalidModel, match="the gradient of the table 'click' holds NaN or Inf"):
+    with pytest.raises(Refused, match="the gradient of the table 'click' holds NaN or Inf"):
         optimizer.step()
     assert not len(table_of(model))
+    one, *_ = next(batches)
+    optimizer.zero_grad()
+    model.one(one).sum().backward()
+    optimizer.step()
+    assert len(table_of(model)), "a script that catches it goes on"
+    assert session.global_batch_size == BATCH, "with the next batch alone"
 
 
 @pytest.mark.parametrize("several", [False, True])

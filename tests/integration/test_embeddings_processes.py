@@ -16,7 +16,7 @@ import elastic_ps
 from elastic_ps.embedding import SGD, LazyAdam, uniform
 from elastic_ps.embedding.optimizers import RowOptimizer
 from elastic_ps.embedding.table import State
-from elastic_ps.errors import ModelMismatch
+from elastic_ps.errors import ModelMismatch, Refused
 from elastic_ps.worker.session import Session
 from tests.testing.harness import running_job
 from tests.testing.oracle import assert_each_record_once, mse, replay
@@ -91,6 +91,34 @@ def trainer(
                 raise SystemExit
 
     return script
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_batch_whose_rows_have_no_finite_gradient_may_be_skipped(tmp_path: Path, processes: int) -> None:
+    """In one process alone, or in one part of the batch."""
+    refused: list[tuple[int, bool]] = []
+
+    def script(session: Session, rank: int) -> None:
+        model = growing()
+        optimizer = session.optimizer(sgd(model), model)
+        for number, (ids, targets) in enumerate(session.loader(Clicks(), batch_size=8)):
+            optimizer.zero_grad()
+            loss = mse(model, ids, targets)
+            if number == 1 and rank == processes - 1:
+                loss = loss + math.inf * model.rows(ids).sum()
+            loss.backward()
+            try:
+                optimizer.step()
+            except Refused as error:
+                refused.append((rank, "the gradient of the table 'click'" in str(error)))
+
+    fields: dict[str, Any] = {"parameterServer": {"replicas": 2}, "worker": {"processes": processes}}
+    with running_job(tmp_path, **fields) as job:
+        job.start_processes(0, script)
+        job.join()
+        progress = job.status().progress
+    assert sorted(refused) == [(rank, True) for rank in range(processes)]
+    assert (progress.records_applied, progress.records_skipped) == (RECORDS - 8, 8)
 
 
 @pytest.mark.parametrize(("workers", "processes", "options"), [(1, 3, {"weigh": True}), (2, 2, {})])

@@ -194,8 +194,8 @@ def test_a_network_with_tables_that_grow_takes_any_category(network: str) -> Non
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(model(rows), labels).backward()
         optimizer.step()
-        tables.prepare()
-        tables.ended(True, step + 1, optimizer.param_groups)
+        tables.prepare(optimizer.param_groups)
+        tables.ended(True, step + 1)
     assert torch.equal(model(rows).argmax(1), labels)
     layers = [each for each in model.modules() if isinstance(each, Embedding)]
     assert [len(each.table) for each in layers] == [4] * len(layers)

@@ -260,8 +260,8 @@ def test_a_copy_made_while_the_model_is_trained_looks_up_its_rows(caplog: pytest
     average = AveragedModel(layer)
     assert "looks up the rows of the table 'a' that are trained" in caplog.text
     layer([1]).sum().backward()
-    tables.prepare()
-    tables.ended(True, 1, [{"lr": 0.1}])
+    tables.prepare([{"lr": 0.1}])
+    tables.ended(True, 1)
     assert torch.equal(average.module([1]), layer([1]))
     assert not torch.equal(before([1]), layer([1]))
     average.module([1]).sum().backward()
