@@ -3,7 +3,7 @@
 The job counts records by their positions. If each worker draws its records at random, as by `random_split`,
 some would be trained several times and others never, and nothing else would look wrong.
 
-No record is read for this: a data set may load, decode or augment in `__getitem__`. The fingerprint is of its
+No record is asked for: a data set may load, decode or augment in `__getitem__`. The fingerprint is of its
 attributes with one entry for each record, whatever their names (`indices` of a Subset, `samples` of an
 ImageFolder, `data`, `targets`, a table of Arrow), of those of the data sets within it, of a stream's lists of
 names, and of what a stream of Hugging Face's `datasets` shuffles with.
@@ -84,6 +84,8 @@ class _Looked:
         if is_data_set:
             length = None if isinstance(value, IterableDataset) else _length(value)
             for key, each in vars(value).items():
+                if key == "blocks" and _has(value, "table"):
+                    continue  # how a table of Hugging Face's is cut into files, which may differ
                 if key == "_indices" and _has(each, "column"):  # Hugging Face's, after select or shuffle
                     each = np.asarray(each.column(0))
                 self.at(f"{name}.{key}", each, length, depth + 1)
@@ -185,9 +187,18 @@ def _entries(value: Any) -> Sequence[Any]:
         rows: list[Any] = value.iloc[_spread(len(value), ENTRIES)].to_numpy(dtype=object).tolist()
         return rows
     if _has(value, "column_names") and _has(value, "combine_chunks"):  # Arrow's, and no single chunk
+        columns = [value.column(i) for i in _spread(value.num_columns, VALUES)]
         places = _spread(len(value), FEW if value.nbytes <= LARGE else VALUES)
-        return [value.slice(place, 1).to_pylist()[0] for place in places]
+        return [[_of_arrow(column[place]) for column in columns] for place in places]
     return ()
+
+
+def _of_arrow(value: Any) -> Any:
+    """A value of an Arrow table; of a list, some entries."""
+    entries = getattr(value, "values", None)
+    if entries is None or callable(entries):  # a struct has a method of that name
+        return value.as_py()
+    return [_of_arrow(entries[i]) for i in _spread(len(entries), VALUES)]
 
 
 def _of_array(value: Any, nbytes: int) -> list[Any]:

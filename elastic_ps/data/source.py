@@ -181,7 +181,9 @@ def _shuffles(source: DataLoader[Any]) -> bool:
 
 def _is_of_all(sampler: Any, dataset: Any) -> bool:
     """Whether a sampler of torch's chooses among all records, and not, for example, among `range(1000)`."""
-    return sampler.data_source is dataset or len(sampler.data_source) == len(dataset)
+    if sampler.data_source is dataset or not hasattr(dataset, "__len__"):  # that is refused later
+        return True
+    return len(sampler.data_source) == len(dataset)
 
 
 def _name_of(given: object) -> str:

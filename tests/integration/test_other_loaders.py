@@ -165,6 +165,23 @@ def test_data_sets_of_hugging_face_with_other_rows_differ() -> None:
     assert differing(one, other) == ["Dataset._data.table"]
 
 
+def test_data_sets_of_hugging_face_may_be_cut_into_other_files(tmp_path: Path) -> None:
+    """As `map` with another `num_proc` does it."""
+
+    def of_files(count: int) -> Any:
+        parts = []
+        for index in range(count):
+            place = tmp_path / f"{index}-of-{count}"
+            given = datasets.Dataset.from_dict({"x": [[float(i)] * 40 for i in range(RECORDS)]})
+            given.shard(count, index).save_to_disk(place)
+            parts.append(datasets.load_from_disk(place))
+        return datasets.concatenate_datasets(parts)
+
+    two, four = (fingerprint(of_files(count), RECORDS) for count in (2, 4))
+    assert "Dataset._data.table" in two
+    assert differing(two, four) == []
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_stateful_dataloader_of_torchdata(tmp_path: Path, shuffle: bool) -> None:
     first, second = train(

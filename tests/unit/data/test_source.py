@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from elastic_ps.api.job import BlockOrder, Data
 from elastic_ps.data.source import Source, read_source
@@ -77,6 +84,8 @@ def test_a_sampler_of_some_of_the_records_is_refused(kind: type[Any]) -> None:
     read(DataLoader(dataset, batch_size=2, sampler=kind(range(8))))
     with pytest.raises(UsageError, match="which chooses records itself"):
         read(DataLoader(dataset, batch_size=2, sampler=kind(range(5))))
+    with pytest.raises(InvalidModel, match="no length"):
+        read(DataLoader(Dataset[Any](), batch_size=2, sampler=kind(range(5))))
 
 
 def test_a_dataloader_has_its_options_already() -> None:
