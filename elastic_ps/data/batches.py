@@ -301,8 +301,8 @@ class Batches:
     @property
     def reductions(self) -> dict[str, str]:
         """How the values of `metrics` are reduced, by their names, if not to their mean."""
-        names = {name for name, _ in self._values([*self._computed, *self._open])}
-        return {name: how for name, how in self._reductions.items() if name in names and how != "mean"}
+        reported = self._values([*self._computed, *self._open])
+        return {name: how for name, _ in reported if (how := self._reductions[name]) != "mean"}
 
 
 def checked(metrics: Mapping[str, Any], reduce: str) -> dict[str, Any]:

@@ -102,9 +102,9 @@ class IndexedStream(Dataset[Any]):
             UsageError: the stream has fewer items than `records`, or more although it `ends`.
         """
         try:
-            seed = seed_of(f"stream/{self._seed}/{indexes[0].epoch}")  # a batch is of one epoch
-            told = None if isinstance(self._stream, HuggingFaceStream) else seed
-            with _undivided(told), self._random.in_force():
+            hidden = isinstance(self._stream, HuggingFaceStream)
+            seed = None if hidden else f"stream/{self._seed}/{indexes[0].epoch}"  # a batch is of one epoch
+            with _undivided(seed), self._random.in_force():
                 return [self._item(index) for index in indexes]
         except BaseException:
             self._items = None  # its position is unknown
@@ -281,15 +281,18 @@ def _seed_pipes(stream: IterableDataset[Any], seed: int) -> None:
 
 
 @contextmanager
-def _undivided(seed: int | None) -> Iterator[None]:
-    """Within this, torch reports this process as a DataLoader's only one, with this seed; None: as none."""
+def _undivided(seed: str | None) -> Iterator[None]:
+    """Within this, torch reports this process as a DataLoader's only one; with None, as no process of one.
+
+    `seed`: a text from which the reported seed follows.
+    """
     info = get_worker_info()
     if info is None:
         yield
         return
     before = {"id": info.id, "num_workers": info.num_workers, "seed": info.seed}
     if seed is not None:
-        _say(info, {"id": 0, "num_workers": 1, "seed": seed})
+        _say(info, {"id": 0, "num_workers": 1, "seed": seed_of(seed)})
     else:
         torch_worker._worker_info = None  # noqa: SLF001 (no other way)
     try:
