@@ -118,7 +118,7 @@ def evaluate(argv: list[str]) -> int:
 
 
 def _has_lost_its_reader(out: TextIO) -> bool:
-    """Whether the other end of a pipe is closed, as by `head` when it has enough."""
+    """Return True if `out` is a pipe that nobody reads any more, as after `head`."""
     poll = select.poll()
     poll.register(out.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))

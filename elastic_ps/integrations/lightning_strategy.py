@@ -97,7 +97,7 @@ class TrainsInJob(OneDevice):
 
     @property
     def is_global_zero(self: Any) -> bool:
-        """Whether this is worker 0, which logs and shows progress."""
+        """True on worker 0, which logs and shows progress."""
         return bool(self.session.worker == 0 and leads())
 
     # As what Lightning calls a launcher.

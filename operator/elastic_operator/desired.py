@@ -51,7 +51,7 @@ class Desired:
         return changed or pod.older_than(self.restart)
 
     def renewable(self, pod: Pod) -> bool:
-        """Whether a pod is outdated, and a new one may take its place."""
+        """Return True if a pod is outdated and may be replaced."""
         return pod.role not in self.withheld and self.outdated(pod)
 
     def workers(self, observed: Observed) -> list[int]:

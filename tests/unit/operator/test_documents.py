@@ -46,7 +46,7 @@ def nested(levels: int) -> Any:
 
 
 def cut(document: Any, levels: int) -> Any:
-    """`shallow`, of what is no text."""
+    """What `shallow` leaves of a parsed document."""
     if not isinstance(document, dict | list):
         return document
     if levels == 0:
