@@ -138,9 +138,10 @@ class Operations:
         """See `Communicator.all_gather`."""
         there = self._there(tensor)
         out = self._places(there)
-        result = torch.empty(out.shape, dtype=out.dtype, device=tensor.device)
-        return self._begin(
-            "all_gather", lambda: self._backend.all_gather(_bytes(there), _bytes(out)), result, out
+        return self._note(
+            "all_gather",
+            lambda: self._backend.all_gather(_bytes(there), _bytes(out)),
+            lambda: out.to(tensor.device),
         )
 
     def gather(self, tensor: torch.Tensor, to: int = 0) -> Handle[torch.Tensor | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,21 @@ class _Request:
         return bool(self._request.Test())
 
 
+@functools.cache
+def _end_all_after_errors() -> None:
+    """End all ranks after an exception that ends this one. Else it would wait for them in MPI_Finalize."""
+    from mpi4py import MPI
+
+    show = sys.excepthook
+
+    def end(*error: Any) -> None:
+        show(*error)
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)
+
+    sys.excepthook = end
+
+
 class MPIGroup(Backend):
     """A group that uses a duplicate of a communicator of MPI.
 
@@ -36,7 +53,7 @@ class MPIGroup(Backend):
         comm: None is MPI.COMM_WORLD. Blocks until all its ranks have created a group.
 
     Raises:
-        UsageError: mpi4py or the MPI library is missing.
+        UsageError: mpi4py or the MPI library is missing, or this process is not in `comm`.
     """
 
     name = "MPI"
@@ -54,7 +71,11 @@ class MPIGroup(Backend):
             ) from error
         self._ops = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "product": MPI.PROD}
         self._in_place, self._undefined = MPI.IN_PLACE, MPI.UNDEFINED
-        self._comm = (comm or MPI.COMM_WORLD).Dup()
+        comm = MPI.COMM_WORLD if comm is None else comm
+        if comm == MPI.COMM_NULL:
+            raise UsageError("this process is not in the communicator, which is MPI.COMM_NULL here")
+        _end_all_after_errors()
+        self._comm = comm.Dup()
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
 
     def device(self, wanted: torch.device) -> torch.device:  # noqa: ARG002

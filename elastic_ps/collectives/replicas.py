@@ -93,7 +93,8 @@ def check_replicas(model: torch.nn.Module, communicator: Communicator) -> None:
         shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
         raise ModelMismatch(
             f"{len(found)} of {len(tensors)} tensors differ from rank 0's: {shown}. Call "
-            "synchronize_parameters before training, and step every replica with the same gradients"
+            "synchronize_parameters before training, and step every replica with the same gradients. Call it "
+            "again before this check if the model has buffers, because those of BatchNorm follow the batches"
         )
 
 

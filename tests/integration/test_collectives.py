@@ -59,3 +59,23 @@ def test_an_operation_gives_what_mpi_defines(tmp_path: Path, way: str) -> None:
     ]
     assert not failed, "\n".join(failed)
     assert [sorted(of) for of in found] == [sorted(expected)] * together.SIZE
+
+
+def test_an_error_of_one_rank_ends_all(tmp_path: Path) -> None:
+    (tmp_path / "failing.py").write_text("""
+from elastic_ps import collectives
+world = collectives.world()
+if world.rank:
+    raise ValueError("no such file")
+world.barrier()
+""")
+    command = mpirun.command(2, "failing")
+    process = subprocess.Popen(
+        command, env=mpirun.variables(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        printed = process.communicate(timeout=LIMIT)[0]
+    finally:
+        mpirun.end(process)
+    assert process.returncode
+    assert "ValueError: no such file" in printed
