@@ -5,6 +5,7 @@ It uses what every training script may use, and nothing else.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ def build(network: Network, dataset: DataSet, records: Any) -> torch.nn.Module:
 
 
 def choose_device(enable_gpu: bool, worker: int) -> torch.device:
-    """The device of a process with this index; a GPU becomes the current one of this thread.
+    """The device of this process of the worker; a GPU becomes the current one of this thread.
 
     Raises:
         UsageError: no GPU is available.
@@ -103,10 +104,7 @@ def choose_device(enable_gpu: bool, worker: int) -> torch.device:
             "--enable-gpu: torch finds no CUDA device here. Leave the flag out to train on the CPU, or "
             "install a torch with CUDA on a machine with an NVIDIA GPU"
         )
-    device = torch.device("cuda", worker % torch.cuda.device_count())
+    process = worker * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) + int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", process % torch.cuda.device_count())
     torch.cuda.set_device(device)  # otherwise torch would also open a context on GPU 0
     return device
-
-
-if __name__ == "__main__":
-    main()

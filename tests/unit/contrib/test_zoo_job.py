@@ -123,6 +123,9 @@ def test_the_gpu_of_a_worker_is_the_current_one(monkeypatch: pytest.MonkeyPatch)
     assert not chosen
     assert choose_device(enable_gpu=True, worker=3) == torch.device("cuda", 1)
     assert chosen == [torch.device("cuda", 1)]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert choose_device(enable_gpu=True, worker=0) == torch.device("cuda", 1), "worker 0 has both"
 
 
 def test_pods_get_a_gpu_and_the_data() -> None:
