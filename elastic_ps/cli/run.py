@@ -99,6 +99,8 @@ def run_job(
                 "--bind is not possible under mpirun: a worker runs on the cores of its rank. Choose these "
                 "with mpirun, as in `mpirun --map-by slot:PE=4 --bind-to core`"
             )
+        if parsed.trace and len({*world.hosts}) > 1:
+            raise UserError("--trace needs all ranks on one host, because clocks and files of hosts differ")
         return _run_job(job(slots.count), parsed, programs, slots)
     finally:
         slots.close()
