@@ -18,6 +18,7 @@ import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,10 @@ from elastic_ps.contract.env import (
 )
 from elastic_ps.drill.faults import Fault
 from elastic_ps.drill.recorded import read
-from elastic_ps.drill.runner import LIMIT, Drill, judge, train
+from elastic_ps.drill.runner import LIMIT, Drill, judge, limit_of, train
 from elastic_ps.drill.target import Result, Target, Unavailable
 from elastic_ps.errors import UserError
+from elastic_ps.process.retrying import retry
 
 MOUNT = "/var/lib/elastic-ps-histories"
 TEMPLATES: Mapping[str, Role] = {"parameterServer": "ps", "worker": "worker"}
@@ -137,7 +139,7 @@ class ClusterTarget(Target):
 
     def _running(self, role: Role, index: int) -> str | None:
         selector = f"{JOB_LABEL}={self._job},{ROLE_LABEL}={role},{INDEX_LABEL}={index}"
-        for pod in self._kubectl.json("pods", "-l", selector)["items"]:
+        for pod in self._get("pods", "-l", selector)["items"]:
             statuses = pod.get("status", {}).get("containerStatuses") or [{}]
             if "running" in statuses[0].get("state", {}) and "deletionTimestamp" not in pod["metadata"]:
                 metadata = pod["metadata"]
@@ -181,7 +183,11 @@ class ClusterTarget(Target):
         )
 
     def _read(self) -> dict[str, Any]:
-        return self._kubectl.json(f"trainingjobs/{self._job}")
+        return self._get(f"trainingjobs/{self._job}")
+
+    def _get(self, *arguments: str) -> dict[str, Any]:
+        """What the cluster has. The drill survives an outage of the API server, as the job does."""
+        return retry(partial(self._kubectl.json, *arguments), UserError, patience=LIMIT, pause=LOOK)
 
     def _status(self) -> TrainingJobStatus:
         return TrainingJobStatus.model_validate(self._read().get("status") or {})
@@ -217,7 +223,7 @@ def run_on_cluster(
     kubectl("get", f"persistentvolumeclaims/{claim}", "-o", "name")
     run = f"{job.name}-{secrets.token_hex(4)}"
     kubectl("apply", "-f", "-", given=json.dumps(with_histories(document, claim=claim, run=run)))
-    target = ClusterTarget(kubectl, job.name, limit=LIMIT)
+    target = ClusterTarget(kubectl, job.name, limit=limit_of(job))
     injections = train(target, faults, tell)
     result = target.result()
     _fetch(kubectl, job.spec.image or "", claim=claim, run=run, into=history)

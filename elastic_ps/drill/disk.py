@@ -20,7 +20,7 @@ class NoDisk(Exception):
 
 
 @contextmanager
-def small_disk(directory: Path) -> Iterator[Path]:
+def small_disk(directory: Path) -> Iterator[None]:
     """A disk of `SIZE` bytes in memory, mounted at `directory` (Linux, root).
 
     Raises:
@@ -28,7 +28,6 @@ def small_disk(directory: Path) -> Iterator[Path]:
     """
     if os.geteuid() != 0:
         raise NoDisk("only root can mount a small disk")
-    directory.mkdir(parents=True, exist_ok=True)
     try:
         command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE},mode=700", "tmpfs", str(directory)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -37,14 +36,13 @@ def small_disk(directory: Path) -> Iterator[Path]:
     if done.returncode:
         raise NoDisk(f"cannot mount a small disk: {done.stderr.strip()}")
     try:
-        yield directory
+        yield
     finally:
         subprocess.run(["umount", "--lazy", str(directory)], capture_output=True, check=False)
 
 
-def fill(directory: Path) -> Path:
-    """Write a file until the disk is full; returns it. Removing it makes room again."""
-    filler = directory / "filler"
+def fill(filler: Path) -> None:
+    """Write a file until the disk is full. Removing it makes room again."""
     with filler.open("ab", buffering=0) as file:
         size = CHUNK
         while size:
@@ -54,7 +52,6 @@ def fill(directory: Path) -> Path:
                 if error.errno != errno.ENOSPC:
                     raise
                 size //= 2
-    return filler
 
 
 def locked(checkpoints: Path) -> bool:

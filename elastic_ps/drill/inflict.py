@@ -218,7 +218,7 @@ def _fill_disk(anywhere: Target, _fault: Fault) -> str:
     target.settled()
     filler = directory / "filler"
     try:
-        target.strike(lambda: disk.fill(directory))
+        target.strike(lambda: disk.fill(filler))
         problem = target.until(lambda: s.problem if (s := target.server()) else None, "a checkpoint fails")
         target.struck_version = target.settled().progress.version
         target.until(target.moved_on(), "training continues with a full disk")

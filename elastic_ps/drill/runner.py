@@ -24,6 +24,12 @@ from elastic_ps.local import JobDirectory, Launcher, Options
 
 LIMIT = timedelta(seconds=90)
 
+
+def limit_of(job: TrainingJob) -> timedelta:
+    """How long a recovery may take: a job repeats what it did since its last checkpoint."""
+    return LIMIT + 2 * job.spec.parameter_server.checkpoint.interval
+
+
 State = Literal["recovered", "not recovered", "not injected", "unavailable"]
 
 
@@ -64,7 +70,7 @@ class Drill:
         injections: the results of the faults, in the order of the schedule.
         violations: the violations in the histories.
         commits: the number of committed rounds, undone ones included.
-        records: the number of records to train.
+        records: the number of records in the model at the end.
     """
 
     result: Result
@@ -87,7 +93,7 @@ def run(
     options: Options | None = None,
     history: Path | None = None,
     tell: Callable[[str], None] | None = None,
-    limit: timedelta = LIMIT,
+    limit: timedelta | None = None,
 ) -> Drill:
     """Run the job to its end with these faults. Blocks.
 
@@ -95,7 +101,7 @@ def run(
         options: the options of the run; its `history` is replaced.
         history: the directory of histories; None for one that is deleted if the drill passes.
         tell: called with a line for each event.
-        limit: how long a recovery may take before the job is stopped.
+        limit: how long a recovery may take before the job is stopped; None: as `limit_of`.
     """
     own = Path(tempfile.mkdtemp(prefix="elastic-ps-drill-")) if history is None else None
     directory = history or own
@@ -114,7 +120,7 @@ def run(
         ) as launcher,
     ):
         launcher.start()
-        target = LocalTarget(launcher, disk=disk, wires=wires, limit=limit)
+        target = LocalTarget(launcher, disk=disk, wires=wires, limit=limit or limit_of(job))
         injections = train(target, faults, tell or _silent)
         result = target.result()
     drill = judge(job, result, injections, read(directory))
@@ -224,7 +230,8 @@ def _percent(target: Target) -> float:
 def judge(job: TrainingJob, result: Result, injections: Sequence[Injection], histories: Histories) -> Drill:
     """Check the histories, and assign violations to the last fault before them."""
     progress, data = result.progress, None
-    if result.phase == "Succeeded" and progress and progress.records_expected and progress.epochs:
+    whole = result.phase == "Succeeded" and progress is not None and not progress.stopped
+    if whole and progress and progress.records_expected and progress.epochs:
         data = Data(progress.records_expected // progress.epochs, progress.epochs)
     consistency = job.spec.consistency
     violations = check(
@@ -244,5 +251,5 @@ def judge(job: TrainingJob, result: Result, injections: Sequence[Injection], his
             lost=sum(v.records for v in within if v.kind == "record missing"),
             twice=sum(v.records for v in within if v.kind == "record twice"),
         )
-    expected = progress.records_expected if progress else None
-    return Drill(result, judged, violations, len(histories.committed), expected or 0)
+    records = progress.records_applied if progress else 0
+    return Drill(result, judged, violations, len(histories.committed), records)

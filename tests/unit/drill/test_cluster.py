@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import os
 import tarfile
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 
 from elastic_operator import builders, names
 from elastic_ps.api.job import parse_job
-from elastic_ps.drill.cluster import Kubectl, unpack, with_histories
+from elastic_ps.drill.cluster import ClusterTarget, Kubectl, unpack, with_histories
 from elastic_ps.errors import UserError
 
 DOCUMENT: dict[str, Any] = {
@@ -58,6 +61,21 @@ def test_histories_come_back_as_they_were(tmp_path: Path) -> None:
 def test_what_is_no_archive_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(UserError, match="could not be unpacked"):
         unpack(text, tmp_path)
+
+
+def test_an_answer_that_fails_once_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {"metadata": {"namespace": "default"}, "status": {"phase": "Succeeded"}}
+    (tmp_path / "kubectl").write_text(f"""#!/bin/sh
+mkdir {tmp_path}/failed 2> /dev/null && echo 'the server is not available' >&2 && exit 1
+echo '{json.dumps(job)}'
+""")
+    (tmp_path / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    target = ClusterTarget(Kubectl(None), "digits", limit=timedelta(seconds=9))
+    (tmp_path / "failed").rmdir()
+    assert target.over()
 
 
 def test_without_kubectl(monkeypatch: pytest.MonkeyPatch) -> None:
