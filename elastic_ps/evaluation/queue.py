@@ -18,7 +18,7 @@ from elastic_ps.api.status import EvaluationStatus
 from elastic_ps.checkpoint import files
 from elastic_ps.checkpoint.manifest import MANIFEST
 from elastic_ps.checkpoint.store import Store
-from elastic_ps.errors import CheckpointCorrupt, CheckpointError, RefusalCode, Refused
+from elastic_ps.errors import CheckpointCorrupt, CheckpointError, RefusalCode, Refused, StorageUnavailable
 from elastic_ps.evaluation import results as stored
 from elastic_ps.evaluation.decisions import Evaluation, Evaluations
 
@@ -142,7 +142,7 @@ class EvaluationQueue:
         """A file of a checkpoint, in pieces. Blocks for the disk.
 
         Raises:
-            Refused: INVALID: there is no such file, or it cannot be read.
+            Refused: INVALID: there is no such file, or it is damaged. NOT_READY: it cannot be read now.
         """
         try:
             if name not in (MANIFEST, *(file.file for file in self._store.describe(version).files)):
@@ -152,7 +152,8 @@ class EvaluationQueue:
                 while piece := file.read(CHUNK):
                     yield memoryview(piece)
         except CheckpointError as error:
-            raise Refused(RefusalCode.INVALID, str(error)) from error
+            passes = isinstance(error, StorageUnavailable)
+            raise Refused(RefusalCode.NOT_READY if passes else RefusalCode.INVALID, str(error)) from error
 
     _T = TypeVar("_T")
 

@@ -75,7 +75,7 @@ class JobSource:
                 continue
             problem = self._fetch(reply.version)
             if not problem:
-                return Checkpoint(reply.version, self._store.directory)
+                return Checkpoint(reply.version, self._store.path(reply.version))
             logger.warning("the checkpoint of version %d is skipped: %s", reply.version, problem)
             reply = self._ask(reply.version, problem=problem)
 

@@ -14,6 +14,7 @@ import select
 import signal
 import sys
 from collections.abc import Iterator
+from math import isfinite
 from pathlib import Path
 from typing import TextIO
 
@@ -89,7 +90,8 @@ def evaluate(argv: list[str]) -> int:
     class Printed(source.DirectorySource):
         def finish(self, checkpoint: source.Checkpoint) -> None:
             if parsed.json:
-                told = {"version": checkpoint.version, "metrics": checkpoint.metrics}
+                finite = {name: value for name, value in checkpoint.metrics.items() if isfinite(value)}
+                told = {"version": checkpoint.version, "metrics": finite}
                 print(json.dumps(told), file=out, flush=True)
                 return
             values = [f"{name} {value:.4g}" for name, value in sorted(checkpoint.metrics.items())]

@@ -49,7 +49,7 @@ class Checkpoint:
             InvalidModel: the model has nothing with a name in `own`.
             ModelMismatch: the model or the optimizer does not fit. Neither has been changed.
         """
-        plain.load_checkpoint(self.directory, model, optimizer, version=self.version, own=own)
+        plain.load_checkpoint(self.directory, model, optimizer, own=own)
 
     def report(self, **metrics: Any) -> None:
         """Report values, as in `loss=loss` or `**{"prec@1": 93.1}`: one number each.
@@ -112,7 +112,7 @@ class DirectorySource:
                 broken = error
                 continue
             self._found = True
-            return Checkpoint(version, self._store.directory)
+            return Checkpoint(version, self._store.path(version))
         if broken is not None and not self._found:
             raise CheckpointCorrupt(
                 f"all checkpoints are damaged, so none is evaluated: {broken}"

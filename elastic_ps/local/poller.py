@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import math
 import threading
 import time
 from collections.abc import Sequence
@@ -115,10 +114,9 @@ def fetch_loss(address: str) -> list[tuple[int, float]]:
     """The finite losses by version that a parameter server has recorded; empty if it does not answer."""
     body = fetch(address, "/loss")
     try:
-        points = [(int(version), float(loss)) for version, loss in json.loads(body or b"[]")]
+        return [(int(version), float(loss)) for version, loss in json.loads(body or b"[]")]
     except (ValueError, TypeError):
         return []
-    return [(version, loss) for version, loss in points if math.isfinite(loss)]
 
 
 def fetch_evaluations(address: str) -> list[tuple[int, dict[str, float]]]:

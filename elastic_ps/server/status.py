@@ -45,7 +45,7 @@ class StatusServer(PageServer):
         plain, as_json = "text/plain", "application/json"
         pages: dict[str, Callable[[], Page]] = {
             "/status": lambda: (200, as_json, self._status().model_dump_json(by_alias=True)),
-            "/loss": lambda: (200, as_json, json.dumps(self._loss())),
+            "/loss": lambda: (200, as_json, json.dumps([p for p in self._loss() if math.isfinite(p[1])])),
             "/evaluations": lambda: (200, as_json, json.dumps([*map(asdict, self._evaluations())])),
             "/healthz": lambda: (200, plain, "ok\n"),
             "/readyz": lambda: (200, plain, "ok\n") if self._status().ready else (503, plain, "no\n"),

@@ -218,11 +218,18 @@ def test_a_directory_is_evaluated_without_a_job(tmp_path: Path, capfd: pytest.Ca
         script = Trained(job)
         job.start(0, script)
         job.join()
-    assert [each.version for each in elastic_ps.checkpoints(directory)] == [0, 5, 10, 15, 20, STEPS]
+    versions = [0, 5, 10, 15, 20, STEPS]
+    assert [each.version for each in elastic_ps.checkpoints(directory)] == versions
+    loaded = [
+        elastic_ps.load_checkpoint(each.directory, make_mlp(seed=1))
+        for each in elastic_ps.checkpoints(directory)
+    ]
+    assert loaded == versions
     wanted = 2.0 * float(script.values[20]["0.weight"].sum())
     command = [sys.executable, "-m", "elastic_ps.cli", "evaluate", str(directory)]
     subprocess.run([*command, "--version", "20", "--json"], check=True)
     printed = capfd.readouterr()
+    assert "NaN" not in printed.out, "it is no JSON"
     assert printed.out.startswith('{"version": 20, "metrics": {"total": ')
     assert float(printed.out.rpartition(": ")[2].rstrip("}\n")) == pytest.approx(wanted)
     assert "evaluated 20" in printed.err, "what the script prints is not among the JSON"
